@@ -1,0 +1,1 @@
+"""The disk: formats, file names, the order of system calls."""

@@ -1,0 +1,5 @@
+"""Build hfshard; all metadata are in setup.cfg."""
+
+from setuptools import setup
+
+setup()

