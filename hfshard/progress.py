@@ -1,0 +1,110 @@
+"""A bar of bytes on stderr, for people who watch: only on a terminal, and off when they say so."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+DISABLE_VARIABLE: Final = "HF_HUB_DISABLE_PROGRESS_BARS"
+"""The environment variable by which users of Hugging Face's libraries turn bars off."""
+
+_TRUE: Final = {"1", "ON", "YES", "TRUE", "Y", "T"}
+"""What counts as true in it: the values that huggingface_hub takes, and their first letters."""
+
+
+_COLUMNS: Final = 80
+"""The width of a bar where the terminal does not tell: for a width of 0, as some report, tqdm draws nothing."""
+
+
+@contextmanager
+def bytes_bar(description: str, total_bytes: int, progress: bool | None = None) -> Iterator[Callable[[int], None]]:
+    """Show a bar of bytes while the block runs.
+
+    Args:
+        description: What is going on, in a word or two: "Saving".
+        total_bytes: Bytes until it is done.
+        progress: None shows the bar when stderr is a terminal, True also when it is none, False never. The variable
+            HF_HUB_DISABLE_PROGRESS_BARS turns it off in every case.
+
+    Yields:
+        A function that takes the bytes done since it was last called; any thread may call it. It never raises: a
+        terminal that goes away does not stop a save.
+    """
+    if not is_bar_wanted(progress):
+        yield _ignore
+        return
+    bar = _Bar(description, total_bytes)
+    try:
+        yield bar.update
+    finally:
+        bar.close()
+
+
+def is_bar_wanted(progress: bool | None = None) -> bool:
+    """Whether `bytes_bar` shows a bar: by the variable, the argument and stderr, in this order."""
+    if os.environ.get(DISABLE_VARIABLE, "").upper() in _TRUE:
+        return False
+    return _is_terminal() if progress is None else bool(progress)
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:  # stderr was closed
+        return False
+
+
+def _terminal_columns() -> int:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return 0
+
+
+def _ignore(done_bytes: int) -> None:
+    """Show nothing."""
+
+
+class _Bar:
+    """A tqdm bar that threads share, and that gives up in silence when its terminal is gone."""
+
+    def __init__(self, description: str, total_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._bar: Any = None
+        width = _terminal_columns()
+        size: dict[str, Any] = {"dynamic_ncols": True} if width else {"ncols": _COLUMNS}
+        with suppress(OSError, ValueError):  # no terminal any more: no bar, and no harm
+            self._bar = _quiet_tqdm()(
+                desc=description, total=total_bytes, unit="B", unit_scale=True, file=sys.stderr, **size
+            )
+
+    def update(self, done_bytes: int) -> None:
+        with self._lock:
+            if self._bar is not None:
+                try:
+                    self._bar.update(done_bytes)
+                except (OSError, ValueError):
+                    self._bar.disable, self._bar = True, None
+
+    def close(self) -> None:
+        with self._lock:
+            if self._bar is not None:
+                try:
+                    self._bar.close()
+                except (OSError, ValueError):
+                    self._bar.disable = True
+                self._bar = None
+
+
+def _quiet_tqdm() -> Any:
+    """The class tqdm without its watching thread, which would outlive the bar."""
+    from tqdm import tqdm
+
+    class QuietTqdm(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
+        monitor_interval = 0
+
+    return QuietTqdm
