@@ -1,0 +1,79 @@
+"""What the commands print: aligned tables, bars and JSON to stdout, messages to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+_BAR_COLUMNS: Final = 20
+_EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
+_GAP: Final = "  "
+
+
+def use_any_encoding() -> None:
+    """Let stdout and stderr take every character: what their encoding lacks is written as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
+def print_text(text: str = "") -> None:
+    """Write lines of data to stdout."""
+    print(text)
+
+
+def print_json(value: Any) -> None:
+    """Write one JSON document to stdout: sorted, so that two of them can be compared."""
+    print(json.dumps(value, indent=2, sort_keys=True))
+
+
+def print_message(text: str) -> None:
+    """Write a message for the user to stderr."""
+    print(f"hfshard: {printable(text)}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """Escape what would move the cursor or hide text: names in a checkpoint are a stranger's."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lay out rows in columns as wide as their widest cell.
+
+    Args:
+        titles: One for each column; those that begin with ">" are aligned to the right.
+        rows: As many cells as titles, each.
+
+    Returns:
+        Lines without trailing blanks, the titles first.
+    """
+    is_right = [title.startswith(">") for title in titles]
+    lines = [[title.removeprefix(">") for title in titles]]
+    lines += [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+        _GAP.join(
+            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(line, widths, is_right)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def bar(part: int, whole: int) -> str:
+    """A bar of at most 20 characters; what is not nothing is at least a sliver.
+
+    Args:
+        part: How much of it is filled, from 0 to `whole`.
+        whole: What a full bar means.
+    """
+    if whole <= 0 or part <= 0:
+        return ""
+    eighths = max(1, round(min(part, whole) * _BAR_COLUMNS * 8 / whole))
+    return (_EIGHTHS[8] * (eighths // 8) + _EIGHTHS[eighths % 8]).rstrip()

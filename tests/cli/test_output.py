@@ -1,0 +1,56 @@
+"""Tables, bars and escapes, character by character."""
+
+from __future__ import annotations
+
+import pytest
+
+from hfshard.cli.output import bar, printable, table
+
+
+def test_table_aligns_columns_and_leaves_no_trailing_blanks() -> None:
+    rows = [["model-00001-of-00002.safetensors", "46.9 MB", "1"], ["b", "1 B", ""]]
+    assert table(["file", ">size", ">tensors"], rows) == (
+        "file                                 size  tensors\n"
+        "model-00001-of-00002.safetensors  46.9 MB        1\n"
+        "b                                     1 B"
+    )
+
+
+def test_table_without_rows_is_its_titles() -> None:
+    assert table(["file", ">size"], []) == "file  size"
+
+
+def test_table_escapes_what_would_move_the_cursor() -> None:
+    assert table(["name"], [["a\x1b[2Jb\nc"]]) == "name\na\\x1b[2Jb\\nc"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain name", "plain name"),
+        ("größe.重み", "größe.重み"),
+        ("bell\x07", "bell\\x07"),
+        ("right\u202eleft", "right\\u202eleft"),
+        ("nul\x00", "nul\\x00"),
+        ("new\r\nline", "new\\r\\nline"),
+    ],
+)
+def test_printable_escapes_what_is_not(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "shown"),
+    [
+        (0, 100, ""),
+        (1, 10**9, "▏"),
+        (25, 100, "█████"),
+        (50, 100, "██████████"),
+        (53, 100, "██████████▋"),
+        (100, 100, "████████████████████"),
+        (200, 100, "████████████████████"),
+        (5, 0, ""),
+    ],
+)
+def test_bar_is_in_proportion_and_never_nothing_for_something(part: int, whole: int, shown: str) -> None:
+    assert bar(part, whole) == shown
