@@ -1,0 +1,142 @@
+"""Tiny models whose every tensor tells which save it is from, so that mixed checkpoints are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ACTIVATIONS = ("gelu", "relu", "gelu_new", "silu", "gelu_fast", "tanh")
+"""`hidden_act` by generation where configs differ: it changes no tensor's name or shape."""
+
+OFFSET_STEP = 1 / 256
+"""From one tensor to the next: fewer than 128 tensors stay within half a generation, and fp16 holds it up to 8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What one save puts into a checkpoint.
+
+    Attributes:
+        generation: Counts saves from 1; the value that fills the tensors.
+        arch: "bert" (an encoder) or "gpt2" (tied weights, and a generation_config.json).
+        own_config: The config differs from that of other generations.
+        layers: More layers are more keys (and another config).
+        hidden: Another width is other shapes (and another config).
+        half: Cast to float16, as one does for a variant: the config's dtype changes with it.
+    """
+
+    generation: int
+    arch: str = "bert"
+    own_config: bool = False
+    layers: int = 1
+    hidden: int = 8
+    half: bool = False
+
+    @property
+    def activation(self) -> str:
+        """The config's `hidden_act`."""
+        return ACTIVATIONS[self.generation if self.own_config else 0]
+
+
+def _config(content: Content) -> Any:
+    import transformers
+
+    config: Any
+    if content.arch == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=32,
+            n_positions=16,
+            n_embd=content.hidden,
+            n_layer=content.layers,
+            n_head=2,
+            activation_function=content.activation,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+    else:
+        config = transformers.BertConfig(
+            vocab_size=32,
+            hidden_size=content.hidden,
+            num_hidden_layers=content.layers,
+            num_attention_heads=2,
+            intermediate_size=16,
+            max_position_embeddings=16,
+            hidden_act=content.activation,
+        )
+    return config
+
+
+def model_class(arch: str) -> Any:
+    """The stock class of an architecture."""
+    import transformers
+
+    return {"bert": transformers.BertModel, "gpt2": transformers.GPT2LMHeadModel}[arch]
+
+
+def build_model(content: Content, cls: Any) -> Any:
+    """A model of class `cls` with every tensor filled by its generation and its place in the sorted names."""
+    model = cls(_config(content))
+    with torch.no_grad():
+        for place, (_, parameter) in enumerate(sorted(model.named_parameters())):
+            parameter.fill_(2 * content.generation + 0.5 + place * OFFSET_STEP)
+    if content.arch == "gpt2" and content.own_config:
+        model.generation_config.max_new_tokens = 10 * content.generation
+    return model.half() if content.half else model.eval()
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a reader must see of one generation: all names, the names without ties, and the config's marks."""
+
+    full: Mapping[str, Tensor]
+    stored: frozenset[str]
+    marks: Mapping[str, Any]
+    new_tokens: Any
+
+
+def config_marks(config: Any) -> dict[str, Any]:
+    """The fields of a config that differ between generations that have configs of their own."""
+    fields = ("hidden_act", "activation_function", "num_hidden_layers", "hidden_size", "n_layer", "n_embd")
+    return {field: getattr(config, field) for field in fields if hasattr(config, field)}
+
+
+@cache
+def expected(content: Content) -> Expected:
+    """The values of one generation, in float32."""
+    model = build_model(content, model_class(content.arch))
+    full = {name: tensor.detach().float().clone() for name, tensor in model.state_dict().items()}
+    generation_config = getattr(model, "generation_config", None)
+    return Expected(
+        full=full,
+        stored=frozenset(full) - {"lm_head.weight"},
+        marks=config_marks(model.config),
+        new_tokens=getattr(generation_config, "max_new_tokens", None),
+    )
+
+
+def matches(state_dict: Mapping[str, Tensor], content: Content) -> bool:
+    """Whether a state dict is wholly of one generation (tied names may be left out)."""
+    want = expected(content)
+    if not want.stored <= state_dict.keys() <= want.full.keys():
+        return False
+    return all(torch.equal(tensor.float(), want.full[name]) for name, tensor in state_dict.items())
+
+
+def plain_module(content: Content) -> torch.nn.Module:
+    """A module that is no transformers model, with the stored tensors of one generation, all zero."""
+    root = torch.nn.Module()
+    want = expected(content)
+    for name in sorted(want.stored):
+        *parents, leaf = name.split(".")
+        module = root
+        for part in parents:
+            if not hasattr(module, part):
+                module.add_module(part, torch.nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(leaf, torch.nn.Parameter(torch.zeros_like(want.full[name])))
+    return root

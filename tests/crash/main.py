@@ -1,0 +1,90 @@
+"""The command line of the crash sweep."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tests.crash.report import details, failures, notes, table, write_json
+from tests.crash.sweep import INJECTIONS, Outcome, Prepared, sweep
+from tests.crash.targets import TARGETS
+from tests.crash.tracer import has_strace
+from tests.crash.transitions import all_transitions
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(
+        prog="crash_sweep",
+        description=(
+            "Stop a save at each of its file-changing system calls (SIGKILL, Ctrl-C, a full disk, an I/O error) and "
+            "ask hfshard, transformers and huggingface_hub what they then load: it must be wholly the old or wholly "
+            "the new checkpoint, config included, and the next save must succeed and leave no litter. Needs strace. "
+            "RUNTIME"
+        ),
+    )
+    made.add_argument("--target", choices=sorted(TARGETS), default="hfshard", help="who saves; upstream's must fail")
+    made.add_argument("--kinds", default="kill,int,enospc,eio,full", help="of %(default)s: what happens at a point")
+    made.add_argument("--transition", action="append", help="only this one (may be repeated; `prefix*` is understood)")
+    made.add_argument("--sample", type=int, metavar="N", help="only N points of all, always the same ones")
+    made.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that work side by side")
+    made.add_argument("--show", type=int, default=20, metavar="N", help="failures to print in full")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write every point's outcome there")
+    made.add_argument("--list", action="store_true", help="print the transitions and leave")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the sweep; 0 when nothing failed, 1 when something did, 2 on bad usage."""
+    options = parser().parse_args(arguments)
+    chosen = [one for one in all_transitions() if _is_chosen(one.name, options.transition)]
+    if options.list:
+        print("\n".join(one.name for one in chosen))
+        return 0
+    kinds = options.kinds.split(",")
+    if unknown := [kind for kind in kinds if kind not in INJECTIONS]:
+        print(f"crash_sweep: --kinds knows {', '.join(INJECTIONS)}, not {', '.join(unknown)}", file=sys.stderr)
+        return 2
+    if not chosen or not has_strace():
+        print("crash_sweep: no such transition" if not chosen else "crash_sweep: install strace", file=sys.stderr)
+        return 2
+    began = time.monotonic()
+    target = TARGETS[options.target]
+    if options.target != "hfshard":
+        chosen = [replace(one, stock_only=True) for one in chosen]
+    prepared, outcomes = sweep(chosen, target, kinds, count=options.sample, jobs=options.jobs, tell=_progress)
+    return _tell(prepared, outcomes, options, time.monotonic() - began)
+
+
+def _progress(done: int, count: int, failed: int) -> None:
+    print(f"{done} of {count} points, {failed} failed", file=sys.stderr, flush=True)
+
+
+def _is_chosen(name: str, patterns: Sequence[str] | None) -> bool:
+    if not patterns:
+        return True
+    return any(name == pattern or (pattern.endswith("*") and name.startswith(pattern[:-1])) for pattern in patterns)
+
+
+def _tell(prepared: list[Prepared], outcomes: list[Outcome], options: argparse.Namespace, seconds: float) -> int:
+    if options.json:
+        write_json(options.json, prepared, outcomes)
+    failed = failures(outcomes)
+    whole = [f"{one.transition.name}: {problem}" for one in prepared for problem in one.problems]
+    for problem in whole:
+        print(f"WHOLE SAVE {problem}")
+    for outcome in failed[: options.show]:
+        print("\n".join(details(outcome)))
+    for note, count in notes(outcomes).most_common(options.show):
+        print(f"note ({count}): {note}")
+    print(table(prepared, outcomes))
+    drifted = sum(outcome.is_drifted for outcome in outcomes)
+    print(
+        f"\n{options.target}: {len(prepared)} transitions, {len(outcomes)} points, {len(failed)} failed, "
+        f"{len(whole)} failures of whole saves, {drifted} points where the calls came in another order, {seconds:.0f} s"
+    )
+    return 1 if failed or whole else 0
