@@ -9,23 +9,44 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hfshard.errors import HfshardError
+    from hfshard.load import load_model, load_state_dict
+    from hfshard.mixin import ShardedModelMixin
     from hfshard.plan import ShardPlan, plan_shards
+    from hfshard.save import save_model, save_state_dict
     from hfshard.size import parse_size
+    from hfshard.storage.index import CheckpointIndex
+    from hfshard.verify import VerifyReport, verify_checkpoint
 
 __all__ = [
+    "CheckpointIndex",
     "HfshardError",
     "ShardPlan",
+    "ShardedModelMixin",
+    "VerifyReport",
     "__version__",
+    "load_model",
+    "load_state_dict",
     "parse_size",
     "plan_shards",
+    "save_model",
+    "save_state_dict",
+    "verify_checkpoint",
 ]
 
 # Lazy (PEP 562): `import hfshard` costs nothing, and only `hfshard.ShardedModelMixin` imports transformers.
 _HOMES = {
+    "CheckpointIndex": "storage.index",
     "HfshardError": "errors",
     "ShardPlan": "plan",
+    "ShardedModelMixin": "mixin",
+    "VerifyReport": "verify",
+    "load_model": "load",
+    "load_state_dict": "load",
     "parse_size": "size",
     "plan_shards": "plan",
+    "save_model": "save",
+    "save_state_dict": "save",
+    "verify_checkpoint": "verify",
 }
 
 

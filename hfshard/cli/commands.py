@@ -1,0 +1,140 @@
+"""The commands: each takes the parsed arguments, prints, and returns the exit code."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from math import prod
+from typing import Any, Final
+
+from hfshard.cli.inspection import FileEntry, Inspection, TensorEntry, inspect_checkpoint
+from hfshard.cli.output import bar, print_json, print_message, print_text, printable, table
+from hfshard.size import format_size
+from hfshard.verify import VerifyReport, verify_checkpoint
+
+_LARGEST: Final = 5
+"""Tensors that `inspect` shows without `--tensors`."""
+
+_HASH_DIGITS: Final = 12
+"""Hex digits of a hash in a table: enough to tell files apart; JSON has all of them."""
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Show what a checkpoint consists of."""
+    found = inspect_checkpoint(arguments.directory, variant=arguments.variant)
+    if arguments.format == "json":
+        print_json(found.as_json())
+        return 0
+    print_text(_headline(found))
+    print_text("\n" + _files_table(found))
+    print_text("\n" + _dtypes_table(found))
+    shown = list(found.tensors) if arguments.tensors else found.largest(_LARGEST)
+    print_text("\n" + _tensors_table("tensor" if arguments.tensors else "largest tensors", shown))
+    if found.aliases:
+        print_text("\n" + table(["alias", "stored as"], [list(pair) for pair in sorted(found.aliases.items())]))
+    if found.metadata:
+        print_text(
+            "\n" + table(["metadata", ""], [[key, _shown(found.metadata[key])] for key in sorted(found.metadata)])
+        )
+    return 0
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Check a checkpoint, and name everything that is wrong with it; 0 when it is whole, 1 when not."""
+    report = verify_checkpoint(
+        arguments.directory,
+        variant=arguments.variant,
+        level=arguments.level,
+        progress=False if arguments.no_progress else None,
+    )
+    if arguments.format == "json":
+        print_json({**asdict(report), "ok": report.ok, "level": arguments.level})
+    else:
+        for problem in report.problems:
+            tensor = "" if problem.tensor is None else f", tensor {problem.tensor}"
+            print_text(f"DAMAGED  {printable(problem.file + tensor)}\n         {printable(problem.message)}")
+        print_text(printable(f"{report.directory}: {_verdict(report)}"))
+    for warning in report.warnings:
+        print_message(f"warning: {warning}")
+    return 0 if report.ok else 1
+
+
+def _headline(found: Inspection) -> str:
+    shards = sum(1 for file in found.files if file.tensors is not None)
+    rows = [
+        ["checkpoint", found.directory],
+        ["entered by", found.entry],
+        ["weights", f"{format_size(found.nbytes)} in {_count(shards, 'file')}"],
+        ["tensors", f"{_count(len(found.tensors), 'tensor')}, {found.parameters:,} parameters"],
+        ["checksums", "yes" if found.is_verifiable else "none: saved by another tool"],
+    ]
+    return table(["", ""], rows).lstrip("\n")
+
+
+def _files_table(found: Inspection) -> str:
+    largest = max((file.nbytes for file in found.files), default=0)
+    rows = [
+        [
+            file.name,
+            format_size(file.nbytes),
+            bar(file.nbytes, largest),
+            "" if file.tensors is None else f"{file.tensors:,}",
+            _checksum(file),
+        ]
+        for file in found.files
+    ]
+    return table(["file", ">size", "", ">tensors", "checksum"], rows)
+
+
+def _checksum(file: FileEntry) -> str:
+    for kind, digest in (("sha256", file.record.sha256), ("xxh3", file.record.xxh3)):
+        if digest is not None:
+            return f"{kind} {digest[:_HASH_DIGITS]}…"
+    return ""
+
+
+def _dtypes_table(found: Inspection) -> str:
+    rows = [
+        [
+            entry.dtype,
+            f"{entry.tensors:,}",
+            f"{entry.parameters:,}",
+            format_size(entry.nbytes),
+            bar(entry.nbytes, found.nbytes),
+        ]
+        for entry in found.dtypes
+    ]
+    return table(["dtype", ">tensors", ">parameters", ">size", ""], rows)
+
+
+def _tensors_table(title: str, tensors: list[TensorEntry]) -> str:
+    rows = [
+        [
+            tensor.name,
+            tensor.dtype,
+            "×".join(map(str, tensor.shape)) or "scalar",
+            f"{prod(tensor.shape):,}",
+            format_size(tensor.nbytes),
+            tensor.file,
+        ]
+        for tensor in tensors
+    ]
+    return table([title, "dtype", "shape", ">parameters", ">size", "file"], rows)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def _verdict(report: VerifyReport) -> str:
+    if not report.ok:
+        files = len({problem.file for problem in report.problems})
+        return f"DAMAGED: {_count(len(report.problems), 'problem')} in {_count(files, 'file')}"
+    checked = f"whole: {_count(len(report.files), 'file')}"
+    if report.checked_bytes:
+        return f"{checked}, {format_size(report.checked_bytes)} compared with their checksums"
+    return f"{checked}, in structure; no bytes were compared with checksums"

@@ -1,0 +1,155 @@
+"""What `hfshard inspect` finds in a checkpoint, as plain data."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from hfshard.storage.checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.storage.dtypes import stored_dtype_name
+from hfshard.storage.index import FileRecord
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One stored tensor."""
+
+    name: str
+    dtype: str
+    """The format's name: "F32", "BF16"."""
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of the checkpoint."""
+
+    name: str
+    nbytes: int
+    tensors: int | None
+    """How many tensors it holds; None for a config, which holds none."""
+    record: FileRecord
+    """What was recorded of it when it was saved; empty where hfshard did not save it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeEntry:
+    """All tensors of one dtype."""
+
+    dtype: str
+    tensors: int
+    parameters: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A checkpoint, from its index and headers alone: no tensor is read."""
+
+    directory: str
+    entry: str
+    """The file that it is entered by: the index, or the single file."""
+    files: tuple[FileEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    """In the order of the files and of the bytes in them."""
+    aliases: dict[str, str]
+    metadata: dict[str, Any]
+    is_verifiable: bool
+    """Whether every file that holds tensors has a checksum."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all tensors."""
+        return sum(prod(tensor.shape) for tensor in self.tensors)
+
+    @property
+    def dtypes(self) -> tuple[DtypeEntry, ...]:
+        """What each dtype takes, the largest first."""
+        counts = Counter(tensor.dtype for tensor in self.tensors)
+        entries = [
+            DtypeEntry(
+                dtype,
+                count,
+                sum(prod(tensor.shape) for tensor in self.tensors if tensor.dtype == dtype),
+                sum(tensor.nbytes for tensor in self.tensors if tensor.dtype == dtype),
+            )
+            for dtype, count in counts.items()
+        ]
+        return tuple(sorted(entries, key=lambda entry: (-entry.nbytes, entry.dtype)))
+
+    def largest(self, count: int) -> list[TensorEntry]:
+        """The tensors with the most bytes, the largest first; the earlier ones of equals."""
+        return sorted(self.tensors, key=lambda tensor: -tensor.nbytes)[:count]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for `--format json`."""
+        return {
+            "directory": self.directory,
+            "entry": self.entry,
+            "is_verifiable": self.is_verifiable,
+            "total_size": self.nbytes,
+            "total_parameters": self.parameters,
+            "files": [
+                {"name": file.name, "tensors": file.tensors, **file.record.as_json(), "size": file.nbytes}
+                for file in self.files
+            ],
+            "tensors": [{**asdict(tensor), "shape": list(tensor.shape)} for tensor in self.tensors],
+            "dtypes": [asdict(entry) for entry in self.dtypes],
+            "aliases": self.aliases,
+            "metadata": self.metadata,
+        }
+
+
+def inspect_checkpoint(directory: str, *, variant: str | None = None) -> Inspection:
+    """Read a checkpoint's index and headers.
+
+    Raises:
+        CheckpointNotFoundError: No weights there.
+        DamagedCheckpointError, UnsafePathError, UnsafePickleError: Something is wrong with a file.
+    """
+    with open_checkpoint(directory, variant=variant, verify="none") as checkpoint:
+        return Inspection(
+            directory=directory,
+            entry=checkpoint.located.name,
+            files=tuple(_files(checkpoint)),
+            tensors=tuple(_tensors(checkpoint)),
+            aliases=dict(checkpoint.index.aliases),
+            metadata=dict(checkpoint.index.metadata),
+            is_verifiable=checkpoint.index.is_verifiable,
+        )
+
+
+def _files(checkpoint: OpenCheckpoint) -> list[FileEntry]:
+    counts = Counter(checkpoint.index.weight_map.values())
+    records = checkpoint.index.files
+    configs = [name for name in records if name not in checkpoint.shards]
+    entries = []
+    for name in [*checkpoint.shards, *checkpoint.pickles, *sorted(configs)]:
+        path = os.path.join(checkpoint.directory, name)
+        nbytes = os.stat(path).st_size if os.path.exists(path) else 0
+        is_config = name in configs and name not in checkpoint.pickles
+        entries.append(FileEntry(name, nbytes, None if is_config else counts[name], records.get(name, FileRecord())))
+    return entries
+
+
+def _tensors(checkpoint: OpenCheckpoint) -> list[TensorEntry]:
+    entries = [
+        TensorEntry(slot.name, slot.dtype, slot.shape, slot.nbytes, file)
+        for file, shard in checkpoint.shards.items()
+        for slot in shard.header.slots.values()
+    ]
+    for file, pickled in checkpoint.pickles.items():
+        for name, tensor in pickled.tensors.items():
+            dtype = stored_dtype_name(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
+            entries.append(TensorEntry(name, dtype, tuple(tensor.shape), tensor.nbytes, file))
+    return entries

@@ -1,0 +1,57 @@
+"""Names and numbers of the checkpoint format, each with its reason."""
+
+from __future__ import annotations
+
+from typing import Final
+
+FORMAT_VERSION: Final = 1
+"""Of what hfshard adds to an index or to a file's metadata."""
+
+DEFAULT_MAX_SHARD_SIZE: Final = "5GB"
+"""Small enough for one Hub upload to be retried, large enough that a 70B model has few dozen files."""
+
+DATA_ALIGNMENT: Final = 4096
+"""Bytes: the tensor data of a file begin at a multiple of it (a page: direct I/O and mmap can use it)."""
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""The largest header that stock safetensors reads (its MAX_HEADER_SIZE)."""
+
+MAX_INDEX_BYTES: Final = 512 * 1024 * 1024
+"""The largest index that we read or write: four million tensors of 120 bytes an entry."""
+
+MAX_CONFIG_BYTES: Final = 64 * 1024 * 1024
+"""The largest config.json that we read: the largest known (label maps of 20k classes) is under 2 MB."""
+
+MAX_JSON_DEPTH: Final = 64
+"""Nesting that an index or header may have; real ones have four levels."""
+
+COPY_BYTES: Final = 4 * 1024 * 1024
+"""Bytes that are written, read or hashed at once: large for the disk, and a few of them stay under 64 MiB."""
+
+SAMPLE_BYTES: Final = 4096
+"""Bytes of each tensor that go into a file's `sample`."""
+
+SAMPLE_TENSORS: Final = 1024
+"""At most so many tensors of a file go into its `sample`, evenly chosen."""
+
+SAFETENSORS_SUFFIX: Final = ".safetensors"
+BIN_SUFFIX: Final = ".bin"
+CONFIG_NAME: Final = "config.json"
+GENERATION_CONFIG_NAME: Final = "generation_config.json"
+ADAPTER_CONFIG_NAME: Final = "adapter_config.json"
+INDEX_SUFFIX: Final = ".index.json"
+EXPLICIT_WEIGHTS_KEY: Final = "transformers_weights"
+"""The key of config.json by which transformers is told which weights file to load before all others."""
+
+METADATA_KEY: Final = "hfshard"
+"""Our key in an index's `metadata` and in a safetensors file's `__metadata__`."""
+
+STAGING_DIRECTORY: Final = ".cache/huggingface/hfshard"
+"""Where a save writes before it commits: `upload_folder` and `snapshot_download` leave `.cache/huggingface` alone,
+and no tool that globs `*.safetensors` sees a file that is not yet whole."""
+
+CHANGED_RETRIES: Final = 400
+"""Times that a reader starts again when a writer moves the checkpoint under it."""
+
+CHANGED_WAIT_SECONDS: Final = 0.005
+"""Seconds between two such tries."""

@@ -1,0 +1,149 @@
+"""Every error that hfshard raises on purpose: what happened, where, and what to do next.
+
+    HfshardError
+    ├── InvalidSizeError (ValueError)              a size that the grammar does not know
+    ├── InvalidSizeTypeError (TypeError)           a size that is no int and no str
+    ├── InvalidArgumentError (ValueError)          an argument that can't be served
+    ├── UnknownArgumentError (TypeError)           a keyword that nobody takes; names the nearest
+    ├── SaveDirectoryError (NotADirectoryError)    the place to save to is a file
+    ├── UnstorableTensorError (ValueError)         a value that the format has no bytes for
+    ├── NotEnoughSpaceError (OSError)              the disk can't hold the save; nothing was written
+    ├── CommitUnfinishedError (OSError)            saved and committed, but tidying up failed
+    ├── DirectoryLockedError (BlockingIOError)     another process is saving there
+    ├── CheckpointNotFoundError (FileNotFoundError)  no weights where they were looked for
+    ├── CheckpointChangedError (RuntimeError)      it kept changing while it was being read
+    ├── DamagedCheckpointError (ValueError)        a file is not what a checkpoint needs
+    │   ├── MissingShardError (FileNotFoundError)  a file that the index names is not there
+    │   └── IntegrityError                         bytes differ from those that were saved
+    ├── UnsafePathError (ValueError)               a name that leaves the checkpoint's directory
+    ├── UnsafePickleError (ValueError)             a pickle that asks for more than tensors
+    └── StateDictMismatchError (RuntimeError)      names, shapes or dtypes do not fit the model
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+
+class HfshardError(Exception):
+    """The base of all of hfshard's own errors.
+
+    Attributes:
+        path: The file or directory that it is about, or None.
+        fqn: The tensor's dotted name, or None.
+        expected: What had to be there, or None.
+        actual: What was found, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        fqn: str | None = None,
+        expected: Any = None,
+        actual: Any = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = None if path is None else os.fspath(path)
+        self.fqn = fqn
+        self.expected = expected
+        self.actual = actual
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class InvalidSizeError(HfshardError, ValueError):
+    """A size that the grammar of `parse_size` does not know."""
+
+
+class InvalidSizeTypeError(HfshardError, TypeError):
+    """A size that is neither an int nor a str."""
+
+
+class InvalidArgumentError(HfshardError, ValueError):
+    """An argument with a value that can't be served."""
+
+
+class UnknownArgumentError(HfshardError, TypeError):
+    """A keyword argument that nobody takes; the message names the nearest one."""
+
+
+class SaveDirectoryError(HfshardError, NotADirectoryError):
+    """The place to save to is a file, or can't be a directory."""
+
+
+class UnstorableTensorError(HfshardError, ValueError):
+    """A value in a state dict that the format has no bytes for."""
+
+
+class NotEnoughSpaceError(HfshardError, OSError):
+    """The disk has not the space for the save; nothing was written. `errno` is ENOSPC."""
+
+    def __init__(self, message: str, **data: Any) -> None:
+        super().__init__(message, **data)
+        self.errno = errno.ENOSPC
+
+
+class CommitUnfinishedError(HfshardError, OSError):
+    """The new checkpoint is committed and loads, but a step of tidying up failed."""
+
+
+class DirectoryLockedError(HfshardError, BlockingIOError):
+    """Another process is saving into the directory."""
+
+
+class CheckpointNotFoundError(HfshardError, FileNotFoundError):
+    """No weights in the place where they were looked for."""
+
+
+class CheckpointChangedError(HfshardError, RuntimeError):
+    """The checkpoint was replaced again and again while it was being opened."""
+
+
+class DamagedCheckpointError(HfshardError, ValueError):
+    """A file of the checkpoint is not what a checkpoint needs."""
+
+
+class MissingShardError(DamagedCheckpointError, FileNotFoundError):
+    """A file that the index names is not there."""
+
+
+class IntegrityError(DamagedCheckpointError):
+    """The bytes of a file differ from those that were saved."""
+
+
+class UnsafePathError(HfshardError, ValueError):
+    """A name in an index that would leave the checkpoint's directory."""
+
+
+class UnsafePickleError(HfshardError, ValueError):
+    """A pickle that asks for more than tensors and plain containers."""
+
+
+class StateDictMismatchError(HfshardError, RuntimeError):
+    """Names, shapes or dtypes of the checkpoint do not fit the model.
+
+    Attributes:
+        missing_keys: Names that the model has and the checkpoint has not.
+        unexpected_keys: Names that the checkpoint has and the model has not.
+        mismatched_keys: (name, shape in the checkpoint, shape in the model).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing_keys: tuple[str, ...] = (),
+        unexpected_keys: tuple[str, ...] = (),
+        mismatched_keys: tuple[tuple[str, Any, Any], ...] = (),
+        **data: Any,
+    ) -> None:
+        super().__init__(message, **data)
+        self.missing_keys = missing_keys
+        self.unexpected_keys = unexpected_keys
+        self.mismatched_keys = mismatched_keys

@@ -1,0 +1,243 @@
+"""Loads a checkpoint: locate, read the index, check, read, assign."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError, UnknownArgumentError
+from hfshard.progress import bytes_bar
+from hfshard.state_dict import KeySelection, assign, compare, has_wrapper_prefix, match_prefixes, select_keys, unwrap
+from hfshard.storage.checkpoint import OpenCheckpoint, Verify, check_small_file, open_checkpoint
+from hfshard.tied import find_ties
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where to load from: a directory, or a repo of the Hub."""
+
+    path: str
+    subfolder: str = ""
+    variant: str | None = None
+    use_safetensors: bool | None = None
+    revision: str | None = None
+    token: str | bool | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    local_files_only: bool = False
+    force_download: bool = False
+
+    def directory(self) -> str:
+        """The local directory; what is on the Hub is brought into the cache first."""
+        if os.path.isdir(self.path):
+            return os.path.join(self.path, self.subfolder) if self.subfolder else self.path
+        if os.path.exists(self.path):
+            raise InvalidArgumentError(
+                f"'{self.path}' is a file: give the directory that holds the checkpoint.", path=self.path
+            )
+        if _is_a_path(self.path):
+            raise CheckpointNotFoundError(f"There is no directory '{self.path}'. Check the path.", path=self.path)
+        from hfshard.hub import fetch_checkpoint
+
+        return fetch_checkpoint(
+            self.path,
+            variant=self.variant,
+            use_safetensors=self.use_safetensors,
+            subfolder=self.subfolder,
+            revision=self.revision,
+            token=self.token,
+            cache_dir=self.cache_dir,
+            local_files_only=self.local_files_only,
+            force_download=self.force_download,
+        )[0]
+
+
+def load_state_dict(
+    path: str | os.PathLike[str],
+    *,
+    keys: KeySelection | None = None,
+    device: str | torch.device = "cpu",
+    variant: str | None = None,
+    use_safetensors: bool | None = None,
+    verify: Verify = "structure",
+    subfolder: str = "",
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    disable_mmap: bool | None = None,
+    progress: bool | None = None,
+) -> dict[str, torch.Tensor]:
+    """Load a state dict from a checkpoint of hfshard, transformers, huggingface_hub or torch.save.
+
+    Args:
+        path: A directory, or a repo of the Hub ("org/name").
+        keys: Which names to load: names, globs ("*.bias"), or a function of the name. None: all. Only their bytes are
+            read.
+        device: Where the tensors go. On the CPU they are mapped: a page is read when it is touched.
+        variant, subfolder, revision, token, cache_dir, local_files_only: As in transformers' `from_pretrained`.
+        use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
+        verify: "none": only what reading needs; "structure": names, sizes, headers and samples; "full" (or
+            "sha256"): every byte against its checksum.
+        disable_mmap: True reads the tensors into memory at once.
+        progress: A bar on stderr while checksums are made: None: on a terminal.
+
+    Returns:
+        FQN -> tensor. Names that shared a tensor when they were saved are the same tensor again.
+
+    Raises:
+        CheckpointNotFoundError: No weights there.
+        DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before any tensor is returned.
+        StateDictMismatchError: `keys` names something that is not there.
+    """
+    source = Source(
+        os.fspath(path), subfolder, variant, use_safetensors, revision, token, cache_dir, local_files_only
+    )
+    with opened(source, verify, progress) as checkpoint:
+        return read_tensors(checkpoint, keys, device, mapped=not disable_mmap)
+
+
+def load_model(
+    model: Any,
+    path: str | os.PathLike[str],
+    *model_args: Any,
+    strict: bool | None = None,
+    verify: Verify = "structure",
+    progress: bool | None = None,
+    output_loading_info: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Load a checkpoint into a module, or build a transformers model from it.
+
+    Args:
+        model: An `nn.Module` to load into, in place (wrappers are looked through); or a transformers class, concrete
+            or Auto, to build.
+        path: A directory, or a repo of the Hub.
+        model_args: For a class: passed to its `from_pretrained`.
+        strict: For a module, True (the default) refuses missing and unexpected names, False passes over them; shapes
+            must agree, and at least one name. For a class, None does as upstream, True refuses any difference.
+        verify: As in `load_state_dict`.
+        progress: As in `load_state_dict`.
+        output_loading_info: Return (model, {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"}).
+        kwargs: For a module: variant, subfolder, use_safetensors, revision, token, cache_dir, local_files_only. For a
+            class: everything that its `from_pretrained` takes.
+
+    Returns:
+        The model, or (model, info).
+
+    Raises:
+        StateDictMismatchError: Names or shapes do not fit; nothing was assigned.
+        Everything that `load_state_dict` raises.
+    """
+    if not isinstance(model, nn.Module):
+        from hfshard.load_pretrained import load_class
+
+        options = {"strict": strict, "verify": verify, "progress": progress}
+        return load_class(model, path, *model_args, output_loading_info=output_loading_info, **options, **kwargs)
+    known = {"variant", "subfolder", "use_safetensors", "revision", "token", "cache_dir", "local_files_only"}
+    if model_args:
+        raise InvalidArgumentError("Positional arguments after the path are for a model class, not for a module.")
+    refuse_unknown(kwargs, known, "load_model")
+    source = Source(os.fspath(path), **kwargs)
+    with opened(source, verify, progress) as checkpoint:
+        info = _load_into(unwrap(model), checkpoint, strict=strict is not False)
+    return (model, info) if output_loading_info else model
+
+
+@contextmanager
+def opened(source: Source, verify: Verify, progress: bool | None) -> Iterator[OpenCheckpoint]:
+    """Open the checkpoint of a source: locate, read the index, check."""
+    directory = source.directory()
+    total = _weights_bytes(directory) if verify in ("full", "sha256") else 0
+    with bytes_bar("Verifying", total, progress if total else False) as on_bytes, open_checkpoint(
+        directory,
+        variant=source.variant,
+        use_safetensors=source.use_safetensors,
+        verify=verify,
+        on_bytes=on_bytes,
+    ) as checkpoint:
+        if verify == "structure":
+            _warn_of_edited_files(checkpoint)
+        yield checkpoint
+
+
+def read_tensors(
+    checkpoint: OpenCheckpoint, keys: KeySelection | None, device: str | torch.device, *, mapped: bool
+) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint by name, aliases included."""
+    aliases = checkpoint.index.aliases
+    chosen = select_keys([*checkpoint.keys, *aliases], keys)
+    stored = {aliases.get(name, name) for name in chosen}
+    tensors = {name: checkpoint.tensor(name, mapped=mapped).to(device) for name in checkpoint.keys if name in stored}
+    return {name: tensors[aliases.get(name, name)] for name in chosen}
+
+
+def refuse_unknown(given: Mapping[str, Any], known: set[str], function: str) -> None:
+    """Refuse keyword arguments that nobody takes.
+
+    Raises:
+        UnknownArgumentError: There is one; the message names the nearest that is known.
+    """
+    for name in given:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean '{nearest[0]}'?" if nearest else f" It takes: {', '.join(sorted(known))}."
+            raise UnknownArgumentError(f"{function}() got an unexpected keyword argument '{name}'.{hint}")
+
+
+def _load_into(model: nn.Module, checkpoint: OpenCheckpoint, *, strict: bool) -> dict[str, Any]:
+    tensors = read_tensors(checkpoint, None, "cpu", mapped=True)
+    own = model.state_dict()
+    if has_wrapper_prefix(tensors):
+        names = match_prefixes(tensors, own.keys())
+        tensors = {names[name]: tensor for name, tensor in tensors.items()}
+    tensors = _with_tied_names(tensors, own)
+    difference = compare(tensors, own)
+    matched = len(own) - len(difference.missing)
+    difference.raise_unless_allowed(strict=strict, path=checkpoint.directory, matched=matched)
+    assign(model, tensors)
+    return {
+        "missing_keys": set(difference.missing),
+        "unexpected_keys": set(difference.unexpected),
+        "mismatched_keys": set(difference.mismatched),
+        "error_msgs": [],
+    }
+
+
+def _with_tied_names(tensors: dict[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Names that the model ties to one that the checkpoint has are not missing."""
+    tied = {}
+    for alias, kept in find_ties(own).items():
+        if alias not in tensors and kept in tensors:
+            tied[alias] = tensors[kept]
+        elif kept not in tensors and alias in tensors:
+            tied[kept] = tensors[alias]
+    return {**tensors, **tied}
+
+
+def _warn_of_edited_files(checkpoint: OpenCheckpoint) -> None:
+    for name, record in checkpoint.index.files.items():
+        if name.endswith(".json"):
+            try:
+                check_small_file(checkpoint.directory, name, record)
+            except DamagedCheckpointError as error:
+                logger.warning("%s", error)
+
+
+def _weights_bytes(directory: str) -> int:
+    weights = [name for name in os.listdir(directory) if name.endswith(".safetensors")] if os.path.isdir(directory) else []
+    return sum(os.path.getsize(os.path.join(directory, name)) for name in weights)
+
+
+def _is_a_path(path: str) -> bool:
+    """Whether a name that does not exist was meant as a path: a repo has at most one slash, and does not begin with one."""
+    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or os.sep != "/" and os.sep in path

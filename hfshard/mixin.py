@@ -1,0 +1,151 @@
+"""`ShardedModelMixin`: a transformers model that saves and loads itself with hfshard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.errors import InvalidArgumentError
+from hfshard.load import refuse_unknown
+from hfshard.load_pretrained import LoadOptions, load_pretrained
+from hfshard.plan import Packing
+from hfshard.save import save_model
+from hfshard.size import parse_size
+from hfshard.storage.checkpoint import Verify
+from hfshard.storage.integrity import Checksum, check_checksum
+
+_PUSH_ARGUMENTS = frozenset(
+    ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags", "token")
+)
+_SAVE_ARGUMENTS = frozenset(
+    ("save_directory", "is_main_process", "state_dict", "push_to_hub", "max_shard_size", "variant", "token",
+     "save_peft_format", "save_original_format", "distributed_checkpoint", "safe_serialization", "packing", "checksum",
+     "progress")
+)  # fmt: skip
+
+
+class ShardedModelMixin:
+    """Put it before the model's class, and the model is saved sharded, verified and crash-safe.
+
+        class Llama(ShardedModelMixin, LlamaForCausalLM): ...
+
+        model = Llama.from_pretrained("org/repo")
+        model.save_pretrained("out", max_shard_size="5GiB")
+
+    What it writes loads in stock transformers, under upstream's class; it loads what stock transformers writes.
+    """
+
+    _is_hfshard_model: ClassVar[bool] = True
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+        variant: str | None = None,
+        token: str | bool | None = None,
+        save_peft_format: bool = True,
+        save_original_format: bool = True,
+        distributed_checkpoint: bool = False,
+        *,
+        packing: Packing = "greedy",
+        checksum: Checksum | None = "sha256",
+        progress: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save the model, durably and all or nothing: the arguments are transformers'.
+
+        Args:
+            save_directory: Made when it is missing. What stood there loads until the new checkpoint is whole.
+            is_main_process: False: nothing is saved.
+            state_dict: What to save in place of the model's own; not mutated.
+            push_to_hub: Push to the Hub when it is saved; `repo_id` and the other arguments of `push_to_hub` go with it.
+            max_shard_size: Bytes, or "5GB", "500MiB" ...: the most that a file has, unless it holds one tensor.
+            variant: Part of the files' names.
+            token: For the Hub.
+            save_peft_format, save_original_format, distributed_checkpoint: As upstream.
+            packing: "greedy" (as upstream) or "balanced" (fewest files, levelled).
+            checksum: "sha256", "xxh3" or None.
+            progress: A bar on stderr: None: on a terminal.
+            kwargs: `safe_serialization=True` of older code, and arguments of `push_to_hub`.
+
+        Raises:
+            UnknownArgumentError: A keyword that nobody takes; the message names the nearest.
+            Everything that `hfshard.save_model` raises.
+        """
+        parse_size(max_shard_size)
+        check_checksum(checksum)
+        if kwargs.pop("safe_serialization", True) is False:
+            raise InvalidArgumentError("hfshard writes no pickles: leave out safe_serialization=False.")
+        refuse_unknown(kwargs, _PUSH_ARGUMENTS | _SAVE_ARGUMENTS, "save_pretrained")
+        if self._is_upstreams_to_save(distributed_checkpoint):
+            super().save_pretrained(  # type: ignore[misc]
+                save_directory,
+                is_main_process=is_main_process,
+                state_dict=None if state_dict is None else dict(state_dict),
+                max_shard_size=max_shard_size,
+                variant=variant,
+                save_peft_format=save_peft_format,
+                save_original_format=save_original_format,
+                distributed_checkpoint=distributed_checkpoint,
+            )
+        else:
+            save_model(
+                self,  # type: ignore[arg-type]
+                save_directory,
+                is_main_process,
+                state_dict,
+                max_shard_size,
+                variant,
+                packing=packing,
+                save_original_format=save_original_format,
+                checksum=checksum,
+                progress=progress,
+            )
+        if push_to_hub and is_main_process:
+            repo_id = kwargs.pop("repo_id", None) or os.path.basename(os.path.abspath(os.fspath(save_directory)))
+            self.push_to_hub(repo_id, token=token, max_shard_size=max_shard_size, **kwargs)  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
+        *model_args: Any,
+        strict: bool | None = None,
+        verify: Verify = "structure",
+        progress: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Build the model from a checkpoint that was checked first: the arguments are transformers'.
+
+        Args:
+            pretrained_model_name_or_path: A directory, or a repo of the Hub; None with `config` and `state_dict`.
+            model_args: For the model's constructor.
+            strict: True refuses missing, unexpected and mismatched names; None reports them, as upstream does. That
+                nothing at all fits is an error in either case.
+            verify: "none"; "structure" (names, sizes, headers, samples); "full" or "sha256" (every byte).
+            progress: A bar on stderr while checksums are made: None: on a terminal.
+            kwargs: Everything that transformers' `from_pretrained` takes.
+
+        Returns:
+            The model, in evaluation mode; with `output_loading_info=True`, (model, info).
+
+        Raises:
+            CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before it is built.
+            StateDictMismatchError: Nothing fits, or strict and something differs.
+        """
+        options = LoadOptions(strict, verify, progress)
+        build = super().from_pretrained  # type: ignore[misc]
+        return load_pretrained(build, cls, pretrained_model_name_or_path, model_args, kwargs, options)  # type: ignore[arg-type]
+
+    def _is_upstreams_to_save(self, distributed_checkpoint: bool) -> bool:
+        """Whether the save needs what only upstream can do: adapters, offloaded weights, its distributed format."""
+        devices = set((getattr(self, "hf_device_map", None) or {}).values())
+        is_offloaded = "disk" in devices or ("cpu" in devices and len(devices) > 1)
+        return distributed_checkpoint or is_offloaded or bool(getattr(self, "_hf_peft_config_loaded", False))

@@ -1,0 +1,210 @@
+"""A model and its named tensors: collect them without wrappers' prefixes, match foreign names, assign."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfshard.errors import StateDictMismatchError
+from hfshard.plan import TensorSpec
+from hfshard.storage.dtypes import stored_dtype_name, stored_shape
+from hfshard.storage.tensor_bytes import check_storable, tensor_nbytes
+
+KeySelection = Collection[str] | Callable[[str], bool] | str
+"""Which keys to load: names or globs, or a function of the name."""
+
+_WRAPPER_PREFIXES = re.compile(r"^(?:(?:module|_orig_mod)\.)+")
+_COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
+
+_SHOWN_KEYS = 20
+
+
+def tensor_specs(state_dict: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
+    """What the plan needs to know of each tensor, in state dict order.
+
+    Raises:
+        UnstorableTensorError: A value that the format has no bytes for.
+    """
+    specs = []
+    for name, tensor in state_dict.items():
+        check_storable(name, tensor)
+        dtype = stored_dtype_name(tensor.dtype) or ""
+        shape = tuple(stored_shape(tensor))
+        specs.append(TensorSpec(name, dtype, shape, tensor_nbytes(tensor), tensor.element_size()))
+    return specs
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DataParallel, DistributedDataParallel and torch.compile, in any nesting."""
+    while (child := _wrapped_child(model)) is not None:
+        model = getattr(model, child)
+    return model
+
+
+def collect_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The model's state dict, with the prefixes of wrappers removed, by the wrappers themselves and never by name.
+
+    A child that is honestly called `module` keeps its name. The tensors are the model's own, not copies.
+    """
+    model = unwrap(model)
+    state_dict = dict(model.state_dict())
+    wrapped = {
+        (f"{path}." if path else "") + child + "."
+        for path, module in model.named_modules()
+        if (child := _wrapped_child(module)) is not None
+    }
+    if not wrapped:
+        return state_dict
+    return {_without_wrappers(name, wrapped): value for name, value in state_dict.items()}
+
+
+def match_prefixes(names: Iterable[str], expected: Collection[str]) -> dict[str, str]:
+    """Strip `module.` and `_orig_mod.` from a file's names where, and only where, that makes them the model's.
+
+    Args:
+        names: The names in the file.
+        expected: The model's names.
+
+    Returns:
+        Name in the file -> name for the model; the same where nothing helps.
+    """
+    known = set(expected)
+    result = {}
+    for name in names:
+        stripped = strip_wrappers(name)
+        result[name] = stripped if name not in known and stripped in known else name
+    return result
+
+
+def strip_wrappers(name: str) -> str:
+    """A name without the prefixes that DataParallel and torch.compile give."""
+    return _COMPILED.sub("", _WRAPPER_PREFIXES.sub("", name))
+
+
+def has_wrapper_prefix(names: Iterable[str]) -> bool:
+    """Whether any name could carry a wrapper's prefix."""
+    return any(strip_wrappers(name) != name for name in names)
+
+
+def select_keys(names: Iterable[str], keys: KeySelection | None) -> list[str]:
+    """The names that were asked for, in their own order.
+
+    Raises:
+        StateDictMismatchError: A name or glob that matches nothing.
+    """
+    names = list(names)
+    if keys is None:
+        return names
+    if callable(keys):
+        return [name for name in names if keys(name)]
+    patterns = [keys] if isinstance(keys, str) else list(keys)
+    exact, globs = set(patterns) & set(names), [p for p in patterns if p not in set(names)]
+    chosen = exact | {name for name in names for glob in globs if fnmatchcase(name, glob)}
+    empty = tuple(glob for glob in globs if not any(fnmatchcase(name, glob) for name in chosen))
+    if empty:
+        raise StateDictMismatchError(
+            f"The checkpoint has no tensor that matches {_listed(empty)}. "
+            "To see the names, run: hfshard inspect --tensors DIR",
+            missing_keys=empty,
+        )
+    return [name for name in names if name in chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """How a checkpoint and a model differ."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    """(name, shape in the checkpoint, shape in the model)."""
+
+    def raise_unless_allowed(self, *, strict: bool, path: str, matched: int) -> None:
+        """Refuse what may not be assigned.
+
+        Raises:
+            StateDictMismatchError: strict and anything differs; else: a shape differs, or no key of the model was found.
+        """
+        nothing = matched == 0 and bool(self.missing)
+        if not (nothing or self.mismatched or (strict and (self.missing or self.unexpected))):
+            return
+        raise StateDictMismatchError(
+            f"The checkpoint '{path}' does not fit the model, and nothing was loaded: {self.described()}. "
+            + ("Pass strict=False to load what fits, or " if strict and not (nothing or self.mismatched) else "Please ")
+            + f"compare the names with: hfshard inspect --tensors {path}",
+            path=path,
+            missing_keys=self.missing,
+            unexpected_keys=self.unexpected,
+            mismatched_keys=self.mismatched,
+        )
+
+    def described(self) -> str:
+        """All of it in words."""
+        parts = []
+        if self.missing:
+            parts.append(f"{len(self.missing)} missing: {_listed(self.missing)}")
+        if self.unexpected:
+            parts.append(f"{len(self.unexpected)} unexpected: {_listed(self.unexpected)}")
+        if self.mismatched:
+            shown = [f"{name} {list(theirs)} in the checkpoint, {list(mine)} in the model" for name, theirs, mine in self.mismatched]
+            parts.append(f"{len(self.mismatched)} of another shape: {_listed(shown)}")
+        return "; ".join(parts)
+
+
+def compare(state_dict: Mapping[str, torch.Tensor], model_state: Mapping[str, torch.Tensor]) -> Mismatch:
+    """Compare the names and shapes of a checkpoint with those of a model."""
+    return Mismatch(
+        missing=tuple(name for name in model_state if name not in state_dict),
+        unexpected=tuple(name for name in state_dict if name not in model_state),
+        mismatched=tuple(
+            (name, tuple(tensor.shape), tuple(model_state[name].shape))
+            for name, tensor in state_dict.items()
+            if name in model_state and tensor.shape != model_state[name].shape
+        ),
+    )
+
+
+def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors into the model, or put them in place of its meta tensors; names that it lacks are passed over.
+
+    Tied parameters stay tied, values are cast to the parameter's dtype and moved to its device.
+    """
+    own = model.state_dict()
+    meta = {name for name in state_dict if name in own and own[name].is_meta}
+    with torch.no_grad():
+        for name, tensor in state_dict.items():
+            if name in own and name not in meta:
+                own[name].copy_(tensor)
+    if meta:
+        model.load_state_dict({name: state_dict[name] for name in meta}, strict=False, assign=True)
+
+
+def _wrapped_child(module: nn.Module) -> str | None:
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return "module"
+    # torch.compile's class is looked up only where it can exist: importing it takes a second.
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is not None and isinstance(module, eval_frame.OptimizedModule):
+        return "_orig_mod"
+    return None
+
+
+def _without_wrappers(name: str, wrapped: set[str]) -> str:
+    kept, path = [], ""
+    for part in name.split("."):
+        path += f"{part}."
+        if path not in wrapped:
+            kept.append(part)
+    return ".".join(kept)
+
+
+def _listed(items: Collection[str]) -> str:
+    shown = ", ".join(list(items)[:_SHOWN_KEYS])
+    return shown if len(items) <= _SHOWN_KEYS else f"{shown} and {len(items) - _SHOWN_KEYS} more"

@@ -1,0 +1,203 @@
+"""The system calls that a commit is made of, each with what to do where a file system does not know it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from hfshard.constants import COPY_BYTES
+from hfshard.errors import DirectoryLockedError
+
+logger = logging.getLogger(__name__)
+
+UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
+"""What a file system answers that does not know a call."""
+
+_MAX_VIEWS: Final = 512
+"""Buffers that go into one writev: half of the system's limit of 1,024."""
+
+_LOCK_WAIT_SECONDS: Final = 0.02
+
+
+@contextmanager
+def locked_directory(directory: str, *, wait_seconds: float) -> Iterator[int]:
+    """Hold the directory's own lock: no lock file, and it dies with the process.
+
+    Args:
+        directory: It must exist.
+        wait_seconds: How long to wait for another process that holds it.
+
+    Yields:
+        The directory's file descriptor.
+
+    Raises:
+        DirectoryLockedError: Another process held it all the time.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _lock(fd, directory, wait_seconds)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, directory: str, wait_seconds: float) -> None:
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() >= deadline:
+                raise DirectoryLockedError(
+                    f"Another process has been saving into '{directory}' for {wait_seconds:g} s. "
+                    "Wait for it, or save into another directory.",
+                    path=directory,
+                ) from error
+            time.sleep(_LOCK_WAIT_SECONDS)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            logger.warning("'%s' can't be locked (%s): nothing keeps two processes from saving there.", directory, error)
+            return
+
+
+def sync_directory(directory: str) -> None:
+    """Make the directory's entries durable; skipped, with a warning, where the file system can't."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        sync(fd, directory)
+    finally:
+        os.close(fd)
+
+
+def sync(fd: int, path: str) -> None:
+    """Make a file's bytes durable; skipped, with a warning, where the file system can't."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED | {errno.EINVAL}:
+            raise
+        logger.warning("'%s' can't be flushed to disk (%s): a power cut may lose it.", path, error)
+
+
+def make_directories(directory: str) -> list[str]:
+    """Make a directory and the missing ones above it, durably.
+
+    Returns:
+        Those that were made, deepest last.
+    """
+    missing = []
+    at = os.path.abspath(directory)
+    while not os.path.isdir(at):
+        missing.append(at)
+        at = os.path.dirname(at)
+    made: list[str] = []
+    try:
+        for path in reversed(missing):
+            made.append(path)  # before it is there: Ctrl-C may come between
+            try:
+                os.mkdir(path)
+            except FileExistsError:
+                made.pop()
+                if not os.path.isdir(path):
+                    raise
+            else:
+                sync_directory(os.path.dirname(path))
+    except BaseException:
+        remove_empty_directories(made)
+        raise
+    return made
+
+
+def remove_empty_directories(paths: Sequence[str]) -> None:
+    """Remove directories that a failed save made, deepest (last) first, as far as they are empty."""
+    for path in reversed(paths):
+        try:
+            os.rmdir(path)
+        except OSError as error:
+            logger.debug("'%s' is left: %s", path, error)
+            return
+
+
+def write_views(fd: int, views: Sequence[memoryview]) -> None:
+    """Write buffers one after another, all of them."""
+    left = [view for view in views if len(view)]
+    while left:
+        written = os.writev(fd, left[:_MAX_VIEWS])
+        while left and written >= len(left[0]):
+            written -= len(left[0])
+            left.pop(0)
+        if written:
+            left[0] = left[0][written:]
+
+
+def write_file(path: str, raw: bytes, *, like: os.stat_result | None = None) -> None:
+    """Make a small file that did not exist, durably, with the mode and group of the file that it will replace."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_views(fd, [memoryview(raw)])
+        copy_mode(fd, like)
+        sync(fd, path)
+    finally:
+        os.close(fd)
+
+
+def copy_mode(fd: int, like: os.stat_result | None) -> None:
+    """Give an open file the mode and group of another; a group that we may not give is left as it is."""
+    if like is None:
+        return
+    mine = os.fstat(fd)
+    if mine.st_gid != like.st_gid:
+        try:
+            os.fchown(fd, -1, like.st_gid)
+        except PermissionError:
+            logger.info("The group %d of the old file can't be given to the new one.", like.st_gid)
+    if stat.S_IMODE(mine.st_mode) != stat.S_IMODE(like.st_mode):
+        os.fchmod(fd, stat.S_IMODE(like.st_mode))
+
+
+def rename(source: str, target: str) -> None:
+    """Rename a file over another; where the file system has no rename, write the target's bytes anew, with a warning."""
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        logger.warning("'%s' has no rename (%s): the file is copied into place.", os.path.dirname(target), error)
+        _copy_over(source, target)
+        os.unlink(source)
+
+
+def unlink_if_there(path: str) -> None:
+    """Remove a file; nothing where it is gone already."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+
+
+def _copy_over(source: str, target: str) -> None:
+    with open(source, "rb") as reading, open(target, "wb") as writing:
+        while block := reading.read(COPY_BYTES):
+            writing.write(block)
+        writing.flush()
+        sync(writing.fileno(), target)
+
+
+def can_link(directory: str, source: str) -> bool:
+    """Whether the file system knows hard links: tried with `source`, a file in the staging directory."""
+    probe = os.path.join(directory, "link-probe")
+    try:
+        os.link(source, probe)
+    except OSError:
+        return False
+    os.unlink(probe)
+    return True

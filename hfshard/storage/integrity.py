@@ -1,0 +1,84 @@
+"""Checksums of files, and the cheap sample that tells the shards of two saves apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Literal, Protocol
+
+import xxhash
+
+from hfshard.constants import SAMPLE_TENSORS
+from hfshard.errors import InvalidArgumentError
+
+Checksum = Literal["sha256", "xxh3"]
+
+
+class Hasher(Protocol):
+    """What hashlib's and xxhash's objects have in common."""
+
+    def update(self, data: Any, /) -> None:
+        """Take in more bytes."""
+
+    def hexdigest(self) -> str:
+        """The digest of what was taken in, in lower-case hex."""
+
+
+HASHERS: Final[dict[str, Callable[[], Hasher]]] = {"sha256": hashlib.sha256, "xxh3": xxhash.xxh3_128}
+"""sha256 is the oid of the Hub and anybody can check it; xxh3 runs at the memory's speed."""
+
+
+def check_checksum(checksum: str | None) -> None:
+    """Refuse an unknown kind of checksum.
+
+    Raises:
+        InvalidArgumentError: It is neither None nor a key of `HASHERS`.
+    """
+    if checksum is not None and checksum not in HASHERS:
+        raise InvalidArgumentError(f"checksum must be 'sha256', 'xxh3' or None, and is {checksum!r}.")
+
+
+def new_sample() -> Hasher:
+    """The hash that a file's sample is made with."""
+    return xxhash.xxh3_128()
+
+
+def tensor_digest(blocks: Iterable[Any]) -> str:
+    """The digest of one tensor's bytes, by which a damaged one is told from the rest of its file."""
+    hasher = xxhash.xxh3_64()
+    for block in blocks:
+        hasher.update(block)
+    return hasher.hexdigest()
+
+
+TENSOR_DIGEST_HEX: Final = 16
+"""Hex digits of `tensor_digest`."""
+
+
+def sampled_positions(count: int) -> Sequence[int]:
+    """Which of `count` tensors go into the sample: all, or 1,024 evenly chosen ones."""
+    if count <= SAMPLE_TENSORS:
+        return range(count)
+    return [position * count // SAMPLE_TENSORS for position in range(SAMPLE_TENSORS)]
+
+
+def sha256_of(raw: bytes) -> str:
+    """The sha256 of a small file's bytes, in hex."""
+    return hashlib.sha256(raw).hexdigest()
+
+
+def zeroed(header: bytes, digests: Sequence[tuple[str, str]]) -> bytes:
+    """A single file's header with the digests that it holds of itself replaced by zeros, as they are hashed.
+
+    Args:
+        header: Everything before the data.
+        digests: (field, hex digest) as the file states them.
+
+    Returns:
+        The header to hash; unchanged where a digest does not stand in it.
+    """
+    for name, digest in digests:
+        stated = f'\\"{name}\\":\\"{digest}\\"'.encode()
+        blank = f'\\"{name}\\":\\"{"0" * len(digest)}\\"'.encode()
+        header = header.replace(stated, blank, 1)
+    return header

@@ -1,0 +1,83 @@
+"""The names of a checkpoint's files: weights, shards, indexes, variants, and those of a commit under way."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath, PureWindowsPath
+
+from hfshard.constants import BIN_SUFFIX, INDEX_SUFFIX, SAFETENSORS_SUFFIX
+from hfshard.errors import InvalidArgumentError, UnsafePathError
+
+_VARIANT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+class WeightNames:
+    """What the files of one checkpoint are called, for a base name ("model") and a variant ("fp16")."""
+
+    def __init__(self, variant: str | None = None, base: str = "model") -> None:
+        if variant is not None and not _VARIANT.fullmatch(variant):
+            raise InvalidArgumentError(
+                f"The variant {variant!r} can't be part of a file name: use letters, digits, '_', '-' and '.'."
+            )
+        infix = "" if variant is None else f".{variant}"
+        self.variant = variant
+        self.stem = f"{base}{infix}"
+        self.single = f"{self.stem}{SAFETENSORS_SUFFIX}"
+        self.index = f"{base}{SAFETENSORS_SUFFIX}.index{infix}.json"
+        self.bin_single = f"pytorch_{base}{infix}{BIN_SUFFIX}"
+        self.bin_index = f"pytorch_{base}{BIN_SUFFIX}.index{infix}.json"
+        self.placeholder = f"{self.stem}-hfshard-placeholder{SAFETENSORS_SUFFIX}"
+        stem = re.escape(self.stem)
+        self._shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}\.safetensors")
+        self._transient = re.compile(
+            rf"{stem}-hfshard-(?:placeholder|[0-9a-f]{{16}})\.safetensors(?:\.index\.json)?"
+        )
+
+    def shard(self, number: int, count: int) -> str:
+        """The name of shard `number` (from 1) of `count`."""
+        return f"{self.stem}-{number:05d}-of-{count:05d}{SAFETENSORS_SUFFIX}"
+
+    def shards(self, count: int) -> list[str]:
+        """The names of all `count` shards, in order."""
+        return [self.shard(number, count) for number in range(1, count + 1)]
+
+    def unique_single(self, digest: str) -> str:
+        """A name for one file of weights while a commit is under way; `digest` is hex of its content."""
+        return f"{self.stem}-hfshard-{digest[:16]}{SAFETENSORS_SUFFIX}"
+
+    def unique_index(self, digest: str) -> str:
+        """A name for an index while a commit is under way; `digest` is hex of its content."""
+        return f"{self.unique_single(digest)}{INDEX_SUFFIX}"
+
+    def is_shard(self, name: str) -> bool:
+        """Whether a file has the name of a shard of this checkpoint."""
+        return self._shard.fullmatch(name) is not None
+
+    def is_transient(self, name: str) -> bool:
+        """Whether a file has a name that only a commit under way gives."""
+        return self._transient.fullmatch(name) is not None
+
+
+def check_file_name(name: object, *, index_path: str, suffix: str) -> str:
+    """Let only a name pass that lies below the checkpoint's directory on every system, and has the right suffix.
+
+    Raises:
+        UnsafePathError: It is absolute, has a drive, `..`, NUL or an empty part, is a URL, or ends in another suffix.
+    """
+    if isinstance(name, str) and name.endswith(suffix) and len(name) <= 1024 and _is_plain(name):
+        return name
+    raise UnsafePathError(
+        f"Index '{index_path}' names the file {str(name)[:200]!r}: a shard must be a {suffix} file inside the "
+        "checkpoint's directory. Do not load this checkpoint; download it again from a source that you trust.",
+        path=index_path,
+        expected=f"*{suffix}",
+        actual=name,
+    )
+
+
+def _is_plain(name: str) -> bool:
+    windows = PureWindowsPath(name)
+    if windows.drive or windows.root or "\\" in name or ":" in name:
+        return False
+    parts = name.split("/")
+    return not any(part in ("", ".", "..") for part in parts) and name.isprintable() and not PurePosixPath(name).is_absolute()

@@ -1,0 +1,273 @@
+"""Reads one safetensors file: opened once, checked whole, its tensors mapped or read on demand."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hfshard.constants import COPY_BYTES, MAX_HEADER_BYTES, METADATA_KEY, SAMPLE_BYTES
+from hfshard.errors import DamagedCheckpointError, IntegrityError, MissingShardError, UnsafePathError
+from hfshard.storage.dtypes import TORCH_DTYPES, torch_shape
+from hfshard.storage.header import LENGTH_BYTES, Header, TensorSlot, parse_header, read_header_length, remedy
+from hfshard.storage.index import FileRecord, OwnMetadata, parse_single_file_metadata
+from hfshard.storage.integrity import HASHERS, TENSOR_DIGEST_HEX, new_sample, sampled_positions, tensor_digest, zeroed
+from hfshard.storage.shard_writer import PAIRS_KEY
+from hfshard.storage.tensor_bytes import memory_of
+
+Identity = tuple[int, int, int, int]
+"""Device, inode, size and mtime (ns) of a file: another one means that it was replaced."""
+
+
+def open_regular(path: str, root: str) -> int:
+    """Open a regular file that lies below `root`, for reading.
+
+    A symbolic link may not leave `root`, save for the Hub cache's own: from `snapshots/<commit>/` to `blobs/`.
+
+    Raises:
+        MissingShardError: There is no such file.
+        UnsafePathError: A link leads outside.
+        DamagedCheckpointError: It is a directory, a FIFO, a socket or a device.
+    """
+    try:
+        real = os.path.realpath(path, strict=True)
+        if not _may_read(real, root):
+            raise UnsafePathError(
+                f"'{path}' is a link to '{real}', outside the checkpoint's directory. "
+                "Copy the file to where the link is, if you trust it.",
+                path=path,
+                actual=real,
+            )
+        fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingShardError(
+            f"File '{path}' is missing. Download or save the checkpoint again, or run 'hfshard verify {root}'.", path=path
+        ) from error
+    except OSError as error:
+        raise DamagedCheckpointError(f"File '{path}' can't be opened: {error.strerror}. {remedy(path)}", path=path) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise DamagedCheckpointError(
+            f"'{path}' is no regular file, and a checkpoint has no others. {remedy(path)}", path=path
+        )
+    return fd
+
+
+def identity_of(status: os.stat_result) -> Identity:
+    """What tells a file from the one that replaces it."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read_small(path: str, root: str, limit: int) -> tuple[bytes, Identity]:
+    """Read a whole file of at most `limit` bytes, as `open_regular` opens it."""
+    fd = open_regular(path, root)
+    try:
+        status = os.fstat(fd)
+        if status.st_size > limit:
+            raise DamagedCheckpointError(
+                f"'{path}' has {status.st_size} bytes, and such a file has at most {limit}. {remedy(path)}", path=path
+            )
+        with os.fdopen(os.dup(fd), "rb") as reading:
+            return reading.read(limit + 1), identity_of(status)
+    finally:
+        os.close(fd)
+
+
+class ShardFile:
+    """One open safetensors file.
+
+    Attributes:
+        path: Where it was found.
+        size: Bytes.
+        header: What it says of its tensors, checked.
+        own: What hfshard wrote into it, if it did.
+    """
+
+    def __init__(self, path: str, root: str) -> None:
+        """Open and check a file.
+
+        Raises:
+            DamagedCheckpointError: The header is not right in every respect that costs no reading of data.
+            UnsafePathError: It is a link that leaves `root`.
+        """
+        self.path = path
+        self._fd = open_regular(path, root)
+        self._mapped: torch.UntypedStorage | None = None
+        try:
+            status = os.fstat(self._fd)
+            self.size = status.st_size
+            self.identity = identity_of(status)
+            length = read_header_length(os.pread(self._fd, LENGTH_BYTES, 0), self.size, path)
+            assert length <= MAX_HEADER_BYTES  # noqa: S101 - read_header_length holds it; this bounds the next line
+            self._raw_header = os.pread(self._fd, LENGTH_BYTES + length, 0)
+            self.header: Header = parse_header(self._raw_header[LENGTH_BYTES:], self.size, path)
+            self.own: OwnMetadata = parse_single_file_metadata(self.header.metadata.get(METADATA_KEY), path)
+            self._pairs = self._real_pairs()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def close(self) -> None:
+        """Close the file; tensors that were mapped stay valid."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether hfshard wrote it."""
+        return METADATA_KEY in self.header.metadata
+
+    def tensor(self, name: str, *, mapped: bool = True) -> torch.Tensor:
+        """One tensor: a private mapping of its bytes, paged in when touched, or its bytes read into memory."""
+        slot = self.header.slots[name]
+        if slot.dtype not in TORCH_DTYPES:
+            raise DamagedCheckpointError(
+                f"Tensor '{name}' of shard '{self.path}' is {slot.dtype}, which torch {torch.__version__} has no dtype for. "
+                "Convert it with a tool that has.",
+                path=self.path,
+                fqn=name,
+            )
+        dtype, shape = TORCH_DTYPES[slot.dtype], torch_shape(slot.dtype, slot.shape)
+        if slot.nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        storage = self._slice(slot) if mapped else self._read(slot)
+        tensor = torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
+        return torch.view_as_complex(tensor) if name in self._pairs else tensor
+
+    def sample(self) -> str:
+        """The sample of the file as it is now (see `integrity`)."""
+        sample = new_sample()
+        sample.update(self._blank_header())
+        slots = list(self.header.slots.values())
+        for position in sampled_positions(len(slots)):
+            slot = slots[position]
+            if slot.nbytes:
+                sample.update(os.pread(self._fd, min(slot.nbytes, SAMPLE_BYTES), self.header.data_start + slot.begin))
+        return sample.hexdigest()
+
+    def digest(self, kind: str, on_bytes: Callable[[int], object] | None = None) -> str:
+        """The checksum of the whole file as it is now; `kind` is a key of `HASHERS`."""
+        hasher = HASHERS[kind]()
+        hasher.update(self._blank_header())
+        for block in self._blocks(self.header.data_start, self.size - self.header.data_start):
+            hasher.update(block)
+            if on_bytes is not None:
+                on_bytes(len(block))
+        return hasher.hexdigest()
+
+    def check_record(self, record: FileRecord, *, sample: bool) -> None:
+        """Compare the file's size, and its sample, with what was recorded when it was saved.
+
+        Raises:
+            IntegrityError: They differ.
+        """
+        if record.size is not None and record.size != self.size:
+            raise self._differs("size", record.size, self.size)
+        if sample and record.sample is not None and (found := self.sample()) != record.sample:
+            raise self._differs("sample", record.sample, found)
+
+    def check_digest(self, record: FileRecord, on_bytes: Callable[[int], object] | None = None) -> None:
+        """Compare the whole file's checksum with the recorded one, if there is one.
+
+        Raises:
+            IntegrityError: They differ.
+        """
+        for kind, expected in (("sha256", record.sha256), ("xxh3", record.xxh3)):
+            if expected is not None and (found := self.digest(kind, on_bytes)) != expected:
+                raise self._differs(kind, expected, found, self.damaged_tensors(record))
+
+    def damaged_tensors(self, record: FileRecord) -> list[str]:
+        """The tensors whose bytes are not those that were saved, as far as the record tells."""
+        slots = list(self.header.slots.values())
+        if record.tensors is None or len(record.tensors) != TENSOR_DIGEST_HEX * len(slots):
+            return []
+        expected = [record.tensors[at : at + TENSOR_DIGEST_HEX] for at in range(0, len(record.tensors), TENSOR_DIGEST_HEX)]
+        return [
+            slot.name
+            for slot, digest in zip(slots, expected, strict=True)
+            if tensor_digest(self._blocks(self.header.data_start + slot.begin, slot.nbytes)) != digest
+        ]
+
+    def _blocks(self, start: int, count_bytes: int) -> Iterator[memoryview]:
+        """Bytes of the file, read block by block into one buffer: a block is valid until the next is asked for."""
+        buffer, at, end = memoryview(bytearray(min(COPY_BYTES, count_bytes))), start, start + count_bytes
+        while at < end and (count := os.preadv(self._fd, [buffer[: end - at]], at)):
+            yield buffer[:count]
+            at += count
+
+    def _differs(self, what: str, expected: Any, actual: Any, damaged: Sequence[str] = ()) -> IntegrityError:
+        shown = ", ".join(f"'{name}'" for name in damaged[:10]) + (" and more" if len(damaged) > 10 else "")
+        which = f"Damaged: tensor {shown}." if damaged else "It is damaged, or belongs to another save."
+        return IntegrityError(
+            f"Shard '{self.path}' is not the file that was saved: its {what} is {actual}, and {expected} was recorded. "
+            f"{which} {remedy(self.path)}",
+            path=self.path,
+            fqn=damaged[0] if damaged else None,
+            expected=expected,
+            actual=actual,
+        )
+
+    def _blank_header(self) -> bytes:
+        digests = self.own.digests
+        stated = [(name, getattr(digests, name)) for name in ("sha256", "xxh3", "sample", "tensors")]
+        return zeroed(self._raw_header, [(name, digest) for name, digest in stated if digest is not None])
+
+    def _real_pairs(self) -> frozenset[str]:
+        text = self.header.metadata.get(PAIRS_KEY)
+        if text is None:
+            return frozenset()
+        try:
+            names = json.loads(text)
+            slots = [self.header.slots[name] for name in names]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DamagedCheckpointError(
+                f"The header of shard '{self.path}' is damaged: its list of complex tensors is wrong. {remedy(self.path)}",
+                path=self.path,
+            ) from error
+        if not all(slot.dtype in ("F64", "F16") and slot.shape[-1:] == (2,) for slot in slots):
+            raise DamagedCheckpointError(
+                f"The header of shard '{self.path}' is damaged: a complex tensor is no pair. {remedy(self.path)}",
+                path=self.path,
+            )
+        return frozenset(names)
+
+    def _slice(self, slot: TensorSlot) -> torch.UntypedStorage:
+        if self._mapped is None:
+            self._mapped = torch.UntypedStorage.from_file(self._fd_path(), shared=False, nbytes=self.size)
+        start = self.header.data_start + slot.begin
+        return self._mapped[start : start + slot.nbytes]  # type: ignore[return-value]
+
+    def _fd_path(self) -> str:
+        # The open file itself, whatever happened to its name since it was checked.
+        for folder in ("/proc/self/fd", "/dev/fd"):
+            if os.path.exists(f"{folder}/{self._fd}"):
+                return f"{folder}/{self._fd}"
+        return self.path
+
+    def _read(self, slot: TensorSlot) -> torch.UntypedStorage:
+        raw = torch.empty(slot.nbytes, dtype=torch.uint8)
+        memory, at = memory_of(raw), 0
+        while at < slot.nbytes:
+            count = os.preadv(self._fd, [memory[at : at + COPY_BYTES]], self.header.data_start + slot.begin + at)
+            if count == 0:
+                raise DamagedCheckpointError(f"Shard '{self.path}' became shorter while it was read.", path=self.path)
+            at += count
+        return raw.untyped_storage()
+
+
+def _may_read(real: str, root: str) -> bool:
+    real_root = os.path.realpath(root)
+    if real == real_root or real.startswith(real_root.rstrip("/") + "/"):
+        return True
+    parts = real_root.split("/")
+    if "snapshots" not in parts:
+        return False
+    at = len(parts) - 1 - parts[::-1].index("snapshots")
+    repo = parts[:at]
+    is_cache = len(parts) > at + 1 and repo[-1].startswith(("models--", "datasets--", "spaces--"))
+    return is_cache and real.startswith("/".join([*repo, "blobs"]) + "/")

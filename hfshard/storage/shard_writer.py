@@ -1,0 +1,190 @@
+"""Writes safetensors files straight from tensor memory, with their checksums in the same pass."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from hfshard.constants import COPY_BYTES, FORMAT_VERSION, METADATA_KEY, SAMPLE_BYTES
+from hfshard.storage.durable import copy_mode, sync, write_views
+from hfshard.storage.dtypes import REAL_PAIR_DTYPES, stored_dtype_name, stored_shape
+from hfshard.storage.header import build_header
+from hfshard.storage.index import FileRecord, single_file_metadata
+from hfshard.storage.integrity import HASHERS, TENSOR_DIGEST_HEX, Hasher, new_sample, sampled_positions, tensor_digest
+from hfshard.storage.tensor_bytes import iter_blocks, tensor_nbytes
+
+PAIRS_KEY: Final = "hfshard.complex"
+"""Key of a file's `__metadata__`: comma-free JSON list of tensors that are complex, and stored as real pairs."""
+
+_MAX_THREADS: Final = 4
+"""Files written at once: each has blocks of 4 MiB under way, so that all stay far under 64 MiB."""
+
+_BATCH_VIEWS: Final = 256
+"""Small tensors that are handed to the system in one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardJob:
+    """One file to write."""
+
+    path: str
+    tensors: Mapping[str, torch.Tensor]
+    """In the order of their bytes."""
+    metadata: Mapping[str, str]
+    """The file's `__metadata__`."""
+    own: Mapping[str, Any] | None = None
+    """For a single file: what it says of itself (see `index.own_metadata`); its digests are added."""
+    like: os.stat_result | None = None
+    """The file that it will replace."""
+
+
+def write_shards(
+    jobs: Sequence[ShardJob], *, checksum: str | None, on_bytes: Callable[[int], object] | None = None
+) -> list[FileRecord]:
+    """Write files durably, several at once, in bounded memory.
+
+    Args:
+        jobs: Their paths must not exist.
+        checksum: A key of `HASHERS`, or None.
+        on_bytes: Told the bytes of each block that was written, from any thread.
+
+    Returns:
+        A record for each job, in order.
+
+    Raises:
+        OSError: The first error of any file; the others are stopped. What was written stays for the caller to remove.
+    """
+    stop = threading.Event()
+    threads = min(len(jobs), int(os.environ.get("HFSHARD_WRITERS", 0)) or min(_MAX_THREADS, os.cpu_count() or 1))
+    if threads <= 1:
+        return [_write_shard(job, checksum, on_bytes, stop) for job in jobs]
+    with ThreadPoolExecutor(threads, thread_name_prefix="hfshard-write") as pool:
+        futures = [pool.submit(_write_shard, job, checksum, on_bytes, stop) for job in jobs]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                if (error := future.exception()) is not None:
+                    raise error
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+        return [future.result() for future in futures]
+
+
+def sample_of(header: bytes, tensors: Sequence[torch.Tensor]) -> str:
+    """The sample that a file with this header and these tensors, in the order of their bytes, will have."""
+    sample = new_sample()
+    sample.update(header)
+    for position in sampled_positions(len(tensors)):
+        for block in iter_blocks(tensors[position], SAMPLE_BYTES):
+            sample.update(block)
+            break
+    return sample.hexdigest()
+
+
+def file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors in the order of their bytes: larger elements first, so that each is aligned to its own size."""
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+
+
+def shard_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The head of a file of these tensors, which are in the order of their bytes."""
+    entries = (
+        (name, stored_dtype_name(tensor.dtype) or "", stored_shape(tensor), tensor_nbytes(tensor))
+        for name, tensor in tensors.items()
+    )
+    return build_header(entries, metadata)
+
+
+def shard_metadata(tensors: Mapping[str, torch.Tensor], extra: Mapping[str, str]) -> dict[str, str]:
+    """The `__metadata__` of a shard: what stock readers need, what hfshard adds, what the caller adds."""
+    pairs = [name for name, tensor in tensors.items() if tensor.dtype in REAL_PAIR_DTYPES]
+    own = {PAIRS_KEY: json.dumps(pairs, ensure_ascii=False)} if pairs else {}
+    return {METADATA_KEY: str(FORMAT_VERSION), **own, **{k: v for k, v in extra.items() if k != "format"}, "format": "pt"}
+
+
+def _write_shard(
+    job: ShardJob, checksum: str | None, on_bytes: Callable[[int], object] | None, stop: threading.Event
+) -> FileRecord:
+    header, blank = _headers(job, checksum, {})
+    digests = {"sample": sample_of(blank, list(job.tensors.values()))}
+    fd = os.open(job.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        output = _Output(fd, HASHERS[checksum]() if checksum is not None else None, on_bytes, stop)
+        output.add([memoryview(blank)])
+        tensors = [output.add(iter_blocks(tensor, COPY_BYTES)) for tensor in job.tensors.values()]
+        output.flush()
+        if checksum is not None and output.hasher is not None:
+            digests |= {checksum: output.hasher.hexdigest(), "tensors": "".join(tensors)}
+        if job.own is not None:
+            header, _ = _headers(job, checksum, digests)
+            os.pwrite(fd, header, 0)
+        copy_mode(fd, job.like)
+        sync(fd, job.path)
+    finally:
+        os.close(fd)
+    size = len(header) + sum(tensor_nbytes(tensor) for tensor in job.tensors.values())
+    return FileRecord(size, **digests)
+
+
+def _headers(job: ShardJob, checksum: str | None, digests: Mapping[str, str]) -> tuple[bytes, bytes]:
+    """The header with these digests in it, and the one with zeros in their places, by which they are computed."""
+    if job.own is None:
+        header = shard_header(job.tensors, job.metadata)
+        return header, header
+    lengths = {"sample": 32}
+    if checksum is not None:
+        lengths |= {checksum: 64 if checksum == "sha256" else 32, "tensors": TENSOR_DIGEST_HEX * len(job.tensors)}
+    zeros = {name: "0" * length for name, length in lengths.items()}
+    headers = []
+    for values in (zeros | dict(digests), zeros):
+        own = single_file_metadata(job.own, values)
+        headers.append(shard_header(job.tensors, {**job.metadata, METADATA_KEY: own}))
+    return headers[0], headers[1]
+
+
+class _Output:
+    """A file that takes blocks in order: hashed, then written in batches of a few MiB."""
+
+    def __init__(
+        self, fd: int, hasher: Hasher | None, on_bytes: Callable[[int], object] | None, stop: threading.Event
+    ) -> None:
+        self.fd, self.hasher, self.on_bytes, self.stop = fd, hasher, on_bytes, stop
+        self._batch: list[memoryview] = []
+        self._waiting = 0
+
+    def add(self, blocks: Iterable[memoryview]) -> str:
+        """Take the blocks of one tensor, and return its digest ("" where no checksum is wanted)."""
+        return tensor_digest(self._taken(blocks)) if self.hasher is not None else "".join("" for _ in self._taken(blocks))
+
+    def _taken(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
+        for block in blocks:
+            if self.hasher is not None:
+                self.hasher.update(block)
+            yield block
+            self._batch.append(block)
+            self._waiting += len(block)
+            if self._waiting >= COPY_BYTES or len(self._batch) >= _BATCH_VIEWS:
+                self.flush()
+
+    def flush(self) -> None:
+        """Write what waits.
+
+        Raises:
+            InterruptedError: Another file of the save failed.
+        """
+        if self.stop.is_set():
+            raise InterruptedError("another file of this save failed")
+        write_views(self.fd, self._batch)
+        if self.on_bytes is not None:
+            self.on_bytes(self._waiting)
+        self._batch.clear()
+        self._waiting = 0

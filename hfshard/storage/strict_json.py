@@ -1,0 +1,80 @@
+"""JSON from strangers: parsed strictly, or refused with the name of the file that it stood in."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hfshard.constants import MAX_JSON_DEPTH
+from hfshard.errors import DamagedCheckpointError
+
+
+def parse_json_object(raw: bytes, *, path: str, what: str, remedy: str) -> dict[str, Any]:
+    """Parse bytes as one JSON object: UTF-8, no duplicate keys, no NaN, no lone surrogates, bounded nesting.
+
+    Args:
+        raw: The bytes.
+        path: The file that they come from, for the message.
+        what: What they are, for the message: "Index", "The header of shard".
+        remedy: What the reader of the message can do; its last sentence.
+
+    Raises:
+        DamagedCheckpointError: They are anything else.
+    """
+    try:
+        text = raw.decode("utf-8")
+        _check_depth(text)
+        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        _check_surrogates(text, value)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"{what} '{path}' is not valid JSON: {_reason(error)}. {remedy}", path=path
+        ) from error
+    if not isinstance(value, dict):
+        raise DamagedCheckpointError(
+            f"{what} '{path}' must hold a JSON object, and holds a {type(value).__name__}. {remedy}",
+            path=path,
+            expected="object",
+            actual=type(value).__name__,
+        )
+    return value
+
+
+def dump_json(value: Any) -> bytes:
+    """The one form in which hfshard writes JSON files: UTF-8, sorted keys, two blanks of indent, newline at the end."""
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return f"it is nested deeper than {MAX_JSON_DEPTH} levels"
+    return str(error).splitlines()[0][:200]
+
+
+def _check_depth(text: str) -> None:
+    # Brackets in strings are counted too: names with 64 more opening than closing brackets do not occur.
+    if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
+        return
+    run = 0
+    for character in text[: 4 * MAX_JSON_DEPTH]:
+        run = run + 1 if character in "[{" else 0
+        if run > MAX_JSON_DEPTH:
+            raise RecursionError
+
+
+def _check_surrogates(text: str, value: Any) -> None:
+    if "\\ud" in text or "\\uD" in text:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")  # UnicodeEncodeError is a ValueError
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:100]!r} stands in it twice")
+    return result
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")

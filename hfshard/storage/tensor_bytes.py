@@ -1,0 +1,104 @@
+"""The bytes of a tensor as the format wants them, in bounded blocks and without a copy where none is needed."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+from hfshard.errors import UnstorableTensorError
+from hfshard.storage.dtypes import REAL_PAIR_DTYPES, stored_dtype_name
+
+_INTEGER_OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Blocks are copied as integers, so that no copy touches a bit (NaN payloads, fp4 that torch can't copy)."""
+
+
+def check_storable(name: str, value: Any) -> None:
+    """Refuse what the format has no bytes for, before anything is written.
+
+    Raises:
+        UnstorableTensorError: Not a tensor; sparse, nested, quantized, meta, or a wrapper (DTensor, torchao); a dtype
+            or a name that safetensors does not know.
+    """
+    problem = _problem(name, value)
+    if problem is not None:
+        raise UnstorableTensorError(f"Can't store '{name}': {problem}", fqn=str(name))
+
+
+def tensor_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes that the tensor takes in a file."""
+    return tensor.numel() * tensor.element_size()
+
+
+def iter_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
+    """Yield the tensor's bytes in row-major order, at most `block_bytes` at a time.
+
+    A contiguous CPU tensor is not copied; of any other (strided, expanded, conjugated, on a device) one block at a
+    time is. A view stays valid while the caller holds it.
+
+    Args:
+        tensor: Any tensor that `check_storable` lets pass.
+        block_bytes: At least 16, the largest element.
+    """
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        return
+    if tensor.is_conj() or tensor.is_neg() or tensor.dtype in REAL_PAIR_DTYPES:
+        yield from _copied_blocks(tensor, block_bytes)
+        return
+    tensor = tensor.view(_INTEGER_OF_SIZE.get(tensor.element_size(), tensor.dtype))
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        memory = memory_of(tensor)
+        for start in range(0, len(memory), block_bytes):
+            yield memory[start : start + block_bytes]
+        return
+    yield from _copied_blocks(tensor, block_bytes)
+
+
+def _copied_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
+    if tensor.dim() == 0:
+        tensor = tensor.reshape(1)
+    row_bytes = tensor_nbytes(tensor) // tensor.shape[0]
+    if row_bytes > block_bytes:
+        for row in tensor:
+            yield from _copied_blocks(row, block_bytes)
+        return
+    rows = block_bytes // row_bytes
+    for start in range(0, tensor.shape[0], rows):
+        block = tensor[start : start + rows].to("cpu").resolve_conj().resolve_neg().contiguous()
+        yield memory_of(block)
+
+
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied; the view keeps the tensor alive."""
+    array_type = ctypes.c_ubyte * tensor_nbytes(tensor)
+    array = array_type.from_address(tensor.data_ptr())
+    array._owner = tensor  # the memoryview holds the array, the array holds the tensor
+    return memoryview(array).cast("B")
+
+
+def _problem(name: Any, value: Any) -> str | None:
+    if not isinstance(name, str):
+        return f"names must be strings, and this is a {type(name).__name__}."
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return "its name is no valid Unicode. Rename it."
+    if not isinstance(value, torch.Tensor):
+        kind = type(value).__name__
+        return f"it is a {kind}, not a tensor. Take it out of the state dict, or make it a tensor."
+    if value.device.type == "meta":
+        return "it is on the meta device and has no data. Load or initialise the model first."
+    if value.layout != torch.strided or value.is_nested:
+        return f"its layout is {value.layout}. Call .to_dense() on it first."
+    if hasattr(type(value), "__tensor_flatten__"):
+        return f"it is a {type(value).__name__}, a wrapper around other tensors. Gather or dequantize it first."
+    if stored_dtype_name(value.dtype) is None:
+        return f"the format has no dtype {value.dtype}. Cast or dequantize it first."
+    if value.dtype == torch.float4_e2m1fn_x2 and value.dim() == 0:
+        return "a 0-d float4 pair has no shape in the format. Reshape it to (1,)."
+    return None

@@ -1,0 +1,61 @@
+"""Names that share one tensor in memory, and the one name that is stored for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def find_ties(
+    state_dict: Mapping[str, Tensor], *, droppable_patterns: Iterable[str] = ()
+) -> dict[str, str]:
+    """Find the names that are the same tensor as another name, by storage identity.
+
+    Two names are tied when they view the same bytes in the same way: device, address, dtype, shape and strides. Other
+    views of one storage, disjoint or overlapping, are tensors of their own. Empty tensors are never tied.
+
+    Args:
+        state_dict: FQN -> tensor, any device; not mutated.
+        droppable_patterns: Regular expressions of names that need not be stored when they are tied, as transformers'
+            `_tied_weights_keys`; of a group, names that match none of them are kept first.
+
+    Returns:
+        Alias -> the name that is stored, in state dict order.
+
+    Source: the choice of name is that of transformers' `remove_tied_weights_from_state_dict` (the last of the sorted
+    names when all match a pattern, else the first that matches none) and huggingface_hub's (the first sorted name).
+    """
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, tensor in state_dict.items():
+        if tensor.numel() > 0 and tensor.device.type != "meta":
+            groups.setdefault(_identity(tensor), []).append(name)
+    patterns = [re.compile(pattern) for pattern in droppable_patterns]
+    kept_for: dict[str, str] = {}
+    for names in groups.values():
+        if len(names) > 1:
+            kept = _kept_name(sorted(names), patterns)
+            kept_for.update((name, kept) for name in names if name != kept)
+    return {name: kept_for[name] for name in state_dict if name in kept_for}
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _kept_name(sorted_names: list[str], patterns: list[re.Pattern[str]]) -> str:
+    for name in sorted_names:
+        if not any(pattern.search(name) for pattern in patterns):
+            return name
+    return sorted_names[-1]

@@ -1,0 +1,202 @@
+"""Reads a checkpoint from end to end and reports everything that is wrong with it, not only the first thing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from hfshard.constants import MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
+from hfshard.progress import bytes_bar
+from hfshard.storage.checkpoint import OpenCheckpoint, check_small_file, locate_checkpoint, open_checkpoint
+from hfshard.storage.index import CheckpointIndex, FileRecord
+from hfshard.storage.names import WeightNames
+from hfshard.storage.shard_file import ShardFile, read_small
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong."""
+
+    file: str
+    """Path of the file."""
+    tensor: str | None
+    """FQN, where it is about one tensor."""
+    message: str
+    """What, where, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify_checkpoint` found."""
+
+    directory: str
+    files: tuple[str, ...]
+    """Names of the files that were checked."""
+    problems: tuple[Problem, ...]
+    warnings: tuple[str, ...]
+    """What could not be checked, and files that belong to nothing."""
+    checked_bytes: int
+    """Bytes whose checksum was compared."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+def verify_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    variant: str | None = None,
+    subfolder: str = "",
+    level: Literal["structure", "full"] = "full",
+    progress: bool | None = None,
+) -> VerifyReport:
+    """Check a checkpoint in a directory and report all that is wrong.
+
+    Args:
+        path: A directory.
+        variant, subfolder: As in `from_pretrained`.
+        level: "structure": names, sizes, headers, samples; "full": the checksum of every file too. A checkpoint that
+            hfshard did not write has none: that is a warning.
+        progress: A bar on stderr: None: on a terminal.
+
+    Returns:
+        The report; it never raises for damage.
+
+    Raises:
+        CheckpointNotFoundError: There is no such directory, or no weights in it.
+        InvalidArgumentError: Another level.
+    """
+    if level not in ("structure", "full"):
+        raise InvalidArgumentError(f"level must be 'structure' or 'full', and is {level!r}.")
+    directory = os.path.join(os.fspath(path), subfolder) if subfolder else os.fspath(path)
+    checking = _Checking(directory, WeightNames(variant), level)
+    total = sum(entry.stat().st_size for entry in _weights(directory)) if level == "full" else 0
+    with bytes_bar("Verifying", total, progress if total else False) as on_bytes:
+        checking.run(on_bytes)
+    return checking.report()
+
+
+class _Checking:
+    """Collects problems file by file, then those that only the whole shows."""
+
+    def __init__(self, directory: str, names: WeightNames, level: str) -> None:
+        self.directory, self.names, self.level = directory, names, level
+        self.files: list[str] = []
+        self.problems: list[Problem] = []
+        self.warnings: list[str] = []
+        self.checked_bytes = 0
+
+    def report(self) -> VerifyReport:
+        """What was found."""
+        problems = tuple(dict.fromkeys(self.problems))
+        return VerifyReport(self.directory, tuple(self.files), problems, tuple(self.warnings), self.checked_bytes)
+
+    def run(self, on_bytes: Callable[[int], object]) -> None:
+        """Check everything."""
+        try:
+            located = locate_checkpoint(self.directory, self.names)
+        except CheckpointNotFoundError:
+            raise
+        except HfshardError as error:
+            self._found(error)
+            return
+        index = self._index(located.name) if located.kind == "index" else None
+        if located.kind in ("bin", "bin_index"):
+            self.warnings.append("Pickled weights carry no checksums: only that they load was checked.")
+        elif located.kind == "single" or index is not None:
+            self._check_files(index, [located.name] if index is None else sorted(set(index.weight_map.values())), on_bytes)
+        if not self.problems:
+            self._check_whole()
+        self._note_strays(index)
+
+    def _index(self, name: str) -> CheckpointIndex | None:
+        path = os.path.join(self.directory, name)
+        self.files.append(name)
+        try:
+            raw, _ = read_small(path, self.directory, MAX_INDEX_BYTES)
+            return CheckpointIndex.from_json(raw, path)
+        except HfshardError as error:
+            self._found(error)
+            return None
+
+    def _check_files(
+        self, index: CheckpointIndex | None, names: list[str], on_bytes: Callable[[int], object]
+    ) -> None:
+        records = dict(index.files) if index is not None else {}
+        for name in names:
+            self.files.append(name)
+            path = os.path.join(self.directory, name)
+            try:
+                shard = ShardFile(path, self.directory)
+            except HfshardError as error:
+                self._found(error)
+                continue
+            if index is None:
+                records = {**shard.own.files, name: shard.own.digests}
+            self._check_shard(shard, records.get(name, FileRecord()), index, on_bytes)
+            shard.close()
+        for name in sorted(records):
+            if name.endswith(".json"):
+                self.files.append(name)
+                try:
+                    check_small_file(self.directory, name, records[name])
+                except HfshardError as error:
+                    self._found(error)
+
+    def _check_shard(
+        self, shard: ShardFile, record: FileRecord, index: CheckpointIndex | None, on_bytes: Callable[[int], object]
+    ) -> None:
+        name = os.path.relpath(shard.path, self.directory)
+        for tensor in shard.header.slots if index is not None else ():
+            if index is not None and index.weight_map.get(tensor) != name:
+                where = index.weight_map.get(tensor, "no file")
+                message = f"Tensor '{tensor}' lies in '{shard.path}', and the index names {where} for it."
+                self.problems.append(Problem(shard.path, tensor, message))
+        for tensor, file in (index.weight_map if index is not None else {}).items():
+            if file == name and tensor not in shard.header.slots:
+                message = f"Tensor '{tensor}' is missing in '{shard.path}', where the index says that it is."
+                self.problems.append(Problem(shard.path, tensor, message))
+        try:
+            shard.check_record(record, sample=True)
+            if self.level == "full" and record.is_verifiable:
+                shard.check_digest(record, on_bytes)
+                self.checked_bytes += shard.size
+        except HfshardError as error:
+            self._found(error)
+            for tensor in shard.damaged_tensors(record):
+                self.problems.append(Problem(shard.path, tensor, f"Tensor '{tensor}' of '{shard.path}' is damaged."))
+        if self.level == "full" and not record.is_verifiable:
+            self.warnings.append(f"'{name}' carries no checksum (hfshard writes them): only its structure was checked.")
+
+    def _check_whole(self) -> None:
+        try:
+            with open_checkpoint(self.directory, variant=self.names.variant) as checkpoint:
+                self._note_pickles(checkpoint)
+        except HfshardError as error:
+            self._found(error)
+
+    def _note_pickles(self, checkpoint: OpenCheckpoint) -> None:
+        self.files.extend(checkpoint.pickles)
+
+    def _note_strays(self, index: CheckpointIndex | None) -> None:
+        used = set(self.files) | (set(index.weight_map.values()) | set(index.files) if index is not None else set())
+        for name in sorted(entry.name for entry in _weights(self.directory)):
+            if name not in used and (self.names.is_shard(name) or self.names.is_transient(name) or name == self.names.single):
+                self.warnings.append(f"'{name}' belongs to nothing here; the next save by hfshard decides about it.")
+
+    def _found(self, error: HfshardError) -> None:
+        path = error.path if error.path is not None else self.directory
+        self.problems.append(Problem(path, error.fqn, error.message))
+
+
+def _weights(directory: str) -> list[os.DirEntry[str]]:
+    if not os.path.isdir(directory):
+        raise CheckpointNotFoundError(f"There is no directory '{directory}'. Check the path.", path=directory)
+    with os.scandir(directory) as entries:
+        return [entry for entry in entries if entry.name.endswith(SAFETENSORS_SUFFIX) and entry.is_file()]
+

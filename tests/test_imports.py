@@ -1,0 +1,184 @@
+"""The floors of the house: who may import whom, what `import hfshard` loads, and what is public."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hfshard
+from tests.conftest import REPOSITORY
+
+PACKAGE = REPOSITORY / "hfshard"
+
+# Room -> floor. A room is a file, or a folder with all its files; it imports only from floors below.
+FLOORS = {
+    "constants": 1,
+    "errors": 1,
+    "progress": 1,
+    "size": 2,
+    "storage": 2,
+    "tied": 2,
+    "plan": 3,
+    "pretrained": 3,
+    "state_dict": 3,
+    "load": 4,
+    "save": 4,
+    "cli": 5,
+    "mixin": 5,
+    "__main__": 6,
+}
+
+# Who may import what is not ours, beyond the standard library.
+FOREIGN = {
+    "torch": {"load", "mixin", "plan", "pretrained", "save", "state_dict", "storage", "tied"},
+    "xxhash": {"storage"},
+    "tqdm": {"progress"},
+    "safetensors": {"pretrained", "storage"},
+    "transformers": {"mixin", "pretrained"},
+    "huggingface_hub": {"pretrained"},
+}
+
+
+def _modules() -> dict[str, Path]:
+    """Dotted name within hfshard -> file; without the package's own `__init__`, which re-exports from every floor."""
+    names = {path: path.relative_to(PACKAGE).with_suffix("").parts for path in sorted(PACKAGE.rglob("*.py"))}
+    return {
+        ".".join(parts[:-1] if parts[-1] == "__init__" else parts): path
+        for path, parts in names.items()
+        if parts != ("__init__",)
+    }
+
+
+MODULES = _modules()
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, anywhere in it: in functions and under TYPE_CHECKING, too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            assert node.module is not None
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name.removeprefix("hfshard.") in MODULES else node.module
+
+
+def _ours(path: Path) -> set[str]:
+    return {name.removeprefix("hfshard.") for name in _imports(path) if name.startswith("hfshard.")}
+
+
+def _room(module: str) -> str:
+    return module.split(".")[0]
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {_room(module) for module in MODULES} == set(FLOORS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_room_imports_only_from_floors_below(module: str) -> None:
+    room = _room(module)
+    wrong = {name for name in _ours(MODULES[module]) if _room(name) != room and FLOORS[_room(name)] >= FLOORS[room]}
+    assert not wrong, f"{module} (floor {FLOORS[room]}) imports {sorted(wrong)}, which is not below it"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nobody_imports_the_package_itself_but_who_asks_for_its_version(module: str) -> None:
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            assert all(alias.name != "hfshard" for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module == "hfshard":
+            assert [alias.name for alias in node.names] == ["__version__"]
+
+
+def test_no_circle_within_a_room() -> None:
+    graph = {module: {name for name in _ours(path) if name in MODULES} for module, path in MODULES.items()}
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, f"circle: {' -> '.join([*above, module])}"
+        if module not in done:
+            for name in sorted(graph[module]):
+                visit(name, (*above, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_foreign_packages_are_imported_by_their_rooms_only(module: str) -> None:
+    for name in {name.split(".")[0] for name in _imports(MODULES[module])}:
+        if name != "hfshard" and name not in sys.stdlib_module_names:
+            assert _room(module) in FOREIGN[name], f"{module} imports {name}"
+
+
+def _loaded_by(code: str, environment: dict[str, str]) -> set[str]:
+    """Top-level modules, beyond the standard library, that a new process has after the code."""
+    # What site's .pth files load before the first line is not the code's.
+    listing = (
+        f"import json, sys; before = set(sys.modules)\n{code}\nprint(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", listing], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    return {name.split(".")[0] for name in json.loads(done.stdout)} - sys.stdlib_module_names
+
+
+def test_import_hfshard_loads_hfshard_alone(child_environment: dict[str, str]) -> None:
+    assert _loaded_by("import hfshard", child_environment) == {"hfshard"}
+
+
+def test_parse_size_needs_no_torch(child_environment: dict[str, str]) -> None:
+    assert _loaded_by("import hfshard; hfshard.parse_size('5GB')", child_environment) == {"hfshard"}
+
+
+def test_functions_need_no_transformers(child_environment: dict[str, str], tmp_path: Path) -> None:
+    code = f"""
+import torch
+import hfshard
+hfshard.save_state_dict({{"w": torch.ones(8)}}, {str(tmp_path / "out")!r})
+hfshard.load_state_dict({str(tmp_path / "out")!r})
+assert hfshard.verify_checkpoint({str(tmp_path / "out")!r}).ok
+"""
+    loaded = _loaded_by(code, child_environment)
+    assert {"torch", "xxhash", "hfshard"} <= loaded
+    assert not loaded & {"transformers", "tokenizers", "huggingface_hub", "safetensors", "accelerate", "tqdm", "httpx"}
+
+
+def test_public_names_are_sorted_and_there() -> None:
+    assert hfshard.__all__ == sorted(hfshard.__all__)
+    assert set(hfshard.__all__) <= set(dir(hfshard))
+    for name in hfshard.__all__:
+        assert getattr(hfshard, name) is not None
+        assert name == "__version__" or getattr(hfshard, name).__doc__, f"{name} has no docstring"
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'hfshard' has no attribute 'load_modle'"):
+        hfshard.load_modle  # noqa: B018
+
+
+def test_public_names_are_those_of_the_design() -> None:
+    assert hfshard.__all__ == [
+        "CheckpointIndex",
+        "HfshardError",
+        "ShardPlan",
+        "ShardedModelMixin",
+        "__version__",
+        "load_model",
+        "load_state_dict",
+        "parse_size",
+        "plan_shards",
+        "save_model",
+        "save_state_dict",
+        "verify_checkpoint",
+    ]
