@@ -1,23 +1,23 @@
 """Every error that hfshard raises on purpose: what happened, where, and what to do next.
 
-    HfshardError
-    ├── InvalidSizeError (ValueError)              a size that the grammar does not know
-    ├── InvalidSizeTypeError (TypeError)           a size that is no int and no str
-    ├── InvalidArgumentError (ValueError)          an argument that can't be served
-    ├── UnknownArgumentError (TypeError)           a keyword that nobody takes; names the nearest
-    ├── SaveDirectoryError (NotADirectoryError)    the place to save to is a file
-    ├── UnstorableTensorError (ValueError)         a value that the format has no bytes for
-    ├── NotEnoughSpaceError (OSError)              the disk can't hold the save; nothing was written
-    ├── CommitUnfinishedError (OSError)            saved and committed, but tidying up failed
-    ├── DirectoryLockedError (BlockingIOError)     another process is saving there
-    ├── CheckpointNotFoundError (FileNotFoundError)  no weights where they were looked for
-    ├── CheckpointChangedError (RuntimeError)      it kept changing while it was being read
-    ├── DamagedCheckpointError (ValueError)        a file is not what a checkpoint needs
-    │   ├── MissingShardError (FileNotFoundError)  a file that the index names is not there
-    │   └── IntegrityError                         bytes differ from those that were saved
-    ├── UnsafePathError (ValueError)               a name that leaves the checkpoint's directory
-    ├── UnsafePickleError (ValueError)             a pickle that asks for more than tensors
-    └── StateDictMismatchError (RuntimeError)      names, shapes or dtypes do not fit the model
+HfshardError
+├── InvalidSizeError (ValueError)              a size that the grammar does not know
+├── InvalidSizeTypeError (TypeError)           a size that is no int and no str
+├── InvalidArgumentError (ValueError)          an argument that can't be served
+├── UnknownArgumentError (TypeError)           a keyword that nobody takes; names the nearest
+├── SaveDirectoryError (NotADirectoryError)    the place to save to is a file
+├── UnstorableTensorError (ValueError)         a value that the format has no bytes for
+├── NotEnoughSpaceError (OSError)              the disk can't hold the save; nothing was written
+├── CommitUnfinishedError (OSError)            saved and committed, but tidying up failed
+├── DirectoryLockedError (BlockingIOError)     another process is saving there
+├── CheckpointNotFoundError (FileNotFoundError)  no weights where they were looked for
+├── CheckpointChangedError (RuntimeError)      it kept changing while it was being read
+├── DamagedCheckpointError (ValueError)        a file is not what a checkpoint needs
+│   ├── MissingShardError (FileNotFoundError)  a file that the index names is not there
+│   └── IntegrityError                         bytes differ from those that were saved
+├── UnsafePathError (ValueError)               a name that leaves the checkpoint's directory
+├── UnsafePickleError (ValueError)             a pickle that asks for more than tensors
+└── StateDictMismatchError (RuntimeError)      names, shapes or dtypes do not fit the model
 """
 
 from __future__ import annotations

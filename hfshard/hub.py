@@ -73,7 +73,7 @@ def _candidates(names: WeightNames, use_safetensors: bool | None, explicit: str 
 
 def _fetch(repo_id: str, name: str, wanted: dict[str, Any]) -> str | None:
     try:
-        return hf_hub_download(repo_id, name, **wanted)
+        return str(hf_hub_download(repo_id, name, **wanted))
     except (EntryNotFoundError, LocalEntryNotFoundError):
         return None
 
@@ -93,4 +93,3 @@ def _shards(index_path: str, suffix: str) -> list[str]:
 def _commit_of(cached_path: str) -> str:
     parts = cached_path.split(os.sep)
     return parts[len(parts) - parts[::-1].index("snapshots")]
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -99,9 +99,7 @@ def load_state_dict(
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before any tensor is returned.
         StateDictMismatchError: `keys` names something that is not there.
     """
-    source = Source(
-        os.fspath(path), subfolder, variant, use_safetensors, revision, token, cache_dir, local_files_only
-    )
+    source = Source(os.fspath(path), subfolder, variant, use_safetensors, revision, token, cache_dir, local_files_only)
     with opened(source, verify, progress) as checkpoint:
         return read_tensors(checkpoint, keys, device, mapped=not disable_mmap)
 
@@ -158,13 +156,16 @@ def opened(source: Source, verify: Verify, progress: bool | None) -> Iterator[Op
     """Open the checkpoint of a source: locate, read the index, check."""
     directory = source.directory()
     total = _weights_bytes(directory) if verify in ("full", "sha256") else 0
-    with bytes_bar("Verifying", total, progress if total else False) as on_bytes, open_checkpoint(
-        directory,
-        variant=source.variant,
-        use_safetensors=source.use_safetensors,
-        verify=verify,
-        on_bytes=on_bytes,
-    ) as checkpoint:
+    with (
+        bytes_bar("Verifying", total, progress if total else False) as on_bytes,
+        open_checkpoint(
+            directory,
+            variant=source.variant,
+            use_safetensors=source.use_safetensors,
+            verify=verify,
+            on_bytes=on_bytes,
+        ) as checkpoint,
+    ):
         if verify == "structure":
             _warn_of_edited_files(checkpoint)
         yield checkpoint
@@ -181,7 +182,7 @@ def read_tensors(
     return {name: tensors[aliases.get(name, name)] for name in chosen}
 
 
-def refuse_unknown(given: Mapping[str, Any], known: set[str], function: str) -> None:
+def refuse_unknown(given: Iterable[str], known: Collection[str], function: str) -> None:
     """Refuse keyword arguments that nobody takes.
 
     Raises:
@@ -234,10 +235,12 @@ def _warn_of_edited_files(checkpoint: OpenCheckpoint) -> None:
 
 
 def _weights_bytes(directory: str) -> int:
-    weights = [name for name in os.listdir(directory) if name.endswith(".safetensors")] if os.path.isdir(directory) else []
+    weights = (
+        [name for name in os.listdir(directory) if name.endswith(".safetensors")] if os.path.isdir(directory) else []
+    )
     return sum(os.path.getsize(os.path.join(directory, name)) for name in weights)
 
 
 def _is_a_path(path: str) -> bool:
     """Whether a name that does not exist was meant as a path: a repo has at most one slash, and does not begin with one."""
-    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or os.sep != "/" and os.sep in path
+    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or (os.sep != "/" and os.sep in path)

@@ -33,7 +33,15 @@ from hfshard.storage.checkpoint import OpenCheckpoint, Verify
 
 logger = logging.getLogger(__name__)
 
-_SOURCE_ARGUMENTS: Final = {"cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies"}
+_SOURCE_ARGUMENTS: Final = {
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "token",
+    "revision",
+    "subfolder",
+    "proxies",
+}
 """Arguments that say where files come from: the config and the generation config are loaded with them too."""
 
 _MODEL_ARGUMENTS: Final = _SOURCE_ARGUMENTS | {
@@ -121,7 +129,9 @@ def load_pretrained(
             config, model_kwargs = _config_of(model_class, name, kwargs)
             if not checkpoint.is_unchanged():
                 continue  # a save came between the config and the weights
-            return _Building(build, model_class, name, checkpoint, options).build(model_args, config, model_kwargs, kwargs)
+            return _Building(build, model_class, name, checkpoint, options).build(
+                model_args, config, model_kwargs, kwargs
+            )
     raise CheckpointChangedError(f"The checkpoint in '{name}' kept changing. Load it when the save is done.", path=name)
 
 
@@ -254,12 +264,12 @@ def _config_of(model_class: type[PreTrainedModel], name: str, kwargs: dict[str, 
 
 
 def _refuse_unknown_model_arguments(model_class: type, config: Any, model_kwargs: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(model_class.__init__).parameters
+    parameters = inspect.signature(cast(Any, model_class).__init__).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     own = {"strict", "verify", "progress"}
     known = set(parameters) | _MODEL_ARGUMENTS | _ALSO_FOR_THE_MODEL | own | set(config.to_dict())
-    refuse_unknown({key: None for key in model_kwargs if key not in parameters}, known - set(model_kwargs), "from_pretrained")
+    refuse_unknown(set(model_kwargs) - set(parameters), known - set(model_kwargs), "from_pretrained")
 
 
 def _reads_itself(directory: str, model_class: type, kwargs: Mapping[str, Any]) -> bool:
@@ -269,7 +279,11 @@ def _reads_itself(directory: str, model_class: type, kwargs: Mapping[str, Any]) 
     device_map = kwargs.get("device_map")
     if isinstance(device_map, dict) and "disk" in device_map.values():
         return True
-    if isinstance(device_map, str) and device_map in _AUTO_DEVICE_MAPS and (kwargs.get("max_memory") or _is_tight(directory)):
+    if (
+        isinstance(device_map, str)
+        and device_map in _AUTO_DEVICE_MAPS
+        and (kwargs.get("max_memory") or _is_tight(directory))
+    ):
         return True  # some of it may go to the disk
     if os.path.isfile(os.path.join(directory, ADAPTER_CONFIG_NAME)) and _has_peft():
         return True
@@ -333,19 +347,21 @@ def _class_of_auto(auto: Any, name: str, kwargs: dict[str, Any]) -> tuple[type[P
 
 def _is_tight(directory: str) -> bool:
     """Whether the weights could be too large for the memory that is there."""
-    weights = sum(entry.stat().st_size for entry in os.scandir(directory) if entry.name.endswith((".safetensors", ".bin")))
+    weights = sum(
+        entry.stat().st_size for entry in os.scandir(directory) if entry.name.endswith((".safetensors", ".bin"))
+    )
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return weights > free
 
 
 def _has_peft() -> bool:
-    from transformers.utils import is_peft_available
+    from transformers.utils.import_utils import is_peft_available
 
     return bool(is_peft_available())
 
 
 def _is_deepspeed() -> bool:
-    from transformers.integrations import is_deepspeed_zero3_enabled
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     return bool(is_deepspeed_zero3_enabled())
 

@@ -106,7 +106,7 @@ def small_files(model: PreTrainedModel) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory(prefix="hfshard-") as folder:
         if model.is_remote_code():
             # An empty object of the upstream class: what is copied is the file that defines it.
-            custom_object_save(architecture.__new__(architecture), folder, config=config)
+            custom_object_save(object.__new__(architecture), folder, config=config)
         config.save_pretrained(folder)
         if model.can_generate():
             cast(Any, model).generation_config.save_pretrained(folder)
@@ -149,7 +149,9 @@ def _stored_ties(
     renamed = {id(value): name for name, value in stored.items()}
     for alias, name in ties.items():
         file_name = name if name in stored else renamed.get(id(kept[name]))
-        file_alias = alias if file_name == name else next(iter(revert_weight_conversion(model, {alias: kept[name]})), None)
+        file_alias = (
+            alias if file_name == name else next(iter(revert_weight_conversion(model, {alias: kept[name]})), None)
+        )
         is_declared = declared.get(alias) == name or declared.get(name) == alias or _same_source(declared, alias, name)
         if file_name is None or file_alias is None or file_alias in stored or file_alias in aliases:
             if not is_declared:

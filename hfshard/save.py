@@ -283,7 +283,9 @@ def _stage(
     own = None if plan.is_sharded else own_metadata(small, request.aliases, request.undeclared)
     extra = dict(request.file_metadata)
     if not plan.is_sharded:
-        extra |= {key: value if isinstance(value, str) else json.dumps(value) for key, value in request.metadata.items()}
+        extra |= {
+            key: value if isinstance(value, str) else json.dumps(value) for key, value in request.metadata.items()
+        }
     like = _replaced(plan, session, request.names)
     jobs, staged = [], {}
     for number, shard in enumerate(plan.shards):
@@ -321,5 +323,3 @@ def _parameters(request: SaveRequest) -> int:
     if request.total_parameters is not None:
         return request.total_parameters
     return sum(tensor.numel() for tensor in request.tensors.values())
-
-

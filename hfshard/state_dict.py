@@ -153,7 +153,10 @@ class Mismatch:
         if self.unexpected:
             parts.append(f"{len(self.unexpected)} unexpected: {_listed(self.unexpected)}")
         if self.mismatched:
-            shown = [f"{name} {list(theirs)} in the checkpoint, {list(mine)} in the model" for name, theirs, mine in self.mismatched]
+            shown = [
+                f"{name} {list(theirs)} in the checkpoint, {list(mine)} in the model"
+                for name, theirs, mine in self.mismatched
+            ]
             parts.append(f"{len(self.mismatched)} of another shape: {_listed(shown)}")
         return "; ".join(parts)
 

@@ -109,7 +109,9 @@ class _Checking:
         if located.kind in ("bin", "bin_index"):
             self.warnings.append("Pickled weights carry no checksums: only that they load was checked.")
         elif located.kind == "single" or index is not None:
-            self._check_files(index, [located.name] if index is None else sorted(set(index.weight_map.values())), on_bytes)
+            self._check_files(
+                index, [located.name] if index is None else sorted(set(index.weight_map.values())), on_bytes
+            )
         if not self.problems:
             self._check_whole()
         self._note_strays(index)
@@ -124,9 +126,7 @@ class _Checking:
             self._found(error)
             return None
 
-    def _check_files(
-        self, index: CheckpointIndex | None, names: list[str], on_bytes: Callable[[int], object]
-    ) -> None:
+    def _check_files(self, index: CheckpointIndex | None, names: list[str], on_bytes: Callable[[int], object]) -> None:
         records = dict(index.files) if index is not None else {}
         for name in names:
             self.files.append(name)
@@ -186,7 +186,9 @@ class _Checking:
     def _note_strays(self, index: CheckpointIndex | None) -> None:
         used = set(self.files) | (set(index.weight_map.values()) | set(index.files) if index is not None else set())
         for name in sorted(entry.name for entry in _weights(self.directory)):
-            if name not in used and (self.names.is_shard(name) or self.names.is_transient(name) or name == self.names.single):
+            if name not in used and (
+                self.names.is_shard(name) or self.names.is_transient(name) or name == self.names.single
+            ):
                 self.warnings.append(f"'{name}' belongs to nothing here; the next save by hfshard decides about it.")
 
     def _found(self, error: HfshardError) -> None:
@@ -199,4 +201,3 @@ def _weights(directory: str) -> list[os.DirEntry[str]]:
         raise CheckpointNotFoundError(f"There is no directory '{directory}'. Check the path.", path=directory)
     with os.scandir(directory) as entries:
         return [entry for entry in entries if entry.name.endswith(SAFETENSORS_SUFFIX) and entry.is_file()]
-

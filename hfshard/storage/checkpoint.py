@@ -84,7 +84,9 @@ class OpenCheckpoint:
     def tensor(self, name: str, *, mapped: bool = True) -> torch.Tensor:
         """One stored tensor, by its FQN."""
         file = self.index.weight_map[name]
-        return self.pickles[file].tensors[name] if file in self.pickles else self.shards[file].tensor(name, mapped=mapped)
+        return (
+            self.pickles[file].tensors[name] if file in self.pickles else self.shards[file].tensor(name, mapped=mapped)
+        )
 
     def is_unchanged(self) -> bool:
         """Whether the directory still holds this checkpoint."""

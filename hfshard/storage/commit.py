@@ -167,7 +167,9 @@ class SaveSession:
 
 
 @contextmanager
-def save_session(directory: str, names: WeightNames, *, wait_seconds: float = LOCK_WAIT_SECONDS) -> Iterator[SaveSession]:
+def save_session(
+    directory: str, names: WeightNames, *, wait_seconds: float = LOCK_WAIT_SECONDS
+) -> Iterator[SaveSession]:
     """Make and lock the save directory, sweep the wrecks of killed saves, and give a staging directory.
 
     Args:
@@ -254,5 +256,3 @@ def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
         if came and callable(before):
             before(signal.SIGINT, came[0])
-
-

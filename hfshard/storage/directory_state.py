@@ -84,7 +84,6 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
     owned = _union(references.get(name, frozenset()) for name in mine)
     owned |= {names.index, names.bin_index, names.bin_single, names.single}
     owned |= {name for name in listing if names.is_transient(name)}
-    owned = frozenset(name for name in owned & listing if name not in others and os.path.isfile(_at(directory, name)))
     referenced = _union(references.values()) | ({explicit} if explicit is not None else set())
     index = indexes.get(explicit) if explicit in indexes else indexes.get(names.index)
     return DirectoryState(
@@ -94,7 +93,7 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
         config=config,
         explicit=explicit,
         index=index,
-        owned=owned,
+        owned=frozenset(name for name in owned & listing - others if os.path.isfile(_at(directory, name))),
         wrecks=_wrecks(directory, names, listing - referenced),
     )
 

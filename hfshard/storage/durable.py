@@ -65,7 +65,9 @@ def _lock(fd: int, directory: str, wait_seconds: float) -> None:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
-            logger.warning("'%s' can't be locked (%s): nothing keeps two processes from saving there.", directory, error)
+            logger.warning(
+                "'%s' can't be locked (%s): nothing keeps two processes from saving there.", directory, error
+            )
             return
 
 

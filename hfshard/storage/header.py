@@ -173,4 +173,6 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _damaged(path: str, problem: str, fqn: str | None = None) -> DamagedCheckpointError:
-    return DamagedCheckpointError(f"The header of shard '{path}' is damaged: {problem}. {remedy(path)}", path=path, fqn=fqn)
+    return DamagedCheckpointError(
+        f"The header of shard '{path}' is damaged: {problem}. {remedy(path)}", path=path, fqn=fqn
+    )

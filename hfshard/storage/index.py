@@ -13,7 +13,12 @@ from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
 from hfshard.storage.names import check_file_name
 from hfshard.storage.strict_json import dump_json, parse_json_object
 
-_DIGEST_HEX: Final = {"sha256": "[0-9a-f]{64}", "xxh3": "[0-9a-f]{32}", "sample": "[0-9a-f]{32}", "tensors": "([0-9a-f]{16})*"}
+_DIGEST_HEX: Final = {
+    "sha256": "[0-9a-f]{64}",
+    "xxh3": "[0-9a-f]{32}",
+    "sample": "[0-9a-f]{32}",
+    "tensors": "([0-9a-f]{16})*",
+}
 """Fields of a file's record that hold digests in hex."""
 
 _REMEDY: Final = "Download or save the checkpoint again."

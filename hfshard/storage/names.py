@@ -29,9 +29,7 @@ class WeightNames:
         self.placeholder = f"{self.stem}-hfshard-placeholder{SAFETENSORS_SUFFIX}"
         stem = re.escape(self.stem)
         self._shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}\.safetensors")
-        self._transient = re.compile(
-            rf"{stem}-hfshard-(?:placeholder|[0-9a-f]{{16}})\.safetensors(?:\.index\.json)?"
-        )
+        self._transient = re.compile(rf"{stem}-hfshard-(?:placeholder|[0-9a-f]{{16}})\.safetensors(?:\.index\.json)?")
 
     def shard(self, number: int, count: int) -> str:
         """The name of shard `number` (from 1) of `count`."""
@@ -80,4 +78,8 @@ def _is_plain(name: str) -> bool:
     if windows.drive or windows.root or "\\" in name or ":" in name:
         return False
     parts = name.split("/")
-    return not any(part in ("", ".", "..") for part in parts) and name.isprintable() and not PurePosixPath(name).is_absolute()
+    return (
+        not any(part in ("", ".", "..") for part in parts)
+        and name.isprintable()
+        and not PurePosixPath(name).is_absolute()
+    )

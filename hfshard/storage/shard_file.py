@@ -6,7 +6,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -45,10 +45,13 @@ def open_regular(path: str, root: str) -> int:
         fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingShardError(
-            f"File '{path}' is missing. Download or save the checkpoint again, or run 'hfshard verify {root}'.", path=path
+            f"File '{path}' is missing. Download or save the checkpoint again, or run 'hfshard verify {root}'.",
+            path=path,
         ) from error
     except OSError as error:
-        raise DamagedCheckpointError(f"File '{path}' can't be opened: {error.strerror}. {remedy(path)}", path=path) from error
+        raise DamagedCheckpointError(
+            f"File '{path}' can't be opened: {error.strerror}. {remedy(path)}", path=path
+        ) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise DamagedCheckpointError(
@@ -102,7 +105,7 @@ class ShardFile:
             self.size = status.st_size
             self.identity = identity_of(status)
             length = read_header_length(os.pread(self._fd, LENGTH_BYTES, 0), self.size, path)
-            assert length <= MAX_HEADER_BYTES  # noqa: S101 - read_header_length holds it; this bounds the next line
+            assert length <= MAX_HEADER_BYTES
             self._raw_header = os.pread(self._fd, LENGTH_BYTES + length, 0)
             self.header: Header = parse_header(self._raw_header[LENGTH_BYTES:], self.size, path)
             self.own: OwnMetadata = parse_single_file_metadata(self.header.metadata.get(METADATA_KEY), path)
@@ -186,7 +189,9 @@ class ShardFile:
         slots = list(self.header.slots.values())
         if record.tensors is None or len(record.tensors) != TENSOR_DIGEST_HEX * len(slots):
             return []
-        expected = [record.tensors[at : at + TENSOR_DIGEST_HEX] for at in range(0, len(record.tensors), TENSOR_DIGEST_HEX)]
+        expected = [
+            record.tensors[at : at + TENSOR_DIGEST_HEX] for at in range(0, len(record.tensors), TENSOR_DIGEST_HEX)
+        ]
         return [
             slot.name
             for slot, digest in zip(slots, expected, strict=True)
@@ -238,9 +243,10 @@ class ShardFile:
 
     def _slice(self, slot: TensorSlot) -> torch.UntypedStorage:
         if self._mapped is None:
-            self._mapped = torch.UntypedStorage.from_file(self._fd_path(), shared=False, nbytes=self.size)
+            mapping = torch.UntypedStorage.from_file(self._fd_path(), shared=False, nbytes=self.size)
+            self._mapped = cast(torch.UntypedStorage, mapping)
         start = self.header.data_start + slot.begin
-        return self._mapped[start : start + slot.nbytes]  # type: ignore[return-value]
+        return cast(torch.UntypedStorage, self._mapped[start : start + slot.nbytes])
 
     def _fd_path(self) -> str:
         # The open file itself, whatever happened to its name since it was checked.

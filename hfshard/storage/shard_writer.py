@@ -13,15 +13,15 @@ from typing import Any, Final
 import torch
 
 from hfshard.constants import COPY_BYTES, FORMAT_VERSION, METADATA_KEY, SAMPLE_BYTES
-from hfshard.storage.durable import copy_mode, sync, write_views
 from hfshard.storage.dtypes import REAL_PAIR_DTYPES, stored_dtype_name, stored_shape
+from hfshard.storage.durable import copy_mode, sync, write_views
 from hfshard.storage.header import build_header
 from hfshard.storage.index import FileRecord, single_file_metadata
 from hfshard.storage.integrity import HASHERS, TENSOR_DIGEST_HEX, Hasher, new_sample, sampled_positions, tensor_digest
 from hfshard.storage.tensor_bytes import iter_blocks, tensor_nbytes
 
 PAIRS_KEY: Final = "hfshard.complex"
-"""Key of a file's `__metadata__`: comma-free JSON list of tensors that are complex, and stored as real pairs."""
+"""Key of a file's `__metadata__`: JSON list of tensors that are complex, and stored as real pairs."""
 
 _MAX_THREADS: Final = 4
 """Files written at once: each has blocks of 4 MiB under way, so that all stay far under 64 MiB."""
@@ -108,7 +108,7 @@ def shard_metadata(tensors: Mapping[str, torch.Tensor], extra: Mapping[str, str]
     """The `__metadata__` of a shard: what stock readers need, what hfshard adds, what the caller adds."""
     pairs = [name for name, tensor in tensors.items() if tensor.dtype in REAL_PAIR_DTYPES]
     own = {PAIRS_KEY: json.dumps(pairs, ensure_ascii=False)} if pairs else {}
-    return {METADATA_KEY: str(FORMAT_VERSION), **own, **{k: v for k, v in extra.items() if k != "format"}, "format": "pt"}
+    return {METADATA_KEY: str(FORMAT_VERSION), **own, **extra, "format": "pt"}
 
 
 def _write_shard(
@@ -163,7 +163,12 @@ class _Output:
 
     def add(self, blocks: Iterable[memoryview]) -> str:
         """Take the blocks of one tensor, and return its digest ("" where no checksum is wanted)."""
-        return tensor_digest(self._taken(blocks)) if self.hasher is not None else "".join("" for _ in self._taken(blocks))
+        taken = self._taken(blocks)
+        if self.hasher is not None:
+            return tensor_digest(taken)
+        for _ in taken:
+            pass
+        return ""
 
     def _taken(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
         for block in blocks:

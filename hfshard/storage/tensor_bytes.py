@@ -71,13 +71,10 @@ def _copied_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryvie
         yield memory_of(block)
 
 
-
-
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied; the view keeps the tensor alive."""
-    array_type = ctypes.c_ubyte * tensor_nbytes(tensor)
-    array = array_type.from_address(tensor.data_ptr())
-    array._owner = tensor  # the memoryview holds the array, the array holds the tensor
+    array: Any = (ctypes.c_ubyte * tensor_nbytes(tensor)).from_address(tensor.data_ptr())
+    array.owner = tensor  # the memoryview holds the array, the array holds the tensor
     return memoryview(array).cast("B")
 
 

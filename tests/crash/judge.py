@@ -95,8 +95,10 @@ def in_fork(work: Callable[[], T]) -> T:
 
 
 def same(one: Verdict, other: Verdict) -> bool:
-    """Whether two verdicts are the same generation, or both errors."""
-    return one.kind == other.kind and one.kind != "mixed" and one.generation == other.generation
+    """Whether two verdicts are the same generation, both errors, or the same mixture (upstream's, from before)."""
+    if one.kind == other.kind == "mixed":
+        return one.detail == other.detail
+    return one.kind == other.kind and one.generation == other.generation
 
 
 def judge(
