@@ -16,7 +16,8 @@ from torch import nn
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError, UnknownArgumentError
 from hfshard.progress import bytes_bar
 from hfshard.state_dict import KeySelection, assign, compare, has_wrapper_prefix, match_prefixes, select_keys, unwrap
-from hfshard.storage.checkpoint import OpenCheckpoint, Verify, check_small_file, open_checkpoint
+from hfshard.storage.checkpoint import OpenCheckpoint, Verify, open_checkpoint
+from hfshard.storage.checks import check_small_file
 from hfshard.tied import find_ties
 
 logger = logging.getLogger(__name__)
@@ -242,5 +243,5 @@ def _weights_bytes(directory: str) -> int:
 
 
 def _is_a_path(path: str) -> bool:
-    """Whether a name that does not exist was meant as a path: a repo has at most one slash, and does not begin with one."""
+    """Whether a name that does not exist was meant as a path: a repo has one slash at most, and none in front."""
     return path.startswith(("/", ".", "~")) or path.count("/") > 1 or (os.sep != "/" and os.sep in path)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfshard.constants import (
-    ADAPTER_CONFIG_NAME,
     CHANGED_RETRIES,
-    CONFIG_NAME,
-    EXPLICIT_WEIGHTS_KEY,
 )
 from hfshard.errors import (
     CheckpointChangedError,
@@ -27,43 +21,20 @@ from hfshard.errors import (
     InvalidArgumentError,
     StateDictMismatchError,
 )
-from hfshard.load import Source, opened, refuse_unknown
+from hfshard.handover import is_upstreams_to_read
+from hfshard.load import Source, opened
+from hfshard.pretrained_arguments import (
+    CONFIG_ATTRIBUTES,
+    MODEL_ARGUMENTS,
+    SOURCE_ARGUMENTS,
+    class_of_auto,
+    config_of,
+    source_of,
+)
 from hfshard.state_dict import Mismatch, has_wrapper_prefix, match_prefixes, strip_wrappers
 from hfshard.storage.checkpoint import OpenCheckpoint, Verify
 
 logger = logging.getLogger(__name__)
-
-_SOURCE_ARGUMENTS: Final = {
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "token",
-    "revision",
-    "subfolder",
-    "proxies",
-}
-"""Arguments that say where files come from: the config and the generation config are loaded with them too."""
-
-_MODEL_ARGUMENTS: Final = _SOURCE_ARGUMENTS | {
-    "_commit_hash", "_fast_init", "_from_auto", "_from_pipeline", "adapter_kwargs", "adapter_name", "allow_all_kernels",
-    "config", "device_map", "device_mesh", "disable_mmap", "distributed_config", "dtype", "from_flax", "from_tf",
-    "fusion_config", "generation_config", "gguf_file", "ignore_mismatched_sizes", "kernel_config", "key_mapping",
-    "low_cpu_mem_usage", "max_memory", "mirror", "offload_buffers", "offload_folder", "offload_state_dict",
-    "output_loading_info", "quantization_config", "state_dict", "torch_dtype", "tp_plan", "tp_size", "tqdm_class",
-    "trust_remote_code", "use_kernels", "use_safetensors", "variant", "weights_only",
-}  # fmt: skip
-"""What upstream's from_pretrained takes for itself; everything else goes to the config, and then to the model."""
-
-_ALSO_FOR_THE_MODEL: Final = {"attn_implementation", "experts_implementation"}
-"""Arguments that upstream sets on the config, and does not hand to the model."""
-
-_HANDED_OVER: Final = {
-    "gguf_file", "state_dict", "offload_folder", "distributed_config", "tp_plan", "tp_size", "device_mesh",
-    "quantization_config", "adapter_kwargs",
-}  # fmt: skip
-"""Arguments with which upstream reads the files itself, after hfshard has checked them."""
-
-_AUTO_DEVICE_MAPS: Final = {"auto", "balanced", "balanced_low_0", "sequential"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +54,7 @@ def load_class(model_class: Any, path: Any, *model_args: Any, **kwargs: Any) -> 
             f"load_model takes a module or a transformers class, and {model_class!r} is neither."
         )
     if not issubclass(model_class, PreTrainedModel):
-        model_class, kwargs = _class_of_auto(model_class, os.fspath(path), kwargs)
+        model_class, kwargs = class_of_auto(model_class, os.fspath(path), kwargs)
     return load_pretrained(model_class.from_pretrained, model_class, path, model_args, kwargs, options)
 
 
@@ -116,17 +87,17 @@ def load_pretrained(
     if path is None or kwargs.get("state_dict") is not None or kwargs.get("gguf_file") is not None:
         return build(path, *model_args, **kwargs)
     name = os.fspath(path)
-    source = _source(name, kwargs)
+    source = source_of(name, kwargs)
     try:
         directory = source.directory()
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
         return build(path, *model_args, **kwargs)  # about the repo itself, upstream says it best
-    if _reads_itself(directory, model_class, kwargs):
+    if is_upstreams_to_read(directory, model_class, kwargs):
         return _checked_then_handed_over(build, name, model_args, kwargs, source, options)
     for _ in range(CHANGED_RETRIES):
         with opened(source, options.verify, options.progress) as checkpoint:
             _refuse_full_pickle(checkpoint, kwargs)
-            config, model_kwargs = _config_of(model_class, name, kwargs)
+            config, model_kwargs = config_of(model_class, name, kwargs)
             if not checkpoint.is_unchanged():
                 continue  # a save came between the config and the weights
             return _Building(build, model_class, name, checkpoint, options).build(
@@ -153,8 +124,8 @@ class _Building:
         self, model_args: tuple[Any, ...], config: Any, model_kwargs: dict[str, Any], kwargs: dict[str, Any]
     ) -> Any:
         tensors = self._tensors(config, mapped=not kwargs.get("disable_mmap"))
-        upstream = {key: value for key, value in kwargs.items() if key in _MODEL_ARGUMENTS | _ALSO_FOR_THE_MODEL}
-        for key in ("config", "output_loading_info", "use_safetensors", "variant", "disable_mmap", *_SOURCE_ARGUMENTS):
+        upstream = {key: value for key, value in kwargs.items() if key in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
+        for key in ("config", "output_loading_info", "use_safetensors", "variant", "disable_mmap", *SOURCE_ARGUMENTS):
             upstream.pop(key, None)
         model, info = self.call(
             None, *model_args, config=config, state_dict=tensors, output_loading_info=True, **upstream, **model_kwargs
@@ -211,8 +182,8 @@ class _Building:
     def _load_generation_config(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         if not (model.can_generate() and hasattr(model, "adjust_generation_fn")):
             return
-        where = {key: kwargs.get(key) for key in _SOURCE_ARGUMENTS}
-        rest = {key: value for key, value in kwargs.items() if key not in _MODEL_ARGUMENTS | _ALSO_FOR_THE_MODEL}
+        where = {key: kwargs.get(key) for key in SOURCE_ARGUMENTS}
+        rest = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
         where["force_download"] = bool(where["force_download"])
         where["local_files_only"] = bool(where["local_files_only"])
         where["revision"] = where["revision"] or "main"
@@ -226,70 +197,6 @@ class _Building:
             trust_remote_code=kwargs.get("trust_remote_code"),
             **rest,
         )
-
-
-def _source(name: str, kwargs: Mapping[str, Any]) -> Source:
-    return Source(
-        name,
-        subfolder=kwargs.get("subfolder") or "",
-        variant=kwargs.get("variant"),
-        use_safetensors=kwargs.get("use_safetensors"),
-        revision=kwargs.get("revision"),
-        token=kwargs.get("token"),
-        cache_dir=kwargs.get("cache_dir"),
-        local_files_only=bool(kwargs.get("local_files_only")),
-        force_download=bool(kwargs.get("force_download")),
-    )
-
-
-def _config_of(model_class: type[PreTrainedModel], name: str, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The config, and what is left of the arguments for the model's constructor."""
-    rest = {key: value for key, value in kwargs.items() if key not in _MODEL_ARGUMENTS}
-    config = kwargs.get("config")
-    if isinstance(config, PreTrainedConfig):
-        model_kwargs = {key: value for key, value in rest.items() if key not in _ALSO_FOR_THE_MODEL}
-        _refuse_unknown_model_arguments(model_class, config, model_kwargs)
-        return config, model_kwargs
-    where = {key: kwargs[key] for key in _SOURCE_ARGUMENTS if key in kwargs}
-    config_class = cast(Any, model_class).config_class
-    config, model_kwargs = config_class.from_pretrained(
-        config if config is not None else name, return_unused_kwargs=True, **where, **rest
-    )
-    model_kwargs = {key: value for key, value in model_kwargs.items() if key in rest and key not in _ALSO_FOR_THE_MODEL}
-    explicit = getattr(config, EXPLICIT_WEIGHTS_KEY, None)
-    if isinstance(explicit, str) and "-hfshard-" in explicit:
-        delattr(config, EXPLICIT_WEIGHTS_KEY)  # of a commit under way
-    _refuse_unknown_model_arguments(model_class, config, model_kwargs)
-    return config, model_kwargs
-
-
-def _refuse_unknown_model_arguments(model_class: type, config: Any, model_kwargs: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(cast(Any, model_class).__init__).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    own = {"strict", "verify", "progress"}
-    known = set(parameters) | _MODEL_ARGUMENTS | _ALSO_FOR_THE_MODEL | own | set(config.to_dict())
-    refuse_unknown(set(model_kwargs) - set(parameters), known - set(model_kwargs), "from_pretrained")
-
-
-def _reads_itself(directory: str, model_class: type, kwargs: Mapping[str, Any]) -> bool:
-    """Whether upstream has to read the files itself: what hfshard can't do as well, it does not do by half."""
-    if any(kwargs.get(name) for name in _HANDED_OVER):
-        return True
-    device_map = kwargs.get("device_map")
-    if isinstance(device_map, dict) and "disk" in device_map.values():
-        return True
-    if (
-        isinstance(device_map, str)
-        and device_map in _AUTO_DEVICE_MAPS
-        and (kwargs.get("max_memory") or _is_tight(directory))
-    ):
-        return True  # some of it may go to the disk
-    if os.path.isfile(os.path.join(directory, ADAPTER_CONFIG_NAME)) and _has_peft():
-        return True
-    if getattr(getattr(model_class, "config_class", None), "extra_files", ()):
-        return True
-    return _is_quantized(directory) or _is_deepspeed() or os.path.isfile(os.path.join(directory, ".metadata"))
 
 
 def _checked_then_handed_over(
@@ -327,52 +234,3 @@ def _names_for(model_class: type[PreTrainedModel], config: Any, names: Mapping[s
         # The rest has names of before a conversion: it came out of the same wrapper.
         result = {name: name if name in expected else strip_wrappers(name) for name in names}
     return result
-
-
-def _class_of_auto(auto: Any, name: str, kwargs: dict[str, Any]) -> tuple[type[PreTrainedModel], dict[str, Any]]:
-    """The class that an Auto class would build, found by building it without weights."""
-    if not isinstance(kwargs.get("config"), PreTrainedConfig):
-        where = {key: kwargs[key] for key in _SOURCE_ARGUMENTS if key in kwargs}
-        rest = {key: value for key, value in kwargs.items() if key not in _MODEL_ARGUMENTS | _ALSO_FOR_THE_MODEL}
-        config = AutoConfig.from_pretrained(
-            kwargs.get("config") or name, trust_remote_code=kwargs.get("trust_remote_code"), **where, **rest
-        )
-    else:
-        config = kwargs["config"]
-    config.name_or_path = name
-    with torch.device("meta"):
-        model: nn.Module = auto.from_config(config, trust_remote_code=kwargs.get("trust_remote_code"))
-    return type(model), {**kwargs, "_from_auto": True}  # type: ignore[return-value]
-
-
-def _is_tight(directory: str) -> bool:
-    """Whether the weights could be too large for the memory that is there."""
-    weights = sum(
-        entry.stat().st_size for entry in os.scandir(directory) if entry.name.endswith((".safetensors", ".bin"))
-    )
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return weights > free
-
-
-def _has_peft() -> bool:
-    from transformers.utils.import_utils import is_peft_available
-
-    return bool(is_peft_available())
-
-
-def _is_deepspeed() -> bool:
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    return bool(is_deepspeed_zero3_enabled())
-
-
-def _is_quantized(directory: str) -> bool:
-    path = os.path.join(directory, CONFIG_NAME)
-    if not os.path.isfile(path):
-        return False
-    with open(path, "rb") as file:
-        try:
-            config = json.loads(file.read())
-        except (ValueError, RecursionError):
-            return False  # reported when the checkpoint is opened
-    return isinstance(config, dict) and config.get("quantization_config") is not None

@@ -65,7 +65,7 @@ class ShardedModelMixin:
             save_directory: Made when it is missing. What stood there loads until the new checkpoint is whole.
             is_main_process: False: nothing is saved.
             state_dict: What to save in place of the model's own; not mutated.
-            push_to_hub: Push to the Hub when it is saved; `repo_id` and the other arguments of `push_to_hub` go with it.
+            push_to_hub: Push to the Hub when it is saved; `repo_id` and more arguments of `push_to_hub` go with it.
             max_shard_size: Bytes, or "5GB", "500MiB" ...: the most that a file has, unless it holds one tensor.
             variant: Part of the files' names.
             token: For the Hub.

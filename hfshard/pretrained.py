@@ -1,4 +1,4 @@
-"""What a transformers model is beside its weights: config, generation config, custom code; and which weights it saves."""
+"""What transformers would save of a model: its weights by their names on disk, config, generation config, code."""
 
 from __future__ import annotations
 

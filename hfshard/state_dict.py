@@ -130,7 +130,7 @@ class Mismatch:
         """Refuse what may not be assigned.
 
         Raises:
-            StateDictMismatchError: strict and anything differs; else: a shape differs, or no key of the model was found.
+            StateDictMismatchError: strict and anything differs; else: a shape differs, or no key was found.
         """
         nothing = matched == 0 and bool(self.missing)
         if not (nothing or self.mismatched or (strict and (self.missing or self.unexpected))):

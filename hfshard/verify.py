@@ -10,8 +10,10 @@ from typing import Literal
 from hfshard.constants import MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.progress import bytes_bar
-from hfshard.storage.checkpoint import OpenCheckpoint, check_small_file, locate_checkpoint, open_checkpoint
+from hfshard.storage.checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.storage.checks import check_small_file
 from hfshard.storage.index import CheckpointIndex, FileRecord
+from hfshard.storage.locate import locate_checkpoint
 from hfshard.storage.names import WeightNames
 from hfshard.storage.shard_file import ShardFile, read_small
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hfshard import __version__
-from hfshard.cli.output import print_message, use_any_encoding
+from hfshard.cli.output import print_message, printable, use_any_encoding
 from hfshard.errors import HfshardError
 
 EXIT_DONE: Final = 0
@@ -36,11 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     if not os.path.isdir(arguments.directory):
-        is_file = os.path.exists(arguments.directory)
-        hint = (
-            f"it is a file; did you mean '{os.path.dirname(arguments.directory) or '.'}'?" if is_file else "not there"
-        )
-        parser.error(f"'{arguments.directory}' is no directory: {hint}")
+        parser.error(_no_directory(arguments.directory))
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -64,6 +60,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
     run = {"inspect": commands.inspect, "verify": commands.verify}[arguments.command]
     return run(arguments)
+
+
+def _no_directory(path: str) -> str:
+    hint = "not there"
+    if os.path.exists(path):
+        hint = f"it is a file; did you mean '{os.path.dirname(path) or '.'}'?"
+    return printable(f"'{path}' is no directory: {hint}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -71,7 +71,7 @@ class SaveSession:
         free_bytes = space.f_bavail * space.f_frsize
         if space.f_blocks and free_bytes < need_bytes + _SPARE_BYTES:
             raise NotEnoughSpaceError(
-                f"Saving into '{self.directory}' needs {need_bytes + _SPARE_BYTES:,} bytes, and {free_bytes:,} are free "
+                f"Saving into '{self.directory}' needs {need_bytes + _SPARE_BYTES:,} bytes, {free_bytes:,} are free "
                 "(the old checkpoint stays until the new one is whole). Free some space, or save elsewhere.",
                 path=self.directory,
                 expected=need_bytes + _SPARE_BYTES,
@@ -146,7 +146,7 @@ class SaveSession:
             sync_directory(self.directory)
 
     def _undo_of(self, step: Step) -> Callable[[], None]:
-        """What takes a step before the commit back: it is asked for before the step, and works whether it came about."""
+        """What takes a step before the commit back: asked for before the step, right whether it came about or not."""
         if step.kind != "place":
             return lambda: None
         target, staged = os.path.join(self.directory, step.target), os.path.join(self.staging, step.source)

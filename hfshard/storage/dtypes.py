@@ -33,7 +33,7 @@ REAL_PAIR_DTYPES: Final[dict[torch.dtype, torch.dtype]] = {
     torch.complex128: torch.float64,
     torch.complex32: torch.float16,
 }
-"""Complex dtypes that the format lacks: stored as their real pairs, shape [..., 2], and noted in the file's metadata."""
+"""Complex dtypes that the format lacks: stored as real pairs, shape [..., 2], and noted in the file's metadata."""
 
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 

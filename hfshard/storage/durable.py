@@ -167,7 +167,7 @@ def copy_mode(fd: int, like: os.stat_result | None) -> None:
 
 
 def rename(source: str, target: str) -> None:
-    """Rename a file over another; where the file system has no rename, write the target's bytes anew, with a warning."""
+    """Rename a file over another; where the file system has no rename, copy it over, with a warning."""
     try:
         os.rename(source, target)
     except OSError as error:

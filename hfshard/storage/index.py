@@ -155,7 +155,7 @@ def own_metadata(
 
 
 def single_file_metadata(own: Mapping[str, Any], digests: Mapping[str, str]) -> str:
-    """hfshard's part of a single file's `__metadata__`: its own digests first, so that they are found to be filled in."""
+    """hfshard's part of a single file's `__metadata__`: its own digests first, where they are found to be zeroed."""
     return json.dumps({**digests, **own}, ensure_ascii=False, separators=(",", ":"))
 
 

@@ -130,8 +130,8 @@ class ShardFile:
         slot = self.header.slots[name]
         if slot.dtype not in TORCH_DTYPES:
             raise DamagedCheckpointError(
-                f"Tensor '{name}' of shard '{self.path}' is {slot.dtype}, which torch {torch.__version__} has no dtype for. "
-                "Convert it with a tool that has.",
+                f"Tensor '{name}' of shard '{self.path}' is {slot.dtype}, which torch {torch.__version__} lacks. "
+                "Convert it with a tool that has it.",
                 path=self.path,
                 fqn=name,
             )
@@ -231,7 +231,7 @@ class ShardFile:
             slots = [self.header.slots[name] for name in names]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedCheckpointError(
-                f"The header of shard '{self.path}' is damaged: its list of complex tensors is wrong. {remedy(self.path)}",
+                f"The header of shard '{self.path}' is damaged: a complex tensor is not there. {remedy(self.path)}",
                 path=self.path,
             ) from error
         if not all(slot.dtype in ("F64", "F16") and slot.shape[-1:] == (2,) for slot in slots):

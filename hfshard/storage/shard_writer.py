@@ -108,7 +108,8 @@ def shard_metadata(tensors: Mapping[str, torch.Tensor], extra: Mapping[str, str]
     """The `__metadata__` of a shard: what stock readers need, what hfshard adds, what the caller adds."""
     pairs = [name for name, tensor in tensors.items() if tensor.dtype in REAL_PAIR_DTYPES]
     own = {PAIRS_KEY: json.dumps(pairs, ensure_ascii=False)} if pairs else {}
-    return {METADATA_KEY: str(FORMAT_VERSION), **own, **extra, "format": "pt"}
+    mark = {METADATA_KEY: str(FORMAT_VERSION)}
+    return mark | own | dict(extra) | {"format": "pt"} | mark
 
 
 def _write_shard(

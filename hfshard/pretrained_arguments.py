@@ -1,0 +1,99 @@
+"""The arguments of upstream's from_pretrained: which are for the files, which for the config, which for the model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from hfshard.constants import EXPLICIT_WEIGHTS_KEY
+from hfshard.load import Source, refuse_unknown
+
+SOURCE_ARGUMENTS: Final = {
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "token",
+    "revision",
+    "subfolder",
+    "proxies",
+}
+"""Arguments that say where files come from: the config and the generation config are loaded with them too."""
+
+MODEL_ARGUMENTS: Final = SOURCE_ARGUMENTS | {
+    "_commit_hash", "_fast_init", "_from_auto", "_from_pipeline", "adapter_kwargs", "adapter_name", "allow_all_kernels",
+    "config", "device_map", "device_mesh", "disable_mmap", "distributed_config", "dtype", "from_flax", "from_tf",
+    "fusion_config", "generation_config", "gguf_file", "ignore_mismatched_sizes", "kernel_config", "key_mapping",
+    "low_cpu_mem_usage", "max_memory", "mirror", "offload_buffers", "offload_folder", "offload_state_dict",
+    "output_loading_info", "quantization_config", "state_dict", "torch_dtype", "tp_plan", "tp_size", "tqdm_class",
+    "trust_remote_code", "use_kernels", "use_safetensors", "variant", "weights_only",
+}  # fmt: skip
+"""What upstream's from_pretrained takes for itself; everything else goes to the config, and then to the model."""
+
+CONFIG_ATTRIBUTES: Final = {"attn_implementation", "experts_implementation"}
+"""Arguments that upstream sets on the config, and does not hand to the model."""
+
+
+def source_of(name: str, kwargs: Mapping[str, Any]) -> Source:
+    """Where these arguments say that the files come from."""
+    return Source(
+        name,
+        subfolder=kwargs.get("subfolder") or "",
+        variant=kwargs.get("variant"),
+        use_safetensors=kwargs.get("use_safetensors"),
+        revision=kwargs.get("revision"),
+        token=kwargs.get("token"),
+        cache_dir=kwargs.get("cache_dir"),
+        local_files_only=bool(kwargs.get("local_files_only")),
+        force_download=bool(kwargs.get("force_download")),
+    )
+
+
+def config_of(model_class: type[PreTrainedModel], name: str, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The config, and what is left of the arguments for the model's constructor."""
+    rest = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS}
+    config = kwargs.get("config")
+    if isinstance(config, PreTrainedConfig):
+        model_kwargs = {key: value for key, value in rest.items() if key not in CONFIG_ATTRIBUTES}
+        _refuse_unknown_model_arguments(model_class, config, model_kwargs)
+        return config, model_kwargs
+    where = {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
+    config_class = cast(Any, model_class).config_class
+    config, model_kwargs = config_class.from_pretrained(
+        config if config is not None else name, return_unused_kwargs=True, **where, **rest
+    )
+    model_kwargs = {key: value for key, value in model_kwargs.items() if key in rest and key not in CONFIG_ATTRIBUTES}
+    explicit = getattr(config, EXPLICIT_WEIGHTS_KEY, None)
+    if isinstance(explicit, str) and "-hfshard-" in explicit:
+        delattr(config, EXPLICIT_WEIGHTS_KEY)  # of a commit under way
+    _refuse_unknown_model_arguments(model_class, config, model_kwargs)
+    return config, model_kwargs
+
+
+def _refuse_unknown_model_arguments(model_class: type, config: Any, model_kwargs: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(cast(Any, model_class).__init__).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    own = {"strict", "verify", "progress"}
+    known = set(parameters) | MODEL_ARGUMENTS | CONFIG_ATTRIBUTES | own | set(config.to_dict())
+    refuse_unknown(set(model_kwargs) - set(parameters), known - set(model_kwargs), "from_pretrained")
+
+
+def class_of_auto(auto: Any, name: str, kwargs: dict[str, Any]) -> tuple[type[PreTrainedModel], dict[str, Any]]:
+    """The class that an Auto class would build, found by building it without weights."""
+    if not isinstance(kwargs.get("config"), PreTrainedConfig):
+        where = {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
+        rest = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
+        config = AutoConfig.from_pretrained(
+            kwargs.get("config") or name, trust_remote_code=kwargs.get("trust_remote_code"), **where, **rest
+        )
+    else:
+        config = kwargs["config"]
+    config.name_or_path = name
+    with torch.device("meta"):
+        model: nn.Module = auto.from_config(config, trust_remote_code=kwargs.get("trust_remote_code"))
+    return type(model), {**kwargs, "_from_auto": True}  # type: ignore[return-value]

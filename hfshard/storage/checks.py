@@ -1,0 +1,119 @@
+"""What must hold between an index and its files: every key in its file, every file the one that was saved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from hfshard.constants import MAX_CONFIG_BYTES
+from hfshard.errors import DamagedCheckpointError, IntegrityError
+from hfshard.storage.index import CheckpointIndex, FileRecord
+from hfshard.storage.integrity import sha256_of
+from hfshard.storage.shard_file import ShardFile, read_small
+
+_VERIFY_THREADS: Final = 4
+"""Files hashed at once: with more, a disk reads no faster."""
+
+
+def check_keys(entry: str, weight_map: Mapping[str, str], contents: Mapping[str, Collection[str]]) -> None:
+    """Every key in exactly the file that the index names.
+
+    Args:
+        entry: Path of the index.
+        weight_map: What it says: name -> file.
+        contents: What is: file -> names in it.
+
+    Raises:
+        DamagedCheckpointError: A key is in two files, in another one, in none, or not in the index.
+    """
+    directory = os.path.dirname(entry)
+    seen: dict[str, str] = {}
+    for file, names in contents.items():
+        for name in names:
+            path = os.path.join(directory, file)
+            if name in seen:
+                raise _key_error(path, name, f"stands in '{seen[name]}' too")
+            if name not in weight_map:
+                raise _key_error(path, name, f"is not in the index '{entry}'")
+            if weight_map[name] != file:
+                raise _key_error(path, name, f"is said to lie in '{weight_map[name]}' by the index '{entry}'")
+            seen[name] = file
+    for name, file in weight_map.items():
+        if name not in seen:
+            path = os.path.join(directory, file)
+            raise _key_error(path, name, f"is missing in it, and the index '{entry}' says that it is there")
+
+
+def check_records(entry: str, index: CheckpointIndex, shards: Mapping[str, ShardFile]) -> None:
+    """Every file of the size and sample that were recorded when it was saved, and all of them of the total size.
+
+    Raises:
+        IntegrityError: A file is another one.
+        DamagedCheckpointError: The total is wrong.
+    """
+    for file, shard in shards.items():
+        if file in index.files:
+            shard.check_record(index.files[file], sample=True)
+    # Foreign indexes count views and ties in their own ways: theirs is not compared.
+    actual = sum(slot.nbytes for shard in shards.values() for slot in shard.header.slots.values())
+    if index.files and index.total_size is not None and index.total_size != actual:
+        raise DamagedCheckpointError(
+            f"Index '{entry}' is damaged: its total_size is {index.total_size}, and the shards hold {actual} bytes. "
+            "Download or save the checkpoint again.",
+            path=entry,
+            expected=index.total_size,
+            actual=actual,
+        )
+
+
+def check_digests(
+    entry: str, index: CheckpointIndex, shards: Mapping[str, ShardFile], on_bytes: Callable[[int], object] | None
+) -> None:
+    """Every byte of every file against its checksum, several files at once.
+
+    Raises:
+        DamagedCheckpointError: There are no checksums.
+        IntegrityError: A file differs.
+    """
+    if not index.is_verifiable:
+        raise DamagedCheckpointError(
+            f"'{entry}' can't be verified in full: it carries no checksums (hfshard writes them). "
+            "Load it with verify='structure', or save it once with hfshard.",
+            path=entry,
+        )
+    with ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="hfshard-verify") as pool:
+        checks = [pool.submit(shard.check_digest, index.files[file], on_bytes) for file, shard in shards.items()]
+        for check in checks:
+            check.result()
+    for name, record in index.files.items():
+        if name.endswith(".json"):
+            check_small_file(os.path.dirname(entry), name, record)
+
+
+def check_small_file(directory: str, name: str, record: FileRecord) -> None:
+    """Compare config.json or generation_config.json with what was recorded when it was saved.
+
+    Raises:
+        DamagedCheckpointError: It is missing (`MissingShardError`), or differs (`IntegrityError`).
+    """
+    path = os.path.join(directory, name)
+    found = sha256_of(read_small(path, directory, MAX_CONFIG_BYTES)[0])
+    if record.sha256 is not None and found != record.sha256:
+        raise IntegrityError(
+            f"'{path}' is not the file that was saved: its sha256 is {found}, and {record.sha256} was recorded. "
+            "If you edited it on purpose, load with verify='structure', or save again.",
+            path=path,
+            expected=record.sha256,
+            actual=found,
+        )
+
+
+def _key_error(path: str, name: str, problem: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"Tensor '{name}' of shard '{path}' {problem}: the files are of different saves, or damaged. "
+        f"Download or save the checkpoint again, or run 'hfshard verify {os.path.dirname(path)}'.",
+        path=path,
+        fqn=name,
+    )
