@@ -22,7 +22,6 @@ from hfshard.errors import (
     StateDictMismatchError,
 )
 from hfshard.handover import is_upstreams_to_read
-from hfshard.load import Source, opened
 from hfshard.pretrained_arguments import (
     CONFIG_ATTRIBUTES,
     MODEL_ARGUMENTS,
@@ -31,6 +30,7 @@ from hfshard.pretrained_arguments import (
     config_of,
     source_of,
 )
+from hfshard.source import Source, opened
 from hfshard.state_dict import Mismatch, has_wrapper_prefix, match_prefixes, strip_wrappers
 from hfshard.storage.checkpoint import OpenCheckpoint, Verify
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from hfshard.arguments import refuse_unknown
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import InvalidArgumentError
-from hfshard.load import refuse_unknown
 from hfshard.load_pretrained import LoadOptions, load_pretrained
 from hfshard.plan import Packing
 from hfshard.save import save_model

@@ -13,6 +13,7 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.size import parse_size
 from hfshard.storage.header import LENGTH_BYTES, entry_bytes
 from hfshard.storage.names import WeightNames
+from hfshard.storage.tensor_spec import TensorSpec, tensor_specs
 from hfshard.tied import find_ties
 
 if TYPE_CHECKING:
@@ -22,20 +23,6 @@ Packing = Literal["greedy", "balanced"]
 
 _SHARD_METADATA_BYTES: Final = 256
 """Room for a shard's `__metadata__`: ours is 45 bytes; a caller with more says so."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """What the plan knows of one tensor."""
-
-    name: str
-    dtype: str
-    """The format's name: "F32"."""
-    shape: tuple[int, ...]
-    """As the format counts it."""
-    nbytes: int
-    element_bytes: int
-    """Tensors with larger elements come first in a file, so that each is aligned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +95,6 @@ def plan_shards(
         InvalidSizeError: The size is not in the grammar of `parse_size`.
         UnstorableTensorError: A value that the format has no bytes for.
     """
-    from hfshard.state_dict import tensor_specs
-
     limit = parse_size(max_shard_size)
     specs = tensor_specs(state_dict)
     aliases = find_ties(state_dict)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from hfshard.arguments import refuse_unknown
 from hfshard.constants import EXPLICIT_WEIGHTS_KEY
-from hfshard.load import Source, refuse_unknown
+from hfshard.source import Source
 
 SOURCE_ARGUMENTS: Final = {
     "cache_dir",

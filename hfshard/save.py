@@ -18,11 +18,12 @@ from hfshard.plan import Packing, with_one_more_shard
 from hfshard.progress import bytes_bar
 from hfshard.size import parse_size
 from hfshard.staging import SaveRequest, must_rename, plan_request, stage, until_free, with_free_names
-from hfshard.state_dict import collect_state_dict, tensor_specs, unwrap
+from hfshard.state_dict import collect_state_dict, unwrap
 from hfshard.storage.commit import save_session
 from hfshard.storage.index import CheckpointIndex
 from hfshard.storage.integrity import Checksum, check_checksum
 from hfshard.storage.names import WeightNames
+from hfshard.storage.tensor_spec import tensor_specs
 from hfshard.storage.transition import plan_transition
 from hfshard.tied import find_ties
 

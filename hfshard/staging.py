@@ -11,12 +11,12 @@ from typing import Any, Final
 import torch
 
 from hfshard.plan import Packing, ShardPlan, plan_specs, with_one_more_shard
-from hfshard.state_dict import tensor_specs
 from hfshard.storage.commit import SaveSession
 from hfshard.storage.index import CheckpointIndex, FileRecord, own_metadata
 from hfshard.storage.integrity import TENSOR_DIGEST_HEX, Checksum, sha256_of
 from hfshard.storage.names import WeightNames
 from hfshard.storage.shard_writer import ShardJob, file_order, sample_of, shard_header, shard_metadata, write_shards
+from hfshard.storage.tensor_spec import tensor_specs
 from hfshard.storage.transition import NewCheckpoint, digest_of, needs_links
 
 _OWN_DIGEST_BYTES: Final = 256

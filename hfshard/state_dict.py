@@ -13,9 +13,6 @@ import torch
 from torch import nn
 
 from hfshard.errors import StateDictMismatchError
-from hfshard.plan import TensorSpec
-from hfshard.storage.dtypes import stored_dtype_name, stored_shape
-from hfshard.storage.tensor_bytes import check_storable, tensor_nbytes
 
 KeySelection = Collection[str] | Callable[[str], bool] | str
 """Which keys to load: names or globs, or a function of the name."""
@@ -24,21 +21,6 @@ _WRAPPER_PREFIXES = re.compile(r"^(?:(?:module|_orig_mod)\.)+")
 _COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
 
 _SHOWN_KEYS = 20
-
-
-def tensor_specs(state_dict: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
-    """What the plan needs to know of each tensor, in state dict order.
-
-    Raises:
-        UnstorableTensorError: A value that the format has no bytes for.
-    """
-    specs = []
-    for name, tensor in state_dict.items():
-        check_storable(name, tensor)
-        dtype = stored_dtype_name(tensor.dtype) or ""
-        shape = tuple(stored_shape(tensor))
-        specs.append(TensorSpec(name, dtype, shape, tensor_nbytes(tensor), tensor.element_size()))
-    return specs
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -1,0 +1,40 @@
+"""What a plan has to know of a tensor: its name, and how the format stores it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hfshard.storage.dtypes import stored_dtype_name, stored_shape
+from hfshard.storage.tensor_bytes import check_storable, tensor_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What the plan knows of one tensor."""
+
+    name: str
+    dtype: str
+    """The format's name: "F32"."""
+    shape: tuple[int, ...]
+    """As the format counts it."""
+    nbytes: int
+    element_bytes: int
+    """Tensors with larger elements come first in a file, so that each is aligned."""
+
+
+def tensor_specs(state_dict: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
+    """What the plan needs to know of each tensor, in state dict order.
+
+    Raises:
+        UnstorableTensorError: A value that the format has no bytes for.
+    """
+    specs = []
+    for name, tensor in state_dict.items():
+        check_storable(name, tensor)
+        dtype = stored_dtype_name(tensor.dtype) or ""
+        shape = tuple(stored_shape(tensor))
+        specs.append(TensorSpec(name, dtype, shape, tensor_nbytes(tensor), tensor.element_size()))
+    return specs
