@@ -100,7 +100,13 @@ class Inspection:
             "total_size": self.nbytes,
             "total_parameters": self.parameters,
             "files": [
-                {"name": file.name, "tensors": file.tensors, **file.record.as_json(), "size": file.nbytes}
+                {
+                    "name": file.name,
+                    "size": file.nbytes,
+                    "tensors": file.tensors,
+                    "sha256": file.record.sha256,
+                    "xxh3": file.record.xxh3,
+                }
                 for file in self.files
             ],
             "tensors": [{**asdict(tensor), "shape": list(tensor.shape)} for tensor in self.tensors],

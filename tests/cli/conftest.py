@@ -1,0 +1,52 @@
+"""Real checkpoints, and the command line as a real process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import hfshard
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run(child_environment: dict[str, str]) -> Run:
+    """Run `hfshard ARGUMENTS` in a process of its own; keywords go into its environment."""
+
+    def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "hfshard", *map(str, arguments)],
+            env={**child_environment, **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=120,
+        )
+
+    return run
+
+
+def save_example(directory: Path, **options: object) -> Path:
+    """Four tensors and an alias: "embed" (400,000 bytes) alone in its file, the others (60,108 bytes) in a second."""
+    embed = torch.arange(100_000, dtype=torch.float32).reshape(1000, 100)
+    state_dict = {
+        "embed": embed,
+        "layer.weight": torch.arange(15_000, dtype=torch.float32).reshape(150, 100),
+        "layer.bias": torch.ones(50, dtype=torch.bfloat16),
+        "step": torch.tensor(7),
+        "unembed": embed,
+    }
+    hfshard.save_state_dict(state_dict, directory, max_shard_size="100KB", **options)  # type: ignore[arg-type]
+    return directory
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """The checkpoint of `save_example`."""
+    return save_example(tmp_path / "example", metadata={"note": "for tests"})

@@ -1,0 +1,101 @@
+"""Arguments, exit codes, and what goes to which stream."""
+
+from __future__ import annotations
+
+import configparser
+import signal
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from tests.conftest import REPOSITORY
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ([], "COMMAND"),
+        (["insepct", "."], "invalid choice: 'insepct'"),
+        (["verify"], "DIR"),
+        (["verify", ".", "extra"], "unrecognized arguments: extra"),
+        (["verify", ".", "--tensors"], "unrecognized arguments: --tensors"),
+        (["verify", ".", "--level", "all"], "invalid choice: 'all'"),
+        (["verify", "no/such/directory"], "'no/such/directory' is no directory: not there"),
+        (["verify", ""], "'' is no directory"),
+        (["inspect", ".", "--format", "yaml"], "invalid choice: 'yaml'"),
+        (["inspect", "no\x1b[2J"], "'no\\x1b[2J' is no directory"),
+    ],
+)
+def test_bad_usage_is_two_and_only_on_stderr(arguments: list[str], hint: str, run: Run) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: hfshard")
+    assert hint in done.stderr
+
+
+def test_file_in_place_of_the_directory_is_two_and_names_the_directory(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "model.safetensors").touch()
+    done = run("verify", tmp_path / "model.safetensors")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"it is a file; did you mean '{tmp_path}'?" in done.stderr
+
+
+def test_bad_variant_is_one_message(example: Path, run: Run) -> None:
+    done = run("inspect", example, "--variant", "../up")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("hfshard: The variant '../up' ")
+
+
+def test_version_and_help_go_to_stdout(run: Run) -> None:
+    version, text = run("--version"), run("--help")
+    assert (version.returncode, version.stdout, version.stderr) == (0, "hfshard 0.1.0\n", "")
+    assert (text.returncode, text.stderr) == (0, "")
+    assert "inspect" in text.stdout
+    assert "verify" in text.stdout
+
+
+def test_help_does_not_wait_for_torch(child_environment: dict[str, str]) -> None:
+    code = """
+import sys
+from hfshard.cli.main import main
+try:
+    main(["verify", "--help"])
+except SystemExit as stop:
+    assert stop.code == 0
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], env=child_environment, check=True, capture_output=True, timeout=60)
+
+
+def test_interrupt_is_130_without_a_traceback(tmp_path: Path, child_environment: dict[str, str]) -> None:
+    code = f"""
+import sys, time
+from hfshard.cli import commands, main
+def wait(arguments):
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.01)
+commands.verify = wait
+sys.exit(main.main(["verify", {str(tmp_path)!r}]))
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], env=child_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    child.send_signal(signal.SIGINT)
+    assert child.communicate(timeout=60)[1] == ""
+    assert child.returncode == 130
+
+
+def test_console_script_is_the_same_function() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(REPOSITORY / "setup.cfg", encoding="utf-8")
+    name, _, target = setup["options.entry_points"]["console_scripts"].strip().partition(" = ")
+    module, _, function = target.partition(":")
+    assert name == "hfshard"
+    assert callable(getattr(import_module(module), function))
