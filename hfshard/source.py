@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from, a directory or a repo of the Hub, and its opening with the checks that were asked for."""
+"""Where a checkpoint comes from, a directory or a Hub repo, and its opening with the checks that were asked for."""
 
 from __future__ import annotations
 
