@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -127,9 +129,9 @@ class _Building:
         upstream = {key: value for key, value in kwargs.items() if key in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
         for key in ("config", "output_loading_info", "use_safetensors", "variant", "disable_mmap", *SOURCE_ARGUMENTS):
             upstream.pop(key, None)
-        model, info = self.call(
-            None, *model_args, config=config, state_dict=tensors, output_loading_info=True, **upstream, **model_kwargs
-        )
+        upstream |= {"config": config, "state_dict": tensors, "output_loading_info": True}
+        with _reports_naming(self.name):
+            model, info = self.call(None, *model_args, **upstream, **model_kwargs)
         self._check(model, info, len(tensors))
         self._name(model)
         self._tie(model)
@@ -197,6 +199,24 @@ class _Building:
             trust_remote_code=kwargs.get("trust_remote_code"),
             **rest,
         )
+
+
+@contextmanager
+def _reports_naming(name: str) -> Iterator[None]:
+    """Let upstream's load report, which was given no name, say what was loaded."""
+    thread = threading.get_ident()
+
+    def give_name(record: logging.LogRecord) -> bool:
+        if record.thread == thread and isinstance(record.msg, str):
+            record.msg = record.msg.replace("from: None\n", f"from: {name}\n", 1)
+        return True
+
+    upstreams = logging.getLogger("transformers.modeling_utils")
+    upstreams.addFilter(give_name)
+    try:
+        yield
+    finally:
+        upstreams.removeFilter(give_name)
 
 
 def _checked_then_handed_over(
