@@ -83,7 +83,7 @@ def pretrained_state(
     collected = dict(state_dict) if state_dict is not None else collect_state_dict(model)
     for name in model._keys_to_ignore_on_save or ():
         collected.pop(name, None)
-    ties = find_ties(_tensors(collected), droppable_patterns=_droppable_patterns(model))
+    ties = find_ties(collected, droppable_patterns=_droppable_patterns(model))
     kept = {name: value for name, value in collected.items() if name not in ties}
     stored = revert_weight_conversion(model, dict(kept)) if save_original_format else kept
     aliases, undeclared = _stored_ties(model, ties, kept, stored)
@@ -171,7 +171,3 @@ def _stored_ties(
 
 def _same_source(declared: Mapping[str, str], alias: str, name: str) -> bool:
     return alias in declared and name in declared and declared[alias] == declared[name]
-
-
-def _tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}

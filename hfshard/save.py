@@ -23,7 +23,6 @@ from hfshard.storage.commit import save_session
 from hfshard.storage.index import CheckpointIndex
 from hfshard.storage.integrity import Checksum, check_checksum
 from hfshard.storage.names import WeightNames
-from hfshard.storage.tensor_spec import tensor_specs
 from hfshard.storage.transition import plan_transition
 from hfshard.tied import find_ties
 
@@ -76,7 +75,6 @@ def save_state_dict(
     check_checksum(checksum)
     if not isinstance(state_dict, Mapping):
         raise InvalidArgumentError(f"state_dict must map names to tensors, and is a {type(state_dict).__name__}.")
-    tensor_specs(state_dict)
     aliases = find_ties(state_dict)
     request = SaveRequest(
         tensors={name: tensor for name, tensor in state_dict.items() if name not in aliases},
@@ -135,7 +133,6 @@ def save_model(
         request = _pretrained_request(model, state_dict, request, save_original_format=save_original_format)
     else:
         collected = dict(state_dict) if state_dict is not None else collect_state_dict(model)
-        tensor_specs(collected)
         aliases = find_ties(collected)
         stored = {name: tensor for name, tensor in collected.items() if name not in aliases}
         request = replace(request, tensors=stored, aliases=aliases)
@@ -172,7 +169,6 @@ def _pretrained_request(
     from hfshard.pretrained import pretrained_state
 
     state = pretrained_state(cast_pretrained(model), state_dict, save_original_format=save_original_format)
-    tensor_specs(state.state_dict)
     files = dict(state.files)
     return replace(
         request,

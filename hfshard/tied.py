@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 
-def find_ties(state_dict: Mapping[str, Tensor], *, droppable_patterns: Iterable[str] = ()) -> dict[str, str]:
+def find_ties(state_dict: Mapping[str, Any], *, droppable_patterns: Iterable[str] = ()) -> dict[str, str]:
     """Find the names that are the same tensor as another name, by storage identity.
 
     Two names are tied when they view the same bytes in the same way: device, address, dtype, shape and strides. Other
     views of one storage, disjoint or overlapping, are tensors of their own. Empty tensors are never tied.
 
     Args:
-        state_dict: FQN -> tensor, any device; not mutated.
+        state_dict: FQN -> tensor, any device; not mutated. What is no tensor is never tied.
         droppable_patterns: Regular expressions of names that need not be stored when they are tied, as transformers'
             `_tied_weights_keys`; of a group, names that match none of them are kept first.
 
@@ -29,7 +29,7 @@ def find_ties(state_dict: Mapping[str, Tensor], *, droppable_patterns: Iterable[
     """
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in state_dict.items():
-        if tensor.numel() > 0 and tensor.device.type != "meta":
+        if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.layout == torch.strided and tensor.numel() > 0:
             groups.setdefault(_identity(tensor), []).append(name)
     patterns = [re.compile(pattern) for pattern in droppable_patterns]
     kept_for: dict[str, str] = {}
