@@ -29,7 +29,7 @@ def find_ties(state_dict: Mapping[str, Any], *, droppable_patterns: Iterable[str
     """
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in state_dict.items():
-        if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.layout == torch.strided and tensor.numel() > 0:
+        if isinstance(tensor, Tensor) and _has_memory(tensor):
             groups.setdefault(_identity(tensor), []).append(name)
     patterns = [re.compile(pattern) for pattern in droppable_patterns]
     kept_for: dict[str, str] = {}
@@ -38,6 +38,10 @@ def find_ties(state_dict: Mapping[str, Any], *, droppable_patterns: Iterable[str
             kept = _kept_name(sorted(names), patterns)
             kept_for.update((name, kept) for name in names if name != kept)
     return {name: kept_for[name] for name in state_dict if name in kept_for}
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return not (tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided) and tensor.numel() > 0
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:

@@ -63,8 +63,6 @@ def build_header(tensors: Iterable[tuple[str, str, list[int], int]], metadata: M
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, dtype, shape, nbytes in tensors:
-        if name == "__metadata__":
-            raise UnstorableTensorError("A tensor can't be called '__metadata__': rename it.", fqn=name)
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + nbytes]}
         offset += nbytes
     body = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")

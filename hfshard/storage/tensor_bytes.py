@@ -24,7 +24,7 @@ def check_storable(name: str, value: Any) -> None:
     """
     problem = _problem(name, value)
     if problem is not None:
-        raise UnstorableTensorError(f"Can't store '{name}': {problem}", fqn=str(name))
+        raise UnstorableTensorError(f"Can't store {name!r}: {problem}", fqn=str(name))
 
 
 def tensor_nbytes(tensor: torch.Tensor) -> int:
@@ -81,6 +81,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def _problem(name: Any, value: Any) -> str | None:
     if not isinstance(name, str):
         return f"names must be strings, and this is a {type(name).__name__}."
+    if name == "__metadata__":
+        return "the format has another use for this name. Rename it."
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
