@@ -13,8 +13,9 @@ from torch import Tensor
 def find_ties(state_dict: Mapping[str, Any], *, droppable_patterns: Iterable[str] = ()) -> dict[str, str]:
     """Find the names that are the same tensor as another name, by storage identity.
 
-    Two names are tied when they view the same bytes in the same way: device, address, dtype, shape and strides. Other
-    views of one storage, disjoint or overlapping, are tensors of their own. Empty tensors are never tied.
+    Two names are tied when they view the same bytes in the same way: device, address, dtype, shape and strides (those
+    of dimensions of size 1 say nothing). Other views of one storage, disjoint or overlapping, are tensors of their own.
+    Empty tensors are never tied.
 
     Args:
         state_dict: FQN -> tensor, any device; not mutated. What is no tensor is never tied.
@@ -50,7 +51,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
         tensor.data_ptr(),
         tensor.dtype,
         tuple(tensor.shape),
-        tensor.stride(),
+        tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1),
         tensor.is_conj(),
         tensor.is_neg(),
     )

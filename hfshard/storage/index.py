@@ -70,7 +70,8 @@ class CheckpointIndex:
     @property
     def is_verifiable(self) -> bool:
         """Whether every file that holds tensors has a checksum."""
-        names = set(self.weight_map.values())
+        # Not only those of the weight_map: a file without tensors (of an empty state dict) has a checksum too.
+        names = set(self.weight_map.values()) | {name for name in self.files if name.endswith(SAFETENSORS_SUFFIX)}
         return bool(names) and all(name in self.files and self.files[name].is_verifiable for name in names)
 
     def to_json(self) -> bytes:

@@ -136,10 +136,10 @@ class ShardFile:
                 fqn=name,
             )
         dtype, shape = TORCH_DTYPES[slot.dtype], torch_shape(slot.dtype, slot.shape)
-        if slot.nbytes == 0:
-            return torch.empty(shape, dtype=dtype)
-        storage = self._slice(slot) if mapped else self._read(slot)
-        tensor = torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
+        tensor = torch.empty(shape if slot.nbytes == 0 else 0, dtype=dtype)
+        if slot.nbytes:
+            storage = self._slice(slot) if mapped else self._read(slot)
+            tensor = tensor.set_(storage, 0, shape)  # type: ignore[call-overload]
         return torch.view_as_complex(tensor) if name in self._pairs else tensor
 
     def sample(self) -> str:

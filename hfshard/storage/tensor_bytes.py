@@ -14,6 +14,9 @@ from hfshard.storage.dtypes import REAL_PAIR_DTYPES, stored_dtype_name
 _INTEGER_OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Blocks are copied as integers, so that no copy touches a bit (NaN payloads, fp4 that torch can't copy)."""
 
+_LARGEST_ELEMENT: Final = 16
+"""Bytes of one complex128."""
+
 
 def check_storable(name: str, value: Any) -> None:
     """Refuse what the format has no bytes for, before anything is written.
@@ -57,13 +60,22 @@ def iter_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
     yield from _copied_blocks(tensor, block_bytes)
 
 
+def first_bytes(tensor: torch.Tensor, count: int) -> Iterator[memoryview]:
+    """Yield the tensor's first `count` bytes (all, if it has fewer), whatever its strides."""
+    for block in iter_blocks(tensor, max(count, _LARGEST_ELEMENT)):
+        yield block[:count]
+        count -= len(block)
+        if count <= 0:
+            return
+
+
 def _copied_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)
     row_bytes = tensor_nbytes(tensor) // tensor.shape[0]
     if row_bytes > block_bytes:
-        for row in tensor:
-            yield from _copied_blocks(row, block_bytes)
+        for number in range(tensor.shape[0]):  # not `for row in tensor`, which makes all the views at once
+            yield from _copied_blocks(tensor[number], block_bytes)
         return
     rows = block_bytes // row_bytes
     for start in range(0, tensor.shape[0], rows):
