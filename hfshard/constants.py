@@ -22,8 +22,14 @@ MAX_INDEX_BYTES: Final = 512 * 1024 * 1024
 MAX_CONFIG_BYTES: Final = 64 * 1024 * 1024
 """The largest config.json that we read: the largest known (label maps of 20k classes) is under 2 MB."""
 
+MAX_DIMENSIONS: Final = 1024
+"""Of a tensor: torch needs a quarter of a second to look at one with 10,000, and models have six."""
+
 MAX_JSON_DEPTH: Final = 64
 """Nesting that an index or header may have; real ones have four levels."""
+
+LFS_POINTER_MARK: Final = b"version https://git-lfs"
+"""How the small text file begins that git leaves in the place of a file that git-lfs did not fetch."""
 
 COPY_BYTES: Final = 4 * 1024 * 1024
 """Bytes that are written, read or hashed at once: large for the disk, and a few of them stay under 64 MiB."""

@@ -24,7 +24,13 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Any
+import re
+from typing import Any, Final
+
+_LONG_WORD: Final = re.compile(r"\S{1200,}")
+"""A name that no tensor and no path of a sane checkpoint has: it would flood a terminal."""
+_LONGEST_MESSAGE: Final = 4000
+"""Characters."""
 
 
 class HfshardError(Exception):
@@ -46,6 +52,7 @@ class HfshardError(Exception):
         expected: Any = None,
         actual: Any = None,
     ) -> None:
+        message = readable(message)
         super().__init__(message)
         self.message = message
         self.path = None if path is None else os.fspath(path)
@@ -55,6 +62,23 @@ class HfshardError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+
+def readable(message: str) -> str:
+    """A message fit to be shown, whatever names a hostile file put into it.
+
+    Control and other unprintable characters (a terminal's escape codes, lone surrogates) are escaped, and names of
+    unheard-of length are cut in the middle.
+    """
+    message = _LONG_WORD.sub(lambda word: f"{word.group()[:200]}…{word.group()[-100:]}", message)
+    if len(message) > _LONGEST_MESSAGE:
+        message = f"{message[: _LONGEST_MESSAGE - 1000]} … {message[-900:]}"
+    if message.isprintable():
+        return message
+    return "".join(
+        character if character.isprintable() or character == "\n" else character.encode("unicode_escape").decode()
+        for character in message
+    )
 
 
 class InvalidSizeError(HfshardError, ValueError):

@@ -14,7 +14,7 @@ from hfshard.errors import CheckpointNotFoundError
 from hfshard.storage.directory_state import explicit_weights
 from hfshard.storage.index import CheckpointIndex
 from hfshard.storage.names import WeightNames
-from hfshard.storage.shard_file import read_small
+from hfshard.storage.regular_file import read_small
 
 
 def fetch_checkpoint(

@@ -15,7 +15,8 @@ from hfshard.storage.checks import check_small_file
 from hfshard.storage.index import CheckpointIndex, FileRecord
 from hfshard.storage.locate import locate_checkpoint
 from hfshard.storage.names import WeightNames
-from hfshard.storage.shard_file import ShardFile, read_small
+from hfshard.storage.regular_file import read_small
+from hfshard.storage.shard_file import ShardFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ from hfshard.storage.index import CheckpointIndex, check_aliases
 from hfshard.storage.locate import Located, explicit_of, locate_entry, read_config, stamp_of
 from hfshard.storage.names import WeightNames
 from hfshard.storage.pickle_file import PickleFile
-from hfshard.storage.shard_file import Identity, ShardFile, read_small
+from hfshard.storage.regular_file import Identity, read_small
+from hfshard.storage.shard_file import ShardFile
 
 Verify = Literal["none", "structure", "full", "sha256"]
 

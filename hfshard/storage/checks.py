@@ -11,7 +11,8 @@ from hfshard.constants import MAX_CONFIG_BYTES
 from hfshard.errors import DamagedCheckpointError, IntegrityError
 from hfshard.storage.index import CheckpointIndex, FileRecord
 from hfshard.storage.integrity import sha256_of
-from hfshard.storage.shard_file import ShardFile, read_small
+from hfshard.storage.regular_file import read_small
+from hfshard.storage.shard_file import ShardFile
 
 _VERIFY_THREADS: Final = 4
 """Files hashed at once: with more, a disk reads no faster."""

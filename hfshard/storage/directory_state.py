@@ -13,7 +13,8 @@ from hfshard.constants import CONFIG_NAME, EXPLICIT_WEIGHTS_KEY, MAX_CONFIG_BYTE
 from hfshard.errors import HfshardError
 from hfshard.storage.index import CheckpointIndex
 from hfshard.storage.names import WeightNames
-from hfshard.storage.shard_file import ShardFile, read_small
+from hfshard.storage.regular_file import read_small
+from hfshard.storage.shard_file import ShardFile
 
 _INDEX_FILE = re.compile(r".+\.(?:safetensors|bin)\.index(?:\.[^/]+)?\.json")
 

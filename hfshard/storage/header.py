@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
-from hfshard.constants import DATA_ALIGNMENT, MAX_HEADER_BYTES
+from hfshard.constants import DATA_ALIGNMENT, LFS_POINTER_MARK, MAX_DIMENSIONS, MAX_HEADER_BYTES
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
 from hfshard.storage.dtypes import DTYPE_BITS
 from hfshard.storage.strict_json import parse_json_object
@@ -17,7 +16,6 @@ LENGTH_BYTES = 8
 """A safetensors file begins with the header's length, a little-endian u64."""
 
 _LARGEST_SIZE = 2**63 - 1
-_LFS_MARK = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ def read_header_length(first: bytes, file_bytes: int, path: str) -> int:
     Raises:
         DamagedCheckpointError: It is no safetensors file, or is cut short.
     """
-    if first.startswith(_LFS_MARK[: len(first)]) and len(first) >= LENGTH_BYTES:
+    if first.startswith(LFS_POINTER_MARK[: len(first)]) and len(first) >= LENGTH_BYTES:
         raise DamagedCheckpointError(
             f"Shard '{path}' is a git-lfs pointer, not the file itself. Run: git lfs pull", path=path
         )
@@ -121,6 +119,8 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
             leave gaps or do not match dtype and shape, or the file's size is not what they add up to.
     """
     entries = parse_json_object(raw, path=path, what="The header of shard", remedy=remedy(path))
+    if not raw.startswith(b"{"):
+        raise _damaged(path, "it must begin with '{' (stock readers of other languages refuse it)")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _damaged(path, "its __metadata__ must map strings to strings")
@@ -159,7 +159,10 @@ def _slot(name: str, entry: Any, path: str) -> TensorSlot:
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _damaged(path, f"tensor '{name}' has an impossible shape or data_offsets", name)
     begin, end = offsets
-    bits = prod(shape) * DTYPE_BITS[dtype]
+    bits = _bounded_product(size or 1 for size in shape) * DTYPE_BITS[dtype]
+    if bits // 8 > _LARGEST_SIZE:
+        raise _damaged(path, f"tensor '{name}' has a shape that no tensor can have", name)
+    bits = 0 if 0 in shape else bits
     if bits % 8 or bits // 8 != end - begin:
         found = f"tensor '{name}' is {dtype} of shape {shape}, {bits / 8:g} bytes, but data_offsets hold {end - begin}"
         raise _damaged(path, found, name)
@@ -167,7 +170,19 @@ def _slot(name: str, entry: Any, path: str) -> TensorSlot:
 
 
 def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value <= _LARGEST_SIZE for value in values)
+    if not isinstance(values, list) or len(values) > MAX_DIMENSIONS:
+        return False
+    return all(type(value) is int and 0 <= value <= _LARGEST_SIZE for value in values)
+
+
+def _bounded_product(sizes: Iterable[int]) -> int:
+    """The product, or the first partial one that no tensor can have: the whole could have a million digits."""
+    product = 1
+    for size in sizes:
+        product *= size
+        if product > _LARGEST_SIZE:
+            break
+    return product
 
 
 def _damaged(path: str, problem: str, fqn: str | None = None) -> DamagedCheckpointError:

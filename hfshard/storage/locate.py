@@ -16,7 +16,7 @@ from hfshard.constants import (
 )
 from hfshard.errors import CheckpointNotFoundError, UnsafePathError
 from hfshard.storage.names import WeightNames, check_file_name
-from hfshard.storage.shard_file import Identity, identity_of, read_small
+from hfshard.storage.regular_file import Identity, identity_of, read_small
 from hfshard.storage.strict_json import parse_json_object
 
 Kind = Literal["single", "index", "bin", "bin_index"]

@@ -11,7 +11,7 @@ import torch
 
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
 from hfshard.storage.header import remedy
-from hfshard.storage.shard_file import open_regular
+from hfshard.storage.regular_file import open_regular
 
 _ZIP_MARK = b"PK\x03\x04"
 _LFS_MARK = b"version https://git-lfs"

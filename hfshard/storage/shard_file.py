@@ -4,80 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 
 from hfshard.constants import COPY_BYTES, MAX_HEADER_BYTES, METADATA_KEY, SAMPLE_BYTES
-from hfshard.errors import DamagedCheckpointError, IntegrityError, MissingShardError, UnsafePathError
+from hfshard.errors import DamagedCheckpointError, IntegrityError
 from hfshard.storage.dtypes import TORCH_DTYPES, torch_shape
 from hfshard.storage.header import LENGTH_BYTES, Header, TensorSlot, parse_header, read_header_length, remedy
 from hfshard.storage.index import FileRecord, OwnMetadata, parse_single_file_metadata
 from hfshard.storage.integrity import HASHERS, TENSOR_DIGEST_HEX, new_sample, sampled_positions, tensor_digest, zeroed
+from hfshard.storage.regular_file import identity_of, open_regular, read_text
 from hfshard.storage.shard_writer import PAIRS_KEY
 from hfshard.storage.tensor_bytes import memory_of
-
-Identity = tuple[int, int, int, int]
-"""Device, inode, size and mtime (ns) of a file: another one means that it was replaced."""
-
-
-def open_regular(path: str, root: str) -> int:
-    """Open a regular file that lies below `root`, for reading.
-
-    A symbolic link may not leave `root`, save for the Hub cache's own: from `snapshots/<commit>/` to `blobs/`.
-
-    Raises:
-        MissingShardError: There is no such file.
-        UnsafePathError: A link leads outside.
-        DamagedCheckpointError: It is a directory, a FIFO, a socket or a device.
-    """
-    try:
-        real = os.path.realpath(path, strict=True)
-        if not _may_read(real, root):
-            raise UnsafePathError(
-                f"'{path}' is a link to '{real}', outside the checkpoint's directory. "
-                "Copy the file to where the link is, if you trust it.",
-                path=path,
-                actual=real,
-            )
-        fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingShardError(
-            f"File '{path}' is missing. Download or save the checkpoint again, or run 'hfshard verify {root}'.",
-            path=path,
-        ) from error
-    except OSError as error:
-        raise DamagedCheckpointError(
-            f"File '{path}' can't be opened: {error.strerror}. {remedy(path)}", path=path
-        ) from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise DamagedCheckpointError(
-            f"'{path}' is no regular file, and a checkpoint has no others. {remedy(path)}", path=path
-        )
-    return fd
-
-
-def identity_of(status: os.stat_result) -> Identity:
-    """What tells a file from the one that replaces it."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def read_small(path: str, root: str, limit: int) -> tuple[bytes, Identity]:
-    """Read a whole file of at most `limit` bytes, as `open_regular` opens it."""
-    fd = open_regular(path, root)
-    try:
-        status = os.fstat(fd)
-        if status.st_size > limit:
-            raise DamagedCheckpointError(
-                f"'{path}' has {status.st_size} bytes, and such a file has at most {limit}. {remedy(path)}", path=path
-            )
-        with os.fdopen(os.dup(fd), "rb") as reading:
-            return reading.read(limit + 1), identity_of(status)
-    finally:
-        os.close(fd)
 
 
 class ShardFile:
@@ -106,8 +46,10 @@ class ShardFile:
             self.identity = identity_of(status)
             length = read_header_length(os.pread(self._fd, LENGTH_BYTES, 0), self.size, path)
             assert length <= MAX_HEADER_BYTES
-            self._raw_header = os.pread(self._fd, LENGTH_BYTES + length, 0)
-            self.header: Header = parse_header(self._raw_header[LENGTH_BYTES:], self.size, path)
+            os.lseek(self._fd, LENGTH_BYTES, os.SEEK_SET)
+            raw = read_text(self._fd, length, path)
+            self._raw_header = length.to_bytes(LENGTH_BYTES, "little") + raw
+            self.header: Header = parse_header(raw, self.size, path)
             self.own: OwnMetadata = parse_single_file_metadata(self.header.metadata.get(METADATA_KEY), path)
             self._pairs = self._real_pairs()
         except BaseException:
@@ -264,16 +206,3 @@ class ShardFile:
                 raise DamagedCheckpointError(f"Shard '{self.path}' became shorter while it was read.", path=self.path)
             at += count
         return raw.untyped_storage()
-
-
-def _may_read(real: str, root: str) -> bool:
-    real_root = os.path.realpath(root)
-    if real == real_root or real.startswith(real_root.rstrip("/") + "/"):
-        return True
-    parts = real_root.split("/")
-    if "snapshots" not in parts:
-        return False
-    at = len(parts) - 1 - parts[::-1].index("snapshots")
-    repo = parts[:at]
-    is_cache = len(parts) > at + 1 and repo[-1].startswith(("models--", "datasets--", "spaces--"))
-    return is_cache and real.startswith("/".join([*repo, "blobs"]) + "/")

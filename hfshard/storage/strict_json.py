@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hfshard.constants import MAX_JSON_DEPTH
+from hfshard.constants import LFS_POINTER_MARK, MAX_JSON_DEPTH
 from hfshard.errors import DamagedCheckpointError
 
 
@@ -21,8 +21,12 @@ def parse_json_object(raw: bytes, *, path: str, what: str, remedy: str) -> dict[
     Raises:
         DamagedCheckpointError: They are anything else.
     """
+    if raw.startswith(LFS_POINTER_MARK):
+        raise DamagedCheckpointError(
+            f"{what} '{path}' is a git-lfs pointer, not the file itself. Run: git lfs pull", path=path
+        )
     try:
-        text = raw.decode("utf-8")
+        text = str(raw, "utf-8")
         _check_depth(text)
         value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
         _check_surrogates(text, value)
@@ -70,8 +74,8 @@ def _check_surrogates(text: str, value: Any) -> None:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {twice[:100]!r} stands in it twice")
     return result
 

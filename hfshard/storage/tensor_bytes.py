@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from hfshard.constants import MAX_DIMENSIONS
 from hfshard.errors import UnstorableTensorError
 from hfshard.storage.dtypes import REAL_PAIR_DTYPES, stored_dtype_name
 
@@ -108,6 +109,8 @@ def _problem(name: Any, value: Any) -> str | None:
         return f"its layout is {value.layout}. Call .to_dense() on it first."
     if hasattr(type(value), "__tensor_flatten__"):
         return f"it is a {type(value).__name__}, a wrapper around other tensors. Gather or dequantize it first."
+    if value.dim() > MAX_DIMENSIONS:
+        return f"it has {value.dim()} dimensions, and readers take {MAX_DIMENSIONS}. Reshape it."
     if stored_dtype_name(value.dtype) is None:
         return f"the format has no dtype {value.dtype}. Cast or dequantize it first."
     if value.dtype == torch.float4_e2m1fn_x2 and value.dim() == 0:
