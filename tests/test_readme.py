@@ -27,6 +27,7 @@ def test_readme_has_examples_and_two_commands() -> None:
     assert [block.count("\n") for block in BASH_EXAMPLES[:2]] == [1, 1]
 
 
+@pytest.mark.compat
 def test_examples_run_as_they_stand(minilm: Path, directory: Path, child_environment: dict[str, str]) -> None:
     code = "\n".join(PYTHON_EXAMPLES)
     done = subprocess.run(
@@ -65,6 +66,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert 'TORCH="torch==2.13.0"' in ci
 
 
+@pytest.mark.compat
 def test_quickstart_says_equal(minilm: Path, child_environment: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "scripts" / "quickstart.py")],
