@@ -10,7 +10,9 @@ from typing import Any, Final
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils.import_utils import is_peft_available
 
-from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME
+from hfshard.constants import ADAPTER_CONFIG_NAME
+from hfshard.errors import HfshardError
+from hfshard.storage.locate import read_config
 
 _HANDED_OVER: Final = {
     "gguf_file", "state_dict", "offload_folder", "distributed_config", "tp_plan", "tp_size", "device_mesh",
@@ -53,12 +55,8 @@ def _is_tight(directory: str) -> bool:
 
 
 def _is_quantized(directory: str) -> bool:
-    path = os.path.join(directory, CONFIG_NAME)
-    if not os.path.isfile(path):
-        return False
-    with open(path, "rb") as file:
-        try:
-            config = json.loads(file.read())
-        except (ValueError, RecursionError):
-            return False  # reported when the checkpoint is opened
+    try:
+        config = json.loads(read_config(directory) or b"{}")
+    except (HfshardError, ValueError, RecursionError):
+        return False  # reported when the checkpoint is opened
     return isinstance(config, dict) and config.get("quantization_config") is not None

@@ -85,10 +85,10 @@ def _warn_of_edited_files(checkpoint: OpenCheckpoint) -> None:
 
 
 def _weights_bytes(directory: str) -> int:
-    weights = (
-        [name for name in os.listdir(directory) if name.endswith(".safetensors")] if os.path.isdir(directory) else []
-    )
-    return sum(os.path.getsize(os.path.join(directory, name)) for name in weights)
+    if not os.path.isdir(directory):
+        return 0
+    paths = [os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(".safetensors")]
+    return sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
 
 
 def _is_a_path(path: str) -> bool:

@@ -79,8 +79,10 @@ def check_digests(
         IntegrityError: A file differs.
     """
     if not index.is_verifiable:
+        lacking = sorted(file for file in shards if file not in index.files or not index.files[file].is_verifiable)
+        of_which = f" of '{lacking[0]}'" if 0 < len(lacking) < len(shards) else "s"
         raise DamagedCheckpointError(
-            f"'{entry}' can't be verified in full: it carries no checksums (hfshard writes them). "
+            f"'{entry}' can't be verified in full: it carries no checksum{of_which} (hfshard writes them). "
             "Load it with verify='structure', or save it once with hfshard.",
             path=entry,
         )

@@ -118,6 +118,8 @@ class CheckpointIndex:
             raise _damaged(path, "its 'metadata' must be an object")
         own = parse_own_metadata(metadata.get(METADATA_KEY), path)
         _check_own(own, weight_map, path)
+        if own.files and _count(metadata.get("total_size", 0)) is None:
+            raise _damaged(path, "its total_size is no number of bytes")
         known = {"total_size", "total_parameters", METADATA_KEY}
         return cls(
             weight_map={name: checked[file] for name, file in weight_map.items()},
@@ -177,6 +179,7 @@ def parse_own_metadata(value: Any, path: str) -> OwnMetadata:
 
     Raises:
         DamagedCheckpointError: It is there, and is not what hfshard writes, or a newer hfshard wrote it.
+        UnsafePathError: It names a file outside the checkpoint's directory.
     """
     if value is None:
         return OwnMetadata()
@@ -198,6 +201,8 @@ def parse_own_metadata(value: Any, path: str) -> OwnMetadata:
     for alias, stored in aliases.items():
         if stored in aliases:
             raise _damaged(path, f"the alias '{alias}' points to '{stored}', which is an alias itself")
+    for name in files:
+        check_file_name(name, index_path=path, suffix=".json" if name.endswith(".json") else SAFETENSORS_SUFFIX)
     records = {name: _record(record, name, path) for name, record in files.items()}
     digests = _record({key: value[key] for key in _DIGEST_HEX if key in value}, path, path)
     return OwnMetadata(records, aliases, tuple(undeclared), digests)
@@ -219,8 +224,6 @@ def check_aliases(aliases: Mapping[str, str], stored_names: Mapping[str, Any], p
 def _check_own(own: OwnMetadata, weight_map: Mapping[str, str], path: str) -> None:
     if not own.files:
         return
-    for name in own.files:
-        check_file_name(name, index_path=path, suffix=".json" if name.endswith(".json") else ".safetensors")
     unlisted = sorted(set(weight_map.values()) - own.files.keys())
     if unlisted:
         raise _damaged(path, f"its 'hfshard.files' lack '{unlisted[0]}', which the weight_map names")
