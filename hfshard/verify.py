@@ -16,6 +16,7 @@ from hfshard.storage.header import remedy
 from hfshard.storage.index import CheckpointIndex, FileRecord
 from hfshard.storage.locate import locate_checkpoint
 from hfshard.storage.names import WeightNames
+from hfshard.storage.pickle_file import check_every_byte
 from hfshard.storage.regular_file import read_small
 from hfshard.storage.shard_file import ShardFile
 
@@ -110,9 +111,7 @@ class _Checking:
             self._found(error)
             return
         index = self._index(located.name) if located.kind == "index" else None
-        if located.kind in ("bin", "bin_index"):
-            self.warnings.append("Pickled weights carry no checksums: only that they load was checked.")
-        elif located.kind == "single" or index is not None:
+        if located.kind == "single" or index is not None:
             self._check_files(
                 index, [located.name] if index is None else sorted(set(index.weight_map.values())), on_bytes
             )
@@ -198,6 +197,9 @@ class _Checking:
 
     def _note_pickles(self, checkpoint: OpenCheckpoint) -> None:
         self.files.extend(checkpoint.pickles)
+        for name, pickled in checkpoint.pickles.items():
+            if self.level != "full" or not check_every_byte(pickled.path, self.directory):
+                self.warnings.append(f"'{name}' is a pickle whose bytes were not verified: only that it loads.")
 
     def _note_strays(self, index: CheckpointIndex | None) -> None:
         used = set(self.files) | (set(index.weight_map.values()) | set(index.files) if index is not None else set())

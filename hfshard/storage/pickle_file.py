@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 
-from hfshard.errors import DamagedCheckpointError, UnsafePickleError
+from hfshard.constants import LFS_POINTER_MARK
+from hfshard.errors import DamagedCheckpointError, IntegrityError, UnsafePickleError
 from hfshard.storage.header import remedy
 from hfshard.storage.regular_file import open_regular
+from hfshard.storage.zip_check import check_archive, damaged_record
 
 _ZIP_MARK = b"PK\x03\x04"
-_LFS_MARK = b"version https://git-lfs"
+_LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""The number that files of before the zip begin with, pickled. Of other pickles, and of tars, torch reads more."""
+_FIRST_BYTES = 32
 _GLOBAL = re.compile(r"(?:Unsupported global: )?GLOBAL ([\w.]+)")
 
 
@@ -36,15 +40,50 @@ class PickleFile:
         self.path = path
         fd = open_regular(path, root)
         try:
-            first = os.pread(fd, len(_LFS_MARK), 0)
-            if first == _LFS_MARK:
-                raise DamagedCheckpointError(
-                    f"'{path}' is a git-lfs pointer, not the file itself. Run: git lfs pull", path=path
-                )
-            value = _load(fd, path, mapped=first.startswith(_ZIP_MARK))
+            is_zip = _is_zip(fd, path)
+            if is_zip:
+                check_archive(fd, path)
+            value = _load(fd, path, mapped=is_zip)
         finally:
             os.close(fd)
         self.tensors: dict[str, torch.Tensor] = _state_dict_of(value, path)
+
+
+def check_every_byte(path: str, root: str) -> bool:
+    """Compare all bytes of a zip file with the checksums that torch.save wrote into it; False where there are none.
+
+    Raises:
+        IntegrityError: A record differs.
+        Everything that `PickleFile` raises before it loads.
+    """
+    fd = open_regular(path, root)
+    try:
+        if not _is_zip(fd, path):
+            return False
+        record = damaged_record(fd, path)
+    finally:
+        os.close(fd)
+    if record is not None:
+        raise IntegrityError(
+            f"'{path}' is damaged: its record '{record}' does not match the zip's own checksum. {remedy(path)}",
+            path=path,
+        )
+    return True
+
+
+def _is_zip(fd: int, path: str) -> bool:
+    first = os.pread(fd, _FIRST_BYTES, 0)
+    if first.startswith(LFS_POINTER_MARK):
+        raise DamagedCheckpointError(
+            f"'{path}' is a git-lfs pointer, not the file itself. Run: git lfs pull", path=path
+        )
+    if not first.startswith(_ZIP_MARK) and _LEGACY_MAGIC not in first:
+        raise DamagedCheckpointError(
+            f"'{path}' is no PyTorch checkpoint: it begins neither as a zip nor with PyTorch's magic number. "
+            f"{remedy(path)}",
+            path=path,
+        )
+    return first.startswith(_ZIP_MARK)
 
 
 def _load(fd: int, path: str, *, mapped: bool) -> Any:
