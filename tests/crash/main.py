@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tests.crash.points import Outcome, Prepared
 from tests.crash.report import details, failures, notes, table, write_json
-from tests.crash.sweep import INJECTIONS, Outcome, Prepared, sweep
+from tests.crash.sweep import KINDS, sweep
 from tests.crash.targets import TARGETS
 from tests.crash.tracer import has_strace
 from tests.crash.transitions import all_transitions
@@ -28,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         ),
     )
     made.add_argument("--target", choices=sorted(TARGETS), default="hfshard", help="who saves; upstream's must fail")
-    made.add_argument("--kinds", default="kill,int,enospc,eio,full", help="of %(default)s: what happens at a point")
+    made.add_argument("--kinds", default=",".join(KINDS), help="of %(default)s: what happens at a point")
     made.add_argument("--transition", action="append", help="only this one (may be repeated; `prefix*` is understood)")
     made.add_argument("--sample", type=int, metavar="N", help="only N points of all, always the same ones")
     made.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that work side by side")
@@ -46,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(one.name for one in chosen))
         return 0
     kinds = options.kinds.split(",")
-    if unknown := [kind for kind in kinds if kind not in INJECTIONS]:
-        print(f"crash_sweep: --kinds knows {', '.join(INJECTIONS)}, not {', '.join(unknown)}", file=sys.stderr)
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        print(f"crash_sweep: --kinds knows {', '.join(KINDS)}, not {', '.join(unknown)}", file=sys.stderr)
         return 2
     if not chosen or not has_strace():
         print("crash_sweep: no such transition" if not chosen else "crash_sweep: install strace", file=sys.stderr)

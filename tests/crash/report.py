@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.crash.judge import CATEGORIES, FAILURES
-from tests.crash.sweep import Outcome, Prepared
+from tests.crash.points import Outcome, Prepared
 
-NAME_WIDTH = 34
+NAME_WIDTH = 33
+WIDTH = 11
 
 
 def failures(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -22,7 +23,7 @@ def failures(outcomes: Sequence[Outcome]) -> list[Outcome]:
 def table(prepared: Sequence[Prepared], outcomes: Sequence[Outcome]) -> str:
     """Counts by transition and by kind, and the totals."""
     header = ["calls", "points", *CATEGORIES]
-    lines = [f"{'':{NAME_WIDTH}}" + "".join(f"{word:>12}" for word in header)]
+    lines = [f"{'':{NAME_WIDTH}}" + " ".join(f"{word:>{WIDTH}}" for word in header)]
     for one in prepared:
         mine = [outcome for outcome in outcomes if outcome.point.prepared.transition.name == one.transition.name]
         lines.append(_row(one.transition.name, len(one.calls), mine))
@@ -36,7 +37,7 @@ def table(prepared: Sequence[Prepared], outcomes: Sequence[Outcome]) -> str:
 def _row(name: str, calls: int | None, outcomes: Sequence[Outcome]) -> str:
     counts = Counter(outcome.judgement.category for outcome in outcomes)
     numbers = [calls if calls is not None else "", len(outcomes), *(counts[category] for category in CATEGORIES)]
-    return f"{name:{NAME_WIDTH}}" + "".join(f"{number:>12}" for number in numbers)
+    return f"{name:{NAME_WIDTH}}" + " ".join(f"{number:>{WIDTH}}" for number in numbers)
 
 
 def details(outcome: Outcome) -> Iterator[str]:

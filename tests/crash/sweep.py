@@ -1,203 +1,30 @@
-"""Run the table: record each transition once, stop it at every point in every way, judge, count."""
+"""Run the table: record each transition once, stop it at every point in every way."""
 
 from __future__ import annotations
 
-import gc
-import logging
 import multiprocessing
-import os
 import random
 import shutil
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from tests.crash.generations import Content
-from tests.crash.judge import FAILURES, Baseline, Judgement, in_fork, judge, same
-from tests.crash.readers import Verdict, read_all
-from tests.crash.states import build, litter, perform, snapshot
+from tests.crash.judge import FAILURES
+from tests.crash.points import INJECTIONS, Outcome, Point, Prepared, points_of, prepare, prepare_process, stop, warm
+from tests.crash.power import cut_power
 from tests.crash.targets import Target
-from tests.crash.tracer import Call, hidden_writes, traced
-from tests.crash.transitions import Save, Transition
+from tests.crash.transitions import Transition
 
-INJECTIONS = {
-    "kill": "signal=KILL:when={k}",
-    "int": "signal=INT:when={k}",
-    "enospc": "error=ENOSPC:when={k}",
-    "eio": "error=EIO:when={k}",
-    "full": "error=ENOSPC:when={k}+",
-}
-"""What happens at a point, in strace's words. `full`: the disk is full from that write on, for good."""
-
-TAKES_SPACE = {"write", "pwrite64", "writev", "pwritev", "pwritev2", "fallocate", "ftruncate", "mkdir", "mkdirat"}
+KINDS = (*INJECTIONS, "power")
+"""What can happen to a save."""
 
 PROGRESS_SECONDS = 10.0
 
 A = TypeVar("A")
 B = TypeVar("B")
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A transition, recorded.
-
-    Attributes:
-        transition: Which.
-        template: The directory (in a root of its own) that every point starts from a copy of.
-        baseline: What readers say when nothing is stopped.
-        calls: The file-changing calls of the whole save, in order.
-        problems: What is wrong with the whole, unstopped save.
-    """
-
-    transition: Transition
-    template: Path
-    baseline: Baseline
-    calls: tuple[Call, ...]
-    problems: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One way to stop one save."""
-
-    prepared: Prepared
-    ordinal: int
-    kind: str
-
-    @property
-    def call(self) -> Call:
-        """The system call at which it happens."""
-        return self.prepared.calls[self.ordinal]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of a point."""
-
-    point: Point
-    judgement: Judgement
-    status: str
-    report: str
-    is_drifted: bool
-
-
-def prepare_process() -> None:
-    """Make this process fit to be forked: quiet, offline, one thread, everything imported."""
-    os.environ.update(
-        HFSHARD_WRITERS="1", HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false"
-    )
-    import torch
-    import transformers
-
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity(logging.CRITICAL)
-    transformers.logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    gc.disable()
-
-
-def warm(place: Path, target: Target) -> None:
-    """Save every kind of content once, so that no child imports a module in the middle of its save."""
-    for content in (Content(1), Content(1, arch="gpt2")):
-        for layout in ("single", "three", "single"):
-            plain = Save(content, layout)
-            for save in (plain, replace(plain, bare=True), replace(plain, variant="fp16")):
-                perform(save, place / f"warm-{content.arch}-{save.bare}", target)
-
-
-def prepare(transition: Transition, place: Path, target: Target) -> Prepared:
-    """Build the directory, read it, save over a copy of it under strace, read that."""
-    root = Path(tempfile.mkdtemp(prefix="template-", dir=place))
-    directory = build(transition, root, target)
-    target.warm(transition.new.content)
-    before = in_fork(lambda: read_all(transition.readers, directory, transition.contents))
-    trial = Path(tempfile.mkdtemp(prefix="trial-", dir=place))
-    copy = _copy(directory, trial)
-    run = traced(lambda: perform(transition.new, copy, target), place / f"{trial.name}.trace")
-    if run.status != "saved":
-        raise RuntimeError(f"{transition.name}: the unstopped save {run.status}: {run.report}")
-    if hidden := hidden_writes(run.calls, trial):
-        raise RuntimeError(f"{transition.name}: writes that this harness can't stop at: {hidden[:3]}")
-    after = in_fork(lambda: read_all(transition.readers, copy, transition.contents))
-    problems = [*_check_before(transition, before), *_check_after(transition, before, after)]
-    if left := litter(copy, transition):
-        problems.append(f"litter after the whole save: {left}")
-    calls = tuple(call for call in run.calls if call.changes(trial))
-    want = {label: _wanted(transition, label, before) for label in after}
-    shutil.rmtree(trial)
-    baseline = Baseline(before, want, snapshot(directory))
-    return Prepared(transition, directory, baseline, calls, tuple(problems))
-
-
-def _wanted(transition: Transition, label: str, before: dict[str, Verdict]) -> Verdict:
-    """What a reader must say after the save: the new generation, or as before where it asks for another variant."""
-    reader = next(reader for reader in transition.readers if reader.label == label)
-    if reader.variant == transition.new.variant:
-        return Verdict("whole", transition.new.content.generation)
-    return before[label]
-
-
-def _check_before(transition: Transition, before: dict[str, Verdict]) -> Iterator[str]:
-    """A test that starts from a directory which nobody can read would test nothing."""
-    hopeless = all(verdict.kind == "error" for verdict in before.values())
-    if transition.before and hopeless and not any(save.killed_at for save in transition.before):
-        yield f"nobody loads the directory before the save: {[str(verdict) for verdict in before.values()]}"
-    is_upstreams = all(save.by == "transformers" for save in transition.before)
-    for label, verdict in before.items():
-        if verdict.kind == "mixed" and not is_upstreams:
-            yield f"before the save, {label}: {verdict}"
-
-
-def _check_after(transition: Transition, before: dict[str, Verdict], after: dict[str, Verdict]) -> Iterator[str]:
-    for label, verdict in after.items():
-        if not same(verdict, _wanted(transition, label, before)):
-            yield f"after the whole save, {label}: {verdict}"
-
-
-def _copy(directory: Path, root: Path) -> Path:
-    copy = root / "out"
-    if directory.exists():
-        shutil.copytree(directory, copy, symlinks=True)
-    return copy
-
-
-def points_of(prepared: Prepared, kinds: Sequence[str]) -> list[Point]:
-    """Every point of a recorded transition."""
-    return [
-        Point(prepared, ordinal, kind)
-        for kind in kinds
-        for ordinal, call in enumerate(prepared.calls)
-        if kind != "full" or call.name in TAKES_SPACE
-    ]
-
-
-def stop(point: Point, place: Path, target: Target) -> Outcome:
-    """Save over a fresh copy, let it happen at the point, and judge what is left."""
-    root = Path(tempfile.mkdtemp(prefix="point-", dir=place))
-    trace = place / f"{root.name}.trace"
-    transition = point.prepared.transition
-    try:
-        copy = _copy(point.prepared.template, root)
-        inject = f"{point.call.name}:{INJECTIONS[point.kind].format(k=point.call.k)}"
-        run = traced(lambda: perform(transition.new, copy, target), trace, inject)
-        made = [call.name for call in run.calls if call.changes(root)]
-        planned = [call.name for call in point.prepared.calls[: point.ordinal + 1]]
-        is_drifted = made[: len(planned)] != planned
-        marks = ("killed by SIGKILL", "--- SIGINT", "(INJECTED)")
-        if not any(mark in run.raw for mark in marks):
-            missed = Judgement(problems=[("missed", "the call was not reached")])
-            return Outcome(point, missed.settle("missed"), run.status, run.report, is_drifted)
-        baseline = point.prepared.baseline
-        judgement = in_fork(lambda: judge(transition, baseline, copy, run, point.kind, target))
-        return Outcome(point, judgement, run.status, run.report, is_drifted)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-        trace.unlink(missing_ok=True)
 
 
 def sample(points: Sequence[Point], count: int | None, seed: int = 0) -> list[Point]:
@@ -226,6 +53,10 @@ def _call(item: object) -> object:
     return _work(item)
 
 
+def _do(work: Point | Prepared, place: Path, target: Target) -> list[Outcome]:
+    return [stop(work, place, target)] if isinstance(work, Point) else cut_power(work, place, target)
+
+
 def sweep(
     transitions: Sequence[Transition],
     target: Target,
@@ -240,10 +71,10 @@ def sweep(
     Args:
         transitions: Which.
         target: Who saves.
-        kinds: Keys of `INJECTIONS`.
-        count: At most so many points of all.
+        kinds: Of `KINDS`.
+        count: At most so many points of all (power cuts are not counted).
         jobs: Processes side by side.
-        tell: Called now and then with the number of points done, of all points, and of failures.
+        tell: Called now and then with the number of things done, of all, and of failures.
     """
     prepare_process()
     place = Path(tempfile.mkdtemp(prefix="crash-sweep-")).resolve()
@@ -252,15 +83,18 @@ def sweep(
         prepared = list(parallel(partial(prepare, place=place, target=target), transitions, jobs))
         order = {one.name: number for number, one in enumerate(transitions)}
         prepared.sort(key=lambda one: order[one.transition.name])
-        points = sample([point for one in prepared for point in points_of(one, kinds)], count)
+        injected = [kind for kind in kinds if kind in INJECTIONS]
+        points = sample([point for one in prepared for point in points_of(one, injected)], count)
+        work: list[Point | Prepared] = [*points, *(prepared if "power" in kinds else [])]
         outcomes: list[Outcome] = []
         spoken = time.monotonic()
-        for outcome in parallel(partial(stop, place=place, target=target), points, jobs):
-            outcomes.append(outcome)
+        doings = parallel(partial(_do, place=place, target=target), work, jobs)
+        for done, some in enumerate(doings, 1):
+            outcomes += some
             if time.monotonic() - spoken > PROGRESS_SECONDS:
                 spoken = time.monotonic()
                 failed = sum(one.judgement.category in FAILURES for one in outcomes)
-                tell(len(outcomes), len(points), failed)
+                tell(done, len(work), failed)
         return prepared, outcomes
     finally:
         shutil.rmtree(place, ignore_errors=True)
