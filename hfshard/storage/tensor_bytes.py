@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -14,6 +15,9 @@ from hfshard.storage.dtypes import REAL_PAIR_DTYPES, stored_dtype_name
 
 _INTEGER_OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Blocks are copied as integers, so that no copy touches a bit (NaN payloads, fp4 that torch can't copy)."""
+
+_OWN_PAGES_BYTES: Final = 128 * 1024
+"""From this size on a block is mapped: glibc's own first threshold, which it raises as it goes."""
 
 _LARGEST_ELEMENT: Final = 16
 """Bytes of one complex128."""
@@ -80,8 +84,19 @@ def _copied_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryvie
         return
     rows = block_bytes // row_bytes
     for start in range(0, tensor.shape[0], rows):
-        block = tensor[start : start + rows].to("cpu").resolve_conj().resolve_neg().contiguous()
-        yield memory_of(block)
+        block = tensor[start : start + rows]
+        yield memory_of(_buffer(block).copy_(block))
+
+
+def _buffer(block: torch.Tensor) -> torch.Tensor:
+    """Contiguous memory for a block; a large one has pages of its own, which go back to the system with it.
+
+    The C library would keep them: two threads that copied a transposed model held 130 MiB.
+    """
+    if tensor_nbytes(block) < _OWN_PAGES_BYTES:
+        return torch.empty(block.shape, dtype=block.dtype)
+    pages = mmap.mmap(-1, tensor_nbytes(block), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=block.dtype).view(block.shape)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -1,0 +1,82 @@
+"""One save in a fresh process, and the anonymous memory that it took beyond the model: run by test_memory.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import hfshard
+
+KIB = 1024
+MIB = 1024 * KIB
+TENSORS = 16
+
+
+def anonymous_bytes() -> int:
+    """Memory that no file stands behind, private or shared."""
+    with open("/proc/self/status") as status:
+        return sum(int(line.split()[1]) * KIB for line in status if line.startswith(("RssAnon", "RssShmem")))
+
+
+def peak_during(action: Callable[[], object]) -> int:
+    """The most anonymous memory above that of before, sampled each millisecond."""
+    highest, stop = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal highest
+        while not stop.wait(0.001):
+            highest = max(highest, anonymous_bytes())
+
+    before = anonymous_bytes()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    action()
+    highest = max(highest, anonymous_bytes())
+    stop.set()
+    thread.join()
+    return highest - before
+
+
+def contiguous(total_bytes: int) -> dict[str, torch.Tensor]:
+    rows = total_bytes // TENSORS // 4 // 1024
+    return {f"layer.{i}.weight": torch.full((rows, 1024), float(i)) for i in range(TENSORS)}
+
+
+def transposed(total_bytes: int) -> dict[str, torch.Tensor]:
+    return {name: tensor.t() for name, tensor in contiguous(total_bytes).items()}
+
+
+def flat_buffer(total_bytes: int) -> dict[str, torch.Tensor]:
+    flat = torch.ones(total_bytes // 4)
+    pieces = flat.chunk(TENSORS)
+    return {f"layer.{i}.weight": piece.view(-1, 1024) for i, piece in enumerate(pieces)}
+
+
+class Stack(nn.Module):
+    """Linear layers whose weights are those of a state dict."""
+
+    def __init__(self, state_dict: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(list(state_dict.values()))
+
+
+def main(kind: str, total_mib: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    hfshard.save_state_dict({"warm": torch.ones(10)}, os.path.join(folder, "warm"))  # imports, pools
+    total = total_mib * MIB
+    if kind == "module":
+        model = Stack(contiguous(total))
+        extra = peak_during(lambda: hfshard.save_model(model, folder, max_shard_size=total // 4))
+    else:
+        state_dict = {"contiguous": contiguous, "transposed": transposed, "flat": flat_buffer}[kind](total)
+        extra = peak_during(lambda: hfshard.save_state_dict(state_dict, folder, max_shard_size=total // 4))
+    print(extra)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
