@@ -1,4 +1,4 @@
-"""CUDA tensors: saved block by block, the same bytes as from the CPU; loaded to the device. Skipped aloud without one."""
+"""CUDA tensors: saved block by block with the bytes of a CPU save, and loaded. Skipped aloud without one."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def test_a_state_dict_loads_to_cuda_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_model_goes_through_cuda_and_back(tmp_path: Path) -> None:
-    config = BertConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, vocab_size=99
-    )
+    config = BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
     model = Bert(config)
     model.to("cuda").save_pretrained(tmp_path, max_shard_size="100KB")
     again = Bert.from_pretrained(tmp_path, device_map="cuda")
