@@ -33,7 +33,7 @@ from hfshard.pretrained_arguments import (
     source_of,
 )
 from hfshard.source import Source, opened
-from hfshard.state_dict import Mismatch, has_wrapper_prefix, match_prefixes, strip_wrappers
+from hfshard.state_dict import Mismatch, compare, has_wrapper_prefix, match_prefixes, strip_wrappers
 from hfshard.storage.checkpoint import OpenCheckpoint, Verify
 
 logger = logging.getLogger(__name__)
@@ -130,13 +130,33 @@ class _Building:
         for key in ("config", "output_loading_info", "use_safetensors", "variant", "disable_mmap", *SOURCE_ARGUMENTS):
             upstream.pop(key, None)
         upstream |= {"config": config, "state_dict": tensors, "output_loading_info": True}
-        with _reports_naming(self.name):
-            model, info = self.call(None, *model_args, **upstream, **model_kwargs)
+        try:
+            with _reports_naming(self.name):
+                model, info = self.call(None, *model_args, **upstream, **model_kwargs)
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" in str(error):
+                raise self._shapes_differ(config, tensors) from error
+            raise
         self._check(model, info, len(tensors))
         self._name(model)
         self._tie(model)
         self._load_generation_config(model, kwargs)
         return (model, info) if kwargs.get("output_loading_info") else model
+
+    def _shapes_differ(self, config: Any, tensors: Mapping[str, torch.Tensor]) -> StateDictMismatchError:
+        """Upstream's error names neither the file nor the tensors."""
+        with torch.device("meta"):
+            own = self.model_class(config).state_dict()
+        prefix = self.model_class.base_model_prefix
+        own |= {name.removeprefix(f"{prefix}."): tensor for name, tensor in own.items()}
+        mismatched = compare(tensors, own).mismatched
+        shown = Mismatch((), (), mismatched).described() if mismatched else "shapes differ, see the report above"
+        return StateDictMismatchError(
+            f"The checkpoint '{self.name}' does not fit {self.model_class.__name__}: {shown}. "
+            "Load it into the class and config that it was saved with, or pass ignore_mismatched_sizes=True.",
+            path=self.name,
+            mismatched_keys=mismatched,
+        )
 
     def _tensors(self, config: Any, *, mapped: bool) -> dict[str, torch.Tensor]:
         index = self.checkpoint.index
