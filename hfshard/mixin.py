@@ -17,6 +17,7 @@ from hfshard.save import save_model
 from hfshard.size import parse_size
 from hfshard.storage.checkpoint import Verify
 from hfshard.storage.integrity import Checksum, check_checksum
+from hfshard.upstream_class import architecture_of, as_class, ask_upstream, loss_type_of, seen_by_upstream, twin_of
 
 _PUSH_ARGUMENTS = frozenset(
     ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags", "token")
@@ -85,7 +86,8 @@ class ShardedModelMixin:
             raise InvalidArgumentError("hfshard writes no pickles: leave out safe_serialization=False.")
         refuse_unknown(kwargs, _PUSH_ARGUMENTS | _SAVE_ARGUMENTS, "save_pretrained")
         if self._is_upstreams_to_save(distributed_checkpoint):
-            super().save_pretrained(  # type: ignore[misc]
+            upstreams = seen_by_upstream(self)  # type: ignore[type-var]
+            super(ShardedModelMixin, upstreams).save_pretrained(  # type: ignore[misc]
                 save_directory,
                 is_main_process=is_main_process,
                 state_dict=None if state_dict is None else dict(state_dict),
@@ -141,8 +143,41 @@ class ShardedModelMixin:
             StateDictMismatchError: Nothing fits, or strict and something differs.
         """
         options = LoadOptions(strict, verify, progress)
-        build = super().from_pretrained  # type: ignore[misc]
-        return load_pretrained(build, cls, pretrained_model_name_or_path, model_args, kwargs, options)  # type: ignore[arg-type]
+        twin: Any = twin_of(cls)
+        build = super(ShardedModelMixin, twin).from_pretrained  # type: ignore[misc]
+        built = load_pretrained(build, twin, pretrained_model_name_or_path, model_args, kwargs, options)
+        as_class(built[0] if isinstance(built, tuple) else built, cls)
+        return built
+
+    # What upstream tells by a class's name or module, it is told of its own class.
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Whether the upstream class is custom code: a class that only adds the mixin is not, for that."""
+        return ask_upstream(cls, ShardedModelMixin, "is_custom_code")
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return ask_upstream(cls, ShardedModelMixin, "_can_set_attn_implementation")
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return ask_upstream(cls, ShardedModelMixin, "_can_set_experts_implementation")
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return ask_upstream(cls, ShardedModelMixin, "_supports_default_dynamic_cache")
+
+    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        # The name of Mamba's cache.
+        upstreams = seen_by_upstream(self)  # type: ignore[type-var]
+        return super(ShardedModelMixin, upstreams)._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
+
+    def post_init(self) -> None:
+        """What upstream does at the end of a model's constructor, with the loss that the upstream class has."""
+        if getattr(self, "loss_type", None) is None:
+            vars(self)["loss_type"] = loss_type_of(architecture_of(type(self)).__name__)
+        super().post_init()  # type: ignore[misc]
 
     def _is_upstreams_to_save(self, distributed_checkpoint: bool) -> bool:
         """Whether the save needs what only upstream can do: adapters, offloaded weights, its distributed format."""

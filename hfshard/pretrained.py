@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -20,11 +20,9 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.state_dict import collect_state_dict
 from hfshard.storage.strict_json import dump_json
 from hfshard.tied import find_ties
+from hfshard.upstream_class import architecture_of, seen_by_upstream
 
 logger = logging.getLogger(__name__)
-
-MIXIN_MARK: Final = "_is_hfshard_model"
-"""The attribute by which `ShardedModelMixin` marks its subclasses; upstream's classes lack it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +40,6 @@ class PretrainedState:
     files: dict[str, bytes]
     """config.json, generation_config.json, custom code."""
     total_parameters: int
-
-
-def architecture_of(model_class: type) -> type:
-    """The class that the saved checkpoint names: upstream's, not the user's that only adds the mixin.
-
-    It is the first class in the order of resolution that is not one of ours and has a forward of its own; a user's
-    model that was written on the mixin itself is its own architecture.
-    """
-    for candidate in model_class.__mro__:
-        if (
-            not hasattr(candidate, MIXIN_MARK)
-            and issubclass(candidate, PreTrainedModel)
-            and candidate.forward is not torch.nn.Module.forward
-        ):
-            return candidate
-    return model_class
 
 
 def pretrained_state(
@@ -85,7 +67,7 @@ def pretrained_state(
         collected.pop(name, None)
     ties = find_ties(collected, droppable_patterns=_droppable_patterns(model))
     kept = {name: value for name, value in collected.items() if name not in ties}
-    stored = revert_weight_conversion(model, dict(kept)) if save_original_format else kept
+    stored = revert_weight_conversion(seen_by_upstream(model), dict(kept)) if save_original_format else kept
     aliases, undeclared = _stored_ties(model, ties, kept, stored)
     return PretrainedState(
         state_dict=stored,
@@ -149,9 +131,9 @@ def _stored_ties(
     renamed = {id(value): name for name, value in stored.items()}
     for alias, name in ties.items():
         file_name = name if name in stored else renamed.get(id(kept[name]))
-        file_alias = (
-            alias if file_name == name else next(iter(revert_weight_conversion(model, {alias: kept[name]})), None)
-        )
+        file_alias: str | None = alias
+        if file_name != name:
+            file_alias = next(iter(revert_weight_conversion(seen_by_upstream(model), {alias: kept[name]})), None)
         is_declared = declared.get(alias) == name or declared.get(name) == alias or _same_source(declared, alias, name)
         if file_name is None or file_alias is None or file_alias in stored or file_alias in aliases:
             if not is_declared:

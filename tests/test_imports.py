@@ -44,6 +44,7 @@ ROOMS = {
     "source": "load",
     "pretrained": "state_dict",
     "staging": "save",
+    "upstream_class": "state_dict",
 }
 
 # Which files and folders import what is not ours, beyond the standard library, when they run.
@@ -60,10 +61,11 @@ FOREIGN = {
         "state_dict",
         "storage",
         "tied",
+        "upstream_class",
     },
     "xxhash": {"storage"},
     "tqdm": {"progress"},
-    "transformers": {"handover", "load_pretrained", "pretrained", "pretrained_arguments"},
+    "transformers": {"handover", "load_pretrained", "pretrained", "pretrained_arguments", "upstream_class"},
     "huggingface_hub": {"hub", "load_pretrained"},
 }
 
