@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -95,6 +96,8 @@ class _Checking:
         self.problems: list[Problem] = []
         self.warnings: list[str] = []
         self.checked_bytes = 0
+        self.names_in: dict[str, list[str]] = defaultdict(list)
+        """File -> the tensors that the index names for it."""
 
     def report(self) -> VerifyReport:
         """What was found."""
@@ -131,6 +134,8 @@ class _Checking:
 
     def _check_files(self, index: CheckpointIndex | None, names: list[str], on_bytes: Callable[[int], object]) -> None:
         records = dict(index.files) if index is not None else {}
+        for tensor, file in index.weight_map.items() if index is not None else ():
+            self.names_in[file].append(tensor)
         for name in names:
             self.files.append(name)
             path = os.path.join(self.directory, name)
@@ -157,25 +162,30 @@ class _Checking:
     def _check_shard(
         self, shard: ShardFile, record: FileRecord, index: CheckpointIndex | None, on_bytes: Callable[[int], object]
     ) -> None:
-        name = os.path.relpath(shard.path, self.directory)
-        for tensor in shard.header.slots if index is not None else ():
-            if index is not None and index.weight_map.get(tensor) != name:
-                where = index.weight_map.get(tensor, "no file")
-                self._add(shard, tensor, f"lies in '{shard.path}', and the index names {where} for it")
-        for tensor, file in (index.weight_map if index is not None else {}).items():
-            if file == name and tensor not in shard.header.slots:
-                self._add(shard, tensor, f"is missing in '{shard.path}', where the index says that it is")
+        if index is not None:
+            self._check_names(shard, index)
         try:
             shard.check_record(record, sample=True)
             if self.level == "full" and record.is_verifiable:
                 shard.check_digest(record, on_bytes)
                 self.checked_bytes += shard.size
         except HfshardError as error:
-            self._found(error)
-            for tensor in shard.damaged_tensors(record):
-                self._add(shard, tensor, f"of '{shard.path}' is damaged")
+            damaged = shard.damaged_tensors(record)
+            for tensor in damaged:
+                self._add(shard, tensor, f"of '{shard.path}' is damaged: its bytes are not those that were saved")
+            if not damaged:
+                self._found(error)
         if self.level == "full" and not record.is_verifiable:
             self._note_unverifiable(shard, index)
+
+    def _check_names(self, shard: ShardFile, index: CheckpointIndex) -> None:
+        name = os.path.relpath(shard.path, self.directory)
+        for tensor in shard.header.slots:
+            if (where := index.weight_map.get(tensor, "no file")) != name:
+                self._add(shard, tensor, f"lies in '{shard.path}', and the index names {where} for it")
+        for tensor in self.names_in[name]:
+            if tensor not in shard.header.slots:
+                self._add(shard, tensor, f"is missing in '{shard.path}', where the index says that it is")
 
     def _note_unverifiable(self, shard: ShardFile, index: CheckpointIndex | None) -> None:
         name = os.path.relpath(shard.path, self.directory)
@@ -210,12 +220,14 @@ class _Checking:
                 self.warnings.append(f"'{name}' belongs to nothing here; the next save by hfshard decides about it.")
 
     def _add(self, shard: ShardFile, tensor: str, what: str) -> None:
-        message = readable(f"Tensor '{tensor}' {what}. {remedy(shard.path)}")
+        message = readable(f"Tensor '{tensor}' {what}. Download or save it again.")
         self.problems.append(Problem(shard.path, tensor, message))
 
     def _found(self, error: HfshardError) -> None:
         path = error.path if error.path is not None else self.directory
-        self.problems.append(Problem(path, error.fqn, error.message))
+        # Its last words may be to run what is running.
+        message = error.message.replace(f", or run 'hfshard verify {self.directory}'", "")
+        self.problems.append(Problem(path, error.fqn, message))
 
 
 def _weights(directory: str) -> list[os.DirEntry[str]]:
