@@ -81,7 +81,8 @@ def with_free_names(plan: ShardPlan, session: SaveSession, request: SaveRequest)
 
 def until_free(plan: ShardPlan, session: SaveSession, names: WeightNames) -> ShardPlan:
     """Split the largest shard until no file in the directory has any of the plan's names."""
-    while plan.is_sharded and not session.state.listing.isdisjoint(shard.file for shard in plan.shards):
+    taken = session.state.listing | session.state.referenced
+    while plan.is_sharded and not taken.isdisjoint(shard.file for shard in plan.shards):
         plan = with_one_more_shard(plan, names)
     return plan
 

@@ -189,8 +189,8 @@ def save_session(
                 _sweep(directory, state.wrecks)
                 state = read_state(directory, names)
             session = SaveSession(directory, state, made)
-            _clear_staging(directory)
             try:
+                _clear_staging(directory)
                 os.makedirs(session.staging)
                 yield session
             finally:
@@ -223,13 +223,13 @@ def _sweep(directory: str, wrecks: tuple[str, ...]) -> None:
 
 def _clear_staging(directory: str) -> None:
     staging = os.path.join(directory, STAGING_DIRECTORY)
-    if not os.path.lexists(staging):
-        return
     try:
-        shutil.rmtree(staging)
+        if os.path.lexists(staging):
+            shutil.rmtree(staging)
         at = os.path.dirname(staging)
-        while at != directory and not os.listdir(at):
-            os.rmdir(at)
+        while at != directory and not (os.path.lexists(at) and os.listdir(at)):
+            if os.path.lexists(at):  # else Ctrl-C or an error came before it was made
+                os.rmdir(at)
             at = os.path.dirname(at)
     except OSError as error:
         logger.warning("The staging directory '%s' can't be removed (%s); the next save tries again.", staging, error)

@@ -34,6 +34,8 @@ class DirectoryState:
     """Of the checkpoint that stands there (its explicit index before its conventional one), where it can be read."""
     owned: frozenset[str]
     """Files that belong to the checkpoint that stands there, and to nothing else."""
+    referenced: frozenset[str]
+    """Files that an index or the config names, there or not: no new file may take such a name before they go."""
     wrecks: tuple[str, ...]
     """Files that a killed save left and that nothing refers to, in the order in which to remove them."""
 
@@ -78,7 +80,9 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
     indexes = {name: _read_index(directory, name) for name in listing if _INDEX_FILE.fullmatch(name)}
     ours = explicit is not None and names.is_transient(explicit)
     mine = {names.index, names.bin_index} | ({explicit} if explicit is not None and ours else set())
-    references = {name: _references(index) for name, index in indexes.items()}
+    # An index of ours that nothing points at is a wreck, and so are the shards that only it names.
+    orphans = {name for name in indexes if names.is_transient(name) and name != explicit}
+    references = {name: _references(index) for name, index in indexes.items() if name not in orphans}
     others = _union(references[name] for name in references if name not in mine)
     if explicit is not None and not ours:
         others |= {explicit}
@@ -95,6 +99,7 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
         explicit=explicit,
         index=index,
         owned=frozenset(name for name in owned & listing - others if os.path.isfile(_at(directory, name))),
+        referenced=frozenset(referenced),
         wrecks=_wrecks(directory, names, listing - referenced),
     )
 

@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
 """What a file system answers that does not know a call."""
 
+_NO_LINKS: Final = frozenset({errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK})
+"""What `link` answers where there are no hard links; a full or failing disk says something else."""
+
 _MAX_VIEWS: Final = 512
 """Buffers that go into one writev: half of the system's limit of 1,024."""
 
@@ -199,7 +202,9 @@ def can_link(directory: str, source: str) -> bool:
     probe = os.path.join(directory, "link-probe")
     try:
         os.link(source, probe)
-    except OSError:
+    except OSError as error:
+        if error.errno not in UNSUPPORTED | _NO_LINKS:
+            raise
         return False
     os.unlink(probe)
     return True

@@ -171,10 +171,16 @@ def _judge_ending(
             found.problems.append(("wrong", "the save returned, and the new checkpoint is not there for all readers"))
         if left_over := litter(directory, transition):
             found.notes.append(f"left by a save that returned: {left_over}")
-    elif is_old and not is_new and changes:
+    elif is_old and not is_new and changes and not _is_only_swept(transition, changes):
         found.problems.append(("unrestored", f"an error before the commit left changes: {changes}"))
     elif not is_old and not is_new:
         found.notes.append(f"the error left the readers apart: {run.report[:200]}")
+
+
+def _is_only_swept(transition: Transition, changes: str) -> bool:
+    """Whether a directory that held a killed save's wreck has lost some of it: a save may sweep it, and then fail."""
+    has_wreck = any(save.killed_at is not None for save in transition.before)
+    return has_wreck and all(change.startswith("-") for change in changes.split())
 
 
 def _judge_next_saves(
