@@ -127,7 +127,7 @@ def stage(
         extra |= {
             key: value if isinstance(value, str) else json.dumps(value) for key, value in request.metadata.items()
         }
-    like = _replaced(plan, session, request.names)
+    like = session.replaced
     jobs, staged = [], {}
     for number, shard in enumerate(plan.shards):
         tensors = file_order({name: request.tensors[name] for name in shard.names})
@@ -149,15 +149,6 @@ def stage(
     digest = digest_of([index_json] if index_json is not None else [repr(files).encode()])
     keys = list(plan.weight_map)
     return NewCheckpoint(staged, keys, index_json, request.config, dict(request.extras), digest), index
-
-
-def _replaced(plan: ShardPlan, session: SaveSession, names: WeightNames) -> os.stat_result | None:
-    """The file whose mode and group the new weights get: the old single file, or any old shard."""
-    shards = [name for name in sorted(session.state.owned) if names.is_shard(name)]
-    for name in [names.single, *shards, names.bin_single]:
-        if (status := session.status_of(name)) is not None:
-            return status
-    return None
 
 
 def _parameters(request: SaveRequest) -> int:

@@ -61,6 +61,16 @@ class SaveSession:
         except FileNotFoundError:
             return None
 
+    @property
+    def replaced(self) -> os.stat_result | None:
+        """The status of the old weights, whose mode and group new files get: the single file, or any shard."""
+        names = self.state.names
+        shards = [name for name in sorted(self.state.owned) if names.is_shard(name)]
+        for name in [names.single, *shards, names.bin_single]:
+            if (status := self.status_of(name)) is not None:
+                return status
+        return None
+
     def check_space(self, need_bytes: int) -> None:
         """Tell of a full disk before the first byte is written.
 
@@ -80,7 +90,10 @@ class SaveSession:
 
     def can_link(self, staged: str) -> bool:
         """Whether a file in the staging directory can get a second name."""
-        return can_link(self.staging, os.path.join(self.staging, staged))
+        if can_link(self.staging, os.path.join(self.staging, staged)):
+            return True
+        logger.warning("'%s' has no hard links: shards are written in place of one file.", self.directory)
+        return False
 
     def empty_staging(self) -> None:
         """Remove what was staged, to stage something else."""
@@ -96,8 +109,10 @@ class SaveSession:
             KeyboardInterrupt: Ctrl-C came; before the commit the directory is as it was, after it all is done.
         """
         targets = {step.source: step.target for step in transition.steps if step.kind == "place"}
+        weights = self.replaced
         for staged, content in transition.small_files.items():
-            write_file(os.path.join(self.staging, staged), content, like=self.status_of(targets[staged]))
+            like = self.status_of(targets[staged]) or weights
+            write_file(os.path.join(self.staging, staged), content, like=like)
         with _deferred_interrupt() as was_interrupted:
             done = self._steps_to_commit(transition.steps, was_interrupted)
             self.is_committed = True

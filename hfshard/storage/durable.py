@@ -194,6 +194,7 @@ def _copy_over(source: str, target: str) -> None:
         while block := reading.read(COPY_BYTES):
             writing.write(block)
         writing.flush()
+        copy_mode(writing.fileno(), os.fstat(reading.fileno()))
         sync(writing.fileno(), target)
 
 
