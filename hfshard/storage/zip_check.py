@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from hfshard.constants import COPY_BYTES
@@ -48,11 +49,14 @@ def damaged_record(fd: int, path: str) -> str | None:
         return _first_bad(archive, archive.infolist())
 
 
-def _opened(fd: int, path: str) -> zipfile.ZipFile:
-    try:
-        return zipfile.ZipFile(os.fdopen(os.dup(fd), "rb"))
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        raise _damaged(path, f"it is no whole zip ({error})") from error
+@contextmanager
+def _opened(fd: int, path: str) -> Iterator[zipfile.ZipFile]:
+    with os.fdopen(os.dup(fd), "rb") as file:
+        try:
+            archive = zipfile.ZipFile(file)
+        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            raise _damaged(path, f"it is no whole zip ({error})") from error
+        yield archive
 
 
 def _first_bad(archive: zipfile.ZipFile, records: Iterable[zipfile.ZipInfo]) -> str | None:
