@@ -1,0 +1,60 @@
+"""Directories that stock transformers and hfshard saved of the zoo, made once for the whole session."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.zoo.compare import Facts, facts_of_load, load
+from tests.zoo.models import ZOO
+from tests.zoo.subject import sharded
+
+WHOLE, SHARDS = "5GB", "20KB"
+
+
+class Saves:
+    """The zoo on disk. Nobody writes into these directories."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.stock = cache(self._stock)
+        self.ours = cache(self._ours)
+        self.stock_facts = cache(self._stock_facts)
+
+    def _stock(self, name: str, size: str = WHOLE) -> Path:
+        return self._saved(name, size, "stock", ZOO[name].upstream)
+
+    def _ours(self, name: str, size: str = WHOLE) -> Path:
+        return self._saved(name, size, "ours", sharded(ZOO[name].upstream))
+
+    def _saved(self, name: str, size: str, who: str, model_class: type) -> Path:
+        directory = self.root / f"{name}-{size}-{who}"
+        ZOO[name].build(model_class).save_pretrained(directory, max_shard_size=size)
+        return directory
+
+    def _stock_facts(self, name: str, size: str = WHOLE) -> Facts:
+        """What stock transformers sees of what stock transformers saved."""
+        directory = self.stock(name, size)
+        return facts_of_load(load(ZOO[name].upstream, directory), directory)
+
+
+@pytest.fixture(scope="session")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    return Saves(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Custom code is copied into a directory of the session's own before it is imported."""
+    import transformers.dynamic_module_utils as dynamic
+
+    dynamic.HF_MODULES_CACHE = str(tmp_path_factory.mktemp("modules"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet() -> None:
+    """Transformers' bars over shards and weights tell a test nothing."""
+    transformers.utils.logging.disable_progress_bar()
