@@ -223,7 +223,7 @@ def _make(directory: str) -> list[str]:
         )
     try:
         return make_directories(directory)
-    except NotADirectoryError as error:
+    except (NotADirectoryError, FileExistsError) as error:
         raise SaveDirectoryError(
             f"'{directory}' can't be made: something above it is a file. Give another save_directory.", path=directory
         ) from error
