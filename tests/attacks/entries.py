@@ -1,0 +1,114 @@
+"""The ways into hfshard, and stock transformers' own, that an attacked checkpoint is loaded by."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hfshard.storage.checkpoint import Verify
+from tests.attacks.target import TinyConfig, TinyModule, TinyPretrained, same, truth
+
+Result = dict[str, Any]
+
+
+def _state_dict(path: Path, verify: Verify) -> Result:
+    import hfshard
+
+    found = hfshard.load_state_dict(path, verify=verify)
+    total = sum(tensor.float().abs().sum().item() for tensor in found.values())  # every byte is touched
+    return {"truth": same(found, truth()), "total": total}
+
+
+def _module(path: Path, verify: Verify) -> Result:
+    import hfshard
+
+    return _into(lambda module: hfshard.load_model(module, path, verify=verify))
+
+
+def _into(load: Callable[[TinyModule], object]) -> Result:
+    module = TinyModule()
+    with torch.no_grad():
+        for number, parameter in enumerate(module.parameters()):
+            parameter.fill_(number + 0.5)
+    before = {name: (tensor, tensor.clone(), tensor.data_ptr()) for name, tensor in module.state_dict().items()}
+    try:
+        load(module)
+    except BaseException:
+        after = module.state_dict()
+        for name, (_, value, address) in before.items():
+            if after[name].data_ptr() != address or not torch.equal(after[name], value):
+                raise AssertionError(f"'{name}' was assigned before the load failed") from None
+        raise
+    return {"truth": same(module.state_dict(), truth())}
+
+
+def _pretrained(path: Path, verify: Verify) -> Result:
+    import hfshard
+
+    model: PreTrainedModel = hfshard.load_model(TinyPretrained, path, verify=verify)
+    return {"truth": same(model.state_dict(), truth())}
+
+
+def _verify(path: Path, verify: Verify) -> Result:
+    import hfshard
+
+    report = hfshard.verify_checkpoint(path, level="full" if verify == "full" else "structure")
+    problems = [[str(problem.file), str(problem.message)] for problem in report.problems]
+    return {"ok": report.ok, "problems": problems, "truth": True}
+
+
+def _stock(path: Path, verify: Verify) -> Result:
+    model: PreTrainedModel = TinyPretrained.from_pretrained(path)
+    return {"truth": same(model.state_dict(), truth())}
+
+
+def _save(path: Path, verify: Verify) -> Result:
+    import hfshard
+
+    model = TinyPretrained(TinyConfig())
+    model.load_state_dict(truth(3))
+    hfshard.save_model(model, path, max_shard_size=4096 + 128)
+    loaded = hfshard.load_model(TinyPretrained, path, verify="full")
+    return {"truth": same(loaded.state_dict(), truth(3))}
+
+
+CALLS: dict[str, Callable[[Path, Verify], Result]] = {
+    "state_dict": _state_dict,
+    "module": _module,
+    "pretrained": _pretrained,
+    "verify": _verify,
+    "stock": _stock,
+    "save": _save,
+}
+
+
+def enter(entry: str, path: Path, verify: Verify) -> Result:
+    """Load a checkpoint one way, and say in plain data what came of it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return {"outcome": "returned", **CALLS[entry](path, verify)}
+    except BaseException as error:
+        ours = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "hfshard.errors"]
+        return {
+            "outcome": "raised",
+            "type": type(error).__name__,
+            "ours": ours,
+            "message": str(error)[:20_000],
+            "where": _where(error),
+        }
+
+
+def _where(error: BaseException) -> str:
+    trace = error.__traceback__
+    lines = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        lines.append(f"{Path(code.co_filename).name}:{trace.tb_lineno} {code.co_name}")
+        trace = trace.tb_next
+    return " < ".join(reversed(lines[-4:]))
