@@ -33,7 +33,7 @@ from hfshard.pretrained_arguments import (
     source_of,
 )
 from hfshard.source import Source, opened
-from hfshard.state_dict import Mismatch, compare, has_wrapper_prefix, match_prefixes, strip_wrappers
+from hfshard.state_dict import Mismatch, compare, has_wrapper_prefix, match_prefixes, strip_compiled, strip_wrappers
 from hfshard.storage.checkpoint import OpenCheckpoint, Verify
 
 logger = logging.getLogger(__name__)
@@ -270,7 +270,6 @@ def _names_for(model_class: type[PreTrainedModel], config: Any, names: Mapping[s
     prefix = model_class.base_model_prefix
     expected |= {f"{prefix}.{name}" for name in expected} | {name.removeprefix(f"{prefix}.") for name in expected}
     result = match_prefixes(names, expected)
-    if any(name != stripped for name, stripped in result.items()) or not expected & set(names):
-        # The rest has names of before a conversion: it came out of the same wrapper.
-        result = {name: name if name in expected else strip_wrappers(name) for name in names}
-    return result
+    if expected.isdisjoint(result.values()):
+        return {name: strip_wrappers(name) for name in names}  # all are names of before a conversion
+    return {name: short if short in expected else strip_compiled(short) for name, short in result.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,7 +17,8 @@ from hfshard.errors import StateDictMismatchError
 KeySelection = Collection[str] | Callable[[str], bool] | str
 """Which keys to load: names or globs, or a function of the name."""
 
-_WRAPPER_PREFIXES = re.compile(r"^(?:(?:module|_orig_mod)\.)+")
+_WRAPPERS = frozenset(("module", "_orig_mod"))
+"""The children in which DataParallel, DistributedDataParallel and torch.compile keep what they wrap."""
 _COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
 
 _SHOWN_KEYS = 20
@@ -50,29 +51,60 @@ def collect_state_dict(model: nn.Module) -> dict[str, Any]:
 def match_prefixes(names: Iterable[str], expected: Collection[str]) -> dict[str, str]:
     """Strip `module.` and `_orig_mod.` from a file's names where, and only where, that makes them the model's.
 
+    A wrapper around the model is on every name: as many are taken off all of them as makes the most names fit, so that
+    a child that is honestly called `module` keeps its own. What then does not fit may come out of a wrapped child.
+
     Args:
         names: The names in the file.
         expected: The model's names.
 
     Returns:
-        Name in the file -> name for the model; the same where nothing helps.
+        Name in the file -> name for the model, each another one.
     """
-    known = set(expected)
-    result = {}
+    names, known = list(names), set(expected)
+    common = min((_wrappers_before(name) for name in names), default=0)
+    fits = [sum(_without_first(name, depth) in known for name in names) for depth in range(common + 1)]
+    depth = fits.index(max(fits)) if fits else 0
+    owners = {short: name for name in reversed(names) if (short := _without_first(name, depth)) in known}
+    result = dict.fromkeys(names, "") | {name: short for short, name in owners.items()}
     for name in names:
-        stripped = strip_wrappers(name)
-        result[name] = stripped if name not in known and stripped in known else name
+        if not result[name]:
+            short = _without_first(name, depth)
+            forms = [form for form in _unwrapped_forms(short) if form in known]
+            result[name] = next((form for form in [*forms, short] if form not in owners), name)
+            owners[result[name]] = name
     return result
 
 
 def strip_wrappers(name: str) -> str:
-    """A name without the prefixes that DataParallel and torch.compile give."""
-    return _COMPILED.sub("", _WRAPPER_PREFIXES.sub("", name))
+    """A name without all that wrappers around the model and torch.compile put into it."""
+    return strip_compiled(_without_first(name, _wrappers_before(name)))
+
+
+def strip_compiled(name: str) -> str:
+    """A name without what torch.compile puts into it."""
+    return _COMPILED.sub("", name)
+
+
+def _wrappers_before(name: str) -> int:
+    parts = name.split(".")
+    return next((number for number, part in enumerate(parts) if part not in _WRAPPERS), len(parts) - 1)
+
+
+def _without_first(name: str, count: int) -> str:
+    return name.split(".", count)[-1]
+
+
+def _unwrapped_forms(name: str) -> Iterator[str]:
+    """What a name can have been inside wrapped modules, the likeliest first."""
+    for count in range(_wrappers_before(name) + 1):
+        yield strip_compiled(_without_first(name, count))
+    yield ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def has_wrapper_prefix(names: Iterable[str]) -> bool:
-    """Whether any name could carry a wrapper's prefix."""
-    return any(strip_wrappers(name) != name for name in names)
+    """Whether any name has a part that could be a wrapper's."""
+    return any("mod" in name and not _WRAPPERS.isdisjoint(name.split(".")) for name in names)
 
 
 def select_keys(names: Iterable[str], keys: KeySelection | None) -> list[str]:
