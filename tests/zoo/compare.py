@@ -46,7 +46,10 @@ def load(model_class: Any, *arguments: Any, **options: Any) -> Loaded:
     options = {"output_loading_info": True, **options}
     with transformers_warnings() as log:
         model, info = model_class.from_pretrained(*arguments, **options)
-    return Loaded(model, info, [re.sub(r"\w+ LOAD REPORT", "CLASS LOAD REPORT", message) for message in log])
+    # Once each: `load_model` reads a config once to find the class of an Auto class, and once with the weights.
+    return Loaded(
+        model, info, [re.sub(r"\w+ LOAD REPORT", "CLASS LOAD REPORT", message) for message in dict.fromkeys(log)]
+    )
 
 
 @contextmanager

@@ -83,6 +83,13 @@ def _llava() -> Any:
     return _config("LlavaConfig", vision_config=vision, text_config=text, image_token_index=5)
 
 
+def _llama4() -> Any:
+    layers = {"layer_types": ["chunked_attention", "full_attention"], "interleave_moe_layer_step": 1}
+    sizes = {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 48}
+    outputs = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+    return _config("Llama4Config", text_config={**DECODER, **layers, **sizes}, vision_config={**VISION, **outputs})
+
+
 def _clip() -> Any:
     text = {**TEXT, "projection_dim": 32, "bos_token_id": 1, "eos_token_id": 2}
     return _config("CLIPConfig", text_config=text, vision_config={**VISION, "projection_dim": 32}, projection_dim=32)
@@ -240,6 +247,7 @@ def _encoder_decoders() -> list[Specimen]:
         Specimen("whisper", "WhisperForConditionalGeneration", _whisper),
         Specimen("vision_encoder_decoder", "VisionEncoderDecoderModel", _vision_encoder_decoder),
         Specimen("llava", "LlavaForConditionalGeneration", _llava),
+        Specimen("llama4", "Llama4ForConditionalGeneration", _llama4),
         Specimen("qwen2_vl", "Qwen2VLForConditionalGeneration", _qwen2_vl),
     ]
 
