@@ -27,6 +27,7 @@ from hfshard.storage.durable import (
     write_file,
 )
 from hfshard.storage.names import WeightNames
+from hfshard.storage.removals import note_removals
 from hfshard.storage.transition import Step, Transition
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class SaveSession:
     made: list[str] = field(default_factory=list)
     """Directories that the session made."""
     is_committed: bool = False
+    is_unfinished: bool = False
+    """Tidying up failed: the staging directory stays, as it tells the next save what to remove."""
 
     @property
     def staging(self) -> str:
@@ -113,10 +116,18 @@ class SaveSession:
         for staged, content in transition.small_files.items():
             like = self.status_of(targets[staged]) or weights
             write_file(os.path.join(self.staging, staged), content, like=like)
+        self._note_removals(transition.steps)
         with _deferred_interrupt() as was_interrupted:
             done = self._steps_to_commit(transition.steps, was_interrupted)
             self.is_committed = True
             self._steps_after_commit(transition.steps[done:])
+
+    def _note_removals(self, steps: list[Step]) -> None:
+        """Our own shards are known for ours when nothing names them any more; others have to be noted."""
+        ours = self.state.index.files if self.state.index is not None else {}
+        doomed = [step.target for step in steps if step.kind == "remove" and self.state.names.is_shard(step.target)]
+        if foreign := [name for name in doomed if name not in ours]:
+            note_removals(self.directory, foreign, next(step.source for step in steps if step.is_commit))
 
     def _steps_to_commit(self, steps: list[Step], was_interrupted: Callable[[], bool]) -> int:
         undo: list[Callable[[], None]] = []
@@ -141,6 +152,7 @@ class SaveSession:
             try:
                 self._carry_out(step)
             except OSError as error:
+                self.is_unfinished = True
                 raise CommitUnfinishedError(
                     f"The new checkpoint in '{self.directory}' is saved and loads, but tidying up failed at "
                     f"'{step.kind} {step.target}': {error}. Save again to finish.",
@@ -209,7 +221,8 @@ def save_session(
                 os.makedirs(session.staging)
                 yield session
             finally:
-                _clear_staging(directory)
+                if not session.is_unfinished:
+                    _clear_staging(directory)
     except BaseException:
         remove_empty_directories(made)
         raise

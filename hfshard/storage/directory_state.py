@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from hfshard.errors import HfshardError
 from hfshard.storage.index import CheckpointIndex
 from hfshard.storage.names import WeightNames
 from hfshard.storage.regular_file import read_small
+from hfshard.storage.removals import noted_removals
 from hfshard.storage.shard_file import ShardFile
 
 _INDEX_FILE = re.compile(r".+\.(?:safetensors|bin)\.index(?:\.[^/]+)?\.json")
@@ -104,9 +105,10 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
     )
 
 
-def _wrecks(directory: str, names: WeightNames, unreferenced: Iterable[str]) -> tuple[str, ...]:
+def _wrecks(directory: str, names: WeightNames, unreferenced: Collection[str]) -> tuple[str, ...]:
     transient = [name for name in unreferenced if names.is_transient(name)]
-    shards = [name for name in unreferenced if names.is_shard(name) and _is_ours(directory, name)]
+    noted = noted_removals(directory, names, unreferenced)
+    shards = [name for name in unreferenced if names.is_shard(name) and (name in noted or _is_ours(directory, name))]
     # The placeholder goes last: while it is there, huggingface_hub takes no lone shard for a whole checkpoint.
     return tuple(sorted(shards) + sorted(transient, key=lambda name: (name == names.placeholder, name)))
 
