@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from hfshard.cli.inspection import FileEntry, Inspection, TensorEntry, inspect_checkpoint
 from hfshard.cli.output import bar, print_json, print_message, print_text, printable, table
+from hfshard.errors import readable
 from hfshard.size import format_size
 from hfshard.verify import VerifyReport, verify_checkpoint
 
@@ -51,7 +52,7 @@ def verify(arguments: argparse.Namespace) -> int:
         print_json({**asdict(report), "ok": report.ok, "level": arguments.level})
     else:
         for problem in report.problems:
-            tensor = "" if problem.tensor is None else f", tensor {problem.tensor}"
+            tensor = "" if problem.tensor is None else f", tensor {readable(problem.tensor)}"
             print_text(f"DAMAGED  {printable(problem.file + tensor)}\n         {printable(problem.message)}")
         print_text(printable(f"{report.directory}: {_verdict(report)}"))
     for warning in report.warnings:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +79,15 @@ def _save(path: Path, verify: Verify) -> Result:
     return {"truth": same(loaded.state_dict(), truth(3))}
 
 
+def _cli(path: Path, verify: Verify) -> Result:
+    from hfshard.cli.main import main
+
+    codes, out = [], io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        codes = [main(["inspect", "--tensors", str(path)]), main(["verify", str(path)])]
+    return {"truth": False, "codes": codes, "text": out.getvalue()[-20_000:]}
+
+
 CALLS: dict[str, Callable[[Path, Verify], Result]] = {
     "state_dict": _state_dict,
     "module": _module,
@@ -84,6 +95,7 @@ CALLS: dict[str, Callable[[Path, Verify], Result]] = {
     "verify": _verify,
     "stock": _stock,
     "save": _save,
+    "cli": _cli,
 }
 
 

@@ -45,6 +45,20 @@ def control_complaints(answer: dict[str, Any]) -> list[str]:
     return found
 
 
+def cli_complaints(answer: dict[str, Any]) -> list[str]:
+    """All that is wrong with what the command line says of an attack: it shows what it can, and exits with 1."""
+    found = ["it did not live"] if answer["hang"] or answer["signal"] or not answer["runs"] else []
+    for run in answer["runs"].values():
+        found += _harm(run)
+        if run["outcome"] == "raised":
+            found.append(f"a traceback: {run['type']}: {run['message'][:300]} [{run['where']}]")
+        elif run["codes"][0] not in (0, 1) or run["codes"][1] != 1:
+            found.append(f"inspect and verify exit with {run['codes']}")
+        elif answer["file"] not in run["text"] or any(not c.isprintable() and c != "\n" for c in run["text"]):
+            found.append(f"it is not named, or not printable: {run['text'][:500]!r}")
+    return found
+
+
 def save_complaints(answer: dict[str, Any]) -> list[str]:
     """All that is wrong with a save into a trap: it may succeed, or be refused."""
     found = ["it did not live"] if answer["hang"] or answer["signal"] or not answer["runs"] else []

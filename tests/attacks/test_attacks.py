@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.attacks import catalogue
-from tests.attacks.judge import complaints, control_complaints, save_complaints
+from tests.attacks.judge import cli_complaints, complaints, control_complaints, save_complaints
 from tests.attacks.runner import CHUNK, Server
 from tests.attacks.saves import SAVES
 
-ATTACKS = sorted(catalogue.load_all())
+_ALL = catalogue.load_all()
+ATTACKS = sorted(_ALL)
+VERIFIABLE = [name for name in ATTACKS if "verify" in _ALL[name].entries]
 CONTROLS = sorted(catalogue.CONTROLS)
 TRAPS = sorted(SAVES)
 WANTED = 100
@@ -42,6 +45,17 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_is_refused(name: str, ask: Ask) -> None:
     assert complaints(ask(name)) == []
+
+
+def test_command_line_names_what_is_damaged(tmp_path: Path) -> None:
+    """Every seventh attack, for the sake of time."""
+    found = {}
+    server = Server(tmp_path / "home")
+    for answer in server.run(VERIFIABLE[::7], tmp_path, entries=["cli"]):
+        found[answer["name"]] = cli_complaints(answer)
+    server.close()
+    assert {name: problems for name, problems in found.items() if problems} == {}
+    assert len(found) > 80
 
 
 @pytest.mark.parametrize("name", CONTROLS)
