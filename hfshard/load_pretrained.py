@@ -160,13 +160,20 @@ class _Building:
 
     def _tensors(self, config: Any, *, mapped: bool) -> dict[str, torch.Tensor]:
         index = self.checkpoint.index
-        tensors = {name: self.checkpoint.tensor(name, mapped=mapped) for name in self.checkpoint.keys}
+        tensors = {name: self.checkpoint.tensor(name, mapped=mapped) for name in self._keys()}
         # What the config ties, upstream ties by itself; handing it twice would cost a comparison of the values.
         tensors |= {alias: tensors[index.aliases[alias]] for alias in index.undeclared}
         if has_wrapper_prefix(tensors):
             names = _names_for(self.model_class, config, tensors)
             tensors = {names[name]: tensor for name, tensor in tensors.items()}
         return tensors
+
+    def _keys(self) -> list[str]:
+        """The names in upstream's order: where the config has no dtype, the first tensor's is the model's."""
+        if self.checkpoint.pickles:
+            return self.checkpoint.keys
+        weight_map = self.checkpoint.index.weight_map
+        return sorted(self.checkpoint.keys, key=lambda name: (weight_map[name], name))
 
     def _check(self, model: PreTrainedModel, info: dict[str, Any], given: int) -> None:
         missing, unexpected = info["missing_keys"], info["unexpected_keys"]

@@ -78,7 +78,7 @@ class ShardFile:
                 fqn=name,
             )
         dtype, shape = TORCH_DTYPES[slot.dtype], torch_shape(slot.dtype, slot.shape)
-        tensor = torch.empty(shape if slot.nbytes == 0 else 0, dtype=dtype)
+        tensor = torch.empty(shape if slot.nbytes == 0 else 0, dtype=dtype, device="cpu")
         if slot.nbytes:
             storage = self._slice(slot) if mapped else self._read(slot)
             tensor = tensor.set_(storage, 0, shape)  # type: ignore[call-overload]
@@ -198,7 +198,7 @@ class ShardFile:
         return self.path
 
     def _read(self, slot: TensorSlot) -> torch.UntypedStorage:
-        raw = torch.empty(slot.nbytes, dtype=torch.uint8)
+        raw = torch.empty(slot.nbytes, dtype=torch.uint8, device="cpu")
         memory, at = memory_of(raw), 0
         while at < slot.nbytes:
             count = os.preadv(self._fd, [memory[at : at + COPY_BYTES]], self.header.data_start + slot.begin + at)

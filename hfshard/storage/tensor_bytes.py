@@ -94,7 +94,7 @@ def _buffer(block: torch.Tensor) -> torch.Tensor:
     The C library would keep them: two threads that copied a transposed model held 130 MiB.
     """
     if tensor_nbytes(block) < _OWN_PAGES_BYTES:
-        return torch.empty(block.shape, dtype=block.dtype)
+        return torch.empty(block.shape, dtype=block.dtype, device="cpu")
     pages = mmap.mmap(-1, tensor_nbytes(block), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=block.dtype).view(block.shape)
 
