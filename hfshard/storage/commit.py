@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,8 +63,10 @@ class SaveSession:
         """The status of a file in the directory, or None where there is none."""
         try:
             return os.stat(os.path.join(self.directory, name))
-        except FileNotFoundError:
-            return None
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP):  # ELOOP: a link to itself
+                return None
+            raise
 
     @property
     def replaced(self) -> os.stat_result | None:
@@ -180,6 +184,8 @@ class SaveSession:
         status = self.status_of(step.target)
         if status is None:
             return lambda: None if os.path.exists(staged) else unlink_if_there(target)
+        if not stat.S_ISREG(status.st_mode):
+            return lambda: None  # a FIFO: nothing in it to give back
         if status.st_size > MAX_CONFIG_BYTES or step.target.endswith(".safetensors"):
             return lambda: None  # a shard that is placed over another is the same, byte for byte
         with open(target, "rb") as file:
@@ -211,6 +217,7 @@ def save_session(
     made = _make(directory)
     try:
         with locked_directory(directory, wait_seconds=wait_seconds):
+            _refuse_odd_staging(directory)
             state = read_state(directory, names)
             if state.wrecks:
                 _sweep(directory, state.wrecks)
@@ -247,6 +254,19 @@ def _sweep(directory: str, wrecks: tuple[str, ...]) -> None:
         logger.info("Removing '%s' in '%s', left by a save that was killed.", name, directory)
         unlink_if_there(os.path.join(directory, name))
     sync_directory(directory)
+
+
+def _refuse_odd_staging(directory: str) -> None:
+    """What is staged is removed with its directory: it must not be a link to somebody else's."""
+    path = directory
+    for part in STAGING_DIRECTORY.split("/"):
+        path = os.path.join(path, part)
+        if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
+            raise SaveDirectoryError(
+                f"'{path}' is {'a link' if os.path.islink(path) else 'a file'}, and a save makes a directory there "
+                "for what is not yet whole. Remove or rename it, or save into another directory.",
+                path=path,
+            )
 
 
 def _clear_staging(directory: str) -> None:

@@ -92,6 +92,8 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
     owned |= {name for name in listing if names.is_transient(name)}
     referenced = _union(references.values()) | ({explicit} if explicit is not None else set())
     index = indexes.get(explicit) if explicit in indexes else indexes.get(names.index)
+    # With an index that can't be read, its shards look like those of a killed save: they may be all that is left.
+    is_known = all(indexes[name] is not None for name in indexes if name not in orphans)
     return DirectoryState(
         directory=directory,
         names=names,
@@ -101,14 +103,16 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
         index=index,
         owned=frozenset(name for name in owned & listing - others if os.path.isfile(_at(directory, name))),
         referenced=frozenset(referenced),
-        wrecks=_wrecks(directory, names, listing - referenced),
+        wrecks=_wrecks(directory, names, listing - referenced, is_known=is_known),
     )
 
 
-def _wrecks(directory: str, names: WeightNames, unreferenced: Collection[str]) -> tuple[str, ...]:
+def _wrecks(directory: str, names: WeightNames, unreferenced: Collection[str], *, is_known: bool) -> tuple[str, ...]:
     transient = [name for name in unreferenced if names.is_transient(name)]
     noted = noted_removals(directory, names, unreferenced)
     shards = [name for name in unreferenced if names.is_shard(name) and (name in noted or _is_ours(directory, name))]
+    if not is_known:
+        shards = []
     # The placeholder goes last: while it is there, huggingface_hub takes no lone shard for a whole checkpoint.
     return tuple(sorted(shards) + sorted(transient, key=lambda name: (name == names.placeholder, name)))
 
