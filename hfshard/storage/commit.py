@@ -22,6 +22,7 @@ from hfshard.storage.durable import (
     can_link,
     locked_directory,
     make_directories,
+    refuse_odd_directories,
     remove_empty_directories,
     rename,
     sync_directory,
@@ -217,7 +218,7 @@ def save_session(
     made = _make(directory)
     try:
         with locked_directory(directory, wait_seconds=wait_seconds):
-            _refuse_odd_staging(directory)
+            refuse_odd_directories(directory, STAGING_DIRECTORY)
             state = read_state(directory, names)
             if state.wrecks:
                 _sweep(directory, state.wrecks)
@@ -254,19 +255,6 @@ def _sweep(directory: str, wrecks: tuple[str, ...]) -> None:
         logger.info("Removing '%s' in '%s', left by a save that was killed.", name, directory)
         unlink_if_there(os.path.join(directory, name))
     sync_directory(directory)
-
-
-def _refuse_odd_staging(directory: str) -> None:
-    """What is staged is removed with its directory: it must not be a link to somebody else's."""
-    path = directory
-    for part in STAGING_DIRECTORY.split("/"):
-        path = os.path.join(path, part)
-        if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
-            raise SaveDirectoryError(
-                f"'{path}' is {'a link' if os.path.islink(path) else 'a file'}, and a save makes a directory there "
-                "for what is not yet whole. Remove or rename it, or save into another directory.",
-                path=path,
-            )
 
 
 def _clear_staging(directory: str) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from hfshard.constants import COPY_BYTES
-from hfshard.errors import DirectoryLockedError
+from hfshard.errors import DirectoryLockedError, SaveDirectoryError
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +120,27 @@ def make_directories(directory: str) -> list[str]:
         remove_empty_directories(made)
         raise
     return made
+
+
+def refuse_odd_directories(directory: str, below: str) -> None:
+    """Let what is to be emptied be missing or a plain directory, and so the ones above it: a link leads elsewhere.
+
+    Args:
+        directory: Taken as it is.
+        below: Relative path in it.
+
+    Raises:
+        SaveDirectoryError: A part of `below` is a link or a file.
+    """
+    path = directory
+    for part in below.split("/"):
+        path = os.path.join(path, part)
+        if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
+            raise SaveDirectoryError(
+                f"'{path}' is {'a link' if os.path.islink(path) else 'a file'}, and a save makes a directory there "
+                "for what is not yet whole. Remove or rename it, or save into another directory.",
+                path=path,
+            )
 
 
 def remove_empty_directories(paths: Sequence[str]) -> None:
