@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import select
 import shutil
 import signal
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -105,10 +107,27 @@ def same(one: Verdict, other: Verdict) -> bool:
     return one.kind == other.kind and one.generation == other.generation
 
 
-def judge(
-    transition: Transition, baseline: Baseline, directory: Path, run: Run, kind: str, target: Target
-) -> Judgement:
-    """Judge the directory that a stopped save left; it is used up by the next saves."""
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What a directory turned out to hold, whatever way it came about.
+
+    Attributes:
+        left: Its files.
+        verdicts: What each reader loads.
+        quiet: The category if nothing is wrong.
+        judgement: What was found.
+        left_over: Its litter.
+    """
+
+    left: Snapshot
+    verdicts: Mapping[str, Verdict]
+    quiet: str
+    judgement: Judgement
+    left_over: str
+
+
+def examine(transition: Transition, baseline: Baseline, directory: Path, target: Target) -> Examination:
+    """Read a directory that a stopped save left; it is used up by the next saves."""
     found = Judgement()
     left = snapshot(directory)
     found.listing = sorted(left)
@@ -118,10 +137,34 @@ def judge(
     quiet = _judge_readers(transition, baseline, verdicts, found)
     if spoiled := touched(baseline.snapshot, left, transition.bystanders):
         found.problems.append(("wrong", f"bystanders touched: {spoiled}"))
-    if kind != "kill":
-        _judge_ending(transition, baseline, verdicts, directory, left, run, kind, found)
+    left_over = litter(directory, transition)
     _judge_next_saves(transition, baseline, directory, target, found)
-    return found.settle(quiet)
+    return Examination(left, verdicts, quiet, found, left_over)
+
+
+def judge(transition: Transition, baseline: Baseline, seen: Examination, run: Run, kind: str) -> Judgement:
+    """Judge what was found after a save that ended as `run` tells."""
+    found = deepcopy(seen.judgement)
+    if kind in ("kill", "power"):
+        return found.settle(seen.quiet)
+    is_new = all(same(verdict, baseline.after[label]) for label, verdict in seen.verdicts.items())
+    is_old = all(same(verdict, baseline.before[label]) for label, verdict in seen.verdicts.items())
+    changes = difference(baseline.snapshot, seen.left)
+    told = re.split("[: ]", run.report, maxsplit=1)[0]
+    if run.status == "hung":
+        found.problems.append(("hung", "the save did not end"))
+    elif run.status == "saved":
+        if not run.report or kind == "int":
+            found.problems.append(("silent", f"the save returned as if nothing had happened; {run.report!r}"))
+        if not is_new:
+            found.problems.append(("wrong", "the save returned, and the new checkpoint is not there for all readers"))
+        if seen.left_over:
+            found.notes.append(f"left by a save that returned: {seen.left_over}")
+    elif is_old and not is_new and changes and not _is_only_swept(transition, changes):
+        found.problems.append(("unrestored", f"an error before the commit left changes: {changes}"))
+    elif not is_old and told not in ("CommitUnfinishedError", "KeyboardInterrupt"):
+        found.notes.append(f"after the commit, {told} was raised")
+    return found.settle(seen.quiet)
 
 
 def _judge_readers(
@@ -146,35 +189,6 @@ def _judge_readers(
             found.problems.append((category, f"{label}: {verdict}, before {old}, after {new}"))
     sides = sides - {"either"} if sides != {"either"} else {"ok-new"}
     return sides.pop() if len(sides) == 1 else "ok-split"
-
-
-def _judge_ending(
-    transition: Transition,
-    baseline: Baseline,
-    verdicts: Mapping[str, Verdict],
-    directory: Path,
-    left: Snapshot,
-    run: Run,
-    kind: str,
-    found: Judgement,
-) -> None:
-    """An injected error or Ctrl-C must be heard, and undone where it came before the commit."""
-    is_new = all(same(verdict, baseline.after[label]) for label, verdict in verdicts.items())
-    is_old = all(same(verdict, baseline.before[label]) for label, verdict in verdicts.items())
-    changes = difference(baseline.snapshot, left)
-    if run.status == "hung":
-        found.problems.append(("hung", "the save did not end"))
-    elif run.status == "saved":
-        if not run.report or kind == "int":
-            found.problems.append(("silent", f"the save returned as if nothing had happened; {run.report!r}"))
-        if not is_new:
-            found.problems.append(("wrong", "the save returned, and the new checkpoint is not there for all readers"))
-        if left_over := litter(directory, transition):
-            found.notes.append(f"left by a save that returned: {left_over}")
-    elif is_old and not is_new and changes and not _is_only_swept(transition, changes):
-        found.problems.append(("unrestored", f"an error before the commit left changes: {changes}"))
-    elif not is_old and not is_new:
-        found.notes.append(f"the error left the readers apart: {run.report[:200]}")
 
 
 def _is_only_swept(transition: Transition, changes: str) -> bool:

@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--transition", action="append", help="only this one (may be repeated; `prefix*` is understood)")
     made.add_argument("--sample", type=int, metavar="N", help="only N points of all, always the same ones")
     made.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that work side by side")
+    made.add_argument("--where", type=Path, metavar="DIR", help="work there, not in memory: another file system")
     made.add_argument("--show", type=int, default=20, metavar="N", help="failures to print in full")
     made.add_argument("--json", type=Path, metavar="FILE", help="write every point's outcome there")
     made.add_argument("--list", action="store_true", help="print the transitions and leave")
@@ -57,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target = TARGETS[options.target]
     if options.target != "hfshard":
         chosen = [replace(one, stock_only=True) for one in chosen]
-    prepared, outcomes = sweep(chosen, target, kinds, count=options.sample, jobs=options.jobs, tell=_progress)
+    prepared, outcomes = sweep(
+        chosen, target, kinds, count=options.sample, jobs=options.jobs, where=options.where, tell=_progress
+    )
     return _tell(prepared, outcomes, options, time.monotonic() - began)
 
 

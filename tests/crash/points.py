@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.crash.generations import Content
-from tests.crash.judge import Baseline, Judgement, in_fork, judge, same
+from tests.crash.judge import Baseline, Examination, Judgement, examine, in_fork, judge, same
 from tests.crash.readers import Verdict, read_all
 from tests.crash.states import build, litter, perform, snapshot
 from tests.crash.targets import Target
@@ -90,7 +90,7 @@ def prepare_process() -> None:
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
-    logging.lastResort = None  # readers warn of what they find in a wreck; their verdict is all that counts
+    logging.getLogger("hfshard").addHandler(logging.NullHandler())  # what readers warn of in a wreck is not asked
     gc.disable()
 
 
@@ -170,6 +170,18 @@ def points_of(prepared: Prepared, kinds: Sequence[str]) -> list[Point]:
     ]
 
 
+_SEEN: dict[tuple[str, frozenset[tuple[str, str]]], Examination] = {}
+"""What this process has examined: most errors are undone, and leave the very same files."""
+
+
+def examined(prepared: Prepared, directory: Path, target: Target) -> Examination:
+    """Examine a directory in a fork, or remember one with the same files."""
+    key = (prepared.transition.name, frozenset(snapshot(directory).items()))
+    if key not in _SEEN:
+        _SEEN[key] = in_fork(lambda: examine(prepared.transition, prepared.baseline, directory, target))
+    return _SEEN[key]
+
+
 def stop(point: Point, place: Path, target: Target) -> Outcome:
     """Save over a fresh copy, let it happen at the point, and judge what is left."""
     root = Path(tempfile.mkdtemp(prefix="point-", dir=place))
@@ -187,7 +199,7 @@ def stop(point: Point, place: Path, target: Target) -> Outcome:
             missed = Judgement(problems=[("missed", "the call was not reached")])
             return Outcome(point, missed.settle("missed"), run.status, run.report, is_drifted)
         baseline = point.prepared.baseline
-        judgement = in_fork(lambda: judge(transition, baseline, copy, run, point.kind, target))
+        judgement = judge(transition, baseline, examined(point.prepared, copy, target), run, point.kind)
         return Outcome(point, judgement, run.status, run.report, is_drifted)
     finally:
         shutil.rmtree(root, ignore_errors=True)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.crash.effects import Effect, effect_of
-from tests.crash.judge import in_fork, judge
-from tests.crash.points import Outcome, Point, Prepared, copy_of
+from tests.crash.judge import judge
+from tests.crash.points import Outcome, Point, Prepared, copy_of, examined
 from tests.crash.states import perform
 from tests.crash.targets import Target
 from tests.crash.tracer import Run, traced
@@ -179,7 +179,8 @@ def _judge_tree(point: Point, tree: Tree, root: Path, target: Target) -> Outcome
     run = Run("cut", "", (), "")
     prepared = point.prepared
     try:
-        judgement = in_fork(lambda: judge(prepared.transition, prepared.baseline, directory, run, "kill", target))
+        seen = examined(prepared, directory, target)
+        judgement = judge(prepared.transition, prepared.baseline, seen, run, "power")
         return Outcome(point, judgement, run.status, run.report, False)
     finally:
         shutil.rmtree(here)

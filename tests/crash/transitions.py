@@ -156,6 +156,10 @@ def _wrecks() -> Iterator[Transition]:
             killed = Save(replace(OTHER, generation=2), layouts[1], killed_at=percent / 100)
             new = Save(replace(OTHER, generation=3), layouts[1])
             yield Transition(f"wreck-{name}-{percent}", (old, killed), new)
+    upstream = Save(OTHER, "three", by="transformers")
+    for percent in (80, 90):
+        killed = Save(replace(OTHER, generation=2), "three", killed_at=percent / 100)
+        yield Transition(f"wreck-upstream-{percent}", (upstream, killed), Save(replace(OTHER, generation=3), "single"))
     killed = Save(OTHER, "three", killed_at=0.8)
     yield Transition("wreck-fresh", (killed,), Save(replace(OTHER, generation=2), "three"))
 
