@@ -35,6 +35,7 @@ from hfshard.pretrained_arguments import (
 from hfshard.source import Source, opened
 from hfshard.state_dict import Mismatch, compare, has_wrapper_prefix, match_prefixes, strip_compiled, strip_wrappers
 from hfshard.storage.checkpoint import OpenCheckpoint, Verify
+from hfshard.storage.locate import check_generation_config
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,8 @@ class _Building:
     def build(
         self, model_args: tuple[Any, ...], config: Any, model_kwargs: dict[str, Any], kwargs: dict[str, Any]
     ) -> Any:
+        if self.model_class.can_generate() and kwargs.get("generation_config") is None:
+            check_generation_config(self.checkpoint.directory)
         tensors = self._tensors(config, mapped=not kwargs.get("disable_mmap"))
         upstream = {key: value for key, value in kwargs.items() if key in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
         for key in ("config", "output_loading_info", "use_safetensors", "variant", "disable_mmap", *SOURCE_ARGUMENTS):

@@ -10,6 +10,7 @@ from hfshard.constants import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,
     EXPLICIT_WEIGHTS_KEY,
+    GENERATION_CONFIG_NAME,
     INDEX_SUFFIX,
     MAX_CONFIG_BYTES,
     SAFETENSORS_SUFFIX,
@@ -74,6 +75,19 @@ def read_config(directory: str) -> bytes | None:
     """The bytes of config.json, or None where there is none."""
     path = os.path.join(directory, CONFIG_NAME)
     return read_small(path, directory, MAX_CONFIG_BYTES)[0] if os.path.lexists(path) else None
+
+
+def check_generation_config(directory: str) -> None:
+    """Refuse a generation_config.json that upstream would hang on, follow outside, or pass over in silence.
+
+    Raises:
+        DamagedCheckpointError, UnsafePathError: It is no JSON object, or no file of the checkpoint's.
+    """
+    path = os.path.join(directory, GENERATION_CONFIG_NAME)
+    if os.path.lexists(path):
+        raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
+        remedy = "Download it again, or remove it to generate by the defaults."
+        parse_json_object(raw, path=path, what="Generation config", remedy=remedy)
 
 
 def explicit_of(config: bytes | None, directory: str, names: WeightNames) -> str | None:

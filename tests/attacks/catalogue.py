@@ -132,6 +132,11 @@ FILES: dict[str, Callable[[], raw.Files]] = {
 }
 for _name, _make in FILES.items():
     control(f"control-{_name}", _files(_make))
+control(
+    "control-generation-config",
+    lambda place: place.write(raw.stock_single() | {"generation_config.json": b'{"max_length":7}'}),
+    ("generating",),
+)
 control("control-our-sharded", _files(bases.ours_sharded), full=True)
 control("control-our-single", _files(bases.ours_single), full=True)
 control("control-index-without-metadata", _files(_with_index(raw.index({"metadata": None}))), ONLY_OURS)

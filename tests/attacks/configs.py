@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 from tests.attacks import bases, raw
@@ -10,6 +11,7 @@ from tests.attacks.registry import Expected, Place, attack, register
 
 S = raw.SECOND
 CONFIG = Expected(raw.CONFIG)
+GENERATION = "generation_config.json"
 TEXT = raw.config().decode()
 
 JSONS: dict[str, str | bytes] = {
@@ -60,6 +62,39 @@ for _name, _text in JSONS.items():
     register(f"config-{_name}", functools.partial(_config, _text), entries=("pretrained",))
 for _name, _value in EXPLICIT.items():
     register(f"config-weights-{_name}", functools.partial(_explicit, _value))
+
+
+def _generation(text: str | bytes, place: Place) -> Expected:
+    place.write(raw.stock_single() | {GENERATION: text.encode() if isinstance(text, str) else text})
+    return Expected(GENERATION)
+
+
+for _name, _text in JSONS.items():
+    register(f"config-generation-{_name}", functools.partial(_generation, _text), entries=("generating",))
+
+
+@attack("config", entries=("generating",))
+def generation_fifo(place: Place) -> Expected:
+    """Upstream passes over it in silence."""
+    os.mkfifo(place.checkpoint / GENERATION)
+    place.write(raw.stock_single())
+    return Expected(GENERATION)
+
+
+@attack("config", entries=("generating",))
+def generation_link_to_outside(place: Place) -> Expected:
+    """Upstream reads it wherever it is."""
+    (place.checkpoint / GENERATION).symlink_to(place.outside / raw.CONFIG)
+    place.write(raw.stock_single())
+    return Expected(GENERATION)
+
+
+@attack("config", entries=("generating",))
+def generation_sparse(place: Place) -> Expected:
+    """Three gigabytes that cost nothing."""
+    place.write(raw.stock_single() | {GENERATION: b"{"})
+    os.truncate(place.checkpoint / GENERATION, 3 << 30)
+    return Expected(GENERATION)
 
 
 @attack("config")

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hfshard.storage.checkpoint import Verify
-from tests.attacks.target import TinyConfig, TinyModule, TinyPretrained, same, truth
+from tests.attacks.target import TinyConfig, TinyGenerating, TinyModule, TinyPretrained, same, truth
 
 Result = dict[str, Any]
 
@@ -56,6 +56,13 @@ def _pretrained(path: Path, verify: Verify) -> Result:
     return {"truth": same(model.state_dict(), truth())}
 
 
+def _generating(path: Path, verify: Verify) -> Result:
+    import hfshard
+
+    model: PreTrainedModel = hfshard.load_model(TinyGenerating, path, verify=verify)
+    return {"truth": same(model.state_dict(), truth())}
+
+
 def _verify(path: Path, verify: Verify) -> Result:
     import hfshard
 
@@ -92,6 +99,7 @@ CALLS: dict[str, Callable[[Path, Verify], Result]] = {
     "state_dict": _state_dict,
     "module": _module,
     "pretrained": _pretrained,
+    "generating": _generating,
     "verify": _verify,
     "stock": _stock,
     "save": _save,

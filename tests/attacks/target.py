@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from tests.attacks import raw
 
@@ -36,6 +36,10 @@ class TinyPretrained(PreTrainedModel):
         self.block = nn.Linear(4, 4)
         self.head = nn.Linear(4, 3)
         self.post_init()  # type: ignore[no-untyped-call]
+
+
+class TinyGenerating(TinyPretrained, GenerationMixin):
+    """The same as a model that generates, and so reads generation_config.json."""
 
 
 def truth(seed: int = 1) -> dict[str, torch.Tensor]:
