@@ -146,7 +146,7 @@ SavesIntoOneDirectory.TestCase.settings = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=40,
+    max_examples=25,
     stateful_step_count=10,
     suppress_health_check=list(HealthCheck),
 )

@@ -27,6 +27,8 @@ from hfshard.errors import (
 )
 from tests.tiny_bert import SHARDED, SINGLE, Bert, bert, value_of
 
+pytestmark = pytest.mark.compat
+
 NEIGHBOURS = (
     "model_ema-00001-of-00002.safetensors", "model-backup-00001-of-00002.safetensors", "models-00001-of-00002.bin",
     "pytorch_model.ema.bin", "model.bak.safetensors", "README.md", "optimizer.pt", "model.safetensors.orig",

@@ -23,6 +23,9 @@ from hfshard.errors import (
 from tests.tiny_bert import SHARDED, SINGLE, Bert, all_see, bert, read_by_all, value_of
 
 
+pytestmark = pytest.mark.compat
+
+
 def test_d1_a_stale_single_file_does_not_outrank_a_new_sharded_save(tmp_path: Path) -> None:
     bert(1).save_pretrained(tmp_path, max_shard_size=SINGLE)
     bert(2).save_pretrained(tmp_path, max_shard_size=SHARDED)

@@ -15,6 +15,8 @@ TWO = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_off
     '"é":{"dtype":"BOOL","shape":[],"data_offsets":[8,9]}}'.encode()
 )
 
+NAMES = ("a", "layers.0.weight", "größe", "漢字", 'quo"te', "back\\slash", "tab\t", "\x01", "🙂")
+
 
 def test_a_header_is_its_length_compact_json_and_blanks_to_a_page() -> None:
     raw = build_header([("a", "F32", [2], 8), ("é", "BOOL", [], 1)], {"format": "pt"})
