@@ -22,7 +22,6 @@ from hfshard.errors import (
 )
 from tests.tiny_bert import SHARDED, SINGLE, Bert, all_see, bert, read_by_all, value_of
 
-
 pytestmark = pytest.mark.compat
 
 
