@@ -117,12 +117,20 @@ def litter(directory: Path, transition: Transition) -> str:
         infix = f".{variant}" if variant else ""
         index = f"model.safetensors.index{infix}.json"
         if index in here:
-            weight_map = json.loads((directory / index).read_text())["weight_map"]
-            want |= {index, *weight_map.values()}
+            want |= {index, *_weight_map(directory / index).values()}
         else:
             want.add(f"model{infix}.safetensors")
     parts = [f"+{name}" for name in sorted(here.keys() - want)] + [f"-{name}" for name in sorted(want - here.keys())]
     return " ".join(parts)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file; nothing of an index that is cut off."""
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+    except ValueError:
+        return {}
+    return dict(weight_map)
 
 
 def _directories(names: tuple[str, ...]) -> set[str]:

@@ -19,6 +19,8 @@ import os, sys
 import torch, transformers, hfshard
 torch.set_num_threads(1)
 root = sys.argv[1]
+if sys.argv[2] == "without flushes":
+    os.fsync = os.fdatasync = lambda fd: None
 def save(directory, size, value, act="gelu", with_model=True):
     config = transformers.BertConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
                                      intermediate_size=16, max_position_embeddings=16, hidden_act=act)
@@ -69,15 +71,19 @@ def _saves(trace: str) -> list[list[Call]]:
 
 @pytest.fixture(scope="module")
 def traced_saves(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, set[str], list[Effect]]]:
+    """The saves of hfshard as it is."""
+    return _trace(tmp_path_factory.mktemp("order").resolve(), "as it is")
+
+
+def _trace(root: Path, how: str) -> list[tuple[str, set[str], list[Effect]]]:
     """(directory, paths that lay in it, effects) of each of many real saves, in one process under strace."""
     if not has_strace():
         pytest.skip("NO STRACE: THE ORDER OF FSYNC IS NOT CHECKED HERE. Install strace to check it.")
-    root = tmp_path_factory.mktemp("order").resolve()
     trace = root.with_suffix(".trace")
     command = ["strace", "-f", "-y", "-s", "32", "-o", str(trace), "-e", f"trace={TRACED}"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     done = subprocess.run(
-        [*command, sys.executable, "-c", SAVES, str(root)],
+        [*command, sys.executable, "-c", SAVES, str(root), how],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,
@@ -99,6 +105,11 @@ def test_every_save_flushes_bytes_before_names_and_names_before_removals(
 ) -> None:
     for number, (directory, before, effects) in enumerate(traced_saves):
         assert disorder(effects, directory, before) == [], f"save {number} into {directory}"
+
+
+def test_without_its_flushes_every_save_would_be_out_of_order(tmp_path: Path) -> None:
+    for directory, before, effects in _trace(tmp_path.resolve(), "without flushes"):
+        assert len(disorder(effects, directory, before)) >= 2
 
 
 def test_a_save_names_its_files_by_rename_only(traced_saves: list[tuple[str, set[str], list[Effect]]]) -> None:
