@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from hfshard.storage.checkpoint import Verify
@@ -95,6 +97,16 @@ def _cli(path: Path, verify: Verify) -> Result:
     return {"truth": False, "codes": codes, "text": out.getvalue()[-20_000:]}
 
 
+def _careless(path: Path, verify: Verify) -> Result:
+    """All that a load must never do, for the test of those who watch."""
+    with safe_open(path / "../outside/model.safetensors", framework="pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    Path("/etc/hostname").read_bytes()
+    os.system(f"touch {path.parent}/outside/executed")
+    bytearray(b"x" * (300 << 20))
+    return {"truth": same(found, truth())}
+
+
 CALLS: dict[str, Callable[[Path, Verify], Result]] = {
     "state_dict": _state_dict,
     "module": _module,
@@ -104,6 +116,7 @@ CALLS: dict[str, Callable[[Path, Verify], Result]] = {
     "stock": _stock,
     "save": _save,
     "cli": _cli,
+    "careless": _careless,
 }
 
 

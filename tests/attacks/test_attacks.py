@@ -68,5 +68,14 @@ def test_save_into_a_trap_touches_nothing_outside(name: str, ask: Ask) -> None:
     assert save_complaints(ask(name)) == []
 
 
+def test_nothing_escapes_those_who_watch(tmp_path: Path) -> None:
+    server = Server(tmp_path / "home")
+    (answer,) = server.run([CONTROLS[0]], tmp_path, entries=["careless"])
+    server.close()
+    found = complaints(answer)
+    wanted = ("files outside", "'model.safetensors'", "os.system", "/etc/hostname", "a payload ran", "MiB", "and wrong")
+    assert [words for words in wanted if not any(words in complaint for complaint in found)] == []
+
+
 def test_there_are_as_many_attacks_as_were_asked_for() -> None:
     assert len(ATTACKS) >= WANTED
