@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from hfshard.constants import MAX_CONFIG_BYTES
+from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES
 from hfshard.errors import DamagedCheckpointError, IntegrityError
+from hfshard.storage.config_pointer import as_saved
 from hfshard.storage.index import CheckpointIndex, FileRecord
 from hfshard.storage.integrity import sha256_of
 from hfshard.storage.regular_file import read_small
@@ -102,7 +103,8 @@ def check_small_file(directory: str, name: str, record: FileRecord) -> None:
         DamagedCheckpointError: It is missing (`MissingShardError`), or differs (`IntegrityError`).
     """
     path = os.path.join(directory, name)
-    found = sha256_of(read_small(path, directory, MAX_CONFIG_BYTES)[0])
+    raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
+    found = sha256_of(as_saved(raw) if name == CONFIG_NAME else raw)
     if record.sha256 is not None and found != record.sha256:
         raise IntegrityError(
             f"'{path}' is not the file that was saved: its sha256 is {found}, and {record.sha256} was recorded. "

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from hfshard.constants import CONFIG_NAME, EXPLICIT_WEIGHTS_KEY, MAX_CONFIG_BYTES, MAX_INDEX_BYTES
 from hfshard.errors import HfshardError
@@ -176,8 +175,3 @@ def _union(sets: Iterable[frozenset[str]]) -> set[str]:
 
 def _at(directory: str, name: str) -> str:
     return os.path.join(directory, name)
-
-
-def without_explicit_weights(config: dict[str, Any]) -> dict[str, Any]:
-    """A config without the key by which transformers is told which weights to load."""
-    return {key: value for key, value in config.items() if key != EXPLICIT_WEIGHTS_KEY}

@@ -12,16 +12,15 @@ shown by killing saves at every system call (`scripts/crash_sweep`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hfshard.constants import CONFIG_NAME, EXPLICIT_WEIGHTS_KEY
-from hfshard.storage.directory_state import DirectoryState, explicit_weights, without_explicit_weights
+from hfshard.constants import CONFIG_NAME
+from hfshard.storage.config_pointer import pointing_at, without_pointer
+from hfshard.storage.directory_state import DirectoryState, explicit_weights
 from hfshard.storage.index import CheckpointIndex
 from hfshard.storage.integrity import sha256_of
-from hfshard.storage.strict_json import dump_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ def _sharded_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) -
     todo.place(new.shards)
     todo.put(unique, new.index or b"")
     todo.sync()
-    todo.put(CONFIG_NAME, _pointing_at(config, unique), is_commit=True)
+    todo.put(CONFIG_NAME, pointing_at(config, unique), is_commit=True)
     todo.sync()
     _follow(todo, old, new, None)
     todo.put(old.names.index, new.index or b"")
@@ -197,7 +196,7 @@ def _single_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) ->
     _new_extras(todo, old, new)
     todo.place({unique: staged})
     todo.sync()
-    todo.put(CONFIG_NAME, _pointing_at(config, unique), is_commit=True)
+    todo.put(CONFIG_NAME, pointing_at(config, unique), is_commit=True)
     todo.sync()
     _follow(todo, old, new, None)
     todo.put(index, _bridge(new.keys, unique))
@@ -254,9 +253,9 @@ def _changed_config(old: DirectoryState, new: NewCheckpoint) -> bytes | None:
     config = new.config
     if old.shares_config:
         if config is not None and old.explicit is not None:  # a killed commit of the weights beside it: not ours to end
-            config = _pointing_at(config, old.explicit)
+            config = pointing_at(config, old.explicit)
     elif config is None and old.config is not None and explicit_weights(old.config) is not None:
-        config = dump_json(without_explicit_weights(json.loads(old.config)))
+        config = without_pointer(old.config)
     return None if config == old.config else config
 
 
@@ -265,10 +264,6 @@ def _leftovers(old: DirectoryState, new: NewCheckpoint) -> set[str]:
     kept = set(new.shards) | set(new.extras) | ({old.names.index} if new.is_sharded else set())
     made_on_the_way = {old.names.placeholder} if not (old.has_index or old.has_single) and old.has_bins else set()
     return (set(old.owned) | (made_on_the_way if new.is_sharded else set())) - kept
-
-
-def _pointing_at(config: bytes, weights: str) -> bytes:
-    return dump_json({**json.loads(config), EXPLICIT_WEIGHTS_KEY: weights})
 
 
 def _bridge(keys: Iterable[str], file: str) -> bytes:
