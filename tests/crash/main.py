@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tests.crash.points import Outcome, Prepared
@@ -14,7 +15,7 @@ from tests.crash.report import details, failures, notes, table, write_json
 from tests.crash.sweep import KINDS, sweep
 from tests.crash.targets import TARGETS
 from tests.crash.tracer import has_strace
-from tests.crash.transitions import all_transitions
+from tests.crash.transitions import Transition, all_transitions
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,7 +31,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--target", choices=sorted(TARGETS), default="hfshard", help="who saves; upstream's must fail")
     made.add_argument("--kinds", default=",".join(KINDS), help="of %(default)s: what happens at a point")
-    made.add_argument("--transition", action="append", help="only this one (may be repeated; `prefix*` is understood)")
+    made.add_argument(
+        "--transition", action="append", help="only these; may be repeated, and be a pattern such as 'bin->*'"
+    )
     made.add_argument("--sample", type=int, metavar="N", help="only N points of all, always the same ones")
     made.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that work side by side")
     made.add_argument("--where", type=Path, metavar="DIR", help="work there, not in memory: another file system")
@@ -43,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sweep; 0 when nothing failed, 1 when something did, 2 on bad usage."""
     options = parser().parse_args(arguments)
-    chosen = [one for one in all_transitions() if _is_chosen(one.name, options.transition)]
+    chosen = _chosen(options.transition)
     if options.list:
         print("\n".join(one.name for one in chosen))
         return 0
@@ -68,10 +71,13 @@ def _progress(done: int, count: int, failed: int) -> None:
     print(f"{done} of {count} points, {failed} failed", file=sys.stderr, flush=True)
 
 
-def _is_chosen(name: str, patterns: Sequence[str] | None) -> bool:
-    if not patterns:
-        return True
-    return any(name == pattern or (pattern.endswith("*") and name.startswith(pattern[:-1])) for pattern in patterns)
+def _chosen(patterns: Sequence[str] | None) -> list[Transition]:
+    """The transitions that any pattern fits; none when a pattern fits none."""
+    everything = all_transitions()
+    for pattern in patterns or ["*"]:
+        if not any(fnmatchcase(one.name, pattern) for one in everything):
+            return []
+    return [one for one in everything if any(fnmatchcase(one.name, pattern) for pattern in patterns or ["*"])]
 
 
 def _tell(prepared: list[Prepared], outcomes: list[Outcome], options: argparse.Namespace, seconds: float) -> int:

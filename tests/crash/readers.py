@@ -116,6 +116,12 @@ def _by_hfshard_weights(directory: Path, variant: str | None, contents: Sequence
     return _weights_verdict(hfshard.load_state_dict(directory, variant=variant), contents)
 
 
+def _by_hfshard_full(directory: Path, variant: str | None, contents: Sequence[Content]) -> Verdict:
+    import hfshard
+
+    return _weights_verdict(hfshard.load_state_dict(directory, variant=variant, verify="full"), contents)
+
+
 def _by_hub(directory: Path, variant: str | None, contents: Sequence[Content], safe: bool = True) -> Verdict:
     """`load_torch_model` into a plain module of each side in turn; by default it forgives missing keys."""
     from huggingface_hub import load_torch_model
@@ -145,6 +151,7 @@ def _by_hub_unsafe(directory: Path, variant: str | None, contents: Sequence[Cont
 READERS: Mapping[str, Callable[[Path, str | None, Sequence[Content]], Verdict]] = {
     "hfshard": _by_hfshard,
     "hfshard-weights": _by_hfshard_weights,
+    "hfshard-full": _by_hfshard_full,
     "transformers": _by_transformers,
     "hub": _by_hub,
     "hub-bin": _by_hub_unsafe,

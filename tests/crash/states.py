@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -23,6 +25,26 @@ Snapshot = Mapping[str, str]
 
 def perform(save: Save, directory: Path, target: Target) -> None:
     """One whole save."""
+    with _no_links() if save.without_links else nullcontext():
+        _perform(save, directory, target)
+
+
+@contextmanager
+def _no_links() -> Iterator[None]:
+    """As on a file system without hard links."""
+    kept = os.link
+
+    def refuse(source: str, target: str) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), source, None, target)
+
+    os.link = refuse  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os.link = kept
+
+
+def _perform(save: Save, directory: Path, target: Target) -> None:
     if save.by == "bin":
         _save_bin(save, directory)
     elif save.bare:

@@ -19,6 +19,7 @@ class Save:
         by: "target" (who is under test), "transformers", or "bin" (torch.save, as before safetensors).
         variant: As upstream's argument.
         bare: A state dict without a model: no config.json.
+        without_links: On a file system that has no hard links.
         killed_at: Not None: the save is killed there, from 0 (its first file-changing call) to 1 (its last).
     """
 
@@ -27,6 +28,7 @@ class Save:
     by: str = "target"
     variant: str | None = None
     bare: bool = False
+    without_links: bool = False
     killed_at: float | None = None
 
 
@@ -69,6 +71,8 @@ class Transition:
         names = ["hfshard-weights", "hub"] if self.new.bare else ["hfshard", "hfshard-weights", "transformers", "hub"]
         if any(save.by == "bin" for save in self.before):
             names.append("hub-bin")
+        if not any(save.variant for save in (*self.before, self.new)):
+            names.append("hfshard-full")  # beside a variant it may fail by right: both record the one config.json
         names = [name for name in names if name not in self.lost_readers]
         if self.stock_only:
             names = [name for name in names if not name.startswith("hfshard")]
@@ -174,6 +178,12 @@ def _bare() -> Iterator[Transition]:
             yield Transition(f"bare-{old_word}->{word}", before, Save(two, layout, bare=True))
 
 
+def _without_links() -> Iterator[Transition]:
+    for old, word in (("single", "single"), ("three", "sharded")):
+        new = Save(replace(OTHER, generation=2), "single", without_links=True)
+        yield Transition(f"no-links-{word}->single+config", (Save(OTHER, old),), new)
+
+
 def _with_generation_config() -> Iterator[Transition]:
     one, two = Content(1, arch="gpt2", own_config=True), Content(2, arch="gpt2", own_config=True)
     yield Transition("gpt2-sharded->sharded", (Save(one, "three"),), Save(two, "three"))
@@ -185,5 +195,6 @@ def _with_generation_config() -> Iterator[Transition]:
 
 def all_transitions() -> tuple[Transition, ...]:
     """Every transition, in the order of the table."""
-    makers = (_fresh, _with_configs, _identical, _other_keys, _variants, _wrecks, _bare, _with_generation_config)
+    plain = (_fresh, _with_configs, _identical, _other_keys)
+    makers = (*plain, _variants, _wrecks, _bare, _without_links, _with_generation_config)
     return tuple(transition for make in makers for transition in make())
