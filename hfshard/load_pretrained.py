@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
@@ -149,7 +150,7 @@ class _Building:
     def _shapes_differ(self, config: Any, tensors: Mapping[str, torch.Tensor]) -> StateDictMismatchError:
         """Upstream's error names neither the file nor the tensors."""
         with torch.device("meta"):
-            own = self.model_class(config).state_dict()
+            own = self.model_class(copy.deepcopy(config)).state_dict()
         prefix = self.model_class.base_model_prefix
         own |= {name.removeprefix(f"{prefix}."): tensor for name, tensor in own.items()}
         mismatched = compare(tensors, own).mismatched
@@ -276,7 +277,7 @@ def _refuse_full_pickle(checkpoint: OpenCheckpoint, kwargs: Mapping[str, Any]) -
 def _names_for(model_class: type[PreTrainedModel], config: Any, names: Mapping[str, Any]) -> dict[str, str]:
     """Foreign names without wrappers' prefixes, where that makes them this model's."""
     with torch.device("meta"):
-        expected = set(model_class(config).state_dict())
+        expected = set(model_class(copy.deepcopy(config)).state_dict())  # some constructors change their config
     prefix = model_class.base_model_prefix
     expected |= {f"{prefix}.{name}" for name in expected} | {name.removeprefix(f"{prefix}.") for name in expected}
     result = match_prefixes(names, expected)

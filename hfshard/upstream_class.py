@@ -21,17 +21,18 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 def architecture_of(model_class: type) -> type:
     """The class that the saved checkpoint names: upstream's, not the user's that only adds the mixin.
 
-    It is the first class in the order of resolution that is not one of ours and has a forward of its own; a user's
-    model that was written on the mixin itself is its own architecture.
+    It is the first class in the order of resolution that is not one of ours and can be called as the model can; a
+    user's model that was written on the mixin itself is its own architecture.
     """
     for candidate in model_class.__mro__:
-        if (
-            not hasattr(candidate, MIXIN_MARK)
-            and issubclass(candidate, PreTrainedModel)
-            and candidate.forward is not torch.nn.Module.forward
-        ):
+        is_upstreams = not hasattr(candidate, MIXIN_MARK) and issubclass(candidate, PreTrainedModel)
+        if is_upstreams and candidate is not PreTrainedModel and _has_forward(candidate) == _has_forward(model_class):
             return candidate
     return model_class
+
+
+def _has_forward(model_class: Any) -> bool:
+    return model_class.forward is not torch.nn.Module.forward
 
 
 def twin_of(model_class: type[Model]) -> type[Model]:

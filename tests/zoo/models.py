@@ -150,6 +150,11 @@ def _segformer() -> Any:
     return _config("SegformerConfig", **stages, **patches, decoder_hidden_size=16, num_labels=3)
 
 
+def _levit() -> Any:
+    sizes = {"hidden_sizes": [16, 24, 32], "num_attention_heads": [1, 1, 1], "depths": [1, 1, 1], "key_dim": [8, 8, 8]}
+    return _config("LevitConfig", **sizes, image_size=64)
+
+
 def _swin() -> Any:
     sizes = {"image_size": 16, "patch_size": 4, "embed_dim": 16, "window_size": 2}
     return _config("SwinConfig", **sizes, depths=[1, 1], num_heads=[2, 2])
@@ -197,6 +202,7 @@ def _encoders() -> list[Specimen]:
         Specimen("vit", "ViTModel", partial(_config, "ViTConfig", **VISION)),
         Specimen("vit_head", "ViTForImageClassification", partial(_config, "ViTConfig", **VISION, num_labels=3)),
         Specimen("swin", "SwinModel", _swin),
+        Specimen("levit", "LevitModel", _levit),  # children honestly called `module`
         Specimen("segformer", "SegformerForSemanticSegmentation", _segformer),
         Specimen("resnet", "ResNetForImageClassification", partial(resnet, layer_type="basic")),
         Specimen("clip", "CLIPModel", _clip),

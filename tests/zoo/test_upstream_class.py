@@ -16,8 +16,11 @@ from transformers import (
     ViTModel,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.models.bert.modeling_bert import BertPreTrainedModel
+from transformers.models.glm_image.modeling_glm_image import GlmImageVQVAE
 
 import hfshard
+from hfshard.upstream_class import architecture_of
 from tests.zoo.compare import differences, facts_of_load, load, stored_tensors
 from tests.zoo.conftest import SHARDS, Saves
 from tests.zoo.models import ZOO
@@ -61,6 +64,19 @@ def test_a_class_of_a_class_with_the_mixin_names_the_same_architecture(saves: Sa
     assert stored_tensors(tmp_path) == stored_tensors(saves.stock("vit"))
     assert type(Vision.from_pretrained(tmp_path)) is Vision
     assert '"ViTModel"' in (tmp_path / "config.json").read_text()
+
+
+def test_a_model_written_on_the_mixin_is_its_own_architecture() -> None:
+    class Net(hfshard.ShardedModelMixin, BertPreTrainedModel):
+        def forward(self) -> None: ...
+
+    class Headless(hfshard.ShardedModelMixin, GlmImageVQVAE):
+        """Upstream's has no forward either."""
+
+    assert architecture_of(Net) is Net
+    assert architecture_of(type("Named", (Net,), {})) is not BertPreTrainedModel
+    assert architecture_of(Headless) is GlmImageVQVAE
+    assert architecture_of(BertModel) is BertModel
 
 
 @pytest.mark.parametrize("upstream", [MixtralForCausalLM, ViTModel, CLIPVisionModel])
