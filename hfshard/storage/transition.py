@@ -140,8 +140,7 @@ def _sharded_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | N
         todo.remove([old.names.single])  # it outranks the index for transformers: this is the commit for it
         todo.sync()
     _follow(todo, old, new, config)
-    todo.remove(_leftovers(old, new) - {old.names.single})
-    todo.sync()
+    _remove_old(todo, old, _leftovers(old, new) - {old.names.single})
     return todo
 
 
@@ -163,8 +162,7 @@ def _sharded_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) -
         todo.sync()
     todo.put(CONFIG_NAME, config)
     todo.sync()
-    todo.remove((_leftovers(old, new) | {unique}) - {old.names.single})
-    todo.sync()
+    _remove_old(todo, old, (_leftovers(old, new) | {unique}) - {old.names.single})
     return todo
 
 
@@ -178,8 +176,7 @@ def _single_by_rename(old: DirectoryState, new: NewCheckpoint, config: bytes | N
     if old.has_index:
         todo.put(old.names.index, _bridge(new.keys, old.names.single))
         todo.sync()
-    todo.remove(_leftovers(old, new) - {old.names.index})
-    todo.sync()
+    _remove_old(todo, old, _leftovers(old, new) - {old.names.index})
     if old.has_index:
         todo.remove([old.names.index])
         todo.sync()
@@ -206,8 +203,7 @@ def _single_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) ->
     todo.put(CONFIG_NAME, config)
     todo.put(index, _bridge(new.keys, single))
     todo.sync()
-    todo.remove((_leftovers(old, new) | {unique}) - {index})
-    todo.sync()
+    _remove_old(todo, old, (_leftovers(old, new) | {unique}) - {index})
     todo.remove([index])
     todo.sync()
     return todo
@@ -257,6 +253,14 @@ def _changed_config(old: DirectoryState, new: NewCheckpoint) -> bytes | None:
     elif config is None and old.config is not None and explicit_weights(old.config) is not None:
         config = without_pointer(old.config)
     return None if config == old.config else config
+
+
+def _remove_old(todo: Transition, old: DirectoryState, doomed: set[str]) -> None:
+    """Remove what is left of the old checkpoint; the index of pickled shards last: it tells whose they are."""
+    todo.remove(doomed - {old.names.bin_index})
+    todo.sync()
+    todo.remove(doomed & {old.names.bin_index})
+    todo.sync()
 
 
 def _leftovers(old: DirectoryState, new: NewCheckpoint) -> set[str]:
