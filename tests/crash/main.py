@@ -26,7 +26,8 @@ def parser() -> argparse.ArgumentParser:
             "Stop a save at each of its file-changing system calls (SIGKILL, Ctrl-C, a full disk, an I/O error) and "
             "ask hfshard, transformers and huggingface_hub what they then load: it must be wholly the old or wholly "
             "the new checkpoint, config included, and the next save must succeed and leave no litter. Needs strace. "
-            "RUNTIME"
+            "All of it is some 16,000 points: about 20 minutes with one job, half of that with --jobs 2 on two free "
+            "cores; --kinds kill: 5 minutes. With HFSHARD_WRITERS=4 in the environment the shards are written side by side."
         ),
     )
     made.add_argument("--target", choices=sorted(TARGETS), default="hfshard", help="who saves; upstream's must fail")
