@@ -24,7 +24,7 @@ from hfshard.errors import (
     InvalidArgumentError,
     StateDictMismatchError,
 )
-from hfshard.handover import is_upstreams_to_read
+from hfshard.handover import is_adapter, is_upstreams_to_read
 from hfshard.pretrained_arguments import (
     CONFIG_ATTRIBUTES,
     MODEL_ARGUMENTS,
@@ -32,6 +32,7 @@ from hfshard.pretrained_arguments import (
     class_of_auto,
     config_of,
     source_of,
+    where_of,
 )
 from hfshard.source import Source, opened
 from hfshard.state_dict import Mismatch, compare, has_wrapper_prefix, match_prefixes, strip_compiled, strip_wrappers
@@ -58,6 +59,8 @@ def load_class(model_class: Any, path: Any, *model_args: Any, **kwargs: Any) -> 
             f"load_model takes a module or a transformers class, and {model_class!r} is neither."
         )
     if not issubclass(model_class, PreTrainedModel):
+        if is_adapter(os.fspath(path), where_of(kwargs)):
+            return cast(Any, model_class).from_pretrained(path, *model_args, **kwargs)
         model_class, kwargs = class_of_auto(model_class, os.fspath(path), kwargs)
     return load_pretrained(model_class.from_pretrained, model_class, path, model_args, kwargs, options)
 
@@ -92,6 +95,8 @@ def load_pretrained(
         return build(path, *model_args, **kwargs)
     name = os.fspath(path)
     source = source_of(name, kwargs)
+    if is_adapter(name, where_of(kwargs)):
+        return _checked_then_handed_over(build, name, model_args, kwargs, source, options)
     try:
         directory = source.directory()
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):

@@ -39,6 +39,11 @@ CONFIG_ATTRIBUTES: Final = {"attn_implementation", "experts_implementation"}
 """Arguments that upstream sets on the config, and does not hand to the model."""
 
 
+def where_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those arguments that say where files come from."""
+    return {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
+
+
 def source_of(name: str, kwargs: Mapping[str, Any]) -> Source:
     """Where these arguments say that the files come from."""
     return Source(
@@ -62,7 +67,7 @@ def config_of(model_class: type[PreTrainedModel], name: str, kwargs: dict[str, A
         model_kwargs = {key: value for key, value in rest.items() if key not in CONFIG_ATTRIBUTES}
         _refuse_unknown_model_arguments(model_class, config, model_kwargs)
         return config, model_kwargs
-    where = {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
+    where = where_of(kwargs)
     config_class = cast(Any, model_class).config_class
     config, model_kwargs = config_class.from_pretrained(
         config if config is not None else name, return_unused_kwargs=True, **where, **rest
@@ -87,7 +92,7 @@ def _refuse_unknown_model_arguments(model_class: type, config: Any, model_kwargs
 def class_of_auto(auto: Any, name: str, kwargs: dict[str, Any]) -> tuple[type[PreTrainedModel], dict[str, Any]]:
     """The class that an Auto class would build, found by building it without weights."""
     if not isinstance(kwargs.get("config"), PreTrainedConfig):
-        where = {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
+        where = where_of(kwargs)
         rest = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
         config = AutoConfig.from_pretrained(
             kwargs.get("config") or name, trust_remote_code=kwargs.get("trust_remote_code"), **where, **rest
