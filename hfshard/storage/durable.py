@@ -9,7 +9,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from hfshard.constants import COPY_BYTES
@@ -48,7 +48,14 @@ def locked_directory(directory: str, *, wait_seconds: float) -> Iterator[int]:
         _lock(fd, directory, wait_seconds)
         yield fd
     finally:
+        _unlock(fd)
         os.close(fd)
+
+
+def _unlock(fd: int) -> None:
+    # Closing is not enough: a process that was forked meanwhile (a DataLoader's worker) has the descriptor too.
+    with suppress(OSError):  # never locked
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def _lock(fd: int, directory: str, wait_seconds: float) -> None:
@@ -100,7 +107,7 @@ def make_directories(directory: str) -> list[str]:
         Those that were made, deepest last.
     """
     missing = []
-    at = os.path.abspath(directory)
+    at = os.path.join(os.getcwd(), directory)  # not made shorter: ".." after a link is not what stands before it
     while not os.path.isdir(at):
         missing.append(at)
         at = os.path.dirname(at)
