@@ -1,0 +1,46 @@
+"""Where a save goes: however its directory is written, nothing beside and above it is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import hfshard
+from hfshard.errors import NotEnoughSpaceError
+
+TOO_LARGE = {"weight": torch.zeros(1).expand(2**50)}
+"""4 PiB that take four bytes of memory."""
+
+
+@pytest.mark.parametrize("written", ["a/b/", "a/b//", "./a/b/", "a/b"])
+@pytest.mark.parametrize("exists", [True, False])
+def test_failed_save_leaves_the_directories_above(
+    written: str, exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if exists:
+        (tmp_path / "a" / "b").mkdir(parents=True)
+    else:
+        (tmp_path / "a").mkdir()
+    with pytest.raises(NotEnoughSpaceError):
+        hfshard.save_state_dict(TOO_LARGE, written)
+    assert (tmp_path / "a").is_dir()
+    assert (tmp_path / "a" / "b").is_dir() == exists
+
+
+@pytest.mark.parametrize("written", [".", "./", "", "out/", "link", "link/", "link/../beside"])
+def test_directory_may_be_written_in_any_way(written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real/inner")
+    monkeypatch.chdir(tmp_path)
+    if written == "":
+        with pytest.raises(FileNotFoundError):
+            hfshard.save_state_dict({"a": torch.ones(1)}, written)
+        return
+    hfshard.save_state_dict({"a": torch.ones(1)}, written)
+    assert torch.equal(hfshard.load_state_dict(written)["a"], torch.ones(1))
+    if written == "link/../beside":
+        assert (tmp_path / "real" / "beside" / "model.safetensors").is_file()
+        assert not (tmp_path / "beside").exists()
