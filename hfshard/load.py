@@ -13,7 +13,16 @@ from torch import nn
 from hfshard.arguments import refuse_unknown
 from hfshard.errors import InvalidArgumentError
 from hfshard.source import Source, opened
-from hfshard.state_dict import KeySelection, assign, compare, has_wrapper_prefix, match_prefixes, select_keys, unwrap
+from hfshard.state_dict import (
+    KeySelection,
+    assign,
+    collect_state_dict,
+    compare,
+    has_wrapper_prefix,
+    match_prefixes,
+    select_keys,
+    unwrap,
+)
 from hfshard.storage.checkpoint import OpenCheckpoint, Verify
 from hfshard.tied import find_ties
 
@@ -123,7 +132,7 @@ def read_tensors(
 
 def _load_into(model: nn.Module, checkpoint: OpenCheckpoint, *, strict: bool) -> dict[str, Any]:
     tensors = read_tensors(checkpoint, None, "cpu", mapped=True)
-    own = model.state_dict()
+    own = collect_state_dict(model)
     if has_wrapper_prefix(tensors):
         names = match_prefixes(tensors, own.keys())
         tensors = {names[name]: tensor for name, tensor in tensors.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -37,14 +38,8 @@ def collect_state_dict(model: nn.Module) -> dict[str, Any]:
     A child that is honestly called `module` keeps its name. The tensors are the model's own, not copies.
     """
     model = unwrap(model)
-    state_dict = dict(model.state_dict())
-    wrapped = {
-        (f"{path}." if path else "") + child + "."
-        for path, module in model.named_modules()
-        if (child := _wrapped_child(module)) is not None
-    }
-    if not wrapped:
-        return state_dict
+    state_dict = model.state_dict()
+    wrapped = _wrapped_prefixes(model)
     return {_without_wrappers(name, wrapped): value for name, value in state_dict.items()}
 
 
@@ -118,10 +113,10 @@ def select_keys(names: Iterable[str], keys: KeySelection | None) -> list[str]:
         return names
     if callable(keys):
         return [name for name in names if keys(name)]
-    patterns = [keys] if isinstance(keys, str) else list(keys)
-    exact, globs = set(patterns) & set(names), [p for p in patterns if p not in set(names)]
-    chosen = exact | {name for name in names for glob in globs if fnmatchcase(name, glob)}
-    empty = tuple(glob for glob in globs if not any(fnmatchcase(name, glob) for name in chosen))
+    known, patterns = set(names), [keys] if isinstance(keys, str) else list(keys)
+    found = {pattern: {pattern} if pattern in known else set(_matching(names, pattern)) for pattern in patterns}
+    chosen = set[str]().union(*found.values())
+    empty = tuple(pattern for pattern in patterns if not found[pattern])
     if empty:
         raise StateDictMismatchError(
             f"The checkpoint has no tensor that matches {_listed(empty)}. "
@@ -129,6 +124,11 @@ def select_keys(names: Iterable[str], keys: KeySelection | None) -> list[str]:
             missing_keys=empty,
         )
     return [name for name in names if name in chosen]
+
+
+def _matching(names: Iterable[str], glob: str) -> Iterator[str]:
+    is_glob = any(sign in glob for sign in "*?[")  # of thousands of exact names that are not there, none is a glob
+    return (name for name in names if fnmatchcase(name, glob)) if is_glob else iter(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,24 +183,43 @@ def compare(state_dict: Mapping[str, torch.Tensor], model_state: Mapping[str, to
         mismatched=tuple(
             (name, tuple(tensor.shape), tuple(model_state[name].shape))
             for name, tensor in state_dict.items()
-            if name in model_state and tensor.shape != model_state[name].shape
+            if isinstance(model_state.get(name), torch.Tensor) and tensor.shape != model_state[name].shape
         ),
     )
 
 
 def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors into the model, or put them in place of its meta tensors; names that it lacks are passed over.
+    """Load tensors into the model by its own `load_state_dict`, in place of its meta tensors; other names are ignored.
 
-    Tied parameters stay tied, values are cast to the parameter's dtype and moved to its device.
+    Tied parameters stay tied, values are cast to the parameter's dtype and moved to its device, and what a module does
+    in its hooks, its `_load_from_state_dict` or its `set_extra_state` is done.
+
+    Args:
+        model: Unwrapped; changed.
+        state_dict: By the names that `collect_state_dict` gives.
     """
-    own = model.state_dict()
-    meta = {name for name in state_dict if name in own and own[name].is_meta}
-    with torch.no_grad():
-        for name, tensor in state_dict.items():
-            if name in own and name not in meta:
-                own[name].copy_(tensor)
-    if meta:
-        model.load_state_dict({name: state_dict[name] for name in meta}, strict=False, assign=True)
+    own, wrapped = model.state_dict(), _wrapped_prefixes(model)
+    given = {name: state_dict[short] for name in own if (short := _without_wrappers(name, wrapped)) in state_dict}
+    meta = {name: given[name] for name in given if getattr(own[name], "is_meta", False)}
+    filled = {name: given[name] for name in given if name not in meta}
+    for part, is_meta in ((filled, False), (_as_parameters(model, meta), True)):
+        if part:
+            versioned = OrderedDict(part)
+            versioned._metadata = getattr(own, "_metadata", None)  # type: ignore[attr-defined]  # its modules' versions
+            model.load_state_dict(versioned, strict=False, assign=is_meta)
+
+
+def _as_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that take the places of meta parameters: of their dtype, and one for all names that were tied."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    made: dict[int, torch.Tensor] = {}
+    result = dict(tensors)
+    for name in tensors.keys() & parameters.keys():
+        old = parameters[name]
+        if id(old) not in made:
+            made[id(old)] = nn.Parameter(tensors[name].to(old.dtype), requires_grad=old.requires_grad)
+        result[name] = made[id(old)]
+    return result
 
 
 def _wrapped_child(module: nn.Module) -> str | None:
@@ -213,7 +232,18 @@ def _wrapped_child(module: nn.Module) -> str | None:
     return None
 
 
+def _wrapped_prefixes(model: nn.Module) -> set[str]:
+    """Where in the model's names the wrappers of its children put theirs: "encoder._orig_mod."."""
+    return {
+        (f"{path}." if path else "") + child + "."
+        for path, module in model.named_modules()
+        if (child := _wrapped_child(module)) is not None
+    }
+
+
 def _without_wrappers(name: str, wrapped: set[str]) -> str:
+    if not wrapped:
+        return name
     kept, path = [], ""
     for part in name.split("."):
         path += f"{part}."

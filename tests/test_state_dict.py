@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from torch import nn
 
-from hfshard.state_dict import collect_state_dict, has_wrapper_prefix, match_prefixes
+from hfshard.errors import StateDictMismatchError
+from hfshard.state_dict import collect_state_dict, has_wrapper_prefix, match_prefixes, select_keys
 
 NAMES: list[tuple[str, list[str], list[str], list[str]]] = [
     ("nothing to take off", ["a.w", "b"], ["a.w", "b"], ["a.w", "b"]),
@@ -64,3 +67,17 @@ def test_wrappers_are_taken_off_a_model_by_what_they_are_and_never_by_name() -> 
     own = model.state_dict()
     own_names = ["module.weight", "module.bias", "wrapped.module.weight", "wrapped.module.bias"]
     assert [value.data_ptr() for value in state_dict.values()] == [own[name].data_ptr() for name in own_names]
+
+
+def test_many_exact_keys_are_selected_in_linear_time() -> None:
+    names = [f"layers.{number}.weight" for number in range(100_000)]
+    start = time.perf_counter()
+    assert select_keys(names, names[::2]) == names[::2]
+    assert time.perf_counter() - start < 5  # a set of all names for each of them took minutes
+
+
+def test_selected_keys_that_match_nothing_are_all_named() -> None:
+    with pytest.raises(StateDictMismatchError, match=r"d\.\*, e") as raised:
+        select_keys(["a.b", "a[0].b", "c"], ["a.*", "a[0].b", "d.*", "e"])
+    assert raised.value.missing_keys == ("d.*", "e")
+    assert select_keys(["a.b", "a[0].b", "c"], ["c", "a[0].b", "*.b"]) == ["a.b", "a[0].b", "c"]

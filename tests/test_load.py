@@ -1,0 +1,97 @@
+"""Loading into a module: by the module's own means, whatever wraps its children."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfshard
+
+
+class Transposed(nn.Module):
+    """Keeps its weight in one layout, and saves it in another, as quantized and tensor-parallel layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight.detach().t().contiguous()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        self.weight.data.copy_(state_dict[f"{prefix}weight"].t())
+
+
+class Counting(nn.Linear):
+    """Has an extra state."""
+
+    steps = 0
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.steps])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.steps = int(state)
+
+
+class Tied(nn.Module):
+    """Two names of one parameter, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+
+def test_module_with_its_own_format_is_loaded(tmp_path: Path) -> None:
+    saved, loaded = nn.Sequential(Transposed()), nn.Sequential(Transposed())
+    hfshard.save_model(saved, tmp_path)
+    assert not torch.equal(saved[0].weight, loaded[0].weight)
+    hfshard.load_model(loaded, tmp_path)
+    assert torch.equal(saved[0].weight, loaded[0].weight)
+
+
+def test_module_whose_state_dict_is_a_copy_is_loaded(tmp_path: Path) -> None:
+    saved, loaded = nn.Linear(2, 2), nn.Linear(2, 2)
+    loaded._register_state_dict_hook(lambda module, state, prefix, local: {k: v.clone() for k, v in state.items()})
+    hfshard.save_model(saved, tmp_path)
+    hfshard.load_model(loaded, tmp_path)
+    assert torch.equal(saved.weight, loaded.weight)
+
+
+def test_extra_state_is_given_back(tmp_path: Path) -> None:
+    saved, loaded = Counting(2, 2), Counting(2, 2)
+    saved.steps = 7
+    hfshard.save_model(saved, tmp_path)
+    hfshard.load_model(loaded, tmp_path)
+    assert loaded.steps == 7
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own
+def test_model_with_a_compiled_child_loads_what_it_saved(tmp_path: Path) -> None:
+    saved, plain = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    expected = saved[0].weight.detach().clone()
+    saved[0] = torch.compile(saved[0])
+    hfshard.save_model(saved, tmp_path)
+    with torch.no_grad():
+        saved[0]._orig_mod.weight.zero_()
+    hfshard.load_model(saved, tmp_path)
+    assert torch.equal(saved[0]._orig_mod.weight, expected)
+    hfshard.load_model(plain, tmp_path)
+    assert torch.equal(plain[0].weight, expected)
+
+
+def test_meta_model_keeps_its_ties_dtype_and_frozen_parameters(tmp_path: Path) -> None:
+    saved = Tied()
+    hfshard.save_model(saved, tmp_path)
+    with torch.device("meta"):
+        loaded = Tied().to(torch.bfloat16)
+    hfshard.load_model(loaded, tmp_path)
+    assert loaded.first.weight is loaded.second.weight
+    assert torch.equal(loaded.first.weight, saved.first.weight.to(torch.bfloat16))
+    assert (loaded.first.weight.requires_grad, loaded.frozen.requires_grad) == (True, False)
