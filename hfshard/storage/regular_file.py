@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+from typing import Final
 
 from hfshard.constants import COPY_BYTES
 from hfshard.errors import DamagedCheckpointError, MissingShardError, UnsafePathError
@@ -11,6 +13,9 @@ from hfshard.storage.header import remedy
 
 Identity = tuple[int, int, int, int]
 """Device, inode, size and mtime (ns) of a file: another one means that it was replaced."""
+
+_NO_FILES_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE})
+"""What `open` answers when it is not the file's fault."""
 
 
 def open_regular(path: str, root: str) -> int:
@@ -22,6 +27,7 @@ def open_regular(path: str, root: str) -> int:
         MissingShardError: There is no such file.
         UnsafePathError: A link leads outside.
         DamagedCheckpointError: It is a directory, a FIFO, a socket or a device.
+        OSError: The process has too many files open.
     """
     try:
         real = os.path.realpath(path, strict=True)
@@ -39,6 +45,9 @@ def open_regular(path: str, root: str) -> int:
             path=path,
         ) from error
     except OSError as error:
+        if error.errno in _NO_FILES_LEFT:
+            hint = "every shard is held open while it is checked. Raise the limit, for example: ulimit -n 65536"
+            raise OSError(error.errno, f"{error.strerror}: {hint}", path) from error
         raise DamagedCheckpointError(
             f"File '{path}' can't be opened: {error.strerror}. {remedy(path)}", path=path
         ) from error
