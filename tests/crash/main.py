@@ -27,11 +27,12 @@ def parser() -> argparse.ArgumentParser:
             "ask hfshard, transformers and huggingface_hub what they then load: it must be wholly the old or wholly "
             "the new checkpoint, config included, and the next save must succeed and leave no litter. Needs strace. "
             "All of it is some 16,000 points: about 20 minutes with one job, half of that with --jobs 2 on two free "
-            "cores; --kinds kill: 5 minutes. With HFSHARD_WRITERS=4 in the environment the shards are written side by side."
+            "cores; --kinds kill: 5 minutes. With HFSHARD_WRITERS=4 in the environment several shards are written at once."
         ),
     )
     made.add_argument("--target", choices=sorted(TARGETS), default="hfshard", help="who saves; upstream's must fail")
-    made.add_argument("--kinds", default=",".join(KINDS), help="of %(default)s: what happens at a point")
+    kinds = "of %(default)s: full is a disk that stays full, power a simulated power cut"
+    made.add_argument("--kinds", default=",".join(KINDS), help=kinds)
     made.add_argument(
         "--transition", action="append", help="only these; may be repeated, and be a pattern such as 'bin->*'"
     )
