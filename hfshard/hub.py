@@ -55,8 +55,7 @@ def fetch_checkpoint(
         return os.path.dirname(path), commit
     raise CheckpointNotFoundError(
         f"'{repo_id}' has no weights{f' of variant {variant!r}' if variant else ''} that could be reached. "
-        "Check the name, the revision and the network; to see the files of a repo, run: hf repo-files list "
-        f"{repo_id}",
+        f"Check the name, the revision and the network; to see the files of a repo, run: hf models ls {repo_id}",
         path=repo_id,
     ) from last
 
