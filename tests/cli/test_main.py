@@ -73,8 +73,9 @@ assert "torch" not in sys.modules
 
 def test_interrupt_is_130_without_a_traceback(tmp_path: Path, child_environment: dict[str, str]) -> None:
     code = f"""
-import sys, time
+import signal, sys, time
 from hfshard.cli import commands, main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 def wait(arguments):
     print("ready", flush=True)
     while True:
