@@ -73,11 +73,16 @@ def readable(message: str) -> str:
     message = _LONG_WORD.sub(lambda word: f"{word.group()[:200]}…{word.group()[-100:]}", message)
     if len(message) > _LONGEST_MESSAGE:
         message = f"{message[: _LONGEST_MESSAGE - 1000]} … {message[-900:]}"
-    if message.isprintable():
-        return message
+    return escaped(message, keep="\n")
+
+
+def escaped(text: str, *, keep: str) -> str:
+    """Escape every character that does not print, but those to keep."""
+    if text.isprintable():
+        return text
     return "".join(
-        character if character.isprintable() or character == "\n" else character.encode("unicode_escape").decode()
-        for character in message
+        character if character.isprintable() or character in keep else character.encode("unicode_escape").decode()
+        for character in text
     )
 
 

@@ -12,10 +12,10 @@ from transformers.utils.import_utils import is_peft_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from hfshard.errors import HfshardError
-from hfshard.storage.locate import read_config
+from hfshard.storage.locate import read_config, weights_bytes
 
 _HANDED_OVER: Final = {
-    "gguf_file", "state_dict", "offload_folder", "distributed_config", "tp_plan", "tp_size", "device_mesh",
+    "offload_folder", "distributed_config", "tp_plan", "tp_size", "device_mesh",
     "quantization_config", "adapter_kwargs",
 }  # fmt: skip
 """Arguments with which upstream reads the files itself, after hfshard has checked them."""
@@ -55,11 +55,7 @@ def is_adapter(name: str, where: Mapping[str, Any]) -> bool:
 
 def _is_tight(directory: str) -> bool:
     """Whether the weights could be too large for the memory that is there."""
-    weights = sum(
-        entry.stat().st_size for entry in os.scandir(directory) if entry.name.endswith((".safetensors", ".bin"))
-    )
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return weights > free
+    return weights_bytes(directory) > os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _is_quantized(directory: str) -> bool:

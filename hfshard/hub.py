@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-from hfshard.constants import CONFIG_NAME, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.storage.directory_state import explicit_weights
 from hfshard.storage.index import CheckpointIndex
@@ -80,8 +80,7 @@ def _fetch(repo_id: str, name: str, wanted: dict[str, Any]) -> str | None:
 def _explicit(config_path: str | None) -> str | None:
     if config_path is None:
         return None
-    with open(config_path, "rb") as file:
-        return explicit_weights(file.read())
+    return explicit_weights(read_small(config_path, os.path.dirname(config_path), MAX_CONFIG_BYTES)[0])
 
 
 def _shards(index_path: str, suffix: str) -> list[str]:

@@ -41,6 +41,10 @@ from hfshard.storage.locate import check_generation_config
 
 logger = logging.getLogger(__name__)
 
+_building = threading.RLock()
+"""Upstream builds models under settings of the whole process (default dtype and device, no initialisation): two
+threads that load at once would lose ties. Re-entrant, for models that load a part of themselves."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
@@ -140,7 +144,7 @@ class _Building:
             upstream.pop(key, None)
         upstream |= {"config": config, "state_dict": tensors, "output_loading_info": True}
         try:
-            with _reports_naming(self.name):
+            with _building, _reports_naming(self.name):
                 model, info = self.call(None, *model_args, **upstream, **model_kwargs)
         except RuntimeError as error:
             if "ignore_mismatched_sizes" in str(error):

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from transformers import PreTrainedModel
 
 from hfshard.arguments import refuse_unknown
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import InvalidArgumentError
 from hfshard.load_pretrained import LoadOptions, load_pretrained
 from hfshard.plan import Packing
+from hfshard.pretrained import is_spread
 from hfshard.save import save_model
 from hfshard.size import parse_size
 from hfshard.storage.checkpoint import Verify
@@ -38,6 +40,8 @@ class ShardedModelMixin:
         model.save_pretrained("out", max_shard_size="5GiB")
 
     What it writes loads in stock transformers, under upstream's class; it loads what stock transformers writes.
+    Trainer (labels of question answering) and pipeline decide some things by the class's name: for them, give the
+    subclass the name that the model's class has.
     """
 
     _is_hfshard_model: ClassVar[bool] = True
@@ -74,7 +78,7 @@ class ShardedModelMixin:
             packing: "greedy" (as upstream) or "balanced" (fewest files, levelled).
             checksum: "sha256", "xxh3" or None.
             progress: A bar on stderr: None: on a terminal.
-            kwargs: `safe_serialization=True` of older code, and arguments of `push_to_hub`.
+            kwargs: `safe_serialization=True` and `save_function` of older code, and arguments of `push_to_hub`.
 
         Raises:
             UnknownArgumentError: A keyword that nobody takes; the message names the nearest.
@@ -84,6 +88,7 @@ class ShardedModelMixin:
         check_checksum(checksum)
         if kwargs.pop("safe_serialization", True) is False:
             raise InvalidArgumentError("hfshard writes no pickles: leave out safe_serialization=False.")
+        kwargs.pop("save_function", None)  # of accelerate's older examples; upstream takes it and ignores it
         refuse_unknown(kwargs, _PUSH_ARGUMENTS | _SAVE_ARGUMENTS, "save_pretrained")
         if self._is_upstreams_to_save(distributed_checkpoint):
             upstreams = seen_by_upstream(self)  # type: ignore[type-var]
@@ -142,6 +147,10 @@ class ShardedModelMixin:
             CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before it is built.
             StateDictMismatchError: Nothing fits, or strict and something differs.
         """
+        if not issubclass(cls, PreTrainedModel):
+            raise InvalidArgumentError(
+                f"{cls.__name__} is no transformers model: make an object of it, and call hfshard.load_model(it, path)."
+            )
         options = LoadOptions(strict, verify, progress)
         twin: Any = twin_of(cls)
         build = super(ShardedModelMixin, twin).from_pretrained  # type: ignore[misc]
@@ -149,7 +158,25 @@ class ShardedModelMixin:
         as_class(built[0] if isinstance(built, tuple) else built, cls)
         return built
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse the wrong order of bases, in which upstream's own methods would come first.
+
+        Raises:
+            InvalidArgumentError: A transformers model stands before the mixin.
+        """
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if PreTrainedModel in order and order.index(PreTrainedModel) < order.index(ShardedModelMixin):
+            raise InvalidArgumentError(
+                f"class {cls.__name__}: put ShardedModelMixin before the model's class, "
+                "or transformers saves and loads it: class Mine(ShardedModelMixin, TheModel): ..."
+            )
+
     # What upstream tells by a class's name or module, it is told of its own class.
+
+    def _get_name(self) -> str:
+        # Trainer shifts labels for the names of causal language models; `repr` shows it too.
+        return architecture_of(type(self)).__name__
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -180,7 +207,8 @@ class ShardedModelMixin:
         super().post_init()  # type: ignore[misc]
 
     def _is_upstreams_to_save(self, distributed_checkpoint: bool) -> bool:
-        """Whether the save needs what only upstream can do: adapters, offloaded weights, its distributed format."""
+        """Whether the save needs what only upstream can do: adapters, weights that are offloaded or on many ranks."""
         devices = set((getattr(self, "hf_device_map", None) or {}).values())
         is_offloaded = "disk" in devices or ("cpu" in devices and len(devices) > 1)
-        return distributed_checkpoint or is_offloaded or bool(getattr(self, "_hf_peft_config_loaded", False))
+        has_adapters = bool(getattr(self, "_hf_peft_config_loaded", False))
+        return distributed_checkpoint or is_offloaded or has_adapters or is_spread(self)

@@ -54,6 +54,11 @@ def pretrained_state(
 
     Source: transformers `PreTrainedModel.save_pretrained`.
     """
+    if is_spread(model):
+        raise InvalidArgumentError(
+            "The model is spread over several ranks, and hfshard.save_model would save the part of one. "
+            "Call save_pretrained of the model on every rank: it gathers the whole."
+        )
     quantizer = getattr(model, "hf_quantizer", None)
     metadata: dict[str, str] = {}
     if quantizer is not None:
@@ -77,6 +82,11 @@ def pretrained_state(
         files=small_files(model),
         total_parameters=model.num_parameters(),
     )
+
+
+def is_spread(model: Any) -> bool:
+    """Whether the model's weights lie on several ranks (tensor parallel, FSDP), so that one of them has only a part."""
+    return bool(getattr(model, "tp_size", None)) or getattr(model.config, "distributed_config", None) is not None
 
 
 def small_files(model: PreTrainedModel) -> dict[str, bytes]:

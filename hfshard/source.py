@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from hfshard.constants import SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
 from hfshard.progress import bytes_bar
 from hfshard.storage.checkpoint import OpenCheckpoint, Verify, open_checkpoint
 from hfshard.storage.checks import check_small_file
+from hfshard.storage.locate import weights_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ class Source:
 def opened(source: Source, verify: Verify, progress: bool | None) -> Iterator[OpenCheckpoint]:
     """Open the checkpoint of a source: locate, read the index, check."""
     directory = source.directory()
-    total = _weights_bytes(directory) if verify in ("full", "sha256") else 0
+    total = weights_bytes(directory, (SAFETENSORS_SUFFIX,)) if verify in ("full", "sha256") else 0
     with (
         bytes_bar("Verifying", total, progress if total else False) as on_bytes,
         open_checkpoint(
@@ -82,13 +84,6 @@ def _warn_of_edited_files(checkpoint: OpenCheckpoint) -> None:
                 check_small_file(checkpoint.directory, name, record)
             except DamagedCheckpointError as error:
                 logger.warning("%s", error)
-
-
-def _weights_bytes(directory: str) -> int:
-    if not os.path.isdir(directory):
-        return 0
-    paths = [os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(".safetensors")]
-    return sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
 
 
 def _is_a_path(path: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from hfshard.errors import InvalidArgumentError
 from hfshard.plan import Packing, ShardPlan, plan_specs, with_one_more_shard
 from hfshard.storage.commit import SaveSession
 from hfshard.storage.index import CheckpointIndex, FileRecord, own_metadata
@@ -56,7 +57,13 @@ class SaveRequest:
 
 
 def plan_request(request: SaveRequest) -> ShardPlan:
-    """Plan the files of a request, with room in their headers for the metadata that they will carry."""
+    """Plan the files of a request, with room in their headers for the metadata that they will carry.
+
+    Raises:
+        UnstorableTensorError: A value that the format has no bytes for.
+        InvalidArgumentError: Metadata that are no JSON, or a packing that nobody knows.
+    """
+    _check_metadata(request.metadata)
     specs = tensor_specs(request.tensors)
     shard_room = _json_bytes(shard_metadata(request.tensors, request.file_metadata))
     own = own_metadata(request.small_records, request.aliases, request.undeclared)
@@ -70,6 +77,15 @@ def plan_request(request: SaveRequest) -> ShardPlan:
         single_metadata_bytes=shard_room + digests + _json_bytes(own) + _json_bytes(dict(request.metadata)),
         shard_metadata_bytes=shard_room,
     )
+
+
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    try:
+        json.dumps(dict(metadata), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(
+            f"metadata must be JSON (no NaN, no objects), and are not: {error}. Write the values as text."
+        ) from error
 
 
 def with_free_names(plan: ShardPlan, session: SaveSession, request: SaveRequest) -> ShardPlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any, Final, TypeVar, cast
 
 import torch
@@ -14,6 +15,9 @@ MIXIN_MARK: Final = "_is_hfshard_model"
 
 _TWIN: Final = "_hfshard_twin"
 """The attribute of a class that keeps its twin."""
+
+_making = threading.Lock()
+"""Two threads that load the first models of a class must build them by one twin."""
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -45,9 +49,10 @@ def twin_of(model_class: type[Model]) -> type[Model]:
     architecture = architecture_of(model_class)
     if architecture is model_class:
         return model_class
-    if _TWIN not in vars(model_class):
-        names = {"__module__": architecture.__module__, "__qualname__": architecture.__qualname__}
-        setattr(model_class, _TWIN, type(architecture.__name__, (model_class,), names))
+    with _making:
+        if _TWIN not in vars(model_class):
+            names = {"__module__": architecture.__module__, "__qualname__": architecture.__qualname__}
+            setattr(model_class, _TWIN, type(architecture.__name__, (model_class,), names))
     return cast(type[Model], vars(model_class)[_TWIN])
 
 

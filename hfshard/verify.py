@@ -15,7 +15,7 @@ from hfshard.storage.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checks import check_small_file
 from hfshard.storage.header import remedy
 from hfshard.storage.index import CheckpointIndex, FileRecord
-from hfshard.storage.locate import locate_checkpoint
+from hfshard.storage.locate import locate_checkpoint, weights_bytes
 from hfshard.storage.names import WeightNames
 from hfshard.storage.pickle_file import check_every_byte
 from hfshard.storage.regular_file import read_small
@@ -81,7 +81,7 @@ def verify_checkpoint(
         raise InvalidArgumentError(f"level must be 'structure' or 'full', and is {level!r}.")
     directory = os.path.join(os.fspath(path), subfolder) if subfolder else os.fspath(path)
     checking = _Checking(directory, WeightNames(variant), level)
-    total = sum(entry.stat().st_size for entry in _weights(directory)) if level == "full" else 0
+    total = weights_bytes(directory, (SAFETENSORS_SUFFIX,)) if level == "full" else 0
     with bytes_bar("Verifying", total, progress if total else False) as on_bytes:
         checking.run(on_bytes)
     return checking.report()

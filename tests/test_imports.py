@@ -65,7 +65,7 @@ FOREIGN = {
     },
     "xxhash": {"storage"},
     "tqdm": {"progress"},
-    "transformers": {"handover", "load_pretrained", "pretrained", "pretrained_arguments", "upstream_class"},
+    "transformers": {"handover", "load_pretrained", "mixin", "pretrained", "pretrained_arguments", "upstream_class"},
     "huggingface_hub": {"hub", "load_pretrained"},
 }
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from hfshard.errors import escaped
+
 _BAR_COLUMNS: Final = 20
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 _GAP: Final = "  "
@@ -37,11 +39,7 @@ def print_message(text: str) -> None:
 
 def printable(text: str) -> str:
     """Escape what would move the cursor or hide text: names in a checkpoint are a stranger's."""
-    if text.isprintable():
-        return text
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
-    )
+    return escaped(text, keep="")
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -237,9 +237,10 @@ def save_session(
 
 
 def _make(directory: str) -> list[str]:
-    if os.path.exists(directory) and not os.path.isdir(directory):
+    if os.path.lexists(directory) and not os.path.isdir(directory):
+        what = "a link to nothing" if os.path.islink(directory) else "a file"
         raise SaveDirectoryError(
-            f"'{directory}' is a file, and a checkpoint is saved into a directory. Give another save_directory.",
+            f"'{directory}' is {what}, and a checkpoint is saved into a directory. Give another save_directory.",
             path=directory,
         )
     try:
@@ -262,11 +263,11 @@ def _clear_staging(directory: str) -> None:
     try:
         if os.path.lexists(staging):
             shutil.rmtree(staging)
-        at = os.path.dirname(staging)
-        while at != directory and not (os.path.lexists(at) and os.listdir(at)):
-            if os.path.lexists(at):  # else Ctrl-C or an error came before it was made
-                os.rmdir(at)
-            at = os.path.dirname(at)
+        parts = STAGING_DIRECTORY.split("/")
+        for depth in range(len(parts) - 1, 0, -1):
+            above = os.path.join(directory, *parts[:depth])
+            if os.path.lexists(above) and not os.listdir(above):  # Ctrl-C or an error may come before it is made
+                os.rmdir(above)
     except OSError as error:
         logger.warning("The staging directory '%s' can't be removed (%s); the next save tries again.", staging, error)
 

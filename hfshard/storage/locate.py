@@ -8,6 +8,7 @@ from typing import Literal
 
 from hfshard.constants import (
     ADAPTER_CONFIG_NAME,
+    BIN_SUFFIX,
     CONFIG_NAME,
     EXPLICIT_WEIGHTS_KEY,
     GENERATION_CONFIG_NAME,
@@ -69,6 +70,14 @@ def _not_found(directory: str, names: WeightNames, looked_for: list[str]) -> Che
         f"To see what is there, run: ls -l {directory}",
         path=directory,
     )
+
+
+def weights_bytes(directory: str, suffixes: tuple[str, ...] = (SAFETENSORS_SUFFIX, BIN_SUFFIX)) -> int:
+    """Bytes of the weights in a directory, of whatever checkpoint; none where there is no directory."""
+    if not os.path.isdir(directory):
+        return 0
+    paths = [os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(suffixes)]
+    return sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
 
 
 def read_config(directory: str) -> bytes | None:

@@ -48,9 +48,8 @@ def open_regular(path: str, root: str) -> int:
         if error.errno in _NO_FILES_LEFT:
             hint = "every shard is held open while it is checked. Raise the limit, for example: ulimit -n 65536"
             raise OSError(error.errno, f"{error.strerror}: {hint}", path) from error
-        raise DamagedCheckpointError(
-            f"File '{path}' can't be opened: {error.strerror}. {remedy(path)}", path=path
-        ) from error
+        todo = f"Run: chmod u+r {path}" if error.errno in (errno.EACCES, errno.EPERM) else remedy(path)
+        raise DamagedCheckpointError(f"File '{path}' can't be opened: {error.strerror}. {todo}", path=path) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise DamagedCheckpointError(

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from hfshard.constants import COPY_BYTES, FORMAT_VERSION, METADATA_KEY, SAMPLE_BYTES
+from hfshard.errors import InvalidArgumentError
 from hfshard.storage.dtypes import REAL_PAIR_DTYPES, stored_dtype_name, stored_shape
 from hfshard.storage.durable import copy_mode, sync, write_views
 from hfshard.storage.header import build_header
@@ -22,6 +23,9 @@ from hfshard.storage.tensor_bytes import first_bytes, iter_blocks, tensor_nbytes
 
 PAIRS_KEY: Final = "hfshard.complex"
 """Key of a file's `__metadata__`: JSON list of tensors that are complex, and stored as real pairs."""
+
+WRITERS_VARIABLE: Final = "HFSHARD_WRITERS"
+"""The environment variable that says how many files are written at once."""
 
 _MAX_THREADS: Final = 4
 """Files written at once: each has blocks of 4 MiB under way, so that all stay far under 64 MiB."""
@@ -62,7 +66,7 @@ def write_shards(
         OSError: The first error of any file; the others are stopped. What was written stays for the caller to remove.
     """
     stop = threading.Event()
-    threads = min(len(jobs), int(os.environ.get("HFSHARD_WRITERS", 0)) or min(_MAX_THREADS, os.cpu_count() or 1))
+    threads = min(len(jobs), _writers())
     if threads <= 1:
         return [_write_shard(job, checksum, on_bytes, stop) for job in jobs]
     with ThreadPoolExecutor(threads, thread_name_prefix="hfshard-write") as pool:
@@ -77,6 +81,16 @@ def write_shards(
             pool.shutdown(wait=True, cancel_futures=True)
             raise
         return [future.result() for future in futures]
+
+
+def _writers() -> int:
+    """Files to write at once: by the environment, else by the machine."""
+    wanted = os.environ.get(WRITERS_VARIABLE, "")
+    if not wanted:
+        return min(_MAX_THREADS, os.cpu_count() or 1)
+    if not (wanted.isascii() and wanted.isdigit() and int(wanted) > 0):
+        raise InvalidArgumentError(f"The variable {WRITERS_VARIABLE} must be a number of threads, and is {wanted!r}.")
+    return int(wanted)
 
 
 def sample_of(header: bytes, tensors: Sequence[torch.Tensor]) -> str:
