@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES
-from hfshard.errors import DamagedCheckpointError, IntegrityError
+from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
 from hfshard.storage.config_pointer import as_saved
 from hfshard.storage.index import CheckpointIndex, FileRecord
 from hfshard.storage.integrity import sha256_of
+from hfshard.storage.names import INDEX_FILE
 from hfshard.storage.regular_file import read_small
 from hfshard.storage.shard_file import ShardFile
+
+logger = logging.getLogger(__name__)
 
 _VERIFY_THREADS: Final = 4
 """Files hashed at once: with more, a disk reads no faster."""
@@ -99,13 +103,16 @@ def check_digests(
 def check_small_file(directory: str, name: str, record: FileRecord) -> None:
     """Compare config.json or generation_config.json with what was recorded when it was saved.
 
+    A variant shares these files with the weights beside it, and the last save of either writes them: what any
+    checkpoint in the directory recorded is right for all of them.
+
     Raises:
         DamagedCheckpointError: It is missing (`MissingShardError`), or differs (`IntegrityError`).
     """
     path = os.path.join(directory, name)
     raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
     found = sha256_of(as_saved(raw) if name == CONFIG_NAME else raw)
-    if record.sha256 is not None and found != record.sha256:
+    if record.sha256 not in (None, found) and found not in _recorded_by_others(directory, name):
         raise IntegrityError(
             f"'{path}' is not the file that was saved: its sha256 is {found}, and {record.sha256} was recorded. "
             "If you edited it on purpose, load with verify='structure', or save again.",
@@ -113,6 +120,24 @@ def check_small_file(directory: str, name: str, record: FileRecord) -> None:
             expected=record.sha256,
             actual=found,
         )
+
+
+def _recorded_by_others(directory: str, name: str) -> set[str | None]:
+    """The sha256 of a small file that the checkpoints in a directory recorded; damaged ones are passed over."""
+    found: set[str | None] = set()
+    for file in os.listdir(directory):
+        path = os.path.join(directory, file)
+        try:
+            if INDEX_FILE.fullmatch(file):
+                raw, _ = read_small(path, directory, MAX_INDEX_BYTES)
+                found.add(CheckpointIndex.from_json(raw, path).files.get(name, FileRecord()).sha256)
+            elif file.endswith(SAFETENSORS_SUFFIX):
+                shard = ShardFile(path, directory)
+                shard.close()
+                found.add(shard.own.files.get(name, FileRecord()).sha256)
+        except HfshardError as error:
+            logger.debug("'%s' records nothing that can be read: %s", path, error)
+    return found
 
 
 def _key_error(path: str, name: str, problem: str) -> DamagedCheckpointError:

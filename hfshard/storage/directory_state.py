@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from hfshard.constants import CONFIG_NAME, EXPLICIT_WEIGHTS_KEY, MAX_CONFIG_BYTES, MAX_INDEX_BYTES
 from hfshard.errors import HfshardError
 from hfshard.storage.index import CheckpointIndex
-from hfshard.storage.names import WeightNames
+from hfshard.storage.names import INDEX_FILE, WeightNames
 from hfshard.storage.regular_file import read_small
 from hfshard.storage.removals import noted_removals
 from hfshard.storage.shard_file import ShardFile
-
-_INDEX_FILE = re.compile(r".+\.(?:safetensors|bin)\.index(?:\.[^/]+)?\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class DirectoryState:
         if self.names.variant is None:
             return False
         mine = {self.names.single, self.names.index, self.names.bin_single, self.names.bin_index, self.explicit}
-        weights = re.compile(r"(?:model|pytorch_model)(?:\.[^/]+)?\.(?:safetensors|bin)|" + _INDEX_FILE.pattern)
+        weights = re.compile(r"(?:model|pytorch_model)(?:\.[^/]+)?\.(?:safetensors|bin)|" + INDEX_FILE.pattern)
         return any(weights.fullmatch(name) for name in self.listing - self.owned - mine)
 
     def single_keys(self) -> list[str]:
@@ -77,7 +75,7 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
     """Look at a save directory. What can't be read is taken as belonging to somebody else: it is never removed."""
     listing = frozenset(os.listdir(directory))
     config, explicit = _read_config(directory, listing)
-    indexes = {name: _read_index(directory, name) for name in listing if _INDEX_FILE.fullmatch(name)}
+    indexes = {name: _read_index(directory, name) for name in listing if INDEX_FILE.fullmatch(name)}
     ours = explicit is not None and names.is_transient(explicit)
     mine = {names.index, names.bin_index} | ({explicit} if explicit is not None and ours else set())
     # An index of ours that nothing points at is a wreck, and so are the shards that only it names.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import PurePosixPath, PureWindowsPath
+from typing import Final
 
 from hfshard.constants import BIN_SUFFIX, INDEX_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import InvalidArgumentError, UnsafePathError
+
+INDEX_FILE: Final = re.compile(r".+\.(?:safetensors|bin)\.index(?:\.[^/]+)?\.json")
+"""The name of an index, of whatever checkpoint."""
 
 _VARIANT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
