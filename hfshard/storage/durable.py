@@ -9,7 +9,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Final
 
 from hfshard.constants import COPY_BYTES
@@ -48,14 +48,21 @@ def locked_directory(directory: str, *, wait_seconds: float) -> Iterator[int]:
         _lock(fd, directory, wait_seconds)
         yield fd
     finally:
-        _unlock(fd)
+        _unlock(fd, directory)
         os.close(fd)
 
 
-def _unlock(fd: int) -> None:
+def _unlock(fd: int, directory: str) -> None:
     # Closing is not enough: a process that was forked meanwhile (a DataLoader's worker) has the descriptor too.
-    with suppress(OSError):  # never locked
+    try:
         fcntl.flock(fd, fcntl.LOCK_UN)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:  # else it was never locked, and that was said
+            logger.warning(
+                "The lock of '%s' can't be given back (%s): the next save there waits for processes forked meanwhile.",
+                directory,
+                error,
+            )
 
 
 def _lock(fd: int, directory: str, wait_seconds: float) -> None:
