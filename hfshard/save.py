@@ -147,7 +147,7 @@ def is_pretrained(model: object) -> bool:
 
 def save_request(request: SaveRequest, save_directory: str | os.PathLike[str]) -> CheckpointIndex:
     """Plan, write, index, commit."""
-    directory = _without_last_slash(os.fspath(save_directory))
+    directory = os.fspath(save_directory)
     plan = plan_request(request)
     with save_session(directory, request.names) as session:
         plan = with_free_names(plan, session, request)
@@ -161,11 +161,6 @@ def save_request(request: SaveRequest, save_directory: str | os.PathLike[str]) -
         session.commit(plan_transition(session.state, new))
     logger.info("Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), plan.total_size, directory)
     return index
-
-
-def _without_last_slash(directory: str) -> str:
-    # Going up from a file in it comes by "out", and never by "out/": what cleans up there would go on above it.
-    return directory.rstrip("/") or directory[:1]
 
 
 def _pretrained_request(

@@ -18,7 +18,7 @@ HEADER = 4096
 
 
 def spec(name: str, nbytes: int) -> TensorSpec:
-    return TensorSpec(name, "U8", (nbytes,), nbytes, 1)
+    return TensorSpec(name, "U8", (nbytes,), nbytes)
 
 
 def groups(sizes: dict[str, int], limit: int, packing: str = "greedy") -> list[list[str]]:
@@ -106,7 +106,7 @@ def test_one_more_shard_of_single_tensors_is_an_empty_one() -> None:
 
 def _calls_to_plan(count: int, packing: Packing) -> int:
     """Function calls that a plan of so many tensors takes: a measure of its work that no other process disturbs."""
-    specs = [TensorSpec(f"layers.{i:06d}.weight", "F32", (i % 97, 3), i % 97 * 12, 4) for i in range(count)]
+    specs = [TensorSpec(f"layers.{i:06d}.weight", "F32", (i % 97, 3), i % 97 * 12) for i in range(count)]
     calls = 0
 
     def counted(_frame: object, event: str, _argument: object) -> None:

@@ -21,8 +21,6 @@ class TensorSpec:
     shape: tuple[int, ...]
     """As the format counts it."""
     nbytes: int
-    element_bytes: int
-    """Tensors with larger elements come first in a file, so that each is aligned."""
 
 
 def tensor_specs(state_dict: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
@@ -36,5 +34,5 @@ def tensor_specs(state_dict: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
         check_storable(name, tensor)
         dtype = stored_dtype_name(tensor.dtype) or ""
         shape = tuple(stored_shape(tensor))
-        specs.append(TensorSpec(name, dtype, shape, tensor_nbytes(tensor), tensor.element_size()))
+        specs.append(TensorSpec(name, dtype, shape, tensor_nbytes(tensor)))
     return specs
