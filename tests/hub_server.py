@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import threading
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.hubserver.api import NO_HARNESSES
 from tests.hubserver.faults import Fault
 from tests.hubserver.hub import Hub
 from tests.hubserver.log import Request
@@ -172,7 +174,12 @@ class HubServer:
         return self._hub.api_origin
 
     def environment(self, token: str | None = "hf_write", *, home: Path) -> dict[str, str]:
-        """Make the environment of a child process that talks to this Hub, with its cache and settings in `home`."""
+        """Make the environment of a child process that talks to this Hub, with its cache and settings in `home`.
+
+        The list of agents that huggingface_hub asks for once a day and home directory is put there already, so that
+        the log shows only what the child does.
+        """
+        replace_file(home / ".agent_harnesses.json", json.dumps(NO_HARNESSES).encode())
         inherited = {
             name: value
             for name, value in os.environ.items()

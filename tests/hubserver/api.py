@@ -14,6 +14,9 @@ from tests.hubserver.repos import Commit, RefExistsError, Repo, RevisionNotFound
 from tests.hubserver.resolve import commit_of
 from tests.hubserver.wire import Exchange, HubError
 
+# huggingface_hub asks for it once a day and home directory, whatever it is about to do.
+NO_HARNESSES: dict[str, Any] = {"standardEnvVars": [], "harnesses": {}}
+
 
 def whoami(hub: Hub, exchange: Exchange) -> None:
     """Answer whose token it is."""
@@ -80,6 +83,11 @@ def validate_yaml(hub: Hub, exchange: Exchange) -> None:
     """Accept the metadata of any README."""
     exchange.body.json()
     exchange.reply_json({"errors": [], "warnings": []})
+
+
+def harnesses(hub: Hub, exchange: Exchange) -> None:
+    """Answer which programs drive clients: none that anyone knows of."""
+    exchange.reply_json(NO_HARNESSES)
 
 
 def info(hub: Hub, exchange: Exchange, repo_id: str, revision: str = "main") -> None:

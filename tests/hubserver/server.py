@@ -33,6 +33,7 @@ ROUTES: dict[str, list[tuple[str, str, str, Route]]] = {
         ("POST", r"/api/repos/create", "create_repo", api.create_repo),
         ("DELETE", r"/api/repos/delete", "delete_repo", api.delete_repo),
         ("POST", r"/api/validate-yaml", "validate_yaml", api.validate_yaml),
+        ("GET", r"/api/agent-harnesses", "harnesses", api.harnesses),
         ("PUT", rf"{_MODEL}/settings", "settings", api.settings),
         ("GET", rf"{_MODEL}", "info", api.info),
         ("GET", rf"{_MODEL}/revision/{_REVISION}", "info", api.info),
@@ -154,7 +155,11 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Origin(ThreadingHTTPServer):
-    """One origin (host and port) on loopback."""
+    """One origin (host and port) on loopback.
+
+    The two have host names of their own, too: huggingface_hub 1.x goes by the host alone when it asks whether a
+    redirect leaves the Hub (and then stops there, and leaves the token out).
+    """
 
     daemon_threads = True
     # Clients open many connections at once.
@@ -163,6 +168,7 @@ class Origin(ThreadingHTTPServer):
     def __init__(self, hub: Hub, name: str, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), Handler)
         self.hub, self.name = hub, name
+        self.host = "127.0.0.1" if name == "api" else "localhost"
         self._connections: set[socket.socket] = set()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name=f"hub-{name}", daemon=True)
@@ -170,7 +176,7 @@ class Origin(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """The origin as a URL."""
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"http://{self.host}:{self.server_address[1]}"
 
     def start(self) -> None:
         """Answer requests from now on."""
