@@ -11,6 +11,11 @@ HfshardError
 ├── CommitUnfinishedError (OSError)            saved and committed, but tidying up failed
 ├── DirectoryLockedError (BlockingIOError)     another process is saving there
 ├── CheckpointNotFoundError (FileNotFoundError)  no weights where they were looked for
+├── HubError (OSError)                         a hub did not do what it was asked for
+│   ├── HubAccessError (PermissionError)       the token is wrong, missing, or may not do that
+│   ├── HubNotFoundError (FileNotFoundError)   no such repo, revision or file; or not for this token
+│   ├── HubConnectionError (ConnectionError)   it can't be reached, or stopped answering
+│   └── RemoteChangedError                     somebody else pushed to the same files meanwhile
 ├── CheckpointChangedError (RuntimeError)      it kept changing while it was being read
 ├── DamagedCheckpointError (ValueError)        a file is not what a checkpoint needs
 │   ├── MissingShardError (FileNotFoundError)  a file that the index names is not there
@@ -128,6 +133,26 @@ class DirectoryLockedError(HfshardError, BlockingIOError):
 
 class CheckpointNotFoundError(HfshardError, FileNotFoundError):
     """No weights in the place where they were looked for."""
+
+
+class HubError(HfshardError, OSError):
+    """A hub, on the network or in a directory, did not do what it was asked for."""
+
+
+class HubAccessError(HubError, PermissionError):
+    """The token is wrong or missing, or its user may not do that."""
+
+
+class HubNotFoundError(HubError, FileNotFoundError):
+    """No such repo, revision or file; for a private repo, the Hub says so to everybody who may not see it."""
+
+
+class HubConnectionError(HubError, ConnectionError):
+    """The hub can't be reached, or stopped answering."""
+
+
+class RemoteChangedError(HubError):
+    """Somebody else pushed to the same files meanwhile; nothing was pushed."""
 
 
 class CheckpointChangedError(HfshardError, RuntimeError):

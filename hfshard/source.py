@@ -42,7 +42,7 @@ class Source:
             )
         if _is_a_path(self.path):
             raise CheckpointNotFoundError(f"There is no directory '{self.path}'. Check the path.", path=self.path)
-        from hfshard.hub import fetch_checkpoint
+        from hfshard.hub.pull import fetch_checkpoint
 
         return fetch_checkpoint(
             self.path,

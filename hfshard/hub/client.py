@@ -1,0 +1,125 @@
+"""Speaking to the Hugging Face Hub: which token is used, and what its answers mean in hfshard's errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from huggingface_hub import constants, get_token
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import get_session
+
+from hfshard.errors import HfshardError, HubAccessError, HubConnectionError, HubError, HubNotFoundError
+from hfshard.errors import InvalidArgumentError
+
+_TOKEN_VARIABLES: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_SHOWN_CHARACTERS: Final = 4
+"""Of a token, in messages: enough to tell which one it is, too few to use it."""
+_NO_RIGHT: Final = (401, 403)
+
+
+def transport_errors() -> tuple[type[Exception], ...]:
+    """What the HTTP library of this huggingface_hub raises where a connection fails: httpx, or httpx2 from 2.0 on."""
+    package = next(kind.__module__.split(".")[0] for kind in type(get_session()).__mro__ if "httpx" in kind.__module__)
+    return (sys.modules[package].TransportError,)
+
+
+def described_token(token: str | bool | None) -> str:
+    """Which token a call with this argument uses, in words that do not give it away."""
+    if isinstance(token, str):
+        return f"the token '…{token[-_SHOWN_CHARACTERS:]}' that was passed"
+    if token is False:
+        return "no token, as token=False was passed"
+    found = get_token()
+    if found is None:
+        return "no token, as none is saved or in HF_TOKEN"
+    shown = f"'…{found[-_SHOWN_CHARACTERS:]}'"
+    for variable in _TOKEN_VARIABLES:
+        if os.environ.get(variable, "").strip() == found:
+            return f"the token {shown} of the environment variable {variable}"
+    return f"the token {shown} that is saved in '{constants.HF_TOKEN_PATH}'"
+
+
+@contextmanager
+def speaking(repo_id: str, token: str | bool | None, *, revision: str | None = None) -> Iterator[None]:
+    """Turn what huggingface_hub raises into hfshard's errors, which say which token was used and what to do.
+
+    Raises:
+        HubAccessError, HubNotFoundError, HubConnectionError, HubError: See `errors`.
+        InvalidArgumentError: The repo_id is none.
+    """
+    failed = transport_errors()
+    try:
+        yield
+    except HfshardError:
+        raise
+    except HFValidationError as error:
+        raise InvalidArgumentError(f"'{repo_id}' is no repo_id, and no directory: {error}", path=repo_id) from error
+    except LocalTokenNotFoundError as error:
+        raise HubAccessError(
+            "token=True asks for a saved token, and there is none. Run: hf auth login", path=repo_id
+        ) from error
+    except OfflineModeIsEnabled as error:
+        raise HubConnectionError(
+            f"'{repo_id}' can't be asked: offline mode is on. Unset HF_HUB_OFFLINE to use the network.", path=repo_id
+        ) from error
+    except HfHubHTTPError as error:
+        raise translated(error, repo_id, token, revision) from error
+    except failed as error:
+        raise HubConnectionError(
+            f"The connection to {constants.ENDPOINT} failed for '{repo_id}': {error or type(error).__name__}. "
+            "Check the network, and run it again: what was transferred is not sent or fetched twice.",
+            path=repo_id,
+        ) from error
+
+
+def translated(error: HfHubHTTPError, repo_id: str, token: str | bool | None, revision: str | None) -> HubError:
+    """What an answer of the Hub means."""
+    status, used = status_of(error), described_token(token)
+    url = f"{constants.ENDPOINT}/{repo_id}"
+    about: dict[str, Any] = {"path": repo_id, "actual": status}
+    said = f" The Hub said: {error.server_message}" if error.server_message else ""
+    if isinstance(error, GatedRepoError):
+        return HubAccessError(
+            f"'{repo_id}' is gated, and the request had {used}. Accept its conditions on {url}, "
+            f"then run: hf auth login.{said}",
+            **about,
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return HubNotFoundError(
+            f"'{repo_id}' has no revision '{revision}'. See its branches and tags on {url}/tree/main.", **about
+        )
+    if isinstance(error, EntryNotFoundError):
+        return HubNotFoundError(f"'{repo_id}' has no such file: {error.server_message or error}", **about)
+    if isinstance(error, RepositoryNotFoundError) and status != 403:
+        kind = HubAccessError if status == 401 else HubNotFoundError
+        return kind(
+            f"There is no repo '{repo_id}' on {constants.ENDPOINT}, or it is private and may not be seen with {used}. "
+            f"Check the name; to see whose token it is, run: hf auth whoami.{said}",
+            **about,
+        )
+    if status in _NO_RIGHT:
+        what = "does not know" if status == 401 else "does not allow that to"
+        return HubAccessError(
+            f"{constants.ENDPOINT} {what} {used} (HTTP {status}, for '{repo_id}').{said} "
+            "Use a token with the right to write where you push; to save one, run: hf auth login",
+            **about,
+        )
+    return HubError(f"{constants.ENDPOINT} answered HTTP {status} for '{repo_id}'.{said} Run it again later.", **about)
+
+
+def status_of(error: HfHubHTTPError) -> int:
+    """The HTTP status of an answer."""
+    return int(error.response.status_code)

@@ -1,0 +1,42 @@
+"""What a hub holds at one commit: path -> size and hash, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """One file of a commit."""
+
+    size: int
+    """Bytes."""
+    sha256: str | None = None
+    """Of the contents, in hex; None for a small file that the Hub keeps in git itself."""
+    blob_id: str | None = None
+    """The git hash (sha1, in hex) of a small file that the Hub keeps in git itself."""
+
+    @property
+    def etag(self) -> str | None:
+        """The name that the file's contents have in the Hub's cache: the sha256, or the git hash."""
+        return self.sha256 or self.blob_id
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The files of one commit."""
+
+    commit: str
+    """The commit's full hash."""
+    files: Mapping[str, RemoteFile] = field(default_factory=dict)
+    """Path in the repo -> file."""
+
+
+def git_blob_id(raw: bytes) -> str:
+    """The hash that git has for a file's contents.
+
+    Source: git, "Git Objects": sha1 over "blob <size>", a zero byte and the contents.
+    """
+    return hashlib.sha1(b"blob %d\0" % len(raw) + raw, usedforsecurity=False).hexdigest()

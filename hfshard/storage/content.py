@@ -1,0 +1,90 @@
+"""The contents of one file on its way to somewhere: a file on disk, bytes in memory, or a stream made on demand."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from hfshard.constants import COPY_BYTES
+
+
+class Content(Protocol):
+    """Bytes whose number is known, and whose hash may be."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+    @property
+    def sha256(self) -> str | None:
+        """In hex, where it is known without reading."""
+
+    def open(self) -> io.BufferedIOBase:
+        """A new reader from the first byte, that can seek."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileContent:
+    """A file on disk."""
+
+    path: str
+    size: int
+    sha256: str | None = None
+
+    def open(self) -> io.BufferedIOBase:
+        """Open the file for reading."""
+        return open(self.path, "rb")
+
+
+@dataclass(frozen=True, slots=True)
+class BytesContent:
+    """A small file in memory."""
+
+    raw: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.raw)
+
+    @property
+    def sha256(self) -> str:
+        """In hex."""
+        return hashlib.sha256(self.raw).hexdigest()
+
+    def open(self) -> io.BufferedIOBase:
+        """A reader over the bytes."""
+        return io.BytesIO(self.raw)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamContent:
+    """Bytes that are made when they are read."""
+
+    size: int
+    sha256: str
+    opener: Callable[[], io.BufferedIOBase]
+
+    def open(self) -> io.BufferedIOBase:
+        """A new reader, that can seek."""
+        return self.opener()
+
+
+def file_content(path: str, sha256: str | None = None) -> FileContent:
+    """The contents of a file on disk, as large as it is now."""
+    return FileContent(path, os.stat(path).st_size, sha256)
+
+
+def sha256_of_content(content: Content) -> str:
+    """The sha256 in hex: as it is known, else by reading all of it once."""
+    if content.sha256 is not None:
+        return content.sha256
+    hasher = hashlib.sha256()
+    with content.open() as reader:
+        while block := reader.read(COPY_BYTES):
+            hasher.update(block)
+    return hasher.hexdigest()
