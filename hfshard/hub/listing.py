@@ -40,3 +40,23 @@ def git_blob_id(raw: bytes) -> str:
     Source: git, "Git Objects": sha1 over "blob <size>", a zero byte and the contents.
     """
     return hashlib.sha1(b"blob %d\0" % len(raw) + raw, usedforsecurity=False).hexdigest()
+
+
+class StaleParentError(Exception):
+    """The branch is not at the commit any more that a push was made for; `push` looks again, and tries again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushResult:
+    """What a push did."""
+
+    commit: str
+    """The full hash of the commit that the branch (or pull request) is at now."""
+    url: str
+    """Where to look at it: of the commit on the Hub, or the directory of its files."""
+    pr_url: str | None = None
+    """Of the pull request that was opened, if one was asked for."""
+    is_new: bool = True
+    """False: the hub already held exactly this, and no commit was made."""
+    sent_bytes: int = 0
+    """Bytes of contents that went over."""

@@ -12,9 +12,10 @@ import sys
 import termios
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from email.message import Message
 from http import HTTPStatus
-from http.client import HTTPMessage
-from typing import Any, BinaryIO
+from io import BufferedIOBase
+from typing import Any
 from urllib.parse import parse_qs
 
 from tests.hubserver.faults import Fault
@@ -27,6 +28,10 @@ MAX_JSON_BYTES = 16 * 1024 * 1024
 THROTTLE_HERTZ = 20
 # How long a reset waits until the client has what was sent before it.
 LINGER_SECONDS = 5.0
+
+
+# What http.server parses the head of a request into.
+Headers = Message
 
 
 class HubError(Exception):
@@ -52,7 +57,7 @@ class ClientGoneError(ConnectionError):
 class Body:
     """The body of a request, read in pieces and counted."""
 
-    def __init__(self, stream: BinaryIO, headers: HTTPMessage, record: Request, fault: Fault | None) -> None:
+    def __init__(self, stream: BufferedIOBase, headers: Headers, record: Request, fault: Fault | None) -> None:
         self._stream, self._record, self._fault = stream, record, fault
         self._is_chunked = "chunked" in headers.get("Transfer-Encoding", "").lower()
         self.length = int(headers.get("Content-Length") or 0)
@@ -124,7 +129,7 @@ class Exchange:
     """One request and its one answer."""
 
     def __init__(
-        self, connection: socket.socket, body: Body, headers: HTTPMessage, record: Request, fault: Fault | None
+        self, connection: socket.socket, body: Body, headers: Headers, record: Request, fault: Fault | None
     ) -> None:
         self.body, self.headers, self.record, self.fault = body, headers, record, fault
         self._connection = connection
