@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -136,35 +136,48 @@ def stage(
     plan: ShardPlan, session: SaveSession, request: SaveRequest, on_bytes: Callable[[int], object] | None
 ) -> tuple[NewCheckpoint, CheckpointIndex]:
     """Write the weights into the staging directory, and make the index."""
-    small = request.small_records
-    own = None if plan.is_sharded else own_metadata(small, request.aliases, request.undeclared)
+    staged = {shard.file: f"{number:05d}.weights" for number, shard in enumerate(plan.shards)}
+    paths = [os.path.join(session.staging, name) for name in staged.values()]
+    records = write_shards(
+        shard_jobs(plan, request, paths, session.replaced), checksum=request.checksum, on_bytes=on_bytes
+    )
+    index = index_of(plan, request, records)
+    index_json = index.to_json() if plan.is_sharded else None
+    files = {shard.file: record for shard, record in zip(plan.shards, records, strict=True)}
+    digest = digest_of([index_json] if index_json is not None else [repr(files).encode()])
+    keys = list(plan.weight_map)
+    return NewCheckpoint(staged, keys, index_json, request.config, dict(request.extras), digest), index
+
+
+def shard_jobs(
+    plan: ShardPlan, request: SaveRequest, paths: Sequence[str], like: os.stat_result | None = None
+) -> list[ShardJob]:
+    """What is to be written for each file of a plan, into these paths."""
+    own = None if plan.is_sharded else own_metadata(request.small_records, request.aliases, request.undeclared)
     extra = dict(request.file_metadata)
     if not plan.is_sharded:
         extra |= {
             key: value if isinstance(value, str) else json.dumps(value) for key, value in request.metadata.items()
         }
-    like = session.replaced
-    jobs, staged = [], {}
-    for number, shard in enumerate(plan.shards):
+    jobs = []
+    for shard, path in zip(plan.shards, paths, strict=True):
         tensors = file_order({name: request.tensors[name] for name in shard.names})
-        staged[shard.file] = f"{number:05d}.weights"
-        path = os.path.join(session.staging, staged[shard.file])
         jobs.append(ShardJob(path, tensors, shard_metadata(tensors, extra), own, like))
-    records = write_shards(jobs, checksum=request.checksum, on_bytes=on_bytes)
+    return jobs
+
+
+def index_of(plan: ShardPlan, request: SaveRequest, records: Sequence[FileRecord]) -> CheckpointIndex:
+    """The index of a plan whose files have these records."""
     files = {shard.file: record for shard, record in zip(plan.shards, records, strict=True)}
-    index = CheckpointIndex(
+    return CheckpointIndex(
         weight_map=plan.weight_map,
         total_size=plan.total_size,
         total_parameters=_parameters(request),
         metadata=dict(request.metadata),
-        files={**files, **small},
+        files={**files, **request.small_records},
         aliases=dict(request.aliases),
         undeclared=request.undeclared,
     )
-    index_json = index.to_json() if plan.is_sharded else None
-    digest = digest_of([index_json] if index_json is not None else [repr(files).encode()])
-    keys = list(plan.weight_map)
-    return NewCheckpoint(staged, keys, index_json, request.config, dict(request.extras), digest), index
 
 
 def _parameters(request: SaveRequest) -> int:

@@ -21,8 +21,14 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import get_session
 
-from hfshard.errors import HfshardError, HubAccessError, HubConnectionError, HubError, HubNotFoundError
-from hfshard.errors import InvalidArgumentError
+from hfshard.errors import (
+    HfshardError,
+    HubAccessError,
+    HubConnectionError,
+    HubError,
+    HubNotFoundError,
+    InvalidArgumentError,
+)
 
 _TOKEN_VARIABLES: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _SHOWN_CHARACTERS: Final = 4

@@ -128,25 +128,38 @@ def shard_metadata(tensors: Mapping[str, torch.Tensor], extra: Mapping[str, str]
 def _write_shard(
     job: ShardJob, checksum: str | None, on_bytes: Callable[[int], object] | None, stop: threading.Event
 ) -> FileRecord:
-    header, blank = _headers(job, checksum, {})
-    digests = {"sample": sample_of(blank, list(job.tensors.values()))}
     fd = os.open(job.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        output = _Output(fd, HASHERS[checksum]() if checksum is not None else None, on_bytes, stop)
-        output.add([memoryview(blank)])
-        tensors = [output.add(iter_blocks(tensor, COPY_BYTES)) for tensor in job.tensors.values()]
-        output.flush()
-        if checksum is not None and output.hasher is not None:
-            digests |= {checksum: output.hasher.hexdigest(), "tensors": "".join(tensors)}
+        record, header = _put_through(job, checksum, _Output(fd, checksum, on_bytes, stop))
         if job.own is not None:
-            header, _ = _headers(job, checksum, digests)
             os.pwrite(fd, header, 0)
         copy_mode(fd, job.like)
         sync(fd, job.path)
     finally:
         os.close(fd)
+    return record
+
+
+def digest_shard(
+    job: ShardJob, checksum: str | None, on_bytes: Callable[[int], object] | None = None
+) -> tuple[FileRecord, bytes]:
+    """The record and the head of the file that `write_shards` would write for a job; nothing is written."""
+    return _put_through(job, checksum, _Output(None, checksum, on_bytes, threading.Event()))
+
+
+def _put_through(job: ShardJob, checksum: str | None, output: _Output) -> tuple[FileRecord, bytes]:
+    """Put a file's bytes through an output: its record, and its final header (see `_headers`)."""
+    header, blank = _headers(job, checksum, {})
+    digests = {"sample": sample_of(blank, list(job.tensors.values()))}
+    output.add([memoryview(blank)])
+    tensors = [output.add(iter_blocks(tensor, COPY_BYTES)) for tensor in job.tensors.values()]
+    output.flush()
+    if checksum is not None and output.hasher is not None:
+        digests |= {checksum: output.hasher.hexdigest(), "tensors": "".join(tensors)}
+    if job.own is not None:
+        header, _ = _headers(job, checksum, digests)
     size = len(header) + sum(tensor_nbytes(tensor) for tensor in job.tensors.values())
-    return FileRecord(size, **digests)
+    return FileRecord(size, **digests), header
 
 
 def _headers(job: ShardJob, checksum: str | None, digests: Mapping[str, str]) -> tuple[bytes, bytes]:
@@ -166,12 +179,13 @@ def _headers(job: ShardJob, checksum: str | None, digests: Mapping[str, str]) ->
 
 
 class _Output:
-    """A file that takes blocks in order: hashed, then written in batches of a few MiB."""
+    """A file that takes blocks in order: hashed, then written in batches of a few MiB; without `fd` only hashed."""
 
     def __init__(
-        self, fd: int, hasher: Hasher | None, on_bytes: Callable[[int], object] | None, stop: threading.Event
+        self, fd: int | None, checksum: str | None, on_bytes: Callable[[int], object] | None, stop: threading.Event
     ) -> None:
-        self.fd, self.hasher, self.on_bytes, self.stop = fd, hasher, on_bytes, stop
+        self.fd, self.on_bytes, self.stop = fd, on_bytes, stop
+        self.hasher: Hasher | None = HASHERS[checksum]() if checksum is not None else None
         self._batch: list[memoryview] = []
         self._waiting = 0
 
@@ -202,7 +216,8 @@ class _Output:
         """
         if self.stop.is_set():
             raise InterruptedError("another file of this save failed")
-        write_views(self.fd, self._batch)
+        if self.fd is not None:
+            write_views(self.fd, self._batch)
         if self.on_bytes is not None:
             self.on_bytes(self._waiting)
         self._batch.clear()
