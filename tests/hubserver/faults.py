@@ -21,7 +21,8 @@ class Fault:
         drop: The connection closes after `after_bytes` body bytes (0: before anything is answered).
         truncate: The answer's body ends after `after_bytes` bytes of those that Content-Length declares.
         status: The request body is read, then `status` is answered (with Retry-After, if `retry_after` is set).
-        slow: The server waits for `gate` after `after_bytes` body bytes, or keeps to `bytes_per_second`.
+        slow: The server waits for `gate` after `after_bytes` body bytes, or keeps to `bytes_per_second`. A client
+            that is killed while the server waits has got exactly `after_bytes`, and the log says so.
         corrupt: One bit of the byte at `offset` of the answer's body is flipped.
         expired: The storage URL is dead from now on and answers 403; a new resolve gives a fresh one.
         lost_answer: The request is carried out, then the connection closes without an answer.
@@ -69,7 +70,7 @@ class Fault:
         """Wait at the gate, if there is one."""
         self.reached.set()
         if self.gate is not None and not self.gate.wait(MAX_GATE_SECONDS):
-            raise TimeoutError(f"The gate of the fault on {self.match!r} was not opened in {MAX_GATE_SECONDS:g} s.")
+            raise RuntimeError(f"The gate of the fault on {self.match!r} was not opened in {MAX_GATE_SECONDS:g} s.")
 
 
 class Faults:

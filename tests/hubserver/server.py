@@ -59,7 +59,7 @@ ROUTES: dict[str, list[tuple[str, str, str, Route]]] = {
     ],
     "storage": [
         ("GET", rf"/{_REPO}/(?P<sha256>\w+)", "storage_get", resolve.storage_get),
-        ("HEAD", rf"/{_REPO}/(?P<sha256>\w+)", "storage_get", resolve.storage_get),
+        ("HEAD", rf"/{_REPO}/(?P<sha256>\w+)", "storage_head", resolve.storage_get),
         ("PUT", rf"/{_REPO}/(?P<sha256>\w+)", "lfs_put", lfs.storage_put),
     ],
 }

@@ -51,7 +51,7 @@ class HangUpError(Exception):
 
 
 class ClientGoneError(ConnectionError):
-    """The client closed the connection in the middle of its request."""
+    """The client closed the connection in the middle of its request or of the answer."""
 
 
 class Body:
@@ -219,6 +219,8 @@ class Exchange:
 
     def _send_all(self, data: bytes | memoryview) -> None:
         # Counted before they go, and taken back if they don't: a client that has its last byte may read the log.
+        if _is_gone(self._connection):
+            raise ClientGoneError
         view = memoryview(data)
         self.record.bytes_down += len(view)
         try:
@@ -227,6 +229,16 @@ class Exchange:
         except BaseException:
             self.record.bytes_down -= len(view)
             raise
+
+
+def _is_gone(connection: socket.socket) -> bool:
+    # The system takes data for a peer that has closed; it only says so at the send after that.
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    try:
+        return bool(poll.poll(0)) and connection.recv(1, socket.MSG_PEEK) == b""
+    except ConnectionError:
+        return True
 
 
 def reset(connection: socket.socket) -> None:
