@@ -180,8 +180,15 @@ class Exchange:
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         if self.must_close:
             lines.append("Connection: close")
-        self._connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
-        if self.record.method != "HEAD":
+        head = "\r\n".join([*lines, "", ""]).encode("latin-1")
+        if self.record.method == "HEAD":
+            self._connection.sendall(head)
+        elif self.fault is None and length <= PIECE_BYTES:
+            # In one packet, so that a client that goes away at the sight of a 404 still gets (and counts) all of it.
+            self.record.bytes_down += length
+            self._connection.sendall(head + b"".join(pieces))
+        else:
+            self._connection.sendall(head)
             for piece in pieces:
                 self._send(piece, limit)
 
