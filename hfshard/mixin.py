@@ -15,20 +15,26 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.load_pretrained import LoadOptions, load_pretrained
 from hfshard.plan import Packing
 from hfshard.pretrained import is_spread
-from hfshard.save import save_model
+from hfshard.publishing import default_repo_id, publish_model, publish_saved, tags_of
+from hfshard.save import request_of, save_request
 from hfshard.size import parse_size
 from hfshard.storage.checkpoint import Verify
 from hfshard.storage.integrity import Checksum, check_checksum
 from hfshard.upstream_class import architecture_of, as_class, ask_upstream, loss_type_of, seen_by_upstream, twin_of
 
 _PUSH_ARGUMENTS = frozenset(
-    ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags", "token")
+    ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags", "path_in_repo")
 )
 _SAVE_ARGUMENTS = frozenset(
     ("save_directory", "is_main_process", "state_dict", "push_to_hub", "max_shard_size", "variant", "token",
      "save_peft_format", "save_original_format", "distributed_checkpoint", "safe_serialization", "packing", "checksum",
      "progress")
 )  # fmt: skip
+
+
+def _untyped(method: Any) -> Any:
+    """For the type checker: upstream's method is a wrapped one, which no method can override in its eyes."""
+    return method
 
 
 class ShardedModelMixin:
@@ -70,7 +76,7 @@ class ShardedModelMixin:
             save_directory: Made when it is missing. What stood there loads until the new checkpoint is whole.
             is_main_process: False: nothing is saved.
             state_dict: What to save in place of the model's own; not mutated.
-            push_to_hub: Push to the Hub when it is saved; `repo_id` and more arguments of `push_to_hub` go with it.
+            push_to_hub: Push what was saved; `repo_id` and more arguments of `push_to_hub` go with it.
             max_shard_size: Bytes, or "5GB", "500MiB" ...: the most that a file has, unless it holds one tensor.
             variant: Part of the files' names.
             token: For the Hub.
@@ -102,22 +108,96 @@ class ShardedModelMixin:
                 save_original_format=save_original_format,
                 distributed_checkpoint=distributed_checkpoint,
             )
-        else:
-            save_model(
-                self,  # type: ignore[arg-type]
-                save_directory,
-                is_main_process,
-                state_dict,
-                max_shard_size,
-                variant,
-                packing=packing,
-                save_original_format=save_original_format,
-                checksum=checksum,
-                progress=progress,
+            if push_to_hub and is_main_process:
+                repo_id = kwargs.pop("repo_id", None) or default_repo_id(save_directory)
+                self.push_to_hub(repo_id, token=token, max_shard_size=max_shard_size, variant=variant, **kwargs)
+            return
+        request = request_of(
+            self,  # type: ignore[arg-type]
+            state_dict,
+            max_shard_size,
+            variant,
+            packing=packing,
+            save_original_format=save_original_format,
+            checksum=checksum,
+            progress=progress,
+            collect=is_main_process,
+        )
+        if is_main_process:
+            index = save_request(request, save_directory)
+            if push_to_hub:
+                repo_id = kwargs.pop("repo_id", None) or default_repo_id(save_directory)
+                tags = tags_of(self, kwargs.pop("tags", None))
+                publish_saved(request, index, os.fspath(save_directory), repo_id, tags, token=token, **kwargs)
+
+    @_untyped
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str | None = DEFAULT_MAX_SHARD_SIZE,
+        tags: list[str] | str | None = None,
+        variant: str | None = None,
+        path_in_repo: str = "",
+        packing: Packing = "greedy",
+        progress: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Push the model as one commit, straight from memory: the arguments are transformers'.
+
+        What the hub has is not sent; shards, indexes and pickles of the last push of this variant go in the same
+        commit, everything else stays. Nothing is written to disk.
+
+        Args:
+            repo_id: "org/name", made if it is missing; or a path or `file://` URL of a directory that serves as a hub.
+            commit_message, commit_description: Of the commit.
+            private: Of a repo that is made.
+            token: None: the saved one.
+            revision: A branch, made if it is missing, or "refs/pr/N". None: main.
+            create_pr: Open a pull request in place of pushing to the branch.
+            max_shard_size: As in `save_pretrained`, and so are variant, packing and progress.
+            tags: Of the model card, which is made where there is none.
+            path_in_repo: Folder of the repo.
+
+        Returns:
+            huggingface_hub's CommitInfo; for a directory, a PushResult.
+
+        Raises:
+            Everything that `hfshard.push_checkpoint` raises.
+        """
+        refuse_unknown(kwargs, _PUSH_ARGUMENTS | _SAVE_ARGUMENTS, "push_to_hub")
+        if self._is_upstreams_to_save(distributed_checkpoint=False):
+            return super().push_to_hub(  # type: ignore[misc]
+                repo_id,
+                commit_message=commit_message,
+                commit_description=commit_description,
+                private=private,
+                token=token,
+                revision=revision,
+                create_pr=create_pr,
+                max_shard_size=max_shard_size,
+                tags=tags_of(self, tags),
             )
-        if push_to_hub and is_main_process:
-            repo_id = kwargs.pop("repo_id", None) or os.path.basename(os.path.abspath(os.fspath(save_directory)))
-            self.push_to_hub(repo_id, token=token, max_shard_size=max_shard_size, **kwargs)  # type: ignore[attr-defined]
+        limit = parse_size(max_shard_size)  # type: ignore[arg-type]
+        request = request_of(self, None, limit, variant, packing=packing, progress=progress)  # type: ignore[arg-type]
+        return publish_model(
+            request,
+            repo_id,
+            tags_of(self, tags),
+            commit_message=commit_message,
+            commit_description=commit_description,
+            private=private,
+            token=token,
+            revision=revision,
+            create_pr=create_pr,
+            path_in_repo=path_in_repo,
+        )
 
     @classmethod
     def from_pretrained(

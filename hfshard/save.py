@@ -122,21 +122,48 @@ def save_model(
     Raises:
         Everything that `save_state_dict` raises.
     """
+    request = request_of(
+        model,
+        state_dict,
+        max_shard_size,
+        variant,
+        packing=packing,
+        metadata=metadata,
+        save_original_format=save_original_format,
+        checksum=checksum,
+        progress=progress,
+        collect=is_main_process,
+    )
+    return save_request(request, save_directory) if is_main_process else None
+
+
+def request_of(
+    model: nn.Module,
+    state_dict: Mapping[str, Any] | None,
+    max_shard_size: int | str,
+    variant: str | None,
+    *,
+    packing: Packing = "greedy",
+    metadata: Mapping[str, Any] | None = None,
+    save_original_format: bool = True,
+    checksum: Checksum | None = "sha256",
+    progress: bool | None = None,
+    collect: bool = True,
+) -> SaveRequest:
+    """What `save_model` would save, with its arguments; only they are checked where `collect` is False."""
     limit = parse_size(max_shard_size)
     check_checksum(checksum)
     names = WeightNames(variant)
-    if not is_main_process:
-        return None
-    model = unwrap(model)
     request = SaveRequest({}, names, limit, packing, checksum, metadata=dict(metadata or {}), progress=progress)
+    if not collect:
+        return request
+    model = unwrap(model)
     if is_pretrained(model):
-        request = _pretrained_request(model, state_dict, request, save_original_format=save_original_format)
-    else:
-        collected = dict(state_dict) if state_dict is not None else collect_state_dict(model)
-        aliases = find_ties(collected)
-        stored = {name: tensor for name, tensor in collected.items() if name not in aliases}
-        request = replace(request, tensors=stored, aliases=aliases)
-    return save_request(request, save_directory)
+        return _pretrained_request(model, state_dict, request, save_original_format=save_original_format)
+    collected = dict(state_dict) if state_dict is not None else collect_state_dict(model)
+    aliases = find_ties(collected)
+    stored = {name: tensor for name, tensor in collected.items() if name not in aliases}
+    return replace(request, tensors=stored, aliases=aliases)
 
 
 def is_pretrained(model: object) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from huggingface_hub import constants, get_token
+from huggingface_hub import constants, get_session, get_token
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -19,7 +19,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import get_session
 
 from hfshard.errors import (
     HfshardError,
@@ -34,6 +33,8 @@ _TOKEN_VARIABLES: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _SHOWN_CHARACTERS: Final = 4
 """Of a token, in messages: enough to tell which one it is, too few to use it."""
 _NO_RIGHT: Final = (401, 403)
+_BUSY: Final = (408, 429)
+_SERVER_FAILED: Final = 500
 
 
 def transport_errors() -> tuple[type[Exception], ...]:
@@ -123,7 +124,11 @@ def translated(error: HfHubHTTPError, repo_id: str, token: str | bool | None, re
             "Use a token with the right to write where you push; to save one, run: hf auth login",
             **about,
         )
-    return HubError(f"{constants.ENDPOINT} answered HTTP {status} for '{repo_id}'.{said} Run it again later.", **about)
+    if status in _BUSY or status >= _SERVER_FAILED:
+        return HubConnectionError(
+            f"{constants.ENDPOINT} could not answer for '{repo_id}' (HTTP {status}).{said} Run it again later.", **about
+        )
+    return HubError(f"{constants.ENDPOINT} answered HTTP {status} for '{repo_id}'.{said or f' {error}'}", **about)
 
 
 def status_of(error: HfHubHTTPError) -> int:

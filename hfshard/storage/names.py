@@ -33,6 +33,7 @@ class WeightNames:
         self.placeholder = f"{self.stem}-hfshard-placeholder{SAFETENSORS_SUFFIX}"
         stem = re.escape(self.stem)
         self._shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}\.safetensors")
+        self._bin_shard = re.compile(rf"pytorch_{stem}-\d{{5,}}-of-\d{{5,}}\.bin")
         self._transient = re.compile(rf"{stem}-hfshard-(?:placeholder|[0-9a-f]{{16}})\.safetensors(?:\.index\.json)?")
 
     def shard(self, number: int, count: int) -> str:
@@ -54,6 +55,10 @@ class WeightNames:
     def is_shard(self, name: str) -> bool:
         """Whether a file has the name of a shard of this checkpoint."""
         return self._shard.fullmatch(name) is not None
+
+    def is_bin_shard(self, name: str) -> bool:
+        """Whether a file has the name of a shard of the pickled weights."""
+        return self._bin_shard.fullmatch(name) is not None
 
     def is_transient(self, name: str) -> bool:
         """Whether a file has a name that only a commit under way gives."""

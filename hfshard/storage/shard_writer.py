@@ -66,7 +66,7 @@ def write_shards(
         OSError: The first error of any file; the others are stopped. What was written stays for the caller to remove.
     """
     stop = threading.Event()
-    threads = min(len(jobs), _writers())
+    threads = min(len(jobs), writer_threads())
     if threads <= 1:
         return [_write_shard(job, checksum, on_bytes, stop) for job in jobs]
     with ThreadPoolExecutor(threads, thread_name_prefix="hfshard-write") as pool:
@@ -83,7 +83,7 @@ def write_shards(
         return [future.result() for future in futures]
 
 
-def _writers() -> int:
+def writer_threads() -> int:
     """Files to write at once: by the environment, else by the machine."""
     wanted = os.environ.get(WRITERS_VARIABLE, "")
     if not wanted:

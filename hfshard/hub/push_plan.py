@@ -1,0 +1,129 @@
+"""Which files a push sends, and which it deletes, so that a hub holds what the last save wrote, and the user's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
+from hfshard.hub.listing import Listing, RemoteFile, git_blob_id
+from hfshard.storage.content import Content, FileContent, sha256_of_content
+from hfshard.storage.names import INDEX_FILE, WeightNames
+
+_SHARD_NUMBER: Final = re.compile(r"-\d{5,}-of-\d{5,}$")
+_SINGLE: Final = re.compile(r"(?:pytorch_)?model(?:\.(?P<variant>[^/]+))?\.(?:safetensors|bin)")
+_INDEX: Final = re.compile(r"(?:pytorch_)?model\.(?:safetensors|bin)\.index(?:\.(?P<variant>[^/]+))?\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class PushPlan:
+    """What one push changes."""
+
+    adds: dict[str, Content]
+    """Path in the repo -> new contents."""
+    deletes: tuple[str, ...]
+    unchanged: tuple[str, ...]
+    """What the hub holds already, bit for bit."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the hub holds all of it already, and nothing else of this checkpoint's."""
+        return not self.adds and not self.deletes
+
+    @property
+    def changes(self) -> dict[str, Content | None]:
+        """Path -> new contents, or None for what goes."""
+        return {**self.adds, **dict.fromkeys(self.deletes)}
+
+
+def plan_push(contents: Mapping[str, Content], remote: Listing, stale: Collection[str]) -> PushPlan:
+    """Compare what is to be there with what is there; files of unknown hash are read where sizes agree.
+
+    Args:
+        contents: Path in the repo -> contents.
+        remote: What is there.
+        stale: Paths that are to go.
+    """
+    adds: dict[str, Content] = {}
+    unchanged = []
+    for path, content in contents.items():
+        known = _hashed_if_needed(content, remote.files.get(path))
+        if path in remote.files and is_same(known, remote.files[path]):
+            unchanged.append(path)
+        else:
+            adds[path] = known
+    return PushPlan(adds, tuple(sorted(stale)), tuple(unchanged))
+
+
+def is_same(content: Content, file: RemoteFile) -> bool:
+    """Whether a remote file holds these bytes."""
+    if content.size != file.size:
+        return False
+    if file.sha256 is not None:
+        return sha256_of_content(content) == file.sha256
+    with content.open() as reader:
+        return git_blob_id(reader.read()) == file.blob_id
+
+
+def _hashed_if_needed(content: Content, file: RemoteFile | None) -> Content:
+    """With its sha256, where that will be compared: so that no file is read twice for it."""
+    is_comparable = file is not None and file.sha256 is not None and file.size == content.size
+    if is_comparable and isinstance(content, FileContent) and content.sha256 is None:
+        return replace(content, sha256=sha256_of_content(content))
+    return content
+
+
+def variants_of(names: Iterable[str]) -> set[str | None]:
+    """The variants (None: the plain one) of the checkpoints that files of these names are."""
+    found: set[str | None] = set()
+    for name in names:
+        match = _INDEX.fullmatch(name) or _SINGLE.fullmatch(name)
+        if match is None or _SHARD_NUMBER.search(name.rpartition(".")[0]) or "-hfshard-" in name:
+            continue
+        found.add(match["variant"])
+    return found
+
+
+def is_weights(name: str, names: WeightNames) -> bool:
+    """Whether a file has a name that the weights of this variant, in either format, have by convention."""
+    own = (names.single, names.index, names.bin_single, names.bin_index)
+    return name in own or names.is_shard(name) or names.is_bin_shard(name) or names.is_transient(name)
+
+
+def stale_names(
+    remote: Iterable[str], local: Collection[str], variants: Iterable[str | None], owned: Collection[str]
+) -> set[str]:
+    """Names in a folder of the hub that belong to the checkpoints that are pushed, and are not part of them any more.
+
+    Args:
+        remote: Names in the folder.
+        local: Names that are pushed.
+        variants: Of the checkpoints that are pushed.
+        owned: Files that the remote indexes of these variants name, whatever they are called.
+    """
+    families = [WeightNames(variant) for variant in variants]
+    return {
+        name
+        for name in remote
+        if name not in local and (name in owned or any(is_weights(name, names) for names in families))
+    }
+
+
+def foreign_indexes(remote: Iterable[str], local: Collection[str], variants: Iterable[str | None]) -> list[str]:
+    """Indexes on the hub of checkpoints that are not pushed: what they name must stay."""
+    mine = {name for variant in variants for name in (WeightNames(variant).index, WeightNames(variant).bin_index)}
+    return sorted(name for name in remote if INDEX_FILE.fullmatch(name) and name not in mine and name not in local)
+
+
+def unknown_weights(remote: Iterable[str], local: Collection[str], variants: Iterable[str | None]) -> set[str]:
+    """Weights on the hub of no conventional name: whose they are, only an index tells."""
+    families = [WeightNames(variant) for variant in variants]
+    return {
+        name
+        for name in remote
+        if name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX))
+        and name not in local
+        and not any(is_weights(name, names) for names in families)
+    }

@@ -1,0 +1,171 @@
+"""A repo of the Hugging Face Hub, as a push sees it: one listing, one commit, by huggingface_hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import RevisionNotFoundError
+
+from hfshard.constants import MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.errors import HubNotFoundError
+from hfshard.hub.client import speaking
+from hfshard.hub.listing import Listing, PushResult, RemoteFile
+from hfshard.hub.remote_commit import CommitRequest, RemoteCommit
+from hfshard.hub.uploads import server_has_xet
+from hfshard.storage.content import Content
+from hfshard.storage.regular_file import read_small
+
+MAX_COMMIT_FILES: Final = 256
+"""Files that one commit adds before shards go ahead in commits of their own: huggingface_hub asks the Hub about so many
+at once, and the Hub's own documentation advises against commits of thousands."""
+
+
+class _Api(HfApi):
+    """huggingface_hub's client, without its request to have a model card checked that hfshard itself has made."""
+
+    trusts_card = False
+
+    def _validate_yaml(self, content: str, **kwargs: Any) -> None:
+        if not self.trusts_card:
+            super()._validate_yaml(content, **kwargs)
+
+
+class RemoteRepo:
+    """A repo on the Hub that is to be pushed to."""
+
+    def __init__(self, repo_id: str, *, token: str | bool | None, private: bool | None) -> None:
+        """Make the repo, if it is not there.
+
+        Raises:
+            HubAccessError, HubConnectionError: See `client.speaking`.
+        """
+        self.token = token
+        self._api = _Api(token=token)
+        with speaking(repo_id, token):
+            self.repo_id = self._api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        self._known: Listing | None = None
+
+    @property
+    def trusts_card(self) -> bool:
+        """Whether the Hub is not asked if a README.md is right before it is sent."""
+        return self._api.trusts_card
+
+    @trusts_card.setter
+    def trusts_card(self, value: bool) -> None:
+        self._api.trusts_card = value
+
+    def listing(self, revision: str | None) -> Listing | None:
+        """The files at a revision; None where there is no such branch yet.
+
+        Raises:
+            HubNotFoundError, HubAccessError, HubConnectionError: The repo can't be seen.
+        """
+        with speaking(self.repo_id, self.token, revision=revision):
+            try:
+                info = self._api.model_info(self.repo_id, revision=revision, files_metadata=True)
+            except RevisionNotFoundError:
+                return None
+        files = {
+            sibling.rfilename: RemoteFile(
+                sibling.size if sibling.size is not None else -1,
+                sibling.lfs.sha256 if sibling.lfs is not None else None,
+                sibling.blob_id,
+            )
+            for sibling in info.siblings or []
+        }
+        self._known = Listing(info.sha or "", files)
+        return self._known
+
+    def make_branch(self, branch: str) -> None:
+        """Make a branch where `main` is.
+
+        Raises:
+            HubNotFoundError: It is the name of a pull request: those are opened by create_pr=True.
+        """
+        if branch.startswith("refs/"):
+            raise HubNotFoundError(
+                f"'{self.repo_id}' has no '{branch}'. To open a pull request, push with create_pr=True.",
+                path=self.repo_id,
+            )
+        with speaking(self.repo_id, self.token, revision=branch):
+            self._api.create_branch(self.repo_id, branch=branch, exist_ok=True)
+
+    def read(self, path: str, commit: str) -> bytes:
+        """The bytes of a small file."""
+        with speaking(self.repo_id, self.token, revision=commit):
+            cached = hf_hub_download(self.repo_id, path, revision=commit, token=self.token)
+        return read_small(cached, cached.rpartition("/")[0], MAX_INDEX_BYTES)[0]
+
+    def url_of(self, commit: str) -> str:
+        """The page of a commit."""
+        return f"{self._api.endpoint}/{self.repo_id}/commit/{commit}"
+
+    def commit(
+        self,
+        changes: Mapping[str, Content | None],
+        *,
+        parent: str | None,
+        revision: str | None,
+        message: str,
+        description: str | None,
+        create_pr: bool,
+        on_bytes: Callable[[int], object] | None,
+    ) -> PushResult:
+        """Upload what the Hub has not, and commit; shards of new names go ahead where they are very many.
+
+        Raises:
+            StaleParentError: The branch is not at `parent` any more.
+            HubError: The Hub refused, or stopped answering; nothing was committed but shards that nothing names.
+        """
+        sent = _Counter(on_bytes)
+        by_xet = self._speaking_has_xet()
+        batches = _batches(changes, self._known.files if self._known is not None else {})
+        result = None
+        for number, batch in enumerate(batches, 1):
+            title = message if number == len(batches) else f"{message} (shards, part {number} of {len(batches) - 1})"
+            request = CommitRequest(batch, parent, revision, title, description, create_pr)
+            result = RemoteCommit(self._api, self.repo_id, request, self.listing).make(by_xet=by_xet, on_bytes=sent)
+            if create_pr and result.pr_url is not None and number < len(batches):
+                revision, create_pr = _pr_revision(result.pr_url), False
+            parent = result.commit
+        assert result is not None
+        return PushResult(result.commit, result.url, result.pr_url, sent_bytes=sent.count)
+
+    def _speaking_has_xet(self) -> bool:
+        with speaking(self.repo_id, self.token):
+            return server_has_xet(self.repo_id, self.token)
+
+
+class _Counter:
+    """Counts bytes, and passes them on."""
+
+    def __init__(self, on_bytes: Callable[[int], object] | None) -> None:
+        self.count, self._on_bytes = 0, on_bytes
+
+    def __call__(self, nbytes: int) -> None:
+        self.count += nbytes
+        if self._on_bytes is not None:
+            self._on_bytes(nbytes)
+
+
+def _batches(changes: Mapping[str, Content | None], there: Mapping[str, Any]) -> list[dict[str, Content | None]]:
+    """One batch; or, where the files are very many, first shards whose names nothing has, so that no commit mixes."""
+    if len(changes) <= MAX_COMMIT_FILES:
+        return [dict(changes)]
+    early = [
+        path
+        for path, content in sorted(changes.items())
+        if content is not None and path.endswith(SAFETENSORS_SUFFIX) and path not in there and "-of-" in path
+    ]
+    batches: list[dict[str, Content | None]] = [
+        {path: changes[path] for path in early[at : at + MAX_COMMIT_FILES]}
+        for at in range(0, len(early), MAX_COMMIT_FILES)
+    ]
+    ahead = set(early)
+    return [*batches, {path: content for path, content in changes.items() if path not in ahead}]
+
+
+def _pr_revision(pr_url: str) -> str:
+    return f"refs/pr/{pr_url.rstrip('/').rpartition('/')[2]}"

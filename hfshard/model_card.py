@@ -1,0 +1,41 @@
+"""The README.md of a model that is pushed, as transformers makes it: a card from the template, and its tags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from huggingface_hub import ModelCard, ModelCardData
+
+_DESCRIPTION: Final = (
+    "This is the model card of a 🤗 transformers model that has been pushed on the Hub. "
+    "This model card has been automatically generated."
+)
+
+
+def tagged_card(old: bytes | None, tags: Sequence[str]) -> bytes | None:
+    """The card to push, or None where the one that stands there needs no change.
+
+    Args:
+        old: The README.md that stands there, or None.
+        tags: Those that it must have.
+
+    Source: transformers `create_and_tag_model_card`.
+    """
+    if old is None:
+        data = ModelCardData(tags=list(tags), library_name="transformers")
+        return _encoded(ModelCard.from_template(data, model_description=_DESCRIPTION))
+    if not tags:
+        return None
+    card: Any = ModelCard(old.decode("utf-8"), ignore_metadata_errors=True)
+    there = card.data.tags or []
+    there = [there] if isinstance(there, str) else list(there)
+    missing = [tag for tag in tags if tag not in there]
+    if not missing:
+        return None
+    card.data.tags = [*there, *missing]
+    return _encoded(card)
+
+
+def _encoded(card: ModelCard) -> bytes:
+    return str(card).encode("utf-8")
