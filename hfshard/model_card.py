@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -13,21 +13,21 @@ _DESCRIPTION: Final = (
 )
 
 
-def tagged_card(old: bytes | None, tags: Sequence[str]) -> bytes | None:
+def tagged_card(read_old: Callable[[], bytes] | None, tags: Sequence[str]) -> bytes | None:
     """The card to push, or None where the one that stands there needs no change.
 
     Args:
-        old: The README.md that stands there, or None.
+        read_old: Reads the README.md that stands there; None where there is none.
         tags: Those that it must have.
 
     Source: transformers `create_and_tag_model_card`.
     """
-    if old is None:
+    if read_old is None:
         data = ModelCardData(tags=list(tags), library_name="transformers")
         return _encoded(ModelCard.from_template(data, model_description=_DESCRIPTION))
     if not tags:
         return None
-    card: Any = ModelCard(old.decode("utf-8"), ignore_metadata_errors=True)
+    card: Any = ModelCard(read_old().decode("utf-8"), ignore_metadata_errors=True)
     there = card.data.tags or []
     there = [there] if isinstance(there, str) else list(there)
     missing = [tag for tag in tags if tag not in there]

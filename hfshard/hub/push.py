@@ -6,8 +6,10 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
+from hfshard.constants import README
 from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteChangedError
 from hfshard.hub.address import directory_of
 from hfshard.hub.listing import Listing, PushResult, StaleParentError
@@ -29,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS: Final = 5
 """Times that a push is put on top of what somebody else pushed meanwhile."""
-
-README: Final = "README.md"
 
 
 class Hub(Protocol):
@@ -76,8 +76,8 @@ class PushRequest:
     create_pr: bool = False
     folder: str = ""
     """In the repo."""
-    card: Callable[[bytes | None], bytes | None] | None = None
-    """Makes the README.md of what stands there, or None to leave it as it is."""
+    card: Callable[[Callable[[], bytes] | None], bytes | None] | None = None
+    """Makes the README.md: it is given what reads the one that stands there, if one does; None leaves it as it is."""
     progress: bool | None = None
 
 
@@ -244,8 +244,7 @@ def _named_by(hub: Hub, path: str, commit: str) -> set[str]:
 def _card(hub: Hub, request: PushRequest, remote: Listing) -> dict[str, Content]:
     if request.card is None or README in request.contents:
         return {}
-    old = hub.read(README, remote.commit) if README in remote.files else None
-    new = request.card(old)
+    new = request.card(partial(hub.read, README, remote.commit) if README in remote.files else None)
     return {} if new is None else {README: BytesContent(new)}
 
 

@@ -8,13 +8,13 @@ from typing import Any, Final
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import RevisionNotFoundError
 
-from hfshard.constants import MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.constants import MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
 from hfshard.errors import HubNotFoundError
 from hfshard.hub.client import speaking
 from hfshard.hub.listing import Listing, PushResult, RemoteFile
 from hfshard.hub.remote_commit import CommitRequest, RemoteCommit
 from hfshard.hub.uploads import server_has_xet
-from hfshard.storage.content import Content
+from hfshard.storage.content import BytesContent, Content
 from hfshard.storage.regular_file import read_small
 
 MAX_COMMIT_FILES: Final = 256
@@ -26,6 +26,7 @@ class _Api(HfApi):
     """huggingface_hub's client, without its request to have a model card checked that hfshard itself has made."""
 
     trusts_card = False
+    """Whether the README.md of the next commit is such a one."""
 
     def _validate_yaml(self, content: str, **kwargs: Any) -> None:
         if not self.trusts_card:
@@ -46,15 +47,6 @@ class RemoteRepo:
         with speaking(repo_id, token):
             self.repo_id = self._api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         self._known: Listing | None = None
-
-    @property
-    def trusts_card(self) -> bool:
-        """Whether the Hub is not asked if a README.md is right before it is sent."""
-        return self._api.trusts_card
-
-    @trusts_card.setter
-    def trusts_card(self, value: bool) -> None:
-        self._api.trusts_card = value
 
     def listing(self, revision: str | None) -> Listing | None:
         """The files at a revision; None where there is no such branch yet.
@@ -120,6 +112,7 @@ class RemoteRepo:
             HubError: The Hub refused, or stopped answering; nothing was committed but shards that nothing names.
         """
         sent = _Counter(on_bytes)
+        self._api.trusts_card = isinstance(changes.get(README), BytesContent)  # the user's own is a file
         by_xet = self._speaking_has_xet()
         batches = _batches(changes, self._known.files if self._known is not None else {})
         result = None
