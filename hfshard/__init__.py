@@ -9,6 +9,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from hfshard.errors import HfshardError
+    from hfshard.hub.listing import PushResult
+    from hfshard.hub.pull import pull_checkpoint
+    from hfshard.hub.push import push_checkpoint
     from hfshard.load import load_model, load_state_dict
     from hfshard.mixin import ShardedModelMixin
     from hfshard.plan import ShardPlan, plan_shards
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointIndex",
     "HfshardError",
+    "PushResult",
     "ShardPlan",
     "ShardedModelMixin",
     "VerifyReport",
@@ -28,6 +32,8 @@ __all__ = [
     "load_state_dict",
     "parse_size",
     "plan_shards",
+    "pull_checkpoint",
+    "push_checkpoint",
     "save_model",
     "save_state_dict",
     "verify_checkpoint",
@@ -37,6 +43,7 @@ __all__ = [
 _HOMES = {
     "CheckpointIndex": "storage.index",
     "HfshardError": "errors",
+    "PushResult": "hub.listing",
     "ShardPlan": "plan",
     "ShardedModelMixin": "mixin",
     "VerifyReport": "verify",
@@ -44,6 +51,8 @@ _HOMES = {
     "load_state_dict": "load",
     "parse_size": "size",
     "plan_shards": "plan",
+    "pull_checkpoint": "hub.pull",
+    "push_checkpoint": "hub.push",
     "save_model": "save",
     "save_state_dict": "save",
     "verify_checkpoint": "verify",

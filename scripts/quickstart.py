@@ -1,18 +1,51 @@
 #!/usr/bin/env python3
-"""Shard, save, verify and load real weights, and compare sentence embeddings bit for bit. Works offline."""
+"""Shard, save, verify, push, pull and load real weights, and compare embeddings bit for bit. Works offline."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+REPOSITORY = Path(__file__).resolve().parent.parent
+CLIENT_VARIABLE = "HFSHARD_QUICKSTART_CLIENT"
+"""Set for the process that is the client of the local hub."""
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--output", type=Path, help="save there and keep it (default: a temporary directory)")
+parser.add_argument(
+    "--hub",
+    choices=("directory", "local"),
+    default="directory",
+    help="push to a directory that serves as a hub (default), or to a Hub server over HTTP on this machine",
+)
+
+
+def run_with_local_hub() -> int:
+    """Start the test suite's Hub server, and run this script again as its client: its address is read at import."""
+    sys.path.insert(0, str(REPOSITORY))
+    from tests.hub_server import HubServer
+
+    with tempfile.TemporaryDirectory(prefix="hfshard-hub-") as temporary, HubServer(Path(temporary) / "hub") as hub:
+        environment = {**hub.environment(home=Path(temporary) / "home"), CLIENT_VARIABLE: "1"}
+        done = subprocess.run([sys.executable, *sys.argv], env=environment, check=False)
+        kinds = {request.kind: hub.count(request.kind) for request in hub.log}
+        print(f"hub: {len(hub.log)} requests, {hub.bytes_up():,} bytes up, {hub.bytes_down():,} bytes down")
+        print("     " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
+    return done.returncode
+
+
+if __name__ == "__main__" and parser.parse_args().hub == "local" and CLIENT_VARIABLE not in os.environ:
+    sys.exit(run_with_local_hub())
+
+if CLIENT_VARIABLE not in os.environ:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -48,20 +81,21 @@ class Clock:
 
 def main() -> int:
     """Run every step and print a summary; 0 when everything is equal, 1 when not."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, help="save there and keep it (default: a temporary directory)")
-    output: Path | None = parser.parse_args().output
+    arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     print(
         f"hfshard {hfshard.__version__} · torch {torch.__version__} · transformers {transformers.__version__} · "
         f"Python {platform.python_version()} · {torch.get_num_threads()} threads\n"
     )
     with tempfile.TemporaryDirectory(prefix="hfshard-quickstart-") as temporary:
-        differences = run(weights_directory(), output or Path(temporary) / "all-MiniLM-L6-v2")
+        work = Path(temporary)
+        output = arguments.output or work / "all-MiniLM-L6-v2"
+        repo_id = "org/all-MiniLM-L6-v2" if arguments.hub == "local" else (work / "hub" / "all-MiniLM-L6-v2").as_uri()
+        differences = run(weights_directory(), output, repo_id, work / "cache")
     if differences:
         print(f"equal: NO    {'; '.join(differences)}")
         return 1
-    print("equal: yes   weights and embeddings of all four models, bit for bit")
+    print("equal: yes   weights and embeddings of all five models, bit for bit")
     return 0
 
 
@@ -73,8 +107,8 @@ def weights_directory() -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def run(source: Path, output: Path) -> list[str]:
-    """Load, save, verify, load again, embed; what differs is returned in words."""
+def run(source: Path, output: Path, repo_id: str, cache: Path) -> list[str]:
+    """Load, save, verify, load again, push, pull, embed; what differs is returned in words."""
     clock = Clock()
     stock = BertModel.from_pretrained(source)
     clock.line("load", "stock BertModel, from the one file of the package")
@@ -88,17 +122,30 @@ def run(source: Path, output: Path) -> list[str]:
     clock.line("load", "hfshard, from the shards")
     stock_again = BertModel.from_pretrained(output)
     clock.line("load", "stock BertModel, from the shards")
+    pulled = push_and_pull(output, repo_id, cache, clock)
     print_files(output)
 
     differences = [] if report.ok else [str(problem) for problem in report.problems]
     embeddings = embed(stock, source)
-    for name, other in {"hfshard": model, "hfshard again": again, "stock again": stock_again}.items():
+    for name, other in {"hfshard": model, "hfshard again": again, "stock again": stock_again, "pulled": pulled}.items():
         if not same_weights(stock, other):
             differences.append(f"the weights of '{name}'")
         if not torch.equal(embeddings, embed(other, source)):
             differences.append(f"the embeddings of '{name}'")
     print_embeddings(embeddings)
     return differences
+
+
+def push_and_pull(output: Path, repo_id: str, cache: Path, clock: Clock) -> PreTrainedModel:
+    """Push what was saved, push it again, pull it into an empty cache, and load it."""
+    first = hfshard.push_checkpoint(output, repo_id)
+    where = "a directory as hub" if repo_id.startswith("file://") else "the hub, over HTTP"
+    clock.line("push", f"to {where}: {format_size(first.sent_bytes)}, commit {first.commit[:8]}")
+    second = hfshard.push_checkpoint(output, repo_id)
+    clock.line("push", f"the same again: {format_size(second.sent_bytes)}, {'a new' if second.is_new else 'no'} commit")
+    pulled: PreTrainedModel = Bert.from_pretrained(repo_id, cache_dir=cache)
+    clock.line("pull", "hfshard, into an empty cache, and loaded")
+    return pulled
 
 
 def embed(model: PreTrainedModel, source: Path) -> Tensor:

@@ -1,0 +1,134 @@
+"""The commands of `hfshard`, and the arguments of each."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hfshard import __version__
+
+_REPO = "org/name on the Hub, or a path or file:// URL of a directory that serves as a hub"
+
+
+def parser_of_all() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="hfshard", description="Look at sharded checkpoints, verify them, push and pull them."
+    )
+    parser.add_argument("--version", action="version", version=f"hfshard {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_inspect(commands)
+    _add_verify(commands)
+    _add_push(commands)
+    _add_pull(commands)
+    _add_revisions(commands)
+    return parser
+
+
+def _add_inspect(commands: Any) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        help="show shards, dtypes, the largest tensors, aliases and metadata",
+        description="Show what a checkpoint consists of, from its index and headers: no tensor is read.",
+    )
+    _add_directory(inspect)
+    _add_variant(inspect)
+    _add_format(inspect)
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor, not the largest ones alone")
+
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="check every file of a checkpoint; exit 0: whole, 1: damaged",
+        description="Check every file of a checkpoint. Exit 0: it is whole, 1: it is damaged, 2: bad usage.",
+    )
+    _add_directory(verify)
+    _add_variant(verify)
+    _add_format(verify)
+    verify.add_argument(
+        "--level",
+        choices=("full", "structure"),
+        default="full",
+        help="full: every byte against its checksum (default); structure: all that costs no reading",
+    )
+    _add_no_progress(verify)
+
+
+def _add_push(commands: Any) -> None:
+    push = commands.add_parser(
+        "push",
+        help="push a directory to a hub as one commit",
+        description="Push a directory as one commit: what the hub has is not sent, and old weights go.",
+    )
+    _add_directory(push)
+    push.add_argument("repo_id", metavar="REPO", help=_REPO)
+    push.add_argument("--revision", help="the branch to push to, made if it is missing (default: main)")
+    push.add_argument("--create-pr", action="store_true", help="open a pull request in place of pushing to the branch")
+    push.add_argument("--path-in-repo", default="", help="folder of the repo")
+    push.add_argument("--message", "--commit-message", dest="commit_message", help="title of the commit")
+    push.add_argument("--description", "--commit-description", dest="commit_description", help="more about it")
+    push.add_argument("--private", action="store_true", default=None, help="a repo that is made is private")
+    push.add_argument("--include", action="append", metavar="GLOB", help="push only these files; may be repeated")
+    push.add_argument("--exclude", action="append", metavar="GLOB", help="leave these files out; may be repeated")
+    _add_token(push)
+    _add_format(push)
+    _add_no_progress(push)
+
+
+def _add_pull(commands: Any) -> None:
+    pull = commands.add_parser(
+        "pull",
+        help="pull a checkpoint from a hub, checked; what is there already is not fetched again",
+        description="Pull a checkpoint into the cache, or into a directory, and print where it is.",
+    )
+    pull.set_defaults(needs_directory=False)
+    pull.add_argument("repo_id", metavar="REPO", help=_REPO)
+    pull.add_argument("directory", metavar="DIR", nargs="?", help="where to (default: huggingface_hub's cache)")
+    pull.add_argument("--revision", help="branch, tag, commit or refs/pr/N (default: main)")
+    pull.add_argument("--subfolder", default="", help="folder of the repo")
+    pull.add_argument("--include", action="append", metavar="GLOB", help="pull only these files; may be repeated")
+    pull.add_argument("--exclude", action="append", metavar="GLOB", help="leave these files out; may be repeated")
+    pull.add_argument("--local-files-only", action="store_true", help="use the cache alone, not the network")
+    pull.add_argument(
+        "--verify", choices=("none", "structure", "full"), default="structure", help="as in from_pretrained"
+    )
+    _add_variant(pull)
+    _add_token(pull)
+    _add_format(pull)
+    _add_no_progress(pull)
+
+
+def _add_revisions(commands: Any) -> None:
+    revisions = commands.add_parser(
+        "revisions",
+        help="list, tag or delete what a directory that serves as a hub keeps",
+        description="Show the branches, tags and commits of a directory that serves as a hub.",
+    )
+    _add_directory(revisions, "the directory that serves as a hub")
+    change = revisions.add_mutually_exclusive_group()
+    change.add_argument("--delete", metavar="REV", help="delete a branch, a tag, or a commit that none leads to")
+    change.add_argument("--tag", nargs=2, metavar=("NAME", "REV"), help="give a revision a name that stays")
+    change.add_argument("--prune", action="store_true", help="delete every commit that no branch or tag leads to")
+    _add_format(revisions)
+
+
+def _add_directory(parser: argparse.ArgumentParser, text: str = "the checkpoint's directory") -> None:
+    parser.set_defaults(needs_directory=True)
+    parser.add_argument("directory", metavar="DIR", help=text)
+
+
+def _add_variant(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--variant", help='the variant of the weights, for example "fp16"')
+
+
+def _add_format(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="json: one document on stdout")
+
+
+def _add_token(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--token", help="for the Hub (default: HF_TOKEN, or the saved one)")
+
+
+def _add_no_progress(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-progress", action="store_true", help="show no progress bar on the terminal")

@@ -1,0 +1,91 @@
+"""The commands that speak to a hub: push, pull, revisions."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from hfshard.cli.output import print_json, print_text, printable, table
+from hfshard.hub.directory_hub import DirectoryHub
+from hfshard.hub.pull import pull_checkpoint
+from hfshard.hub.push import push_checkpoint
+from hfshard.size import format_size
+
+_ID_DIGITS = 12
+"""Of a commit in a table: enough to name it; JSON has all of them."""
+
+
+def push(arguments: argparse.Namespace) -> int:
+    """Push a directory, and show the commit."""
+    result = push_checkpoint(
+        arguments.directory,
+        arguments.repo_id,
+        commit_message=arguments.commit_message,
+        commit_description=arguments.commit_description,
+        private=arguments.private,
+        token=arguments.token,
+        revision=arguments.revision,
+        create_pr=arguments.create_pr,
+        path_in_repo=arguments.path_in_repo,
+        allow_patterns=arguments.include,
+        ignore_patterns=arguments.exclude,
+        progress=_progress(arguments),
+    )
+    if arguments.format == "json":
+        print_json(asdict(result))
+    elif result.is_new:
+        print_text(printable(f"{result.pr_url or result.url}: {format_size(result.sent_bytes)} sent"))
+    else:
+        print_text(printable(f"{result.url}: holds all of it already, nothing was sent"))
+    return 0
+
+
+def pull(arguments: argparse.Namespace) -> int:
+    """Pull a checkpoint, and print the directory that it is in."""
+    directory = pull_checkpoint(
+        arguments.repo_id,
+        arguments.directory,
+        revision=arguments.revision,
+        variant=arguments.variant,
+        subfolder=arguments.subfolder,
+        token=arguments.token,
+        local_files_only=arguments.local_files_only,
+        allow_patterns=arguments.include,
+        ignore_patterns=arguments.exclude,
+        verify=arguments.verify,
+        progress=_progress(arguments),
+    )
+    if arguments.format == "json":
+        print_json({"directory": directory})
+    else:
+        print_text(printable(directory))
+    return 0
+
+
+def revisions(arguments: argparse.Namespace) -> int:
+    """Show what a directory hub keeps; or delete, tag, prune."""
+    hub = DirectoryHub.open(arguments.directory)
+    freed = None
+    if arguments.delete is not None:
+        hub.delete(arguments.delete)
+    elif arguments.tag is not None:
+        hub.tag(arguments.tag[0], arguments.tag[1])
+    elif arguments.prune:
+        freed = hub.prune()
+    found = hub.revisions()
+    if arguments.format == "json":
+        print_json({"revisions": [asdict(revision) for revision in found], "freed_bytes": freed})
+        return 0
+    rows = [
+        [item.name if item.kind != "commit" else "", item.kind, item.commit[:_ID_DIGITS], format_size(item.size),
+         str(item.date), item.message]
+        for item in found
+    ]  # fmt: skip
+    print_text(table(["name", "kind", "commit", ">size", "date", "message"], rows))
+    if freed is not None:
+        print_text(f"\n{format_size(freed)} came free")
+    return 0
+
+
+def _progress(arguments: argparse.Namespace) -> bool | None:
+    return False if arguments.no_progress else None
