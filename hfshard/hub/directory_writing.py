@@ -109,8 +109,7 @@ class Writer:
         sync_directory(self.root)  # from here on, whatever is left of this commit is known for unfinished
         target = snapshot_path(self.root, commit)
         make_directories(os.path.dirname(target))
-        if os.path.lexists(target):  # a damaged one
-            os.rename(target, self._staged("replaced"))
+        self._remove_snapshot(commit)  # a damaged one
         _move_tree(self.staged_files, target)
         sync_directory(os.path.dirname(target))
         path = manifest_path(self.root, commit)
@@ -205,7 +204,12 @@ class Writer:
             return
         self.begin()
         removed = self._staged(f"removed-{commit}")
-        os.rename(path, removed)  # a reader finds all of it or nothing
+        try:
+            os.rename(path, removed)  # a reader finds all of it or nothing
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            removed = path  # without a manifest it is no commit any more
         shutil.rmtree(removed)
 
     def _remove_empty(self, folder: str) -> None:
