@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from typing import Final
 
 from hfshard.cli.output import print_json, print_text, printable, table
 from hfshard.hub.directory_hub import DirectoryHub
@@ -11,7 +12,7 @@ from hfshard.hub.pull import pull_checkpoint
 from hfshard.hub.push import push_checkpoint
 from hfshard.size import format_size
 
-_ID_DIGITS = 12
+_ID_DIGITS: Final = 12
 """Of a commit in a table: enough to name it; JSON has all of them."""
 
 
@@ -74,11 +75,12 @@ def revisions(arguments: argparse.Namespace) -> int:
         freed = hub.prune()
     found = hub.revisions()
     if arguments.format == "json":
-        print_json({"revisions": [asdict(revision) for revision in found], "freed_bytes": freed})
+        shown = [{**asdict(revision), "date": revision.date.isoformat()} for revision in found]
+        print_json({"revisions": shown, "freed_bytes": freed})
         return 0
     rows = [
         [item.name if item.kind != "commit" else "", item.kind, item.commit[:_ID_DIGITS], format_size(item.size),
-         str(item.date), item.message]
+         f"{item.date:%Y-%m-%d %H:%M}", item.message]
         for item in found
     ]  # fmt: skip
     print_text(table(["name", "kind", "commit", ">size", "date", "message"], rows))

@@ -1,0 +1,114 @@
+"""`hfshard push`, `hfshard pull` and `hfshard revisions`, on a directory that serves as a hub and on a Hub server."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import hfshard
+from hfshard.hub.directory_hub import DirectoryHub
+from tests.cli.conftest import Run, save_example
+from tests.hub_server import HubServer
+
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+FILES = [*SHARDS, "model.safetensors.index.json"]
+
+
+def test_push_and_pull_through_a_directory_give_the_same_bytes(example: Path, tmp_path: Path, run: Run) -> None:
+    hub = (tmp_path / "hub" / "name").as_uri()
+    pushed = run("push", example, hub)
+    assert (pushed.returncode, pushed.stderr) == (0, "")
+    head = DirectoryHub.open(hub).resolve()
+    assert pushed.stdout.startswith(f"{tmp_path}/hub/name/snapshots/{head}: ")
+    pulled = run("pull", hub, tmp_path / "copy")
+    assert (pulled.returncode, pulled.stdout, pulled.stderr) == (0, f"{tmp_path}/copy\n", "")
+    assert sorted(os.listdir(tmp_path / "copy")) == FILES
+    assert all((tmp_path / "copy" / name).read_bytes() == (example / name).read_bytes() for name in FILES)
+    assert run("verify", tmp_path / "copy").returncode == 0
+
+
+def test_pull_without_a_directory_prints_where_it_is(example: Path, tmp_path: Path, run: Run) -> None:
+    hub = tmp_path / "hub"
+    run("push", example, hub)
+    where = run("pull", hub).stdout.strip()
+    assert where == DirectoryHub.open(hub).snapshot()
+    assert sorted(hfshard.load_state_dict(where)) == ["embed", "layer.bias", "layer.weight", "step", "unembed"]
+
+
+def test_second_push_sends_nothing_and_says_so(example: Path, tmp_path: Path, run: Run) -> None:
+    first = json.loads(run("push", example, tmp_path / "hub", "--format", "json").stdout)
+    again = json.loads(run("push", example, tmp_path / "hub", "--format", "json").stdout)
+    assert (first["is_new"], again["is_new"], again["sent_bytes"]) == (True, False, 0)
+    assert first["commit"] == again["commit"]
+    assert "holds all of it already, nothing was sent" in run("push", example, tmp_path / "hub").stdout
+
+
+def test_options_of_push_reach_the_commit(example: Path, tmp_path: Path, run: Run) -> None:
+    (example / "notes.txt").write_text("for me")
+    hub = tmp_path / "hub"
+    done = run("push", example, hub, "--revision", "dev", "--message", "Title", "--description", "More",
+               "--path-in-repo", "sub", "--exclude", "*.txt")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    listing = DirectoryHub.open(hub).listing("dev")
+    assert listing is not None
+    assert sorted(listing.files) == [f"sub/{name}" for name in FILES]
+    [commit] = [item for item in DirectoryHub.open(hub).revisions() if item.kind == "commit"]
+    assert commit.message == "Title"
+
+
+def test_revisions_are_listed_tagged_deleted_and_pruned(tmp_path: Path, run: Run) -> None:
+    hub = tmp_path / "hub"
+    run("push", save_example(tmp_path / "one"), hub)
+    first = DirectoryHub.open(hub).resolve()
+    assert run("revisions", hub, "--tag", "v1", "main").returncode == 0
+    run("push", save_example(tmp_path / "two", metadata={"note": "other"}), hub, "--revision", "dev")
+    shown = json.loads(run("revisions", hub, "--format", "json").stdout)["revisions"]
+    named = [(item["name"], item["kind"]) for item in shown[:3]]
+    assert named == [("main", "branch"), ("dev", "branch"), ("v1", "tag")]
+        ("main", "branch"),
+        ("dev", "branch"),
+        ("v1", "tag"),
+    ]
+    second = next(item["commit"] for item in shown if item["name"] == "dev")
+    text = run("revisions", hub).stdout
+    assert text.startswith("name")
+    assert first[:12] in text
+    assert run("revisions", hub, "--delete", "dev").returncode == 0
+    assert run("revisions", hub, "--prune").returncode == 0
+    left = json.loads(run("revisions", hub, "--format", "json").stdout)["revisions"]
+    assert {item["commit"] for item in left} == {first}
+    assert second not in os.listdir(hub / "snapshots")
+    refused = run("revisions", hub, "--delete", "main")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr.startswith("hfshard: 'main' is what ")
+
+
+def test_failures_are_one_and_say_what_to_do(example: Path, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "empty").mkdir()
+    nothing = run("push", tmp_path / "empty", tmp_path / "hub")
+    assert (nothing.returncode, nothing.stdout) == (1, "")
+    assert "There is no checkpoint in" in nothing.stderr
+    no_hub = run("revisions", example)
+    assert (no_hub.returncode, no_hub.stdout) == (1, "")
+    assert "hub" in no_hub.stderr
+    missing = run("pull", tmp_path / "hub", "--revision", "v9")
+    assert (missing.returncode, missing.stdout) == (1, "")
+    bad = run("push", tmp_path / "nowhere", tmp_path / "hub")
+    assert (bad.returncode, bad.stdout) == (2, "")
+
+
+def test_push_and_pull_over_http(example: Path, tmp_path: Path, run: Run) -> None:
+    with HubServer(tmp_path / "server") as server:
+        environment = {"HF_HUB_OFFLINE": "0", **server.environment(home=tmp_path / "home")}
+        pushed = run("push", example, "org/name", "--private", **environment)
+        assert pushed.returncode == 0, pushed.stderr
+        head = server.repo("org/name").commits()[0].oid
+        assert pushed.stdout.startswith(f"{server.endpoint}/org/name/commit/{head}: ")
+        assert server.repo("org/name").private
+        pulled = run("pull", "org/name", tmp_path / "copy", **environment)
+        assert (pulled.returncode, pulled.stdout) == (0, f"{tmp_path}/copy\n"), pulled.stderr
+        assert all((tmp_path / "copy" / name).read_bytes() == (example / name).read_bytes() for name in FILES)
+        refused = run("pull", "org/name", "--token", "hf_wrong", **environment)
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert "the token '…rong' that was passed" in refused.stderr
