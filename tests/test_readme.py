@@ -23,7 +23,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_readme_has_examples_and_two_commands() -> None:
-    assert len(PYTHON_EXAMPLES) == 3
+    assert len(PYTHON_EXAMPLES) == 4
     assert [block.count("\n") for block in BASH_EXAMPLES[:2]] == [1, 1]
 
 

@@ -11,12 +11,14 @@ from typing import Final
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
-from hfshard.errors import HfshardError, HubConnectionError
+from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, SAFETENSORS_SUFFIX
+from hfshard.errors import HfshardError, HubConnectionError, HubError
 from hfshard.hub.client import speaking, status_of, transport_errors
 from hfshard.hub.listing import Listing, PushResult, StaleParentError
 from hfshard.hub.push_plan import is_same
 from hfshard.hub.uploads import close_readers, operations_for
 from hfshard.storage.content import Content
+from hfshard.storage.names import INDEX_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,9 @@ _STALE_PARENT: Final = 412
 _RETRIED: Final = frozenset({408, 429, 500, 502, 503, 504})
 _EXPIRED: Final = frozenset({400, 401, 403, 404, 410})
 """What a storage server answers to a URL whose time is over; the Hub gives a new one."""
+
+
+_MUST_GO: Final = (SAFETENSORS_SUFFIX, BIN_SUFFIX, CONFIG_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,19 @@ class RemoteCommit:
                     raise cause from error
                 _wait(attempt, cause, f"The upload to '{self.repo_id}' failed")
             else:
+                self._refuse_ignored(additions)
                 return
+
+    def _refuse_ignored(self, additions: Sequence[CommitOperationAdd]) -> None:
+        """Refuse to commit without files that the repo's .gitignore keeps out: huggingface_hub does so in silence."""
+        for addition in additions:
+            path = addition.path_in_repo
+            if addition._should_ignore and (path.endswith(_MUST_GO) or INDEX_FILE.fullmatch(path.rpartition("/")[2])):
+                raise HubError(
+                    f"The .gitignore of '{self.repo_id}' keeps '{path}' out, and a checkpoint without it is none. "
+                    "Nothing was committed. Remove the line from the .gitignore.",
+                    path=path,
+                )
 
     def _make(self, operations: Sequence[CommitOperationAdd | CommitOperationDelete]) -> PushResult:
         for attempt in range(1, _ATTEMPTS + 1):

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, Final, cast
 from urllib.parse import quote, urlsplit
 
@@ -26,6 +27,8 @@ XET_VARIABLE: Final = "HFSHARD_XET"
 
 _XET_DOMAINS: Final = ("huggingface.co", "hf.co")
 _HTTP_OK: Final = 200
+_HASHERS: Final = 4
+"""Files of unknown hash that are read at once."""
 _SAMPLE_BYTES: Final = 512
 """Bytes at a file's beginning by which the Hub tells text from binary, as huggingface_hub sends them."""
 
@@ -43,12 +46,13 @@ def operations_for(
         by_xet: Whether the server has Xet.
         on_bytes: Told the bytes that are read to be sent.
     """
-    operations: list[CommitOperationAdd | CommitOperationDelete] = []
-    for path, content in sorted(changes.items()):
-        if content is None:
-            operations.append(CommitOperationDelete(path_in_repo=path))
-            continue
-        sha256 = sha256_of_content(content)
+    adds = {path: content for path, content in sorted(changes.items()) if content is not None}
+    with ThreadPoolExecutor(_HASHERS, thread_name_prefix="hfshard-hash") as pool:
+        hashes = pool.map(sha256_of_content, adds.values())
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [
+        CommitOperationDelete(path_in_repo=path) for path, content in sorted(changes.items()) if content is None
+    ]
+    for (path, content), sha256 in zip(adds.items(), hashes, strict=True):
         with content.open() as reader:
             sample = reader.read(_SAMPLE_BYTES)
         operation = CommitOperationAdd(path_in_repo=path, path_or_fileobj=b"")
@@ -136,13 +140,18 @@ class CheckedReader(io.BufferedIOBase):
         """
         left = max(0, self._content.size - self._position)
         wanted = left if size is None or size < 0 else min(size, left)
+        if wanted == 0:
+            return b""
         if self._reader is None:
             self._reader = self._content.open()
         if self._reader.tell() != self._position:
             self._reader.seek(self._position)
-        block = self._reader.read(wanted) if wanted else b""
+        block = self._reader.read(wanted)
         self._check(block, wanted)
         self._position += len(block)
+        if self._position >= self._content.size:  # of thousands of shards, few are open at a time
+            self._reader.close()
+            self._reader = None
         if self._on_bytes is not None and self._position > self._counted:
             self._on_bytes(self._position - self._counted)
             self._counted = self._position
@@ -168,7 +177,7 @@ class CheckedReader(io.BufferedIOBase):
         self._was_sought = False
         self._hasher.update(block)
         self._hashed += len(block)
-        if block and self._hashed == self._content.size and self._hasher.hexdigest() != self._sha256:
+        if self._hashed == self._content.size and self._hasher.hexdigest() != self._sha256:
             raise self._differs("its bytes are not those that its checksum was made of")
 
     def _differs(self, problem: str) -> IntegrityError:
