@@ -1,0 +1,155 @@
+"""The process that pushes: it imports everything once, and forks a child for each task, which a test may kill."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from huggingface_hub import constants
+from transformers import BertModel
+
+from hfshard.errors import HfshardError
+from hfshard.hub.push import push_checkpoint
+from tests.hub.push_models import Bert, digest_of, make_model
+
+CHILD_SECONDS = 60
+"""A task that takes longer hangs, and is killed."""
+
+
+def push(directory: str, repo_id: str, **options: Any) -> dict[str, Any]:
+    """`push_checkpoint`."""
+    done = push_checkpoint(directory, repo_id, **options)
+    return {
+        "commit": done.commit, "url": done.url, "pr_url": done.pr_url, "is_new": done.is_new, "sent": done.sent_bytes
+    }  # fmt: skip
+
+
+def push_model(seed: int, repo_id: str, model: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """`model.push_to_hub`."""
+    pushed: Any = make_model(seed, **model or {})
+    done = pushed.push_to_hub(repo_id, **options)
+    return {"commit": done.oid, "url": done.commit_url, "pr_url": done.pr_url, "pr_num": done.pr_num}
+
+
+def save_and_push(seed: int, directory: str, **options: Any) -> None:
+    """`model.save_pretrained(..., push_to_hub=True)`."""
+    make_model(seed).save_pretrained(directory, push_to_hub=True, **options)
+
+
+def push_stock(seed: int, repo_id: str, **options: Any) -> str:
+    """What transformers' own `push_to_hub` does; it can't where it tries Xet and the server has none."""
+    constants.HF_HUB_DISABLE_XET = True
+    model: Any = make_model(seed, stock=True)
+    return str(model.push_to_hub(repo_id, **options).oid)
+
+
+def load_stock(repo_id: str, cache: str, **options: Any) -> str:
+    """The digest of what transformers loads, with a cache of its own."""
+    loaded, info = BertModel.from_pretrained(repo_id, cache_dir=cache, output_loading_info=True, **options)  # type: ignore[misc]
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return digest_of(loaded.state_dict())
+
+
+def load_ours(repo_id: str, cache: str, **options: Any) -> str:
+    """The digest of what hfshard loads, with a cache of its own."""
+    return digest_of(Bert.from_pretrained(repo_id, cache_dir=cache, strict=True, **options).state_dict())
+
+
+TASKS: dict[str, Callable[..., Any]] = {
+    task.__name__: task for task in (push, push_model, save_and_push, push_stock, load_stock, load_ours)
+}
+
+
+class Keep(logging.Handler):
+    """Keeps what is logged at WARNING or above."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line."""
+        self.lines.append(f"{record.levelname} {record.name}: {record.getMessage()}")
+
+
+def moved() -> tuple[int, int]:
+    """Bytes that this process has read and written by system calls on files and pipes (not on sockets)."""
+    numbers = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(numbers["rchar"]), int(numbers["wchar"])
+
+
+def run(order: dict[str, Any]) -> dict[str, Any]:
+    """Do one task; gives what came of it."""
+    kept = Keep()
+    waits: list[float] = []
+    for name in ("hfshard", "huggingface_hub", "transformers"):
+        logging.getLogger(name).addHandler(kept)
+    for name, value in order["environment"].items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    if order["largest_file"] is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a larger file is an OSError then
+        resource.setrlimit(resource.RLIMIT_FSIZE, (order["largest_file"], order["largest_file"]))
+    if order["open_files"] is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (order["open_files"], order["open_files"]))
+    time.sleep = waits.append  # waits between tries are noted, and not waited
+    if order["task"] in ("push", "push_model", "save_and_push"):
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)  # huggingface_hub's own, of httpx
+    outcome: dict[str, Any] = {"result": None, "error": None, "message": "", "trace": ""}
+    read, written = moved()
+    try:
+        outcome["result"] = TASKS[order["task"]](*order["args"], **order["kwargs"])
+    except Exception as error:
+        outcome |= {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
+        outcome["is_ours"] = isinstance(error, HfshardError)
+    read_after, written_after = moved()
+    return outcome | {
+        "log": kept.lines, "waits": waits, "read": read_after - read, "written": written_after - written
+    }  # fmt: skip
+
+
+def child(order: dict[str, Any]) -> NoReturn:
+    """Do one task in this fork, and leave."""
+    code = 1
+    try:
+        signal.alarm(CHILD_SECONDS)
+        words = os.open(order["words"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (0, 1, 2):
+            os.dup2(words if stream else os.open(os.devnull, os.O_RDONLY), stream)
+        outcome = run(order)
+        # The limits of the task are those of its files, not of its report.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        Path(order["out"]).write_text(json.dumps(outcome))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def main() -> None:
+    """Take orders, one a line, until there are no more."""
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "wait" in order:
+            print(json.dumps(os.waitpid(order["wait"], 0)[1]), flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            child(order)
+        print(json.dumps(pid), flush=True)
+
+
+if __name__ == "__main__":
+    main()
