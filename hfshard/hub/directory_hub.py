@@ -180,7 +180,8 @@ class DirectoryHub:
             CommitUnfinishedError: It was committed, but could not be flushed.
         """
         base = self._branch_to_commit_to(revision or "main", create_pr=create_pr)
-        check_paths(changes)
+        for path in changes:
+            check_paths([path])
         _check_text(message)
         _check_text(description)
         with writing(self.root, wait_seconds=self.wait_seconds) as writer:
