@@ -77,6 +77,16 @@ class RemoteCommit:
 
     def _upload(self, operations: Sequence[CommitOperationAdd | CommitOperationDelete]) -> None:
         additions = [operation for operation in operations if isinstance(operation, CommitOperationAdd)]
+        # huggingface_hub sends files of the same bytes at once, and all from one reader: the others go after the first.
+        first = {addition.upload_info.sha256: addition for addition in reversed(additions)}
+        others = [one for one in additions if one.upload_info.size and first[one.upload_info.sha256] is not one]
+        kept = {id(one) for one in others}
+        self._preupload([one for one in additions if id(one) not in kept])
+        if others:
+            self._preupload(others)
+        self._refuse_ignored(additions)
+
+    def _preupload(self, additions: Sequence[CommitOperationAdd]) -> None:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 self.api.preupload_lfs_files(
@@ -94,7 +104,6 @@ class RemoteCommit:
                     raise cause from error
                 _wait(attempt, cause, f"The upload to '{self.repo_id}' failed")
             else:
-                self._refuse_ignored(additions)
                 return
 
     def _refuse_ignored(self, additions: Sequence[CommitOperationAdd]) -> None:
