@@ -40,6 +40,7 @@ def directory_contents(
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint in it.
+        InvalidArgumentError: The patterns leave out all weights, or a part of a checkpoint.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: One can't be loaded, so nobody should get it.
     """
     if not os.path.isdir(directory):
@@ -51,15 +52,26 @@ def directory_contents(
             variants = {None}
     indexes: dict[str | None, CheckpointIndex] = {}
     known: dict[str, str | None] = {}
-    used: set[str] = set()
+    files_of: dict[str | None, set[str]] = {}
     for variant in sorted(variants, key=lambda name: name or ""):
         with open_checkpoint(directory, variant=variant) as checkpoint:
             indexes[variant] = checkpoint.index
-            used |= _files_of(checkpoint)
-            known |= {name: record.sha256 for name, record in checkpoint.index.files.items() if name in used}
+            files_of[variant] = _files_of(checkpoint)
+            records = checkpoint.index.files.items()
+            known |= {name: record.sha256 for name, record in records if name in files_of[variant]}
             if checkpoint.located.kind == "single":
                 known.pop(checkpoint.located.name, None)  # its checksum is not that of its bytes (see `integrity`)
     wanted = set(filter_repo_objects(paths, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+    for variant, files in files_of.items():
+        if wanted.isdisjoint(files):
+            del indexes[variant]  # what the hub has of it stays
+        elif lost := sorted(files - wanted):
+            raise InvalidArgumentError(
+                f"The patterns leave out '{lost[0]}', and the checkpoint in '{directory}' can't be loaded without it. "
+                "Check allow_patterns and ignore_patterns.",
+                path=directory,
+            )
+    used = {name for files in files_of.values() for name in files}
     strays = _strays(wanted, used, variants)
     for name in sorted(strays):
         logger.warning("'%s' in '%s' belongs to no checkpoint there: it is not pushed.", name, directory)
@@ -74,10 +86,14 @@ def directory_contents(
 def _paths(directory: str) -> Iterator[str]:
     for above, folders, files in os.walk(directory):
         folders[:] = sorted(name for name in folders if name not in _LEFT_OUT)
-        for name in sorted(files):
+        for name in [*(one for one in folders if os.path.islink(os.path.join(above, one))), *sorted(files)]:
             path = os.path.join(above, name)
-            if name not in _JUNK and os.path.isfile(path):
+            if name in _JUNK:
+                continue
+            if os.path.isfile(path):
                 yield os.path.relpath(path, directory)
+            else:
+                logger.warning("'%s' is no file, but a pipe, or a link to nowhere or a folder: it is not pushed.", path)
 
 
 def _files_of(checkpoint: OpenCheckpoint) -> set[str]:
