@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedModel
@@ -20,7 +21,7 @@ class TiedBert(hfshard.ShardedModelMixin, BertForMaskedLM):
 
 
 # Size -> what makes it; 4-byte weights.
-SIZES = {
+SIZES: dict[str, Any] = {
     # 23 tensors, 52,352 bytes.
     "small": {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32},
     # 23 tensors, 16.9 MB; the largest has 4.2 MB.
