@@ -110,6 +110,7 @@ def _add_revisions(commands: Any) -> None:
     change.add_argument("--delete", metavar="REV", help="delete a branch, a tag, or a commit that none leads to")
     change.add_argument("--tag", nargs=2, metavar=("NAME", "REV"), help="give a revision a name that stays")
     change.add_argument("--prune", action="store_true", help="delete every commit that no branch or tag leads to")
+    revisions.add_argument("--force", action="store_true", help="with --delete: main too")
     _add_format(revisions)
 
 

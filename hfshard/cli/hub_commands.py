@@ -68,7 +68,7 @@ def revisions(arguments: argparse.Namespace) -> int:
     hub = DirectoryHub.open(arguments.directory)
     freed = None
     if arguments.delete is not None:
-        hub.delete(arguments.delete)
+        freed = hub.delete(arguments.delete, force=arguments.force)
     elif arguments.tag is not None:
         hub.tag(arguments.tag[0], arguments.tag[1])
     elif arguments.prune:
@@ -84,7 +84,7 @@ def revisions(arguments: argparse.Namespace) -> int:
         for item in found
     ]  # fmt: skip
     print_text(table(["name", "kind", "commit", ">size", "date", "message"], rows))
-    if freed is not None:
+    if freed:
         print_text(f"\n{format_size(freed)} came free")
     return 0
 

@@ -79,7 +79,7 @@ def main() -> int:
 
 def measured(class_name: str) -> list[str]:
     """The cells of one column of clients."""
-    cells = []
+    cells: list[str] = []
     with tempfile.TemporaryDirectory(prefix="hfshard-bench-") as temporary, HubServer(Path(temporary) / "hub") as hub:
         for action in ACTIONS:
             head = hub.repo("org/m").commits()[0].oid if cells else ""
