@@ -133,7 +133,9 @@ def plan_specs(
 
 
 def with_one_more_shard(plan: ShardPlan, names: WeightNames) -> ShardPlan:
-    """The same plan with its largest divisible file split in two, so that the other files keep their bytes.
+    """The same plan with its smallest divisible file split in two, so that the other files keep their bytes.
+
+    The smallest, as the two halves are all that a push has to send anew.
 
     Where no file holds two tensors, an empty one is added. A new save takes this plan where the names of the old one
     are still in use by the checkpoint that it replaces (see `storage/commit.py`).
@@ -141,8 +143,8 @@ def with_one_more_shard(plan: ShardPlan, names: WeightNames) -> ShardPlan:
     groups = [shard.tensors for shard in plan.shards]
     divisible = [i for i, tensors in enumerate(groups) if len(tensors) > 1]
     if divisible:
-        largest = max(divisible, key=lambda i: (plan.shards[i].nbytes, -i))
-        groups[largest : largest + 1] = _halves(groups[largest])
+        smallest = min(divisible, key=lambda i: (plan.shards[i].nbytes, i))
+        groups[smallest : smallest + 1] = _halves(groups[smallest])
     else:
         groups.append(())
     files = names.shards(len(groups))

@@ -96,7 +96,7 @@ def with_free_names(plan: ShardPlan, session: SaveSession, request: SaveRequest)
 
 
 def until_free(plan: ShardPlan, session: SaveSession, names: WeightNames) -> ShardPlan:
-    """Split the largest shard until no file in the directory has any of the plan's names."""
+    """Split the smallest shard until no file in the directory has any of the plan's names."""
     taken = session.state.listing | session.state.referenced
     while plan.is_sharded and not taken.isdisjoint(shard.file for shard in plan.shards):
         plan = with_one_more_shard(plan, names)

@@ -85,14 +85,14 @@ def test_a_variant_is_part_of_the_names() -> None:
     ]
 
 
-def test_one_more_shard_splits_the_largest_and_leaves_the_others() -> None:
+def test_one_more_shard_splits_the_smallest_and_leaves_the_others() -> None:
     plan = plan_specs([spec("a", 5), spec("b", 5), spec("c", 4), spec("d", 9)], HEADER + 13, names=NAMES)
     assert [shard.names for shard in plan.shards] == [("a", "b"), ("c", "d")]
     more = with_one_more_shard(plan, NAMES)
     assert [(shard.file, shard.names) for shard in more.shards] == [
-        ("model-00001-of-00003.safetensors", ("a", "b")),
-        ("model-00002-of-00003.safetensors", ("c",)),
-        ("model-00003-of-00003.safetensors", ("d",)),
+        ("model-00001-of-00003.safetensors", ("a",)),
+        ("model-00002-of-00003.safetensors", ("b",)),
+        ("model-00003-of-00003.safetensors", ("c", "d")),
     ]
 
 
