@@ -148,12 +148,12 @@ def push(
     before: Listing | None = None
     for _ in range(_ATTEMPTS):
         remote = _listing(hub, request, repo_id)
-        if before is not None:
-            _refuse_conflict(before, remote, request, repo_id)
         plan = _plan(hub, request, remote)
         if plan.is_empty:
             logger.info("'%s' holds all of it already: no commit was made.", repo_id)
             return PushResult(remote.commit, hub.url_of(remote.commit), is_new=False)
+        if before is not None:
+            _refuse_conflict(before, remote, plan, request, repo_id)
         total = sum(content.size for content in plan.adds.values())
         try:
             with bytes_bar("Pushing", total, request.progress) as on_bytes:
@@ -248,9 +248,12 @@ def _card(hub: Hub, request: PushRequest, remote: Listing) -> dict[str, Content]
     return {} if new is None else {README: BytesContent(new)}
 
 
-def _refuse_conflict(before: Listing, now: Listing, request: PushRequest, repo_id: str) -> None:
-    """Refuse to go on top of somebody else's push of the same files or weights: the two would mix."""
-    changed = {path for path in {*before.files, *now.files} if before.files.get(path) != now.files.get(path)}
+def _refuse_conflict(before: Listing, now: Listing, plan: PushPlan, request: PushRequest, repo_id: str) -> None:
+    """Refuse to go on top of somebody else's push of the same files or weights: the two would mix.
+
+    What they made exactly as this push would is no conflict: an equal push, or an earlier commit of this one.
+    """
+    changed = {path for path in plan.changes if before.files.get(path) != now.files.get(path)}
     families = [WeightNames(variant) for variant in request.variants]
     names = {path.removeprefix(request.folder) for path in changed if path.startswith(request.folder)}
     mine = sorted(
