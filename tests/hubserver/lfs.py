@@ -1,4 +1,4 @@
-"""Uploads of the test Hub: git-lfs batch, PUT in one piece or in parts, completion and verification."""
+"""LFS of the test Hub: git-lfs batch, PUT in one piece or in parts, completion and verification."""
 
 from __future__ import annotations
 
@@ -22,11 +22,17 @@ LFS_JSON = {"Content-Type": "application/vnd.git-lfs+json"}
 
 
 def batch(hub: Hub, exchange: Exchange, repo_id: str) -> None:
-    """Answer which objects are to be uploaded, and where to."""
-    repo, _ = accounts.writable(hub.store, exchange, repo_id)
+    """Answer which objects are to be uploaded or downloaded, and where."""
     request = exchange.body.json()
+    if request.get("operation") == "download":
+        repo = accounts.downloadable(hub.store, exchange, repo_id)
+        wanted = [(str(one["oid"]), int(one["size"])) for one in request.get("objects", [])]
+        found = [_download(hub, repo, oid, size) for oid, size in wanted]
+        exchange.reply_json({"transfer": "basic", "objects": found}, headers=LFS_JSON)
+        return
+    repo, _ = accounts.writable(hub.store, exchange, repo_id)
     if request.get("operation") != "upload":
-        raise HubError(400, "This server takes LFS uploads only; downloads go through resolve.")
+        raise HubError(400, "The operation is 'upload' or 'download'.")
     if "ref" in request:
         commit_of(repo, str(request["ref"]["name"]))
     wanted = [(str(one["oid"]), int(one["size"])) for one in request.get("objects", [])]
@@ -57,6 +63,13 @@ def _instructions(hub: Hub, repo: Repo, oid: str, size: int, may_split: bool) ->
     complete = f"/api/complete_multipart/{repo.repo_id}/{oid}"
     href = hub.signer.sign(hub.api_origin, complete, "POST", uploadId=upload_id, size=str(size))
     return {**answer, "actions": {"upload": {"href": href, "header": header}, "verify": verify}}
+
+
+def _download(hub: Hub, repo: Repo, oid: str, size: int) -> dict[str, Any]:
+    answer: dict[str, Any] = {"oid": oid, "size": size, "authenticated": True}
+    if not _SHA256.fullmatch(oid) or not repo.objects.has(oid):
+        return {**answer, "error": {"code": 404, "message": "Object does not exist"}}
+    return {**answer, "actions": {"download": {"href": hub.sign(f"/{repo.repo_id}/{oid}", "GET")}}}
 
 
 def storage_put(hub: Hub, exchange: Exchange, repo_id: str, sha256: str) -> None:
