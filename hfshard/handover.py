@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils.import_utils import is_peft_available
-from transformers.utils.peft_utils import find_adapter_config_file
 
+from hfshard.constants import ADAPTER_CONFIG_NAME
 from hfshard.errors import HfshardError
 from hfshard.storage.locate import read_config, weights_bytes
 
@@ -43,14 +43,9 @@ def is_upstreams_to_read(directory: str, model_class: type, kwargs: Mapping[str,
     )
 
 
-def is_adapter(name: str, where: Mapping[str, Any]) -> bool:
-    """Whether PEFT is installed and the directory or repo holds an adapter, alone or beside a model.
-
-    Args:
-        name: The directory, or the repo.
-        where: Those arguments of `from_pretrained` that say where files come from.
-    """
-    return bool(is_peft_available() and find_adapter_config_file(name, **where) is not None)
+def is_adapter(directory: str) -> bool:
+    """Whether PEFT is installed and a directory holds an adapter, alone or beside a model."""
+    return bool(is_peft_available() and os.path.isfile(os.path.join(directory, ADAPTER_CONFIG_NAME)))
 
 
 def _is_tight(directory: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from hfshard.state_dict import (
     unwrap,
 )
 from hfshard.storage.checkpoint import OpenCheckpoint, Verify
+from hfshard.storage.index import CheckpointIndex
 from hfshard.tied import find_ties
 
 logger = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ def load_state_dict(
     Args:
         path: A directory, or a repo of the Hub ("org/name").
         keys: Which names to load: names, globs ("*.bias"), or a function of the name. None: all. Only their bytes are
-            read.
+            read, and only the shards that hold them are downloaded.
         device: Where the tensors go. On the CPU they are mapped: a page is read when it is touched.
         variant, subfolder, revision, token, cache_dir, local_files_only: As in transformers' `from_pretrained`.
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
@@ -68,6 +70,8 @@ def load_state_dict(
         StateDictMismatchError: `keys` names something that is not there.
     """
     source = Source(os.fspath(path), subfolder, variant, use_safetensors, revision, token, cache_dir, local_files_only)
+    if keys is not None:
+        source = replace(source, files_of=lambda index: files_holding(index, keys))
     with opened(source, verify, progress) as checkpoint:
         return read_tensors(checkpoint, keys, device, mapped=not disable_mmap)
 
@@ -117,6 +121,16 @@ def load_model(
     with opened(source, verify, progress) as checkpoint:
         info = _load_into(unwrap(model), checkpoint, strict=strict is not False)
     return (model, info) if output_loading_info else model
+
+
+def files_holding(index: CheckpointIndex, keys: KeySelection) -> set[str]:
+    """The files that hold the tensors of these names, aliases included.
+
+    Raises:
+        StateDictMismatchError: A name or glob that matches nothing.
+    """
+    chosen = select_keys([*index.weight_map, *index.aliases], keys)
+    return {index.weight_map[index.aliases.get(name, name)] for name in chosen}
 
 
 def read_tensors(

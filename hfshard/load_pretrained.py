@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfshard.constants import (
@@ -30,11 +29,12 @@ from hfshard.pretrained_arguments import (
     MODEL_ARGUMENTS,
     SOURCE_ARGUMENTS,
     class_of_auto,
+    commit_argument,
     config_of,
+    pinned,
     source_of,
-    where_of,
 )
-from hfshard.source import Source, opened
+from hfshard.source import Place, Source, opened
 from hfshard.state_dict import Mismatch, compare, has_wrapper_prefix, match_prefixes, strip_compiled, strip_wrappers
 from hfshard.storage.checkpoint import OpenCheckpoint, Verify
 from hfshard.storage.locate import check_generation_config
@@ -62,11 +62,15 @@ def load_class(model_class: Any, path: Any, *model_args: Any, **kwargs: Any) -> 
         raise InvalidArgumentError(
             f"load_model takes a module or a transformers class, and {model_class!r} is neither."
         )
-    if not issubclass(model_class, PreTrainedModel):
-        if is_adapter(os.fspath(path), where_of(kwargs)):
-            return cast(Any, model_class).from_pretrained(path, *model_args, **kwargs)
-        model_class, kwargs = class_of_auto(model_class, os.fspath(path), kwargs)
-    return load_pretrained(model_class.from_pretrained, model_class, path, model_args, kwargs, options)
+    if issubclass(model_class, PreTrainedModel):
+        return load_pretrained(model_class.from_pretrained, model_class, path, model_args, kwargs, options)
+    name = os.fspath(path)
+    place = source_of(name, kwargs).place(options.progress)
+    kwargs = pinned(kwargs, place)
+    if is_adapter(place.directory):
+        return cast(Any, model_class).from_pretrained(place.path, *model_args, **kwargs)
+    concrete, kwargs = class_of_auto(model_class, place.path, kwargs)
+    return load_pretrained(concrete.from_pretrained, concrete, name, model_args, kwargs, options, place)
 
 
 def load_pretrained(
@@ -76,6 +80,7 @@ def load_pretrained(
     model_args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     options: LoadOptions,
+    place: Place | None = None,
 ) -> Any:
     """Build a model as upstream's `from_pretrained` does, from bytes that hfshard has located, checked and opened.
 
@@ -86,6 +91,7 @@ def load_pretrained(
         model_args: Positional arguments for the model.
         kwargs: Keyword arguments of `from_pretrained`.
         options: hfshard's own.
+        place: Where the checkpoint lies, if that is known.
 
     Returns:
         What `build` returns.
@@ -99,21 +105,17 @@ def load_pretrained(
         return build(path, *model_args, **kwargs)
     name = os.fspath(path)
     source = source_of(name, kwargs)
-    if is_adapter(name, where_of(kwargs)):
-        return _checked_then_handed_over(build, name, model_args, kwargs, source, options)
-    try:
-        directory = source.directory()
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
-        return build(path, *model_args, **kwargs)  # about the repo itself, upstream says it best
-    if is_upstreams_to_read(directory, model_class, kwargs):
-        return _checked_then_handed_over(build, name, model_args, kwargs, source, options)
+    place = place or source.place(options.progress)
+    kwargs = pinned(kwargs, place)
+    if is_adapter(place.directory) or is_upstreams_to_read(place.directory, model_class, kwargs):
+        return _checked_then_handed_over(build, place, model_args, kwargs, source, options)
     for _ in range(CHANGED_RETRIES):
-        with opened(source, options.verify, options.progress) as checkpoint:
+        with opened(source, options.verify, options.progress, place) as checkpoint:
             _refuse_full_pickle(checkpoint, kwargs)
-            config, model_kwargs = config_of(model_class, name, kwargs)
+            config, model_kwargs = config_of(model_class, place.path, kwargs)
             if not checkpoint.is_unchanged():
                 continue  # a save came between the config and the weights
-            return _Building(build, model_class, name, checkpoint, options).build(
+            return _Building(build, model_class, name, place, checkpoint, options).build(
                 model_args, config, model_kwargs, kwargs
             )
     raise CheckpointChangedError(f"The checkpoint in '{name}' kept changing. Load it when the save is done.", path=name)
@@ -127,10 +129,11 @@ class _Building:
         build: Callable[..., Any],
         model_class: type[PreTrainedModel],
         name: str,
+        place: Place,
         checkpoint: OpenCheckpoint,
         options: LoadOptions,
     ) -> None:
-        self.call, self.model_class, self.name = build, model_class, name
+        self.call, self.model_class, self.name, self.place = build, model_class, name, place
         self.checkpoint, self.options = checkpoint, options
 
     def build(
@@ -234,9 +237,10 @@ class _Building:
             kwargs.get("generation_config"),
             kwargs.get("_from_auto", False),
             kwargs.get("_from_pipeline"),
-            self.name,
+            self.place.path,
             **where,
             trust_remote_code=kwargs.get("trust_remote_code"),
+            **commit_argument(self.place),
             **rest,
         )
 
@@ -261,18 +265,18 @@ def _reports_naming(name: str) -> Iterator[None]:
 
 def _checked_then_handed_over(
     build: Callable[..., Any],
-    name: str,
+    place: Place,
     model_args: tuple[Any, ...],
     kwargs: dict[str, Any],
     source: Source,
     options: LoadOptions,
 ) -> Any:
     try:
-        with opened(source, options.verify, options.progress):
+        with opened(source, options.verify, options.progress, place):
             pass
     except CheckpointNotFoundError:
-        logger.debug("'%s' holds no weights that hfshard knows; upstream looks for others.", name)
-    return build(name, *model_args, **kwargs)
+        logger.debug("'%s' holds no weights that hfshard knows; upstream looks for others.", place.directory)
+    return build(place.path, *model_args, **kwargs)
 
 
 def _refuse_full_pickle(checkpoint: OpenCheckpoint, kwargs: Mapping[str, Any]) -> None:

@@ -9,10 +9,12 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_files
+from transformers.utils.import_utils import is_peft_available
 
 from hfshard.arguments import refuse_unknown
 from hfshard.constants import EXPLICIT_WEIGHTS_KEY
-from hfshard.source import Source
+from hfshard.source import Place, Source
 
 SOURCE_ARGUMENTS: Final = {
     "cache_dir",
@@ -56,7 +58,22 @@ def source_of(name: str, kwargs: Mapping[str, Any]) -> Source:
         cache_dir=kwargs.get("cache_dir"),
         local_files_only=bool(kwargs.get("local_files_only")),
         force_download=bool(kwargs.get("force_download")),
+        has_code=bool(kwargs.get("trust_remote_code")),
+        may_be_adapter=bool(is_peft_available()),
     )
+
+
+def pinned(kwargs: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """The same arguments, by which upstream finds in the cache what was pulled, and asks nobody."""
+    if place.commit is None:
+        return dict(kwargs)
+    return {**kwargs, "revision": place.commit, "force_download": False}
+
+
+def commit_argument(place: Place) -> dict[str, str]:
+    """The argument by which transformers before 5.20 believes the cache that a repo's commit has no such file."""
+    takes = "_commit_hash" in inspect.signature(cached_files).parameters
+    return {"_commit_hash": place.commit} if takes and place.commit is not None else {}
 
 
 def config_of(model_class: type[PreTrainedModel], name: str, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

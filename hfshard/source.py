@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from, a directory or a Hub repo, and its opening with the checks that were asked for."""
+"""Where a checkpoint comes from, a directory or a repo of a hub, and its opening with the checks that are asked for."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from hfshard.constants import SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
+from hfshard.hub.address import directory_of
+from hfshard.hub.directory_hub import DirectoryHub
 from hfshard.progress import bytes_bar
-from hfshard.storage.checkpoint import OpenCheckpoint, Verify, open_checkpoint
+from hfshard.storage.checkpoint import FilesOf, OpenCheckpoint, Verify, open_checkpoint
 from hfshard.storage.checks import check_small_file
 from hfshard.storage.locate import weights_bytes
 
@@ -19,8 +21,20 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint lies on this machine."""
+
+    directory: str
+    """With the subfolder."""
+    path: str
+    """What finds it for transformers: a directory, or a repo."""
+    commit: str | None = None
+    """Of a repo: the one that was pulled."""
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
-    """Where to load from: a directory, or a repo of the Hub."""
+    """Where to load from: a directory, a directory hub, or a repo of the Hub."""
 
     path: str
     subfolder: str = ""
@@ -31,36 +45,59 @@ class Source:
     cache_dir: str | os.PathLike[str] | None = None
     local_files_only: bool = False
     force_download: bool = False
+    files_of: FilesOf | None = None
+    """From the Hub: which of the files that an index names."""
+    has_code: bool = False
+    """From the Hub: whether the repo's code is needed too."""
+    may_be_adapter: bool = False
+    """From the Hub: whether an adapter will do."""
 
     def directory(self) -> str:
         """The local directory; what is on the Hub is brought into the cache first."""
-        if os.path.isdir(self.path):
-            return os.path.join(self.path, self.subfolder) if self.subfolder else self.path
-        if os.path.exists(self.path):
-            raise InvalidArgumentError(
-                f"'{self.path}' is a file: give the directory that holds the checkpoint.", path=self.path
-            )
-        if _is_a_path(self.path):
-            raise CheckpointNotFoundError(f"There is no directory '{self.path}'. Check the path.", path=self.path)
-        from hfshard.hub.pull import fetch_checkpoint
+        return self.place().directory
 
-        return fetch_checkpoint(
-            self.path,
+    def place(self, progress: bool | None = None) -> Place:
+        """Where it lies; what is on the Hub is brought into the cache first."""
+        path = directory_of(self.path) or self.path if self.path.startswith("file:") else self.path
+        if os.path.isdir(path):
+            if DirectoryHub.is_hub(path):
+                path = DirectoryHub.open(path).snapshot(self.revision)
+            return Place(os.path.join(path, self.subfolder) if self.subfolder else path, path)
+        if os.path.exists(path):
+            raise InvalidArgumentError(f"'{path}' is a file: give the directory that holds the checkpoint.", path=path)
+        if path != self.path or _is_a_path(path):
+            raise CheckpointNotFoundError(f"There is no directory '{path}'. Check the path.", path=path)
+        from hfshard.hub.pull import fetch_checkpoint
+        from hfshard.hub.selection import Wanted
+
+        wanted = Wanted(
             variant=self.variant,
             use_safetensors=self.use_safetensors,
             subfolder=self.subfolder,
+            has_code=self.has_code,
+            may_be_adapter=self.may_be_adapter,
+            files_of=self.files_of,
+        )
+        chosen = fetch_checkpoint(
+            path,
+            wanted,
             revision=self.revision,
             token=self.token,
             cache_dir=self.cache_dir,
             local_files_only=self.local_files_only,
             force_download=self.force_download,
-        )[0]
+            progress=progress,
+        )
+        return Place(chosen.directory, path, chosen.commit)
 
 
 @contextmanager
-def opened(source: Source, verify: Verify, progress: bool | None) -> Iterator[OpenCheckpoint]:
-    """Open the checkpoint of a source: locate, read the index, check."""
-    directory = source.directory()
+def opened(
+    source: Source, verify: Verify, progress: bool | None, place: Place | None = None
+) -> Iterator[OpenCheckpoint]:
+    """Open the checkpoint of a source, or where it was found to lie: locate, read the index, check."""
+    place = place or source.place(progress)
+    directory = place.directory
     total = weights_bytes(directory, (SAFETENSORS_SUFFIX,)) if verify in ("full", "sha256") else 0
     with (
         bytes_bar("Verifying", total, progress if total else False) as on_bytes,
@@ -70,6 +107,7 @@ def opened(source: Source, verify: Verify, progress: bool | None) -> Iterator[Op
             use_safetensors=source.use_safetensors,
             verify=verify,
             on_bytes=on_bytes,
+            files_of=source.files_of if place.commit is not None else None,
         ) as checkpoint,
     ):
         if verify == "structure":

@@ -1,93 +1,359 @@
-"""Finds a checkpoint on the Hugging Face Hub and brings its weights into the ordinary cache."""
+"""Pulls a checkpoint from a hub: one commit, only what is needed of it, whole, and into the ordinary cache."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Final
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
-from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
-from hfshard.errors import CheckpointNotFoundError
-from hfshard.storage.directory_state import explicit_weights
-from hfshard.storage.index import CheckpointIndex
-from hfshard.storage.names import WeightNames
-from hfshard.storage.regular_file import read_small
+from hfshard.constants import COPY_BYTES
+from hfshard.errors import CheckpointNotFoundError, HubConnectionError, HubNotFoundError
+from hfshard.hub.address import directory_of
+from hfshard.hub.cache import RepoCache, is_commit
+from hfshard.hub.client import speaking
+from hfshard.hub.directory_hub import DirectoryHub
+from hfshard.hub.download import bring, bytes_to_bring
+from hfshard.hub.listing import Listing, RemoteFile
+from hfshard.hub.selection import WEIGHTS_SUFFIXES, Chosen, Wanted, choose, other_files
+from hfshard.hub.transport import RETRY_SECONDS, Patience, Remote, retry_after
+from hfshard.hub.unpack import unpack
+from hfshard.progress import bytes_bar
+from hfshard.storage.checkpoint import Verify, open_checkpoint
+
+logger = logging.getLogger(__name__)
+
+_SHOWN: Final = 5
+"""Names that an error lists."""
+
+
+def pull_checkpoint(
+    repo_id: str,
+    local_dir: str | os.PathLike[str] | None = None,
+    *,
+    revision: str | None = None,
+    variant: str | None = None,
+    subfolder: str = "",
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
+    allow_patterns: Sequence[str] | str | None = None,
+    ignore_patterns: Sequence[str] | str | None = None,
+    verify: Verify = "structure",
+    progress: bool | None = None,
+) -> str:
+    """Bring a checkpoint from a hub, and check that it is whole.
+
+    It comes with every other file of its folder (config, tokenizer, code, README), without the weights of other
+    variants and formats. All of it is of one commit; a pull that was broken off goes on where it stopped.
+
+    Args:
+        repo_id: "org/name" on the Hugging Face Hub; or a directory hub, as a path or a file:// URL.
+        local_dir: Where to put the files, as a plain directory; what stood there loads until they are whole. None:
+            they stay in the cache of huggingface_hub, where all tools find them.
+        revision: A branch, tag, commit, or "refs/pr/1". None: main.
+        variant, subfolder: As in transformers' `from_pretrained`.
+        token: As in huggingface_hub.
+        cache_dir: None: the one of HF_HUB_CACHE.
+        local_files_only: Ask nobody: take what is in the cache.
+        force_download: Fetch even what is in the cache.
+        allow_patterns, ignore_patterns: Globs of paths: which of the other files come. The checkpoint always does.
+        verify: How `open_checkpoint` checks it then: "none", "structure", or "full": every byte.
+        progress: A bar on stderr: None: on a terminal; False: never; True: always.
+
+    Returns:
+        The directory that the checkpoint is in: `local_dir`, or the snapshot's in the cache (with the subfolder).
+
+    Raises:
+        HubNotFoundError, HubAccessError, HubConnectionError, HubError: See `errors`.
+        CheckpointNotFoundError: There are no weights; or, with local_files_only, not all of it is in the cache.
+        IntegrityError: A file came damaged; nothing of it was kept.
+        NotEnoughSpaceError: Before the first byte came.
+        SaveDirectoryError: `local_dir` is a file, or has shards of the same names with other contents.
+    """
+    wanted = Wanted(
+        variant=variant,
+        subfolder=subfolder,
+        allow_patterns=_listed(allow_patterns),
+        ignore_patterns=_listed(ignore_patterns),
+    )
+    root = directory_of(repo_id)
+    if root is not None:
+        snapshot = DirectoryHub.open(root).snapshot(revision)
+        directory = os.path.join(snapshot, *wanted.path("").split("/"))
+    else:
+        fetching = _Fetching(repo_id, revision, token, cache_dir, progress, force=force_download)
+        if _is_offline(local_files_only):
+            chosen = fetching.from_cache(wanted, local_files_only=local_files_only)
+        else:
+            chosen = fetching.from_hub(wanted, with_others=True)
+        directory, snapshot = chosen.directory, fetching.cache.snapshot(chosen.commit)
+    with open_checkpoint(directory.rstrip("/"), variant=variant, verify=verify) as checkpoint:
+        if local_dir is None:
+            return checkpoint.directory
+        below = len(wanted.path(""))
+        unpack(checkpoint, os.fspath(local_dir), [path[below:] for path in other_files(_sizes_in(snapshot), wanted)])
+    return os.fspath(local_dir)
 
 
 def fetch_checkpoint(
-    repo_id: str, *, variant: str | None, use_safetensors: bool | None, subfolder: str = "", **download: Any
-) -> tuple[str, str]:
-    """Bring config and weights of a repo into the cache, all of one commit.
+    repo_id: str,
+    wanted: Wanted,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
+    progress: bool | None = None,
+) -> Chosen:
+    """Bring what a load needs into the cache, all of one commit.
+
+    One request tells the commit and its files; none where `revision` is a commit and all is in the cache. Where the
+    Hub can't be reached, what the cache has of the revision is used, if it is whole.
 
     Args:
         repo_id: "org/name".
-        variant: As in `from_pretrained`.
-        use_safetensors: As in `from_pretrained`.
-        subfolder: Of the repo.
-        download: For `hf_hub_download`: revision, token, cache_dir, local_files_only, force_download.
-
-    Returns:
-        The directory of the snapshot (with the subfolder), and the commit's hash.
+        wanted: Which checkpoint, and how much of it.
+        revision, token, cache_dir, local_files_only, force_download, progress: As in `pull_checkpoint`.
 
     Raises:
-        CheckpointNotFoundError: The repo has no weights, or the cache has not all of them when only it may be used.
-        Whatever huggingface_hub raises: no such repo, no right to read it, no network.
+        Everything that `pull_checkpoint` raises.
     """
-    names = WeightNames(variant)
-    wanted = dict(download, subfolder=subfolder or None)
-    config = _fetch(repo_id, CONFIG_NAME, wanted)
-    explicit = _explicit(config)
-    last: Exception | None = None
-    for name in _candidates(names, use_safetensors, explicit):
+    fetching = _Fetching(repo_id, revision, token, cache_dir, progress, force=force_download)
+    if _is_offline(local_files_only):
+        return fetching.from_cache(wanted, local_files_only=local_files_only)
+    if is_commit(revision) and not force_download:
         try:
-            path = hf_hub_download(repo_id, name, **wanted)
-        except (EntryNotFoundError, LocalEntryNotFoundError) as error:
-            last = error
+            return choose(_Cached(fetching.cache, str(revision), repo_id, is_sure=True), wanted)
+        except _NotCachedError as error:
+            logger.debug("%s: the Hub is asked.", error)
+    return fetching.from_hub(wanted)
+
+
+def resolve(
+    repo_id: str, revision: str | None, token: str | bool | None = None, *, retries: int = len(RETRY_SECONDS)
+) -> Listing:
+    """The commit that a revision is at, and its files, by one request.
+
+    Args:
+        repo_id: "org/name".
+        revision: A branch, tag, commit, or "refs/pr/1". None: main.
+        token: As in huggingface_hub.
+        retries: How often to ask again where the Hub can't be reached, or asks to wait.
+
+    Raises:
+        HubNotFoundError, HubAccessError, HubConnectionError, HubError: See `client.speaking`.
+    """
+    api, patience = HfApi(token=token, library_name="hfshard"), Patience(failures=retries)
+    while True:
+        try:
+            with speaking(repo_id, token, revision=revision):
+                info = api.model_info(
+                    repo_id, revision=revision, files_metadata=True, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
+                )
+        except HubConnectionError as error:
+            cause = error.__cause__
+            if not patience.can_wait(retry_after(cause.response) if isinstance(cause, HfHubHTTPError) else None):
+                raise
             continue
-        commit = _commit_of(path)
-        if name.endswith(".json"):
-            pinned = dict(wanted, revision=commit)
-            for shard in _shards(path, ".bin" if name == names.bin_index else SAFETENSORS_SUFFIX):
-                hf_hub_download(repo_id, shard, **pinned)
-        return os.path.dirname(path), commit
-    raise CheckpointNotFoundError(
-        f"'{repo_id}' has no weights{f' of variant {variant!r}' if variant else ''} that could be reached. "
-        f"Check the name, the revision and the network; to see the files of a repo, run: hf models ls {repo_id}",
-        path=repo_id,
-    ) from last
+        files = {
+            item.rfilename: RemoteFile(
+                -1 if item.size is None else item.size, item.lfs.sha256 if item.lfs is not None else None, item.blob_id
+            )
+            for item in info.siblings or []
+        }
+        return Listing(info.sha or "", files)
 
 
-def _candidates(names: WeightNames, use_safetensors: bool | None, explicit: str | None) -> Iterator[str]:
-    if explicit is not None:
-        yield explicit
-        return
-    if use_safetensors is not False:
-        yield from (names.single, names.index)
-    if not use_safetensors:
-        yield from (names.bin_single, names.bin_index)
+class _Fetching:
+    """One fetch of a repo's files into its cache."""
+
+    def __init__(
+        self,
+        repo_id: str,
+        revision: str | None,
+        token: str | bool | None,
+        cache_dir: str | os.PathLike[str] | None,
+        progress: bool | None,
+        *,
+        force: bool,
+    ) -> None:
+        try:
+            validate_repo_id(repo_id)
+        except HFValidationError as error:
+            raise HubNotFoundError(
+                f"'{repo_id}' is no directory, and no repo_id: write org/name. {error}", path=repo_id
+            ) from error
+        self.repo_id, self.revision, self.token = repo_id, revision, token
+        self.progress, self.force = progress, force
+        self.cache = RepoCache(repo_id, cache_dir)
+
+    def from_hub(self, wanted: Wanted, *, with_others: bool = False) -> Chosen:
+        """Ask the Hub, and bring what is not in the cache."""
+        try:
+            listing = self._listing(wanted)
+        except HubConnectionError as error:
+            chosen = self._despite(error, wanted)
+            if chosen is None:
+                raise
+            return chosen
+        view = _OnHub(self, listing)
+        chosen = choose(view, wanted)
+        if with_others:
+            view.bring(other_files({path: file.size for path, file in listing.files.items()}, wanted))
+        for path in chosen.absent:
+            self.cache.mark_missing(listing.commit, path)
+        self.cache.remember(self.revision, listing.commit)
+        return chosen
+
+    def from_cache(self, wanted: Wanted, *, local_files_only: bool) -> Chosen:
+        """Ask nobody.
+
+        Raises:
+            CheckpointNotFoundError: Not all is there.
+        """
+        why = "local_files_only=True allows no download" if local_files_only else "offline mode is on (HF_HUB_OFFLINE)"
+        how = "without local_files_only" if local_files_only else "with HF_HUB_OFFLINE unset"
+        revision = self.revision or constants.DEFAULT_REVISION
+        todo = f"Run it once {how}; to see the files of the repo, run: hf models ls {self.repo_id}"
+        commit = self.cache.commit_of(revision)
+        if commit is None or not os.path.isdir(self.cache.snapshot(commit)):
+            raise CheckpointNotFoundError(
+                f"'{self.repo_id}' at revision '{revision}' is not in the cache '{self.cache.root}', and {why}. {todo}",
+                path=self.repo_id,
+            )
+        try:
+            return choose(_Cached(self.cache, commit, self.repo_id, is_sure=False, todo=f"{why}. {todo}"), wanted)
+        except _NotCachedError as error:
+            raise CheckpointNotFoundError(f"{error}, and {why}. {todo}", path=self.repo_id) from error
+
+    def _listing(self, wanted: Wanted) -> Listing:
+        """Ask at once; where the cache has all that is wanted, once is enough."""
+        try:
+            return resolve(self.repo_id, self.revision, self.token, retries=0)
+        except HubConnectionError as error:
+            if self._cached(wanted) is not None:
+                raise
+            logger.info("%s It is tried again.", error)
+        return resolve(self.repo_id, self.revision, self.token)
+
+    def _despite(self, error: HubConnectionError, wanted: Wanted) -> Chosen | None:
+        chosen = self._cached(wanted)
+        if chosen is not None:
+            logger.warning("%s What the cache has of it is used: commit %s.", error, chosen.commit)
+        return chosen
+
+    def _cached(self, wanted: Wanted) -> Chosen | None:
+        """What the cache has, where that is all of it."""
+        commit = self.cache.commit_of(self.revision)
+        if commit is None or self.force:
+            return None
+        try:
+            return choose(_Cached(self.cache, commit, self.repo_id, is_sure=False), wanted)
+        except (_NotCachedError, CheckpointNotFoundError):
+            return None
 
 
-def _fetch(repo_id: str, name: str, wanted: dict[str, Any]) -> str | None:
-    try:
-        return str(hf_hub_download(repo_id, name, **wanted))
-    except (EntryNotFoundError, LocalEntryNotFoundError):
+class _OnHub:
+    """The files of a commit that the Hub has told."""
+
+    def __init__(self, fetching: _Fetching, listing: Listing) -> None:
+        self.commit, self._listing, self._fetching = listing.commit, listing, fetching
+        self._remote = Remote(fetching.repo_id, listing, fetching.token)
+        self._forced: set[str] = set()
+
+    def has(self, path: str, *, is_needed: bool = True) -> bool:
+        return path in self._listing.files
+
+    def bring(self, paths: Collection[str]) -> None:
+        if lacking := [path for path in paths if path not in self._listing.files]:
+            raise CheckpointNotFoundError(
+                f"'{self._fetching.repo_id}' lacks {_shown(lacking)}, which its index names (commit {self.commit}). "
+                "Tell its owner, or load another revision.",
+                path=lacking[0],
+            )
+        force = self._fetching.force
+        todo = [path for path in paths if path not in self._forced]
+        if force:
+            self._forced |= set(todo)
+        total = bytes_to_bring(self._remote, self._fetching.cache, todo, force=force)
+        progress = self._fetching.progress if total > COPY_BYTES else False  # less is there in no time
+        with bytes_bar("Pulling", total, progress) as on_bytes:
+            bring(self._remote, self._fetching.cache, todo, force=force, on_bytes=on_bytes)
+
+    def snapshot(self, path: str = "") -> str:
+        return self._fetching.cache.snapshot(self.commit, path)
+
+    def code(self) -> list[str]:
+        return [path for path in self._listing.files if path.endswith(".py")]
+
+    def described(self) -> tuple[str, str]:
+        weights = sorted(path for path in self._listing.files if path.endswith(WEIGHTS_SUFFIXES))
+        held = f"It holds {_shown(weights)}." if weights else "It holds no weights at all."
+        repo_id = self._fetching.repo_id
+        return f"'{repo_id}' (commit {self.commit})", f"{held} To see its files, run: hf models ls {repo_id}"
+
+
+class _NotCachedError(Exception):
+    """The cache does not have, or does not know, what is needed."""
+
+
+class _Cached:
+    """The files of a commit that the cache has."""
+
+    def __init__(self, cache: RepoCache, commit: str, repo_id: str, *, is_sure: bool, todo: str = "") -> None:
+        self.commit, self._cache, self._repo_id, self._is_sure, self._todo = commit, cache, repo_id, is_sure, todo
+
+    def has(self, path: str, *, is_needed: bool = True) -> bool:
+        found = self._cache.has(self.commit, path)
+        if found is None and is_needed and self._is_sure:
+            raise _NotCachedError(f"the cache does not know whether '{self._repo_id}' has '{path}'")
+        return bool(found)
+
+    def bring(self, paths: Collection[str]) -> None:
+        if missing := [path for path in paths if not self._cache.has(self.commit, path)]:
+            raise _NotCachedError(
+                f"'{self._repo_id}' (commit {self.commit}) is not whole in the cache '{self._cache.root}': "
+                f"it lacks {_shown(missing)}"
+            )
+
+    def snapshot(self, path: str = "") -> str:
+        return self._cache.snapshot(self.commit, path)
+
+    def code(self) -> list[str]:
+        return []  # it can't be told which files there are; what lacks, transformers asks for
+
+    def described(self) -> tuple[str, str]:
+        return f"What the cache '{self._cache.root}' has of '{self._repo_id}' (commit {self.commit})", self._todo
+
+
+def _is_offline(local_files_only: bool) -> bool:
+    return local_files_only or bool(constants.is_offline_mode())
+
+
+def _sizes_in(directory: str) -> dict[str, int]:
+    """Path in a snapshot -> bytes."""
+    sizes = {}
+    for above, _, files in os.walk(directory):
+        for name in files:
+            path = os.path.join(above, name)
+            if os.path.isfile(path):
+                sizes[os.path.relpath(path, directory).replace(os.sep, "/")] = os.path.getsize(path)
+    return sizes
+
+
+def _listed(patterns: Sequence[str] | str | None) -> list[str] | None:
+    if patterns is None:
         return None
+    return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
-def _explicit(config_path: str | None) -> str | None:
-    if config_path is None:
-        return None
-    return explicit_weights(read_small(config_path, os.path.dirname(config_path), MAX_CONFIG_BYTES)[0])
-
-
-def _shards(index_path: str, suffix: str) -> list[str]:
-    raw, _ = read_small(index_path, os.path.dirname(index_path), MAX_INDEX_BYTES)
-    return sorted(set(CheckpointIndex.from_json(raw, index_path, suffix=suffix).weight_map.values()))
-
-
-def _commit_of(cached_path: str) -> str:
-    parts = cached_path.split(os.sep)
-    return parts[len(parts) - parts[::-1].index("snapshots")]
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(f"'{name}'" for name in names[:_SHOWN]) + more

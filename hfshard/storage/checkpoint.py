@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -28,6 +28,9 @@ from hfshard.storage.regular_file import Identity, read_small
 from hfshard.storage.shard_file import ShardFile
 
 Verify = Literal["none", "structure", "full", "sha256"]
+
+FilesOf = Callable[[CheckpointIndex], Collection[str]]
+"""Of the files that an index names, those that are needed."""
 
 
 @dataclass
@@ -89,6 +92,7 @@ def open_checkpoint(
     use_safetensors: bool | None = None,
     verify: Verify = "structure",
     on_bytes: Callable[[int], object] | None = None,
+    files_of: FilesOf | None = None,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint: everything that costs nothing is checked, and with verify="full" every byte.
 
@@ -101,6 +105,7 @@ def open_checkpoint(
         verify: "none": only what reading needs; "structure": sizes, samples and the total too; "full" (or
             "sha256"): the checksums of all files too.
         on_bytes: Told the bytes that were checked, from any thread.
+        files_of: Where there is an index: which of its files to open and check; the others need not be there.
 
     Raises:
         CheckpointNotFoundError: No weights there.
@@ -109,7 +114,7 @@ def open_checkpoint(
     """
     if verify not in ("none", "structure", "full", "sha256"):
         raise InvalidArgumentError(f"verify must be 'none', 'structure' or 'full' (or 'sha256'), and is {verify!r}.")
-    checkpoint = _open_until_whole(directory, WeightNames(variant), use_safetensors, verify)
+    checkpoint = _open_until_whole(directory, WeightNames(variant), use_safetensors, verify, files_of)
     try:
         if verify in ("full", "sha256"):
             check_digests(checkpoint.entry, checkpoint.index, checkpoint.shards, on_bytes)
@@ -119,7 +124,7 @@ def open_checkpoint(
 
 
 def _open_until_whole(
-    directory: str, names: WeightNames, use_safetensors: bool | None, verify: Verify
+    directory: str, names: WeightNames, use_safetensors: bool | None, verify: Verify, files_of: FilesOf | None
 ) -> OpenCheckpoint:
     last: HfshardError | None = None
     for _ in range(CHANGED_RETRIES):
@@ -128,7 +133,8 @@ def _open_until_whole(
         try:
             explicit = explicit_of(read_config(directory), directory, names)
             before = (*before, *stamp_of(directory, names, explicit)[len(before) :])
-            checkpoint = _open_once(directory, names, locate_entry(directory, names, use_safetensors, explicit), verify)
+            located = locate_entry(directory, names, use_safetensors, explicit)
+            checkpoint = _open_once(directory, names, located, verify, files_of)
         except HfshardError as error:
             if before == stamp_of(directory, names, explicit):
                 raise
@@ -146,7 +152,9 @@ def _open_until_whole(
     ) from last
 
 
-def _open_once(directory: str, names: WeightNames, located: Located, verify: Verify) -> OpenCheckpoint:
+def _open_once(
+    directory: str, names: WeightNames, located: Located, verify: Verify, files_of: FilesOf | None
+) -> OpenCheckpoint:
     path = os.path.join(directory, located.name)
     if located.kind == "bin":
         pickled = PickleFile(path, directory)
@@ -160,19 +168,24 @@ def _open_once(directory: str, names: WeightNames, located: Located, verify: Ver
         checkpoint = OpenCheckpoint(directory, names, located, CheckpointIndex.from_json(raw, path, suffix=suffix))
     try:
         if located.kind != "single":
-            _open_files(checkpoint)
+            _open_files(checkpoint, files_of)
         if verify != "none":
-            check_records(checkpoint.entry, checkpoint.index, checkpoint.shards)
+            is_part = located.kind != "single" and files_of is not None
+            index = replace(checkpoint.index, total_size=None) if is_part else checkpoint.index
+            check_records(checkpoint.entry, index, checkpoint.shards)
     except BaseException:
         checkpoint.close()
         raise
     return checkpoint
 
 
-def _open_files(checkpoint: OpenCheckpoint) -> None:
-    index, directory = checkpoint.index, checkpoint.directory
-    listed = {name for name in index.files if name.endswith(SAFETENSORS_SUFFIX)}
-    for file in sorted(set(index.weight_map.values()) | listed):
+def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
+    index, directory, weight_map = checkpoint.index, checkpoint.directory, checkpoint.index.weight_map
+    wanted = {name for name in index.files if name.endswith(SAFETENSORS_SUFFIX)} | set(weight_map.values())
+    if files_of is not None:
+        wanted &= set(files_of(index))
+        weight_map = {name: file for name, file in weight_map.items() if file in wanted}
+    for file in sorted(wanted):
         path = os.path.join(directory, file)
         if checkpoint.located.kind == "index":
             checkpoint.shards[file] = ShardFile(path, directory)
@@ -180,7 +193,7 @@ def _open_files(checkpoint: OpenCheckpoint) -> None:
             checkpoint.pickles[file] = PickleFile(path, directory)
     contents = {file: list(shard.header.slots) for file, shard in checkpoint.shards.items()}
     contents |= {file: list(pickled.tensors) for file, pickled in checkpoint.pickles.items()}
-    check_keys(checkpoint.entry, index.weight_map, contents)
+    check_keys(checkpoint.entry, weight_map, contents)
 
 
 def _open_single(directory: str, names: WeightNames, located: Located) -> OpenCheckpoint:

@@ -1,0 +1,215 @@
+"""Which files of a repo a checkpoint is made of: chosen from a listing or from the cache, as transformers chooses."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from huggingface_hub.utils import filter_repo_objects
+
+from hfshard.constants import (
+    ADAPTER_CONFIG_NAME,
+    BIN_SUFFIX,
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    MAX_INDEX_BYTES,
+    SAFETENSORS_SUFFIX,
+)
+from hfshard.errors import CheckpointNotFoundError
+from hfshard.storage.checkpoint import FilesOf
+from hfshard.storage.index import CheckpointIndex
+from hfshard.storage.locate import Kind, explicit_of, read_config
+from hfshard.storage.names import INDEX_FILE, WeightNames
+from hfshard.storage.regular_file import read_small
+
+WEIGHTS_SUFFIXES: Final = (
+    SAFETENSORS_SUFFIX, BIN_SUFFIX, ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".h5", ".msgpack",
+    ".tflite", ".ot", ".pkl", ".mlmodel", ".mlpackage", ".npz", ".llamafile", ".engine",
+)  # fmt: skip
+"""Of files that hold weights, of whatever library."""
+
+MAX_OTHER_BYTES: Final = 256 * 1024 * 1024
+"""The largest file beside the weights that comes with a checkpoint: tokenizers have up to 35 MB; a data set stays."""
+
+_INDEXES: Final = ("index", "bin_index")
+
+_CUSTOM_GENERATE: Final = "custom_generate/generate.py"
+"""What transformers looks for where it may run a repo's code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which checkpoint of a repo is wanted, and how much of it."""
+
+    variant: str | None = None
+    use_safetensors: bool | None = None
+    subfolder: str = ""
+    has_code: bool = False
+    """Whether the repo's code may be run, so that it is needed."""
+    may_be_adapter: bool = False
+    """Whether an adapter is wanted too, alone or beside a model."""
+    files_of: FilesOf | None = None
+    """Which shards; None: all."""
+    allow_patterns: list[str] | None = None
+    ignore_patterns: list[str] | None = None
+    """Globs of paths: which of the files beside the checkpoint."""
+
+    def path(self, name: str) -> str:
+        """A file's path in the repo."""
+        return f"{self.subfolder.strip('/')}/{name}" if self.subfolder.strip("/") else name
+
+
+class View(Protocol):
+    """The files of one commit, as far as somebody knows them."""
+
+    commit: str
+
+    def has(self, path: str, *, is_needed: bool = True) -> bool:
+        """Whether the commit has a file. Not sure: an error where that `is_needed`, else False."""
+
+    def bring(self, paths: Collection[str]) -> None:
+        """Have files lie in the snapshot."""
+
+    def snapshot(self, path: str = "") -> str:
+        """Where a file lies."""
+
+    def code(self) -> Collection[str]:
+        """The Python files of the commit that are known."""
+
+    def described(self) -> tuple[str, str]:
+        """For an error: what it is, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A checkpoint that was found, and is in the cache."""
+
+    directory: str
+    """The snapshot's, with the subfolder."""
+    commit: str
+    files: tuple[str, ...]
+    """Paths in the repo: config, entry, shards."""
+    kind: Kind | None
+    """What it is entered by; None: an adapter without a model."""
+    absent: tuple[str, ...]
+    """Paths that readers look for, and that are known not to be there."""
+
+
+def choose(view: View, wanted: Wanted) -> Chosen:
+    """Find a checkpoint, and bring what it needs.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        DamagedCheckpointError, UnsafePathError: Its config or index is not what it has to be.
+        Whatever the view raises.
+    """
+    names, path, absent = WeightNames(wanted.variant), wanted.path, list[str]()
+    directory = view.snapshot(wanted.subfolder.strip("/"))
+    present = _small_files(view, wanted, absent)
+    if not os.path.isfile(view.snapshot(path(CONFIG_NAME))):
+        guess = _entry(view, wanted, names, None, [])  # the config may name another: then it came for nothing
+        view.bring([*present, path(guess[1])] if guess is not None and guess[0] in _INDEXES else present)
+    config = read_config(directory)
+    view.bring(present)
+    found = _entry(view, wanted, names, explicit_of(config, directory, names), absent)
+    if wanted.has_code and _has_own_code(config):
+        present += view.code()
+    if wanted.has_code and not view.has(_CUSTOM_GENERATE, is_needed=False):
+        absent.append(_CUSTOM_GENERATE)
+    if found is None:
+        if not (wanted.may_be_adapter and path(ADAPTER_CONFIG_NAME) in present):
+            raise _no_weights(view, wanted, names)
+        view.bring(present)
+        return Chosen(directory, view.commit, tuple(present), None, tuple(absent))
+    kind, entry = found
+    files = [*present, path(entry)]
+    if kind in _INDEXES:
+        view.bring([path(entry)])
+        suffix = BIN_SUFFIX if kind == "bin_index" else SAFETENSORS_SUFFIX
+        entry_path = os.path.join(directory, entry)
+        raw, _ = read_small(entry_path, directory, MAX_INDEX_BYTES)
+        files += [path(name) for name in _shards(CheckpointIndex.from_json(raw, entry_path, suffix=suffix), wanted)]
+    view.bring(files)
+    return Chosen(directory, view.commit, tuple(files), kind, tuple(absent))
+
+
+def _small_files(view: View, wanted: Wanted, absent: list[str]) -> list[str]:
+    """Config and what goes with it, as far as they are there."""
+    present = []
+    for name, is_needed in (
+        (CONFIG_NAME, False),
+        (GENERATION_CONFIG_NAME, False),
+        (ADAPTER_CONFIG_NAME, wanted.may_be_adapter),
+    ):
+        path = wanted.path(name)
+        if not view.has(path, is_needed=is_needed):
+            absent.append(path)
+        elif name != ADAPTER_CONFIG_NAME or wanted.may_be_adapter:
+            present.append(path)
+    return present
+
+
+def other_files(files: Mapping[str, int], wanted: Wanted) -> list[str]:
+    """What lies beside the weights in the folder of a checkpoint: tokenizer, code, README.
+
+    Args:
+        files: Path in the repo -> bytes.
+        wanted: The checkpoint.
+    """
+    below = wanted.path("")
+    found = [
+        path
+        for path, size in files.items()
+        if path.startswith(below)
+        and size <= MAX_OTHER_BYTES
+        and not path.endswith(WEIGHTS_SUFFIXES)
+        and not INDEX_FILE.fullmatch(os.path.basename(path))
+    ]
+    return list(
+        filter_repo_objects(found, allow_patterns=wanted.allow_patterns, ignore_patterns=wanted.ignore_patterns)
+    )
+
+
+def _entry(
+    view: View, wanted: Wanted, names: WeightNames, explicit: str | None, absent: list[str]
+) -> tuple[Kind, str] | None:
+    """What the checkpoint is entered by; see `storage.locate.locate_entry`, which decides the same for a directory."""
+    if explicit is not None:
+        candidates: list[tuple[Kind, str]] = [("index" if explicit.endswith(".json") else "single", explicit)]
+    else:
+        candidates = [("single", names.single), ("index", names.index)] if wanted.use_safetensors is not False else []
+        if not wanted.use_safetensors:
+            candidates += [("bin", names.bin_single), ("bin_index", names.bin_index)]
+    for kind, name in candidates:
+        if view.has(wanted.path(name)):
+            return kind, name
+        absent.append(wanted.path(name))
+    return None
+
+
+def _shards(index: CheckpointIndex, wanted: Wanted) -> list[str]:
+    """The shards that are needed; all: also those that hold no tensor."""
+    if wanted.files_of is not None:
+        return sorted(wanted.files_of(index))
+    listed = {name for name in index.files if name.endswith(SAFETENSORS_SUFFIX)}
+    return sorted(set(index.weight_map.values()) | listed)
+
+
+def _has_own_code(config: bytes | None) -> bool:
+    try:
+        value = json.loads(config or b"{}")
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and bool(value.get("auto_map"))
+
+
+def _no_weights(view: View, wanted: Wanted, names: WeightNames) -> CheckpointNotFoundError:
+    variant = f" of variant '{wanted.variant}'" if wanted.variant is not None else ""
+    where = f" in the folder '{wanted.subfolder}'" if wanted.subfolder else ""
+    looked_for = [names.single, names.index] if wanted.use_safetensors is not False else []
+    looked_for += [names.bin_single, names.bin_index] if not wanted.use_safetensors else []
+    what, todo = view.described()
+    return CheckpointNotFoundError(f"{what} has no weights{variant}{where}: none of {', '.join(looked_for)}. {todo}")
