@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from huggingface_hub import constants, get_session, get_token
 from huggingface_hub.errors import (
@@ -28,6 +30,16 @@ from hfshard.errors import (
     HubNotFoundError,
     InvalidArgumentError,
 )
+
+logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+
+ATTEMPTS: Final = 5
+"""Times that something is asked, sent or committed, where another time it may go better."""
+_FIRST_WAIT_SECONDS: Final = 0.5
+_LONGEST_WAIT_SECONDS: Final = 60.0
+_RETRIED: Final = frozenset({408, 429, 500, 502, 503, 504})
 
 _TOKEN_VARIABLES: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _SHOWN_CHARACTERS: Final = 4
@@ -90,6 +102,48 @@ def speaking(repo_id: str, token: str | bool | None, *, revision: str | None = N
             "Check the network, and run it again: what was transferred is not sent or fetched twice.",
             path=repo_id,
         ) from error
+
+
+def ask(
+    repo_id: str, token: str | bool | None, question: Callable[[], _Answer], *, revision: str | None = None
+) -> _Answer:
+    """Ask the Hub what may be asked twice: again, where it is busy or its answer is lost.
+
+    Raises:
+        As `speaking`.
+    """
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            with speaking(repo_id, token, revision=revision):
+                return question()
+        except HubConnectionError as error:
+            cause = error.__cause__
+            if attempt == ATTEMPTS or cause is None or not is_passing(cause):
+                raise
+            wait_before(attempt + 1, cause, f"'{repo_id}' could not be asked")
+    raise AssertionError("unreachable")
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether it may go better another time: the server was busy, or the connection broke."""
+    if isinstance(error, HfHubHTTPError):
+        return status_of(error) in _RETRIED
+    return isinstance(error, transport_errors())
+
+
+def wait_before(attempt: int, error: BaseException, what: str) -> None:
+    """Say that something failed, and wait before it is tried again: longer each time, or as long as the Hub asks.
+
+    Args:
+        attempt: The one that comes, from 2.
+        error: Why the one before failed.
+        what: Was tried, for the log.
+    """
+    wait_seconds = _FIRST_WAIT_SECONDS * 2 ** (attempt - 2)
+    if isinstance(error, HfHubHTTPError) and (asked := error.response.headers.get("Retry-After", "")).isdigit():
+        wait_seconds = min(max(wait_seconds, float(asked)), _LONGEST_WAIT_SECONDS)
+    logger.warning("%s (%s); trying again in %g s, attempt %d of %d.", what, error, wait_seconds, attempt, ATTEMPTS)
+    time.sleep(wait_seconds)
 
 
 def translated(error: HfHubHTTPError, repo_id: str, token: str | bool | None, revision: str | None) -> HubError:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, ModelInfo, hf_hub_download
 from huggingface_hub.errors import RevisionNotFoundError
 
 from hfshard.constants import MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
 from hfshard.errors import HubNotFoundError
-from hfshard.hub.client import speaking
+from hfshard.hub.client import ask
 from hfshard.hub.listing import Listing, PushResult, RemoteFile
 from hfshard.hub.remote_commit import CommitRequest, RemoteCommit
 from hfshard.hub.uploads import server_has_xet
@@ -44,8 +45,8 @@ class RemoteRepo:
         """
         self.token = token
         self._api = _Api(token=token)
-        with speaking(repo_id, token):
-            self.repo_id = self._api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        make = partial(self._api.create_repo, repo_id, private=private, exist_ok=True)
+        self.repo_id = ask(repo_id, token, make).repo_id
         self._known: Listing | None = None
 
     def listing(self, revision: str | None) -> Listing | None:
@@ -54,11 +55,9 @@ class RemoteRepo:
         Raises:
             HubNotFoundError, HubAccessError, HubConnectionError: The repo can't be seen.
         """
-        with speaking(self.repo_id, self.token, revision=revision):
-            try:
-                info = self._api.model_info(self.repo_id, revision=revision, files_metadata=True)
-            except RevisionNotFoundError:
-                return None
+        info = ask(self.repo_id, self.token, partial(self._info, revision), revision=revision)
+        if info is None:
+            return None
         files = {
             sibling.rfilename: RemoteFile(
                 sibling.size if sibling.size is not None else -1,
@@ -69,6 +68,12 @@ class RemoteRepo:
         }
         self._known = Listing(info.sha or "", files)
         return self._known
+
+    def _info(self, revision: str | None) -> ModelInfo | None:
+        try:
+            return self._api.model_info(self.repo_id, revision=revision, files_metadata=True)
+        except RevisionNotFoundError:
+            return None
 
     def make_branch(self, branch: str) -> None:
         """Make a branch where `main` is.
@@ -81,13 +86,13 @@ class RemoteRepo:
                 f"'{self.repo_id}' has no '{branch}'. To open a pull request, push with create_pr=True.",
                 path=self.repo_id,
             )
-        with speaking(self.repo_id, self.token, revision=branch):
-            self._api.create_branch(self.repo_id, branch=branch, exist_ok=True)
+        make = partial(self._api.create_branch, self.repo_id, branch=branch, exist_ok=True)
+        ask(self.repo_id, self.token, make, revision=branch)
 
     def read(self, path: str, commit: str) -> bytes:
         """The bytes of a small file."""
-        with speaking(self.repo_id, self.token, revision=commit):
-            cached = hf_hub_download(self.repo_id, path, revision=commit, token=self.token)
+        download = partial(hf_hub_download, self.repo_id, path, revision=commit, token=self.token)
+        cached = ask(self.repo_id, self.token, download, revision=commit)
         return read_small(cached, cached.rpartition("/")[0], MAX_INDEX_BYTES)[0]
 
     def url_of(self, commit: str) -> str:
@@ -113,7 +118,7 @@ class RemoteRepo:
         """
         sent = _Counter(on_bytes)
         self._api.trusts_card = isinstance(changes.get(README), BytesContent)  # the user's own is a file
-        by_xet = self._speaking_has_xet()
+        by_xet = self._has_xet()
         batches = _batches(changes, self._known.files if self._known is not None else {})
         result = None
         for number, batch in enumerate(batches, 1):
@@ -126,9 +131,8 @@ class RemoteRepo:
         assert result is not None
         return PushResult(result.commit, result.url, result.pr_url, sent_bytes=sent.count)
 
-    def _speaking_has_xet(self) -> bool:
-        with speaking(self.repo_id, self.token):
-            return server_has_xet(self.repo_id, self.token)
+    def _has_xet(self) -> bool:
+        return ask(self.repo_id, self.token, partial(server_has_xet, self.repo_id, self.token))
 
 
 class _Counter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -13,21 +12,16 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, SAFETENSORS_SUFFIX
 from hfshard.errors import HfshardError, HubConnectionError, HubError
-from hfshard.hub.client import speaking, status_of, transport_errors
+from hfshard.hub.client import ATTEMPTS, is_passing, speaking, status_of, transport_errors, wait_before
 from hfshard.hub.listing import Listing, PushResult, StaleParentError
 from hfshard.hub.push_plan import is_same
-from hfshard.hub.uploads import close_readers, operations_for
+from hfshard.hub.uploads import close_readers, operations_for, rewind_readers
 from hfshard.storage.content import Content
 from hfshard.storage.names import INDEX_FILE
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS: Final = 5
-"""Times that an upload or a commit is tried: each time only what is missing is sent."""
-_FIRST_WAIT_SECONDS: Final = 0.5
-_LONGEST_WAIT_SECONDS: Final = 60.0
 _STALE_PARENT: Final = 412
-_RETRIED: Final = frozenset({408, 429, 500, 502, 503, 504})
 _EXPIRED: Final = frozenset({400, 401, 403, 404, 410})
 """What a storage server answers to a URL whose time is over; the Hub gives a new one."""
 
@@ -55,7 +49,7 @@ class RemoteCommit:
         self, api: HfApi, repo_id: str, request: CommitRequest, listing: Callable[[str | None], Listing | None]
     ) -> None:
         """Take the client, the repo, what to do, and what tells the files at a revision."""
-        self.api, self.repo_id, self.request, self._listing_of = api, repo_id, request, listing
+        self.api, self.repo_id, self.request, self._listing = api, repo_id, request, listing
         self.failures: tuple[type[Exception], ...] = (HfHubHTTPError, *transport_errors())
         self.upload_failures: tuple[type[Exception], ...] = (RuntimeError, *self.failures)  # huggingface_hub wraps them
 
@@ -87,7 +81,8 @@ class RemoteCommit:
         self._refuse_ignored(additions)
 
     def _preupload(self, additions: Sequence[CommitOperationAdd]) -> None:
-        for attempt in range(1, _ATTEMPTS + 1):
+        for attempt in range(1, ATTEMPTS + 1):
+            rewind_readers(additions)  # huggingface_hub leaves them where an upload failed
             try:
                 self.api.preupload_lfs_files(
                     self.repo_id,
@@ -100,9 +95,9 @@ class RemoteCommit:
                 cause = _cause(error)
                 if isinstance(cause, HfshardError):
                     raise cause from error
-                if attempt == _ATTEMPTS or not self._may_try_again(cause, uploading=cause is not error):
+                if attempt == ATTEMPTS or not self._may_try_again(cause, uploading=cause is not error):
                     raise cause from error
-                _wait(attempt, cause, f"The upload to '{self.repo_id}' failed")
+                wait_before(attempt + 1, cause, f"The upload to '{self.repo_id}' failed")
             else:
                 return
 
@@ -118,7 +113,7 @@ class RemoteCommit:
                 )
 
     def _make(self, operations: Sequence[CommitOperationAdd | CommitOperationDelete]) -> PushResult:
-        for attempt in range(1, _ATTEMPTS + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 info = self.api.create_commit(
                     self.repo_id,
@@ -138,9 +133,9 @@ class RemoteCommit:
                 if (landed := self._landed()) is not None:
                     logger.info("The commit to '%s' was made, though its answer was lost.", self.repo_id)
                     return landed
-                if attempt == _ATTEMPTS:
+                if attempt == ATTEMPTS:
                     raise
-                _wait(attempt, error, f"The commit to '{self.repo_id}' was not made")
+                wait_before(attempt + 1, error, f"The commit to '{self.repo_id}' was not made")
             else:
                 return _result(info)
         raise HubConnectionError(f"The commit to '{self.repo_id}' was not made.", path=self.repo_id)
@@ -148,8 +143,7 @@ class RemoteCommit:
     def _may_try_again(self, error: BaseException, *, uploading: bool) -> bool:
         """Whether it may go better another time: the connection, a busy server, a storage URL whose time is over."""
         if isinstance(error, HfHubHTTPError):
-            status = status_of(error)
-            return status in _RETRIED or (uploading and status in _EXPIRED)
+            return is_passing(error) or (uploading and status_of(error) in _EXPIRED)
         return isinstance(error, self.failures)
 
     def _landed(self) -> PushResult | None:
@@ -169,16 +163,6 @@ class RemoteCommit:
             found = self._listing(f"refs/pr/{pull.num}") if pull.title == self.request.message else None
             if found is not None and self._holds(found):
                 return PushResult(found.commit, self._url(found.commit), pull.url)
-        return None
-
-    def _listing(self, revision: str | None) -> Listing | None:
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                return self._listing_of(revision)
-            except HubConnectionError as error:
-                if attempt == _ATTEMPTS:
-                    raise
-                _wait(attempt, error, f"'{self.repo_id}' can't be asked what it holds")
         return None
 
     def _holds(self, listing: Listing) -> bool:
@@ -201,16 +185,6 @@ def _cause(error: BaseException) -> BaseException:
     while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
         cause = cause.__cause__
     return cause
-
-
-def _wait(attempt: int, error: BaseException, what: str) -> None:
-    wait_seconds = _FIRST_WAIT_SECONDS * 2 ** (attempt - 1)
-    if isinstance(error, HfHubHTTPError) and (asked := error.response.headers.get("Retry-After", "")).isdigit():
-        wait_seconds = min(max(wait_seconds, float(asked)), _LONGEST_WAIT_SECONDS)
-    logger.warning(
-        "%s (%s); trying again in %g s, attempt %d of %d.", what, error, wait_seconds, attempt + 1, _ATTEMPTS
-    )
-    time.sleep(wait_seconds)
 
 
 def _result(info: CommitInfo) -> PushResult:

@@ -7,7 +7,7 @@ import importlib.util
 import io
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, Final, cast
 from urllib.parse import quote, urlsplit
@@ -70,6 +70,13 @@ def close_readers(operations: list[CommitOperationAdd | CommitOperationDelete]) 
     for operation in operations:
         if isinstance(operation, CommitOperationAdd) and isinstance(operation.path_or_fileobj, io.BufferedIOBase):
             operation.path_or_fileobj.close()
+
+
+def rewind_readers(operations: Sequence[CommitOperationAdd]) -> None:
+    """Have the files read from their beginning."""
+    for operation in operations:
+        if isinstance(operation.path_or_fileobj, io.BufferedIOBase):
+            operation.path_or_fileobj.seek(0)
 
 
 def server_has_xet(repo_id: str, token: str | bool | None) -> bool:
