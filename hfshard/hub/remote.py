@@ -10,7 +10,7 @@ from huggingface_hub import HfApi, ModelInfo, hf_hub_download
 from huggingface_hub.errors import RevisionNotFoundError
 
 from hfshard.constants import MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
-from hfshard.errors import HubNotFoundError
+from hfshard.errors import HubError, HubNotFoundError
 from hfshard.hub.client import ask
 from hfshard.hub.listing import Listing, PushResult, RemoteFile
 from hfshard.hub.remote_commit import CommitRequest, RemoteCommit
@@ -48,6 +48,8 @@ class RemoteRepo:
         make = partial(self._api.create_repo, repo_id, private=private, exist_ok=True)
         self.repo_id = ask(repo_id, token, make).repo_id
         self._known: Listing | None = None
+        self._branches = {"main"}
+        """Names that are known to be branches."""
 
     def listing(self, revision: str | None) -> Listing | None:
         """The files at a revision; None where there is no such branch yet.
@@ -88,6 +90,7 @@ class RemoteRepo:
             )
         make = partial(self._api.create_branch, self.repo_id, branch=branch, exist_ok=True)
         ask(self.repo_id, self.token, make, revision=branch)
+        self._branches.add(branch)
 
     def read(self, path: str, commit: str) -> bytes:
         """The bytes of a small file."""
@@ -116,6 +119,8 @@ class RemoteRepo:
             StaleParentError: The branch is not at `parent` any more.
             HubError: The Hub refused, or stopped answering; nothing was committed but shards that nothing names.
         """
+        if revision is not None and not create_pr:
+            self._refuse_fixed(revision)
         sent = _Counter(on_bytes)
         self._api.trusts_card = isinstance(changes.get(README), BytesContent)  # the user's own is a file
         by_xet = self._has_xet()
@@ -130,6 +135,20 @@ class RemoteRepo:
             parent = result.commit
         assert result is not None
         return PushResult(result.commit, result.url, result.pr_url, sent_bytes=sent.count)
+
+    def _refuse_fixed(self, revision: str) -> None:
+        """Refuse a tag or a commit before anything is sent: the Hub itself does so afterwards."""
+        if revision in self._branches or revision.startswith("refs/"):
+            return
+        refs = ask(self.repo_id, self.token, partial(self._api.list_repo_refs, self.repo_id))
+        self._branches |= {branch.name for branch in refs.branches}
+        if revision not in self._branches:
+            kind = "tag" if revision in {tag.name for tag in refs.tags} else "commit"
+            raise HubError(
+                f"'{revision}' is a {kind} of '{self.repo_id}', and stays as it is. Give a branch as revision.",
+                path=self.repo_id,
+                actual=revision,
+            )
 
     def _has_xet(self) -> bool:
         return ask(self.repo_id, self.token, partial(server_has_xet, self.repo_id, self.token))
