@@ -88,6 +88,11 @@ def moved() -> tuple[int, int]:
     return int(numbers["rchar"]), int(numbers["wchar"])
 
 
+def set_limit(which: int, value: int) -> None:
+    """Set a limit of this process that it may raise again."""
+    resource.setrlimit(which, (value, resource.getrlimit(which)[1]))
+
+
 def run(order: dict[str, Any]) -> dict[str, Any]:
     """Do one task; gives what came of it."""
     kept = Keep()
@@ -100,9 +105,9 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
             os.environ[name] = value
     if order["largest_file"] is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a larger file is an OSError then
-        resource.setrlimit(resource.RLIMIT_FSIZE, (order["largest_file"], order["largest_file"]))
+        set_limit(resource.RLIMIT_FSIZE, order["largest_file"])
     if order["open_files"] is not None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (order["open_files"], order["open_files"]))
+        set_limit(resource.RLIMIT_NOFILE, order["open_files"])
     time.sleep = waits.append  # waits between tries are noted, and not waited
     if order["task"] in ("push", "push_model", "save_and_push"):
         warnings.simplefilter("error")
@@ -130,9 +135,11 @@ def child(order: dict[str, Any]) -> NoReturn:
             os.dup2(words if stream else os.open(os.devnull, os.O_RDONLY), stream)
         outcome = run(order)
         # The limits of the task are those of its files, not of its report.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        set_limit(resource.RLIMIT_FSIZE, resource.RLIM_INFINITY)
         Path(order["out"]).write_text(json.dumps(outcome))
         code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 

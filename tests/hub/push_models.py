@@ -24,7 +24,7 @@ class TiedBert(hfshard.ShardedModelMixin, BertForMaskedLM):
 SIZES: dict[str, Any] = {
     # 23 tensors, 52,352 bytes.
     "small": {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32},
-    # 23 tensors, 16.9 MB; the largest has 4.2 MB.
+    # 23 tensors, 15.8 MB; the largest has 4.2 MB.
     "large": {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 2048, "max_position_embeddings": 32},
 }
 STOCK = {Bert: BertModel, TiedBert: BertForMaskedLM}
