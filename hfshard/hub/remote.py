@@ -125,16 +125,16 @@ class RemoteRepo:
         self._api.trusts_card = isinstance(changes.get(README), BytesContent)  # the user's own is a file
         by_xet = self._has_xet()
         batches = _batches(changes, self._known.files if self._known is not None else {})
-        result = None
+        result, pr_url = None, None
         for number, batch in enumerate(batches, 1):
             title = message if number == len(batches) else f"{message} (shards, part {number} of {len(batches) - 1})"
             request = CommitRequest(batch, parent, revision, title, description, create_pr)
             result = RemoteCommit(self._api, self.repo_id, request, self.listing).make(by_xet=by_xet, on_bytes=sent)
-            if create_pr and result.pr_url is not None and number < len(batches):
-                revision, create_pr = _pr_revision(result.pr_url), False
+            if result.pr_url is not None:  # what follows goes on the pull request that the first commit opened
+                pr_url, revision, create_pr = result.pr_url, _pr_revision(result.pr_url), False
             parent = result.commit
         assert result is not None
-        return PushResult(result.commit, result.url, result.pr_url, sent_bytes=sent.count)
+        return PushResult(result.commit, result.url, pr_url, sent_bytes=sent.count)
 
     def _refuse_fixed(self, revision: str) -> None:
         """Refuse a tag or a commit before anything is sent: the Hub itself does so afterwards."""
