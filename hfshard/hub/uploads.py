@@ -150,7 +150,10 @@ class CheckedReader(io.BufferedIOBase):
         if wanted == 0:
             return b""
         if self._reader is None:
-            self._reader = self._content.open()
+            try:
+                self._reader = self._content.open()
+            except FileNotFoundError as error:
+                raise self._differs("it was removed meanwhile") from error
         if self._reader.tell() != self._position:
             self._reader.seek(self._position)
         block = self._reader.read(wanted)
@@ -188,9 +191,13 @@ class CheckedReader(io.BufferedIOBase):
             raise self._differs("its bytes are not those that its checksum was made of")
 
     def _differs(self, problem: str) -> IntegrityError:
-        return IntegrityError(
-            f"'{self._name}' was not pushed: {problem}. No commit was made. Save it again, or find the damage with: "
-            "hfshard verify DIR",
-            path=self._name,
-            expected=self._sha256,
-        )
+        return _not_pushed(self._name, problem, self._sha256)
+
+
+def _not_pushed(name: str, problem: str, sha256: str | None = None) -> IntegrityError:
+    return IntegrityError(
+        f"'{name}' was not pushed: {problem}. No commit was made. Save it again, or find the damage with: "
+        "hfshard verify DIR",
+        path=name,
+        expected=sha256,
+    )
