@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -183,3 +184,30 @@ def test_saved_twice_into_one_directory_pushes_like_saved_once(lab: PushLab, rep
     folder = saved(saved(saved(tmp_path / "save", 1, MANY), 2, FOUR), 3, SINGLE)
     lab.push(folder, repo)
     assert differences(lab, repo, contents(saved(tmp_path / "once", 3, SINGLE))) == {}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_any_sequence_of_pushes_leaves_the_last_of_each_kind(
+    lab: PushLab, repo: str, tmp_path: Path, seed: int
+) -> None:
+    choice = random.Random(seed)
+    expected: dict[tuple[str, str | None], dict[str, bytes]] = {}
+    configs: dict[str, bytes] = {}
+    view = lab.hub.create_repo(repo)
+    view.commit({"README.md": b"# Mine", "sub/notes.txt": b"n"}, "mine")
+    for step in range(10):
+        variant, folder = choice.choice([None, "fp16"]), choice.choice(["", "sub/"])
+        limit = choice.choice([SINGLE, FOUR, MANY])
+        head = view.branches["main"]
+        if choice.random() < 0.5:
+            files = contents(saved(tmp_path / f"{step}", step, limit, variant=variant))
+            lab.push(tmp_path / f"{step}", repo, path_in_repo=folder)
+        else:
+            files = contents(saved(tmp_path / f"{step}", step, limit, variant=variant))
+            lab.call("push_model", step, repo, variant=variant, max_shard_size=limit, path_in_repo=folder)
+        configs[f"{folder}config.json"] = files.pop("config.json")
+        expected[folder, variant] = {f"{folder}{name}": raw for name, raw in files.items()}
+        everything = {name: raw for files in expected.values() for name, raw in files.items()}
+        own = {"README.md": b"# Mine", "sub/notes.txt": b"n"}
+        assert differences(lab, repo, everything | configs | own) == {}, f"step {step}"
+        assert view.commits()[0].parents == (head,)

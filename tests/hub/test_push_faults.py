@@ -189,3 +189,36 @@ def test_storage_that_refuses_for_good_is_an_error_and_no_commit(lab: PushLab, r
     outcome = lab.refused("push", folder, repo)
     assert outcome.error == "HubConnectionError"
     assert len(lab.view(repo).commits()) == 1
+
+
+@pytest.mark.parametrize("limit", [FOUR, "9KB"])
+def test_directory_that_is_saved_over_during_the_push_is_not_committed(
+    lab: PushLab, repo: str, tmp_path: Path, limit: str
+) -> None:
+    folder = saved(tmp_path / "save", 1, FOUR)
+    gate = threading.Event()
+    held = lab.hub.fail(Fault(match="POST preupload", kind="slow", after_bytes=100, gate=gate))
+    task = lab.start("push", folder, repo)
+    assert held.reached.wait(60)
+    saved(folder, 2, limit)
+    gate.set()
+    outcome = task.outcome()
+    assert outcome.error is not None
+    assert lab.files(repo) == set()
+    assert outcome.is_ours and "No commit was made" in outcome.message, outcome.trace
+    lab.push(folder, repo)
+    assert differences(lab, repo, contents(folder)) == {}
+
+
+def test_shard_that_grows_or_shrinks_during_the_push_is_not_committed(lab: PushLab, repo: str, tmp_path: Path) -> None:
+    for number, change in enumerate((lambda raw: raw + b"x", lambda raw: raw[:-1])):
+        folder = saved(tmp_path / f"save-{number}", 1, FOUR)
+        gate = threading.Event()
+        held = lab.hub.fail(Fault(match="POST preupload", kind="slow", after_bytes=100, gate=gate))
+        task = lab.start("push", folder, f"{repo}-{number}")
+        assert held.reached.wait(60)
+        (folder / SHARD).write_bytes(change((folder / SHARD).read_bytes()))
+        gate.set()
+        outcome = task.outcome()
+        # What was added after the bytes that were announced is not sent; what is missing is noticed.
+        assert outcome.error == (None if number == 0 else "IntegrityError"), outcome.trace

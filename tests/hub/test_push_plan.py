@@ -1,0 +1,148 @@
+"""What a push adds and deletes, for any files here and there: its own family becomes what is local, all else stays."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hfshard.hub.listing import Listing, RemoteFile, git_blob_id
+from hfshard.hub.push_plan import foreign_indexes, plan_push, stale_names, unknown_weights, variants_of
+from hfshard.storage.content import BytesContent
+
+pytestmark = pytest.mark.compat
+
+# Written by hand: whose each name is. None is the plain variant; "nobody" is the user.
+FAMILIES: dict[str, str | None] = {
+    "model.safetensors": None,
+    "model.safetensors.index.json": None,
+    "model-00001-of-00002.safetensors": None,
+    "model-00002-of-00002.safetensors": None,
+    "model-00001-of-00003.safetensors": None,
+    "model-123456-of-200000.safetensors": None,
+    "model-hfshard-placeholder.safetensors": None,
+    "model-hfshard-0123456789abcdef.safetensors": None,
+    "model-hfshard-0123456789abcdef.safetensors.index.json": None,
+    "pytorch_model.bin": None,
+    "pytorch_model.bin.index.json": None,
+    "pytorch_model-00001-of-00002.bin": None,
+    "model.fp16.safetensors": "fp16",
+    "model.safetensors.index.fp16.json": "fp16",
+    "model.fp16-00001-of-00002.safetensors": "fp16",
+    "model.fp16-hfshard-placeholder.safetensors": "fp16",
+    "pytorch_model.fp16.bin": "fp16",
+    "pytorch_model.bin.index.fp16.json": "fp16",
+    "pytorch_model.fp16-00001-of-00002.bin": "fp16",
+    "model.fp16.v2.safetensors": "fp16.v2",
+    "model.safetensors.index.fp16.v2.json": "fp16.v2",
+    "model.fp16.v2-00001-of-00001.safetensors": "fp16.v2",
+    "README.md": "nobody",
+    "config.json": "nobody",
+    ".gitattributes": "nobody",
+    "tokenizer.json": "nobody",
+    "optimizer.bin": "nobody",
+    "training_args.bin": "nobody",
+    "adapter_model.safetensors": "nobody",
+    "model_ema-00001-of-00002.safetensors": "nobody",
+    "model_ema.safetensors": "nobody",
+    "ema.safetensors.index.json": "nobody",
+    "xmodel.safetensors": "nobody",
+    "Model.safetensors": "nobody",
+    "model.safetensors.bak": "nobody",
+    "model-1-of-2.safetensors": "nobody",
+    "model-00001-of-00002.safetensors.part": "nobody",
+    "model-00001-of-00002.bin": "nobody",
+    "pytorch_model-00001-of-00002.safetensors": "nobody",
+    "flax_model.msgpack": "nobody",
+    "model": "nobody",
+}
+NAMES = sorted(FAMILIES)
+VARIANTS: list[str | None] = [None, "fp16", "fp16.v2"]
+
+trees = st.dictionaries(st.sampled_from(NAMES), st.sampled_from([b"", b"a", b"b", b"longer"]))
+kinds = st.sampled_from(["lfs", "regular"])
+
+
+def listing_of(files: dict[str, bytes], kind: str) -> Listing:
+    """As the Hub lists them: big ones with their sha256, small ones with git's hash."""
+    return Listing(
+        "c" * 40,
+        {
+            path: RemoteFile(len(raw), hashlib.sha256(raw).hexdigest() if kind == "lfs" else None, git_blob_id(raw))
+            for path, raw in files.items()
+        },
+    )
+
+
+@given(remote=trees, local=trees, variants=st.sets(st.sampled_from(VARIANTS), min_size=1), kind=kinds)
+def test_family_becomes_what_is_local_and_all_else_stays(
+    remote: dict[str, bytes], local: dict[str, bytes], variants: set[str | None], kind: str
+) -> None:
+    local = {name: raw for name, raw in local.items() if FAMILIES[name] in (*variants, "nobody")}
+    stale = stale_names(remote, local, variants, ())
+    assert {FAMILIES[name] for name in stale} <= variants
+    plan = plan_push({name: BytesContent(raw) for name, raw in local.items()}, listing_of(remote, kind), stale)
+    after = {name: raw for name, raw in remote.items() if name not in plan.deletes}
+    after |= {name: content.open().read() for name, content in plan.adds.items()}
+    for name in NAMES:
+        if FAMILIES[name] in variants or name in local:
+            assert after.get(name) == local.get(name)
+        else:
+            assert after.get(name) == remote.get(name)
+    # and nothing is sent that is there, or deleted that is not
+    assert all(remote.get(name) != local[name] for name in plan.adds)
+    assert set(plan.deletes) <= remote.keys()
+    assert plan.is_empty == (after == remote)
+    assert set(plan.unchanged) == {name for name in local if remote.get(name) == local[name]}
+
+
+@given(remote=trees, local=trees, owned=st.sets(st.sampled_from(NAMES)))
+def test_files_that_the_old_index_names_go_unless_they_are_pushed(
+    remote: dict[str, bytes], local: dict[str, bytes], owned: set[str]
+) -> None:
+    stale = stale_names(remote, local, [None], owned)
+    family = {name for name in NAMES if FAMILIES[name] is None}
+    assert stale == ((family | owned) & remote.keys()) - local.keys()
+
+
+@given(names=st.sets(st.sampled_from(NAMES)))
+def test_checkpoints_are_known_by_their_entry_files(names: set[str]) -> None:
+    entries: dict[str, str | None] = {
+        "model.safetensors": None,
+        "model.safetensors.index.json": None,
+        "pytorch_model.bin": None,
+        "pytorch_model.bin.index.json": None,
+        "model.fp16.safetensors": "fp16",
+        "model.safetensors.index.fp16.json": "fp16",
+        "pytorch_model.fp16.bin": "fp16",
+        "pytorch_model.bin.index.fp16.json": "fp16",
+        "model.fp16.v2.safetensors": "fp16.v2",
+        "model.safetensors.index.fp16.v2.json": "fp16.v2",
+    }
+    assert variants_of(names) == {entries[name] for name in names & entries.keys()}
+
+
+@given(remote=trees, local=trees, variants=st.sets(st.sampled_from(VARIANTS), min_size=1))
+def test_indexes_and_weights_of_others_are_told_apart(
+    remote: dict[str, bytes], local: dict[str, bytes], variants: set[str | None]
+) -> None:
+    others = {name for name in remote.keys() - local.keys() if FAMILIES[name] not in variants}
+    indexes = {name for name in others if ".index." in name and "hfshard" not in name}
+    assert set(foreign_indexes(remote, local, variants)) == indexes
+    weights = {name for name in others if name.endswith((".safetensors", ".bin"))}
+    assert unknown_weights(remote, local, variants) == weights
+
+
+def test_regular_and_lfs_files_are_compared_by_their_own_hash() -> None:
+    # git's hash of b"hello\n", as `git hash-object` prints it, and sha256 as `sha256sum` does.
+    blob = "ce013625030ba8dba906f756967f9e9ca394464a"
+    sha256 = "5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03"
+    local = {"a": BytesContent(b"hello\n"), "b": BytesContent(b"hello\n")}
+    same = Listing("c", {"a": RemoteFile(6, None, blob), "b": RemoteFile(6, sha256, "pointer")})
+    assert plan_push(local, same, ()).is_empty
+    other = Listing("c", {"a": RemoteFile(6, None, "pointer"), "b": RemoteFile(6, blob, blob)})
+    assert set(plan_push(local, other, ()).adds) == {"a", "b"}
+    unknown = Listing("c", {"a": RemoteFile(-1, None, None), "b": RemoteFile(6, None, None)})
+    assert set(plan_push(local, unknown, ()).adds) == {"a", "b"}
