@@ -13,7 +13,7 @@ from torch import nn
 
 from hfshard.arguments import refuse_unknown
 from hfshard.errors import InvalidArgumentError
-from hfshard.source import Source, opened
+from hfshard.source import Source, opened, opened_by_ranges
 from hfshard.state_dict import (
     KeySelection,
     assign,
@@ -45,6 +45,7 @@ def load_state_dict(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     disable_mmap: bool | None = None,
+    ranges: bool = False,
     progress: bool | None = None,
 ) -> dict[str, torch.Tensor]:
     """Load a state dict from a checkpoint of hfshard, transformers, huggingface_hub or torch.save.
@@ -59,7 +60,9 @@ def load_state_dict(
         verify: "none": only what reading needs; "structure": names, sizes, headers and samples; "full" (or
             "sha256"): every byte against its checksum.
         disable_mmap: True reads the tensors into memory at once.
-        progress: A bar on stderr while checksums are made: None: on a terminal.
+        ranges: From the Hub: download only the bytes of the tensors, not whole shards, and put nothing into the cache.
+            Each is compared with its own checksum, which hfshard writes; "full" refuses those that have none.
+        progress: A bar on stderr while files are downloaded and checksums are made: None: on a terminal.
 
     Returns:
         FQN -> tensor. Names that shared a tensor when they were saved are the same tensor again.
@@ -72,6 +75,9 @@ def load_state_dict(
     source = Source(os.fspath(path), subfolder, variant, use_safetensors, revision, token, cache_dir, local_files_only)
     if keys is not None:
         source = replace(source, files_of=lambda index: files_holding(index, keys))
+    if ranges and not local_files_only and source.local_place() is None:
+        with opened_by_ranges(source, lambda index: stored_names(index, keys), verify, progress) as checkpoint:
+            return read_tensors(checkpoint, keys, device, mapped=False)
     with opened(source, verify, progress) as checkpoint:
         return read_tensors(checkpoint, keys, device, mapped=not disable_mmap)
 
@@ -129,8 +135,13 @@ def files_holding(index: CheckpointIndex, keys: KeySelection) -> set[str]:
     Raises:
         StateDictMismatchError: A name or glob that matches nothing.
     """
+    return {index.weight_map[name] for name in stored_names(index, keys)}
+
+
+def stored_names(index: CheckpointIndex, keys: KeySelection | None) -> set[str]:
+    """The stored tensors that these names are, or are aliases of."""
     chosen = select_keys([*index.weight_map, *index.aliases], keys)
-    return {index.weight_map[index.aliases.get(name, name)] for name in chosen}
+    return {index.aliases.get(name, name) for name in chosen}
 
 
 def read_tensors(

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hfshard.constants import SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
 from hfshard.hub.address import directory_of
-from hfshard.hub.directory_hub import DirectoryHub
+from hfshard.hub.directory_marker import is_marked
 from hfshard.progress import bytes_bar
 from hfshard.storage.checkpoint import FilesOf, OpenCheckpoint, Verify, open_checkpoint
 from hfshard.storage.checks import check_small_file
+from hfshard.storage.index import CheckpointIndex
 from hfshard.storage.locate import weights_bytes
+
+if TYPE_CHECKING:
+    from hfshard.hub.selection import Wanted
 
 logger = logging.getLogger(__name__)
 
@@ -58,29 +63,14 @@ class Source:
 
     def place(self, progress: bool | None = None) -> Place:
         """Where it lies; what is on the Hub is brought into the cache first."""
-        path = directory_of(self.path) or self.path if self.path.startswith("file:") else self.path
-        if os.path.isdir(path):
-            if DirectoryHub.is_hub(path):
-                path = DirectoryHub.open(path).snapshot(self.revision)
-            return Place(os.path.join(path, self.subfolder) if self.subfolder else path, path)
-        if os.path.exists(path):
-            raise InvalidArgumentError(f"'{path}' is a file: give the directory that holds the checkpoint.", path=path)
-        if path != self.path or _is_a_path(path):
-            raise CheckpointNotFoundError(f"There is no directory '{path}'. Check the path.", path=path)
-        from hfshard.hub.pull import fetch_checkpoint
-        from hfshard.hub.selection import Wanted
+        place = self.local_place()
+        if place is not None:
+            return place
+        from hfshard.hub.pull import fetch_checkpoint  # of huggingface_hub, which takes time to import
 
-        wanted = Wanted(
-            variant=self.variant,
-            use_safetensors=self.use_safetensors,
-            subfolder=self.subfolder,
-            has_code=self.has_code,
-            may_be_adapter=self.may_be_adapter,
-            files_of=self.files_of,
-        )
         chosen = fetch_checkpoint(
-            path,
-            wanted,
+            self.path,
+            self.wanted(),
             revision=self.revision,
             token=self.token,
             cache_dir=self.cache_dir,
@@ -88,7 +78,35 @@ class Source:
             force_download=self.force_download,
             progress=progress,
         )
-        return Place(chosen.directory, path, chosen.commit)
+        return Place(chosen.directory, self.path, chosen.commit)
+
+    def local_place(self) -> Place | None:
+        """Where it lies, if that is in a directory; None for a repo of the Hub."""
+        path = directory_of(self.path) or self.path if self.path.startswith("file:") else self.path
+        if os.path.isdir(path):
+            if is_marked(path):
+                from hfshard.hub.directory_hub import DirectoryHub
+
+                path = DirectoryHub.open(path).snapshot(self.revision)
+            return Place(os.path.join(path, self.subfolder) if self.subfolder else path, path)
+        if os.path.exists(path):
+            raise InvalidArgumentError(f"'{path}' is a file: give the directory that holds the checkpoint.", path=path)
+        if path != self.path or _is_a_path(path):
+            raise CheckpointNotFoundError(f"There is no directory '{path}'. Check the path.", path=path)
+        return None
+
+    def wanted(self) -> Wanted:
+        """What of a repo of the Hub."""
+        from hfshard.hub.selection import Wanted
+
+        return Wanted(
+            variant=self.variant,
+            use_safetensors=self.use_safetensors,
+            subfolder=self.subfolder,
+            has_code=self.has_code,
+            may_be_adapter=self.may_be_adapter,
+            files_of=self.files_of,
+        )
 
 
 @contextmanager
@@ -112,6 +130,21 @@ def opened(
     ):
         if verify == "structure":
             _warn_of_edited_files(checkpoint)
+        yield checkpoint
+
+
+@contextmanager
+def opened_by_ranges(
+    source: Source, names_of: Callable[[CheckpointIndex], Collection[str]], verify: Verify, progress: bool | None
+) -> Iterator[OpenCheckpoint]:
+    """Open the checkpoint of a repo of the Hub, of which only some tensors are brought, and nothing into the cache."""
+    from hfshard.hub import ranges
+    from hfshard.hub.pull import resolve_for_reading
+
+    listing = resolve_for_reading(source.path, source.revision, source.token)
+    with ranges.opened_by_ranges(
+        source.path, listing, source.token, source.wanted(), names_of, verify=verify, progress=progress
+    ) as checkpoint:
         yield checkpoint
 
 

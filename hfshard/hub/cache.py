@@ -61,7 +61,7 @@ class RepoCache:
         revision = revision or constants.DEFAULT_REVISION
         if is_commit(revision):
             return revision
-        if not _is_plain(revision):
+        if not is_plain_path(revision):
             return None
         try:
             with open(os.path.join(self.folder, "refs", *revision.split("/")), encoding="utf-8") as file:
@@ -73,7 +73,7 @@ class RepoCache:
     def remember(self, revision: str | None, commit: str) -> None:
         """Note what a revision is at, in one step; a cache that can't be written to stays as it is."""
         revision = revision or constants.DEFAULT_REVISION
-        if revision == commit or self.commit_of(revision) == commit or not _is_plain(revision):
+        if revision == commit or self.commit_of(revision) == commit or not is_plain_path(revision):
             return
         path = os.path.join(self.folder, "refs", *revision.split("/"))
         aside = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
@@ -87,7 +87,7 @@ class RepoCache:
 
     def snapshot(self, commit: str, path: str = "") -> str:
         """Where a file of a commit lies, or has to."""
-        if not is_commit(commit) or (path and not _is_plain(path)):
+        if not is_commit(commit) or (path and not is_plain_path(path)):
             raise UnsafePathError(
                 f"The Hub names the file {path[:200]!r} of commit {commit[:200]!r}, which would lie outside the cache. "
                 "Do not load this repo.",
@@ -190,7 +190,7 @@ def _size_of(path: str) -> int | None:
         return None
 
 
-def _is_plain(path: str) -> bool:
+def is_plain_path(path: str) -> bool:
     """Whether a path in a repo, or the name of a branch, stays below the folder that it is put in."""
     return (
         "\\" not in path

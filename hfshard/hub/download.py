@@ -64,7 +64,7 @@ def bring(
     _check_space(cache, [files[path] for path in todo])
     remote.announce(todo)
     job = _Bringing(remote, cache, force=force, on_bytes=on_bytes)
-    _in_threads(lambda path: job.bring(todo[path]), todo, remote.stop)
+    in_threads(lambda path: job.bring(todo[path]), todo, remote.stop)
     for path in missing:
         if not cache.holds(commit, path, files[path]):
             cache.link(commit, path, files[path])
@@ -111,7 +111,7 @@ class _Bringing:
 
     def _fill(self, fd: int, path: str, file: RemoteFile, partial: str) -> None:
         for _ in range(2):
-            hasher = _hasher_for(file)
+            hasher = hasher_for(file)
             before = self._prefix(fd, file, hasher)
             if before:
                 logger.info("'%s' goes on at byte %d of %d.", path, before, file.size)
@@ -152,7 +152,7 @@ class _Bringing:
         return at
 
 
-def _hasher_for(file: RemoteFile) -> Any:
+def hasher_for(file: RemoteFile) -> Any:
     """What makes the hash that the Hub lists: sha256, or git's own of a small file (see `git_blob_id`)."""
     if file.sha256 is not None:
         return hashlib.sha256()
@@ -199,7 +199,7 @@ def _on_disk(path: str) -> int:
         return 0
 
 
-def _in_threads(work: Callable[[str], None], paths: Collection[str], stop: threading.Event) -> None:
+def in_threads(work: Callable[[str], None], paths: Collection[str], stop: threading.Event) -> None:
     """Do the work for all paths, several at once; the first error is raised when all have ended.
 
     A damaged file does not stop the others: what is whole is kept. Everything else does.

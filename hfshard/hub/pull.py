@@ -171,6 +171,26 @@ def resolve(
         return Listing(info.sha or "", files)
 
 
+def resolve_for_reading(repo_id: str, revision: str | None, token: str | bool | None) -> Listing:
+    """`resolve` for a name that a user gave.
+
+    Raises:
+        HubNotFoundError: It is no repo_id.
+        HubConnectionError: Offline mode is on, or it can't be reached.
+    """
+    _check_repo_id(repo_id)
+    return resolve(repo_id, revision, token, retries=0 if constants.is_offline_mode() else len(RETRY_SECONDS))
+
+
+def _check_repo_id(repo_id: str) -> None:
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise HubNotFoundError(
+            f"'{repo_id}' is no directory, and no repo_id: write org/name. {error}", path=repo_id
+        ) from error
+
+
 class _Fetching:
     """One fetch of a repo's files into its cache."""
 
@@ -184,12 +204,7 @@ class _Fetching:
         *,
         force: bool,
     ) -> None:
-        try:
-            validate_repo_id(repo_id)
-        except HFValidationError as error:
-            raise HubNotFoundError(
-                f"'{repo_id}' is no directory, and no repo_id: write org/name. {error}", path=repo_id
-            ) from error
+        _check_repo_id(repo_id)
         self.repo_id, self.revision, self.token = repo_id, revision, token
         self.progress, self.force = progress, force
         self.cache = RepoCache(repo_id, cache_dir)
