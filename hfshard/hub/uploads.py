@@ -48,13 +48,11 @@ def operations_for(
     """
     adds = {path: content for path, content in sorted(changes.items()) if content is not None}
     with ThreadPoolExecutor(_HASHERS, thread_name_prefix="hfshard-hash") as pool:
-        hashes = pool.map(sha256_of_content, adds.values())
+        known = list(pool.map(_hash_and_sample, adds, adds.values()))
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         CommitOperationDelete(path_in_repo=path) for path, content in sorted(changes.items()) if content is None
     ]
-    for (path, content), sha256 in zip(adds.items(), hashes, strict=True):
-        with content.open() as reader:
-            sample = reader.read(_SAMPLE_BYTES)
+    for (path, content), (sha256, sample) in zip(adds.items(), known, strict=True):
         operation = CommitOperationAdd(path_in_repo=path, path_or_fileobj=b"")
         operation.upload_info = UploadInfo(size=content.size, sample=sample, sha256=bytes.fromhex(sha256))
         if by_xet and isinstance(content, FileContent):
@@ -63,6 +61,15 @@ def operations_for(
             operation.path_or_fileobj = cast(BinaryIO, CheckedReader(path, content, sha256, on_bytes))
         operations.append(operation)
     return operations
+
+
+def _hash_and_sample(path: str, content: Content) -> tuple[str, bytes]:
+    try:
+        sha256 = sha256_of_content(content)
+        with content.open() as reader:
+            return sha256, reader.read(_SAMPLE_BYTES)
+    except FileNotFoundError as error:
+        raise _not_pushed(path, "it was removed meanwhile") from error
 
 
 def close_readers(operations: list[CommitOperationAdd | CommitOperationDelete]) -> None:
