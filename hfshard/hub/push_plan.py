@@ -113,8 +113,12 @@ def stale_names(
 
 def foreign_indexes(remote: Iterable[str], local: Collection[str], variants: Iterable[str | None]) -> list[str]:
     """Indexes on the hub of checkpoints that are not pushed: what they name must stay."""
-    mine = {name for variant in variants for name in (WeightNames(variant).index, WeightNames(variant).bin_index)}
-    return sorted(name for name in remote if INDEX_FILE.fullmatch(name) and name not in mine and name not in local)
+    families = [WeightNames(variant) for variant in variants]
+    return sorted(
+        name
+        for name in remote
+        if INDEX_FILE.fullmatch(name) and name not in local and not any(is_weights(name, names) for names in families)
+    )
 
 
 def unknown_weights(remote: Iterable[str], local: Collection[str], variants: Iterable[str | None]) -> set[str]:
