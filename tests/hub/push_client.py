@@ -11,13 +11,17 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file
 from transformers import BertModel
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+import hfshard
 from hfshard.errors import HfshardError
 from hfshard.hub.push import push_checkpoint
 from tests.hub.push_models import Bert, digest_of, make_model
@@ -65,8 +69,33 @@ def load_ours(repo_id: str, cache: str, **options: Any) -> str:
     return digest_of(Bert.from_pretrained(repo_id, cache_dir=cache, strict=True, **options).state_dict())
 
 
+def the_number(state_dict: Mapping[str, torch.Tensor]) -> float:
+    """The one number that all tensors are full of."""
+    (number,) = {float(value) for tensor in state_dict.values() for value in tensor.unique()}
+    return number
+
+
+def read_ours(repo_id: str, cache: str, **options: Any) -> float:
+    """The number that a repo's tensors are full of, by hfshard."""
+    return the_number(hfshard.load_state_dict(repo_id, cache_dir=cache, **options))
+
+
+def read_stock(repo_id: str, cache: str, **options: Any) -> float:
+    """The number that a repo's tensors are full of, by what transformers finds and safetensors reads."""
+    wanted: dict[str, Any] = {"cache_dir": cache, "_raise_exceptions_for_missing_entries": False, **options}
+    single = cached_file(repo_id, "model.safetensors", **wanted)
+    if single is not None:
+        return the_number(load_file(single))
+    index = cached_file(repo_id, "model.safetensors.index.json", **wanted)
+    if index is None:
+        raise FileNotFoundError("no weights")
+    files, _ = get_checkpoint_shard_files(repo_id, index, cache_dir=cache, **options)
+    return the_number({name: tensor for file in files for name, tensor in load_file(file).items()})
+
+
 TASKS: dict[str, Callable[..., Any]] = {
-    task.__name__: task for task in (push, push_model, save_and_push, push_stock, load_stock, load_ours)
+    task.__name__: task
+    for task in (push, push_model, save_and_push, push_stock, load_stock, load_ours, read_ours, read_stock)
 }
 
 

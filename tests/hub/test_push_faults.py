@@ -222,3 +222,17 @@ def test_shard_that_grows_or_shrinks_during_the_push_is_not_committed(lab: PushL
         outcome = task.outcome()
         # What was added after the bytes that were announced is not sent; what is missing is noticed.
         assert outcome.error == (None if number == 0 else "IntegrityError"), outcome.trace
+
+
+def test_file_that_vanishes_before_it_is_hashed_is_named(lab: PushLab, repo: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "save", 1, FOUR)
+    (folder / "notes.txt").write_text("n")
+    gate = threading.Event()
+    held = lab.hub.fail(Fault(match="POST create_repo", kind="slow", after_bytes=10, gate=gate))
+    task = lab.start("push", folder, repo)
+    assert held.reached.wait(60)
+    (folder / "notes.txt").unlink()
+    gate.set()
+    outcome = task.outcome()
+    assert outcome.error == "IntegrityError" and "'notes.txt' was not pushed: it was removed" in outcome.message
+    assert lab.files(repo) == set()

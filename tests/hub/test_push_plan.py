@@ -129,7 +129,7 @@ def test_indexes_and_weights_of_others_are_told_apart(
     remote: dict[str, bytes], local: dict[str, bytes], variants: set[str | None]
 ) -> None:
     others = {name for name in remote.keys() - local.keys() if FAMILIES[name] not in variants}
-    indexes = {name for name in others if ".index." in name and "hfshard" not in name}
+    indexes = {name for name in others if ".index." in name}
     assert set(foreign_indexes(remote, local, variants)) == indexes
     weights = {name for name in others if name.endswith((".safetensors", ".bin"))}
     assert unknown_weights(remote, local, variants) == weights
