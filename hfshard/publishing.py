@@ -43,8 +43,8 @@ def publish_saved(
 ) -> CommitInfo | PushResult:
     """Push the files that a save has just written into a directory, and nothing else that is there."""
     names = {*index.weight_map.values(), *index.files, request.names.index, "config.json", *request.extras}
-    contents, _ = directory_contents(directory)
-    return _publish({name: contents[name] for name in names & contents.keys()}, request, repo_id, tags, **options)
+    contents, _ = directory_contents(directory, names=names)
+    return _publish(contents, request, repo_id, tags, **options)
 
 
 def tags_of(model: Any, tags: Sequence[str] | str | None) -> list[str]:

@@ -26,12 +26,17 @@ _JUNK: Final = frozenset({".DS_Store"})
 
 
 def directory_contents(
-    directory: str, *, allow_patterns: list[str] | str | None = None, ignore_patterns: list[str] | str | None = None
+    directory: str,
+    *,
+    names: Collection[str] | None = None,
+    allow_patterns: list[str] | str | None = None,
+    ignore_patterns: list[str] | str | None = None,
 ) -> tuple[dict[str, Content], dict[str | None, CheckpointIndex]]:
     """Look at a directory that is to be pushed; every checkpoint in it is opened and checked in structure.
 
     Args:
         directory: What was saved, and what the user put beside it.
+        names: Look at no other files. None: at all.
         allow_patterns, ignore_patterns: Globs of paths, as in huggingface_hub's `upload_folder`.
 
     Returns:
@@ -45,7 +50,7 @@ def directory_contents(
     """
     if not os.path.isdir(directory):
         raise CheckpointNotFoundError(f"There is no directory '{directory}'. Check the path.", path=directory)
-    paths = list(_paths(directory))
+    paths = [path for path in _paths(directory) if names is None or path in names]
     variants = variants_of(name for name in paths if "/" not in name)
     if not variants:
         with open_checkpoint(directory):  # for its error, or weights that config.json names
@@ -91,9 +96,20 @@ def _paths(directory: str) -> Iterator[str]:
             if name in _JUNK:
                 continue
             if os.path.isfile(path):
-                yield os.path.relpath(path, directory)
+                yield _checked_name(os.path.relpath(path, directory), directory)
             else:
                 logger.warning("'%s' is no file, but a pipe, or a link to nowhere or a folder: it is not pushed.", path)
+
+
+def _checked_name(path: str, directory: str) -> str:
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"The name of {path!r} in '{directory}' is no UTF-8, and a hub has no other names. Rename it.",
+            path=directory,
+        ) from error
+    return path
 
 
 def _files_of(checkpoint: OpenCheckpoint) -> set[str]:
