@@ -7,6 +7,8 @@ from typing import Any, Final
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from hfshard.errors import HubError, InvalidArgumentError
+
 _DESCRIPTION: Final = (
     "This is the model card of a 🤗 transformers model that has been pushed on the Hub. "
     "This model card has been automatically generated."
@@ -20,6 +22,9 @@ def tagged_card(read_old: Callable[[], bytes] | None, tags: Sequence[str]) -> by
         read_old: Reads the README.md that stands there; None where there is none.
         tags: Those that it must have.
 
+    Raises:
+        InvalidArgumentError: The one that stands there can't be read.
+
     Source: transformers `create_and_tag_model_card`.
     """
     if read_old is None:
@@ -27,7 +32,15 @@ def tagged_card(read_old: Callable[[], bytes] | None, tags: Sequence[str]) -> by
         return _encoded(ModelCard.from_template(data, model_description=_DESCRIPTION))
     if not tags:
         return None
-    card: Any = ModelCard(read_old().decode("utf-8"), ignore_metadata_errors=True)
+    try:
+        card: Any = ModelCard(read_old().decode("utf-8"), ignore_metadata_errors=True)
+    except HubError:
+        raise
+    except Exception as error:  # of no common class: of PyYAML, of text, of a file that holds zero bytes
+        raise InvalidArgumentError(
+            f"The tags can't be added to the README.md on the hub, whose metadata can't be read: {error}. Mend it "
+            "there, or push without tags."
+        ) from error
     there = card.data.tags or []
     there = [there] if isinstance(there, str) else list(there)
     missing = [tag for tag in tags if tag not in there]
