@@ -10,6 +10,7 @@ import pytest
 
 from tests.hub.push_lab import PushLab, contents, differences, lab, repo, saved
 from tests.hub.push_models import digest_of_seed, make_model
+from tests.hub_server import Fault
 
 __all__ = ["lab", "repo"]
 
@@ -225,3 +226,60 @@ def test_damaged_checkpoints_are_refused_before_anything_is_asked(lab: PushLab, 
         assert outcome.error in ("DamagedCheckpointError", "TruncatedShardError", "IntegrityError", "MissingShardError")
         assert "0000" in outcome.message
     assert lab.hub.count() == 0
+
+
+def test_name_that_is_no_utf8_is_an_error_that_shows_it(lab: PushLab, repo: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "save", 1)
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff.json")).touch()
+    outcome = lab.refused("push", folder, repo)
+    assert outcome.error == "InvalidArgumentError" and "\\udcff.json" in outcome.message
+    assert lab.hub.count() == 0
+
+
+@pytest.mark.parametrize("card", [b"\xff\xfe no text", b"\0", b"---\n: : [\n---\ntext"], ids=["utf8", "zero", "yaml"])
+def test_card_that_can_not_be_read_is_left_alone_or_an_error(lab: PushLab, repo: str, card: bytes) -> None:
+    lab.hub.create_repo(repo).commit({"README.md": card}, "card")
+    outcome = lab.refused("push_model", 1, repo, tags=["a"])
+    assert outcome.error == "InvalidArgumentError" and "push without tags" in outcome.message
+    assert lab.files(repo) == {"README.md"}
+    lab.call("push_model", 1, repo)
+    assert lab.view(repo).read("README.md") == card
+
+
+def test_save_that_pushes_is_not_stopped_by_another_variant(lab: PushLab, repo: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "save", 1, FOUR, variant="fp16")
+    (folder / "model.fp16-00001-of-00004.safetensors").write_bytes(b"damaged")
+    lab.call("save_and_push", 2, folder, repo_id=repo)
+    assert lab.files(repo) == {"README.md", "config.json", "model.safetensors"}
+    assert lab.loads(repo) == digest_of_seed(2)
+
+
+def test_repo_whose_file_is_a_folder_of_ours_is_an_error(lab: PushLab, repo: str, tmp_path: Path) -> None:
+    lab.hub.create_repo(repo).commit({"config.json/x": b"1"}, "odd")
+    outcome = lab.refused("push", saved(tmp_path / "save", 1), repo)
+    assert outcome.error == "HubError" and "can't be a file and a folder" in outcome.message
+    assert lab.files(repo) == {"config.json/x"}
+
+
+def test_weights_that_config_names_are_pushed_and_nothing_outranks_them(
+    lab: PushLab, repo: str, tmp_path: Path
+) -> None:
+    lab.push(saved(tmp_path / "old", 5, FOUR), repo)
+    folder = saved(tmp_path / "save", 1)
+    (folder / "model.safetensors").rename(folder / "custom.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "custom.safetensors"}))
+    lab.push(folder, repo)
+    assert lab.files(repo) == {"config.json", "custom.safetensors"}
+    assert lab.loads(repo) == digest_of_seed(1)
+
+
+def test_repo_or_branch_that_is_deleted_meanwhile_is_an_error_that_says_so(
+    lab: PushLab, repo: str, tmp_path: Path
+) -> None:
+    lab.push(saved(tmp_path / "old", 1), repo, revision="dev")
+    view = lab.view(repo)
+    lab.hub.fail(Fault(match="POST commit", kind="race", action=lambda: view._repo.set_ref("branches", "dev", None)))
+    outcome = lab.refused("push", saved(tmp_path / "new", 2), repo, revision="dev")
+    assert outcome.error == "HubNotFoundError" and "no revision 'dev'" in outcome.message
+    assert "dev" not in view.branches
