@@ -22,6 +22,7 @@ from transformers import BertModel
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 import hfshard
+import hfshard.hub.remote  # before the forks: what each would read and compile again is no part of its push
 from hfshard.errors import HfshardError
 from hfshard.hub.push import push_checkpoint
 from tests.hub.push_models import Bert, digest_of, make_model
