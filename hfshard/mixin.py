@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.load_pretrained import LoadOptions, load_pretrained
 from hfshard.plan import Packing
 from hfshard.pretrained import is_spread
-from hfshard.publishing import default_repo_id, publish_model, publish_saved, tags_of
+from hfshard.publishing import default_repo_id, publish_by_upstream, publish_model, publish_saved, tags_of
 from hfshard.save import request_of, save_request
 from hfshard.size import parse_size
 from hfshard.storage.checkpoint import Verify
@@ -25,6 +26,7 @@ from hfshard.upstream_class import architecture_of, as_class, ask_upstream, loss
 _PUSH_ARGUMENTS = frozenset(
     ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags", "path_in_repo")
 )
+_PLAN_ARGUMENTS = frozenset(("token", "max_shard_size", "variant", "packing", "progress"))
 _SAVE_ARGUMENTS = frozenset(
     ("save_directory", "is_main_process", "state_dict", "push_to_hub", "max_shard_size", "variant", "token",
      "save_peft_format", "save_original_format", "distributed_checkpoint", "safe_serialization", "packing", "checksum",
@@ -133,7 +135,7 @@ class ShardedModelMixin:
     @_untyped
     def push_to_hub(
         self,
-        repo_id: str,
+        repo_id: str | os.PathLike[str],
         *,
         commit_message: str | None = None,
         commit_description: str | None = None,
@@ -152,7 +154,8 @@ class ShardedModelMixin:
         """Push the model as one commit, straight from memory: the arguments are transformers'.
 
         What the hub has is not sent; shards, indexes and pickles of the last push of this variant go in the same
-        commit, everything else stays. Nothing is written to disk.
+        commit, everything else stays. Nothing is written to disk, but for a model that only upstream can collect
+        (offloaded, on several ranks, with adapters): that one goes by way of a temporary directory.
 
         Args:
             repo_id: "org/name", made if it is missing; or a path or `file://` URL of a directory that serves as a hub.
@@ -166,38 +169,30 @@ class ShardedModelMixin:
             path_in_repo: Folder of the repo.
 
         Returns:
-            huggingface_hub's CommitInfo; for a directory, a PushResult.
+            huggingface_hub's CommitInfo; for a directory, a PushResult; None on a rank that saves nothing.
 
         Raises:
             Everything that `hfshard.push_checkpoint` raises.
         """
-        refuse_unknown(kwargs, _PUSH_ARGUMENTS | _SAVE_ARGUMENTS, "push_to_hub")
-        if self._is_upstreams_to_save(distributed_checkpoint=False):
-            return super().push_to_hub(  # type: ignore[misc]
-                repo_id,
-                commit_message=commit_message,
-                commit_description=commit_description,
-                private=private,
-                token=token,
-                revision=revision,
-                create_pr=create_pr,
-                max_shard_size=max_shard_size,
-                tags=tags_of(self, tags),
-            )
+        if kwargs.pop("safe_serialization", True) is False:
+            raise InvalidArgumentError("hfshard writes no pickles: leave out safe_serialization=False.")
+        refuse_unknown(kwargs, _PUSH_ARGUMENTS | _PLAN_ARGUMENTS, "push_to_hub")
         limit = parse_size(max_shard_size)  # type: ignore[arg-type]
+        options = {
+            "commit_message": commit_message,
+            "commit_description": commit_description,
+            "private": private,
+            "token": token,
+            "revision": revision,
+            "create_pr": create_pr,
+            "path_in_repo": path_in_repo,
+        }
+        tags = tags_of(self, tags)
+        if self._is_upstreams_to_save(distributed_checkpoint=False):
+            save = partial(self.save_pretrained, max_shard_size=limit, variant=variant)
+            return publish_by_upstream(save, variant, repo_id, tags, progress, **options)
         request = request_of(self, None, limit, variant, packing=packing, progress=progress)  # type: ignore[arg-type]
-        return publish_model(
-            request,
-            repo_id,
-            tags_of(self, tags),
-            commit_message=commit_message,
-            commit_description=commit_description,
-            private=private,
-            token=token,
-            revision=revision,
-            create_pr=create_pr,
-            path_in_repo=path_in_repo,
-        )
+        return publish_model(request, repo_id, tags, **options)
 
     @classmethod
     def from_pretrained(

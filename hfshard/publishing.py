@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -16,15 +17,18 @@ from hfshard.hub.local_files import directory_contents
 from hfshard.hub.push import PushRequest, folder_of, push
 from hfshard.model_card import tagged_card
 from hfshard.staging import SaveRequest
-from hfshard.storage.content import Content
+from hfshard.storage.content import Content, file_content
 from hfshard.storage.index import CheckpointIndex
+from hfshard.storage.names import WeightNames
 from hfshard.streaming import stream_request
 
 DEFAULT_MESSAGE: Final = "Upload model"
 """As upstream's, for a model."""
 
 
-def publish_model(request: SaveRequest, repo_id: str, tags: Sequence[str], **options: Any) -> CommitInfo | PushResult:
+def publish_model(
+    request: SaveRequest, repo_id: str | os.PathLike[str], tags: Sequence[str], **options: Any
+) -> CommitInfo | PushResult:
     """Push what a save of this request would write, without writing it.
 
     Args:
@@ -35,16 +39,54 @@ def publish_model(request: SaveRequest, repo_id: str, tags: Sequence[str], **opt
     """
     _check_checksum(request)
     contents, _ = stream_request(request)
-    return _publish(contents, request, repo_id, tags, **options)
+    return _publish(contents, frozenset({request.names.variant}), request.progress, repo_id, tags, **options)
 
 
 def publish_saved(
-    request: SaveRequest, index: CheckpointIndex, directory: str, repo_id: str, tags: Sequence[str], **options: Any
+    request: SaveRequest,
+    index: CheckpointIndex,
+    directory: str,
+    repo_id: str | os.PathLike[str],
+    tags: Sequence[str],
+    **options: Any,
 ) -> CommitInfo | PushResult:
     """Push the files that a save has just written into a directory, and nothing else that is there."""
     names = {*index.weight_map.values(), *index.files, request.names.index, "config.json", *request.extras}
     contents, _ = directory_contents(directory, names=names)
-    return _publish(contents, request, repo_id, tags, **options)
+    return _publish(contents, frozenset({request.names.variant}), request.progress, repo_id, tags, **options)
+
+
+def publish_by_upstream(
+    save: Callable[[str], object],
+    variant: str | None,
+    repo_id: str | os.PathLike[str],
+    tags: Sequence[str],
+    progress: bool | None,
+    **options: Any,
+) -> CommitInfo | PushResult | None:
+    """Push what upstream saves of a model that only it can collect (offloaded, adapters), by way of the disk.
+
+    Args:
+        save: Saves into an empty directory.
+        variant: Of the weights.
+        repo_id, tags, options: As in `publish_model`.
+        progress: A bar.
+
+    Returns:
+        As `publish_model`; None where this process saves nothing, as another one of the group does.
+    """
+    with tempfile.TemporaryDirectory(prefix="hfshard-push-") as folder:
+        save(folder)
+        names = os.listdir(folder)
+        if not names:
+            return None
+        if any(WeightNames(variant).index == name or WeightNames(variant).single == name for name in names):
+            contents, indexes = directory_contents(folder)
+            variants = frozenset(indexes)
+        else:  # an adapter, beside which the hub may hold its base
+            contents = {name: file_content(os.path.join(folder, name)) for name in names}
+            variants = frozenset()
+        return _publish(contents, variants, progress, repo_id, tags, **options)
 
 
 def tags_of(model: Any, tags: Sequence[str] | str | None) -> list[str]:
@@ -55,8 +97,9 @@ def tags_of(model: Any, tags: Sequence[str] | str | None) -> list[str]:
 
 def _publish(
     contents: dict[str, Content],
-    request: SaveRequest,
-    repo_id: str,
+    variants: frozenset[str | None],
+    progress: bool | None,
+    repo_id: str | os.PathLike[str],
     tags: Sequence[str],
     *,
     commit_message: str | None = None,
@@ -70,14 +113,14 @@ def _publish(
     message = commit_message or DEFAULT_MESSAGE
     pushing = PushRequest(
         contents,
-        frozenset({request.names.variant}),
+        variants,
         message,
         commit_description,
         revision,
         create_pr,
         folder_of(path_in_repo),
         card=partial(tagged_card, tags=tags),
-        progress=request.progress,
+        progress=progress,
     )
     result = push(pushing, repo_id, private=private, token=token)
     if directory_of(repo_id) is not None:

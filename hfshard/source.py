@@ -82,7 +82,7 @@ class Source:
 
     def local_place(self) -> Place | None:
         """Where it lies, if that is in a directory; None for a repo of the Hub."""
-        path = directory_of(self.path) or self.path if self.path.startswith("file:") else self.path
+        path = self.path if os.path.isdir(self.path) else directory_of(self.path) or self.path
         if os.path.isdir(path):
             if is_marked(path):
                 from hfshard.hub.directory_hub import DirectoryHub

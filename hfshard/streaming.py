@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from hfshard.constants import COPY_BYTES
 from hfshard.progress import bytes_bar
 from hfshard.staging import SaveRequest, index_of, plan_request, shard_jobs
-from hfshard.storage.content import BytesContent, Content, StreamContent
+from hfshard.storage.content import BytesContent, Content, StreamContent, in_threads, sha256_of_reader
 from hfshard.storage.index import CheckpointIndex, FileRecord
 from hfshard.storage.shard_stream import ShardStream
 from hfshard.storage.shard_writer import ShardJob, digest_shard, writer_threads
@@ -33,16 +31,13 @@ def stream_request(request: SaveRequest) -> tuple[dict[str, Content], Checkpoint
     """
     plan = plan_request(request)
     jobs = shard_jobs(plan, request, [""] * len(plan.shards))
-    with (
-        bytes_bar("Hashing", plan.total_size, request.progress) as on_bytes,
-        ThreadPoolExecutor(writer_threads(), thread_name_prefix="hfshard-hash") as pool,
-    ):
-        digested = list(pool.map(partial(_digest, on_bytes=on_bytes), jobs))
+    with bytes_bar("Hashing", plan.total_size, request.progress) as on_bytes:
+        digested = in_threads(partial(_digest, on_bytes=on_bytes), jobs, writer_threads())
     index = index_of(plan, request, [record for record, _ in digested])
     contents: dict[str, Content] = {}
     for shard, job, (record, header) in zip(plan.shards, jobs, digested, strict=True):
         opener = partial(ShardStream, header, list(job.tensors.values()))
-        sha256 = record.sha256 if plan.is_sharded and record.sha256 is not None else _sha256_of(opener())
+        sha256 = record.sha256 if plan.is_sharded and record.sha256 is not None else sha256_of_reader(opener())
         contents[shard.file] = StreamContent(record.size or 0, sha256, opener)
     if plan.is_sharded:
         contents[request.names.index] = BytesContent(index.to_json())
@@ -50,12 +45,5 @@ def stream_request(request: SaveRequest) -> tuple[dict[str, Content], Checkpoint
     return contents | {name: BytesContent(raw) for name, raw in small.items()}, index
 
 
-def _digest(job: ShardJob, on_bytes: Callable[[int], object]) -> tuple[FileRecord, bytes]:
-    return digest_shard(job, "sha256", on_bytes)
-
-
-def _sha256_of(stream: ShardStream) -> str:
-    hasher = hashlib.sha256()
-    while block := stream.read(COPY_BYTES):
-        hasher.update(block)
-    return hasher.hexdigest()
+def _digest(job: ShardJob, stop: threading.Event, on_bytes: Callable[[int], object]) -> tuple[FileRecord, bytes]:
+    return digest_shard(job, "sha256", on_bytes, stop)

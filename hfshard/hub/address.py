@@ -7,24 +7,29 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from hfshard.errors import InvalidArgumentError
+from hfshard.hub.directory_marker import is_marked
 
 _FILE_SCHEME: Final = "file://"
 _PATH_STARTS: Final = ("/", "./", "../", "~")
 
 
-def directory_of(repo_id: str) -> str | None:
+def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
     """The directory that a repo_id names, or None where it is "org/name" on the Hugging Face Hub.
 
-    A `file://` URL and whatever looks like a path (it begins with `/`, `./`, `../` or `~`, or is `.` or `..`).
+    A path object; a `file://` URL; whatever looks like a path (it begins with `/`, `./`, `../` or `~`, or is `.` or
+    `..`); and the name of a directory that is marked as a hub, so that what is loaded from there is pushed there.
 
     Raises:
         InvalidArgumentError: A URL of another machine, or of another kind.
     """
+    if not isinstance(repo_id, str):
+        return os.path.expanduser(os.fspath(repo_id))
     if repo_id.startswith(_FILE_SCHEME):
         parts = urlsplit(repo_id)
-        if parts.netloc not in ("", "localhost") or not parts.path:
+        if parts.netloc not in ("", "localhost") or not parts.path or parts.query or parts.fragment:
             raise InvalidArgumentError(
-                f"'{repo_id}' is no file URL of this machine: write file:///path/to/hub, with three slashes.",
+                f"'{repo_id}' is no file URL of a directory on this machine: write file:///path/to/hub, with three "
+                "slashes, and %3F and %23 for ? and #.",
                 path=repo_id,
             )
         return unquote(parts.path)
@@ -34,6 +39,6 @@ def directory_of(repo_id: str) -> str | None:
             "or a path or file:// URL of a directory.",
             path=repo_id,
         )
-    if repo_id.startswith(_PATH_STARTS) or repo_id in (".", ".."):
+    if repo_id.startswith(_PATH_STARTS) or repo_id in (".", "..") or is_marked(repo_id):
         return os.path.expanduser(repo_id)
     return None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
-from huggingface_hub import constants, get_session, get_token
+from huggingface_hub import HfApi, constants, get_session, get_token
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -30,6 +30,7 @@ from hfshard.errors import (
     HubNotFoundError,
     InvalidArgumentError,
 )
+from hfshard.hub.listing import Listing, RemoteFile
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +51,24 @@ _SERVER_FAILED: Final = 500
 
 
 def transport_errors() -> tuple[type[Exception], ...]:
-    """What the HTTP library of this huggingface_hub raises where a connection fails: httpx, or httpx2 from 2.0 on."""
+    """What the HTTP library of this huggingface_hub raises where a connection fails, and may not the next time."""
+    library = _http_library()
+    return (library.TimeoutException, library.NetworkError, library.RemoteProtocolError, library.ProxyError)
+
+
+def _http_library() -> Any:
+    """httpx, or httpx2 from huggingface_hub 2.0 on."""
     package = next(kind.__module__.split(".")[0] for kind in type(get_session()).__mro__ if "httpx" in kind.__module__)
-    return (sys.modules[package].TransportError,)
+    return sys.modules[package]
+
+
+def _check_token(token: str | bool | None) -> None:
+    """Refuse what can't be sent as a token, before anybody quotes it in an error."""
+    if isinstance(token, str) and not (token.isascii() and token.isprintable() and token == token.strip() and token):
+        raise HubAccessError(
+            "The token that was passed is empty, or has blanks, a newline or other signs that no token has. "
+            "Strip it where you read it."
+        )
 
 
 def described_token(token: str | bool | None) -> str:
@@ -79,7 +95,8 @@ def speaking(repo_id: str, token: str | bool | None, *, revision: str | None = N
         HubAccessError, HubNotFoundError, HubConnectionError, HubError: See `errors`.
         InvalidArgumentError: The repo_id is none.
     """
-    failed = transport_errors()
+    _check_token(token)
+    failed = _http_library().RequestError
     try:
         yield
     except HfshardError:
@@ -102,6 +119,38 @@ def speaking(repo_id: str, token: str | bool | None, *, revision: str | None = N
             "Check the network, and run it again: what was transferred is not sent or fetched twice.",
             path=repo_id,
         ) from error
+
+
+def listing_of(api: HfApi, repo_id: str, revision: str | None) -> Listing:
+    """The commit that a revision is at, and its files, by one request.
+
+    Raises:
+        HubConnectionError: What answers is no Hub: a login page of the network, or a proxy.
+        Whatever huggingface_hub raises; see `speaking`.
+    """
+    try:
+        info = api.model_info(
+            repo_id, revision=revision, files_metadata=True, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
+        )
+        files = {
+            item.rfilename: RemoteFile(
+                -1 if item.size is None else int(item.size),
+                item.lfs.sha256 if item.lfs is not None else None,
+                item.blob_id,
+            )
+            for item in info.siblings or []
+        }
+    except HFValidationError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, HfHubHTTPError):
+            raise
+        raise HubConnectionError(
+            f"What answers at {constants.ENDPOINT} is no Hub ({type(error).__name__}): a login page of the network, a "
+            "proxy, or a wrong HF_ENDPOINT. Open the address in a browser.",
+            path=repo_id,
+        ) from error
+    return Listing(info.sha or "", files)
 
 
 def ask(

@@ -14,7 +14,7 @@ from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.push_plan import is_weights, variants_of
 from hfshard.storage.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.content import Content, file_content
-from hfshard.storage.index import CheckpointIndex
+from hfshard.storage.index import CheckpointIndex, FileRecord
 from hfshard.storage.names import WeightNames
 
 logger = logging.getLogger(__name__)
@@ -62,10 +62,7 @@ def directory_contents(
         with open_checkpoint(directory, variant=variant) as checkpoint:
             indexes[variant] = checkpoint.index
             files_of[variant] = _files_of(checkpoint)
-            records = checkpoint.index.files.items()
-            known |= {name: record.sha256 for name, record in records if name in files_of[variant]}
-            if checkpoint.located.kind == "single":
-                known.pop(checkpoint.located.name, None)  # its checksum is not that of its bytes (see `integrity`)
+            known |= _known_hashes(checkpoint)
     wanted = set(filter_repo_objects(paths, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
     for variant, files in files_of.items():
         if wanted.isdisjoint(files):
@@ -86,6 +83,17 @@ def directory_contents(
             path=directory,
         )
     return {name: file_content(os.path.join(directory, name), known.get(name)) for name in wanted - strays}, indexes
+
+
+def _known_hashes(checkpoint: OpenCheckpoint) -> dict[str, str | None]:
+    """File -> sha256, as the save recorded it; files of which it recorded another checksum are read, and compared."""
+    hashes: dict[str, str | None] = {}
+    for name, shard in checkpoint.shards.items():
+        record = checkpoint.index.files.get(name, FileRecord())
+        hashes[name] = record.sha256
+        if record.is_verifiable and (checkpoint.located.kind == "single" or record.sha256 is None):
+            hashes[name] = shard.checked_sha256(record)
+    return hashes
 
 
 def _paths(directory: str) -> Iterator[str]:

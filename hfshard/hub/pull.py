@@ -15,10 +15,10 @@ from hfshard.constants import COPY_BYTES
 from hfshard.errors import CheckpointNotFoundError, HubConnectionError, HubNotFoundError
 from hfshard.hub.address import directory_of
 from hfshard.hub.cache import RepoCache, is_commit
-from hfshard.hub.client import speaking
+from hfshard.hub.client import listing_of, speaking
 from hfshard.hub.directory_hub import DirectoryHub
 from hfshard.hub.download import bring, bytes_to_bring
-from hfshard.hub.listing import Listing, RemoteFile
+from hfshard.hub.listing import Listing
 from hfshard.hub.selection import WEIGHTS_SUFFIXES, Chosen, Wanted, choose, other_files
 from hfshard.hub.transport import RETRY_SECONDS, Patience, Remote, retry_after
 from hfshard.hub.unpack import unpack
@@ -154,21 +154,11 @@ def resolve(
     while True:
         try:
             with speaking(repo_id, token, revision=revision):
-                info = api.model_info(
-                    repo_id, revision=revision, files_metadata=True, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
-                )
+                return listing_of(api, repo_id, revision)
         except HubConnectionError as error:
             cause = error.__cause__
             if not patience.can_wait(retry_after(cause.response) if isinstance(cause, HfHubHTTPError) else None):
                 raise
-            continue
-        files = {
-            item.rfilename: RemoteFile(
-                -1 if item.size is None else item.size, item.lfs.sha256 if item.lfs is not None else None, item.blob_id
-            )
-            for item in info.siblings or []
-        }
-        return Listing(info.sha or "", files)
 
 
 def resolve_for_reading(repo_id: str, revision: str | None, token: str | bool | None) -> Listing:

@@ -83,7 +83,7 @@ class PushRequest:
 
 def push_checkpoint(
     directory: str | os.PathLike[str],
-    repo_id: str,
+    repo_id: str | os.PathLike[str],
     *,
     commit_message: str | None = None,
     commit_description: str | None = None,
@@ -139,12 +139,17 @@ def push_checkpoint(
 
 
 def push(
-    request: PushRequest, repo_id: str, *, private: bool | None = None, token: str | bool | None = None
+    request: PushRequest,
+    repo_id: str | os.PathLike[str],
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
 ) -> PushResult:
     """Push files as one commit; see `push_checkpoint`."""
     if request.create_pr and request.revision not in (None, "main"):
         raise InvalidArgumentError("create_pr opens a pull request on main: leave out revision, or create_pr.")
     hub = open_hub(repo_id, private=private, token=token)
+    repo_id = os.fspath(repo_id)
     before: Listing | None = None
     for _ in range(_ATTEMPTS):
         remote = _listing(hub, request, repo_id)
@@ -178,7 +183,7 @@ def push(
     )
 
 
-def open_hub(repo_id: str, *, private: bool | None, token: str | bool | None) -> Hub:
+def open_hub(repo_id: str | os.PathLike[str], *, private: bool | None, token: str | bool | None) -> Hub:
     """The repo that a repo_id names, made if it is missing."""
     if (directory := directory_of(repo_id)) is not None:
         from hfshard.hub.directory_hub import DirectoryHub
@@ -186,7 +191,7 @@ def open_hub(repo_id: str, *, private: bool | None, token: str | bool | None) ->
         return DirectoryHub.create(directory)
     from hfshard.hub.remote import RemoteRepo
 
-    return RemoteRepo(repo_id, token=token, private=private)
+    return RemoteRepo(os.fspath(repo_id), token=token, private=private)
 
 
 def _listing(hub: Hub, request: PushRequest, repo_id: str) -> Listing:

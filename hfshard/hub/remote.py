@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
-from huggingface_hub import HfApi, ModelInfo, hf_hub_download
+from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import RevisionNotFoundError
 
 from hfshard.constants import MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
 from hfshard.errors import HubError, HubNotFoundError
-from hfshard.hub.client import ask
-from hfshard.hub.listing import Listing, PushResult, RemoteFile
+from hfshard.hub.client import ask, listing_of
+from hfshard.hub.listing import Listing, PushResult
 from hfshard.hub.remote_commit import CommitRequest, RemoteCommit
 from hfshard.hub.uploads import server_has_xet
 from hfshard.storage.content import BytesContent, Content
@@ -57,23 +57,12 @@ class RemoteRepo:
         Raises:
             HubNotFoundError, HubAccessError, HubConnectionError: The repo can't be seen.
         """
-        info = ask(self.repo_id, self.token, partial(self._info, revision), revision=revision)
-        if info is None:
-            return None
-        files = {
-            sibling.rfilename: RemoteFile(
-                sibling.size if sibling.size is not None else -1,
-                sibling.lfs.sha256 if sibling.lfs is not None else None,
-                sibling.blob_id,
-            )
-            for sibling in info.siblings or []
-        }
-        self._known = Listing(info.sha or "", files)
+        self._known = ask(self.repo_id, self.token, partial(self._listing, revision), revision=revision)
         return self._known
 
-    def _info(self, revision: str | None) -> ModelInfo | None:
+    def _listing(self, revision: str | None) -> Listing | None:
         try:
-            return self._api.model_info(self.repo_id, revision=revision, files_metadata=True)
+            return listing_of(self._api, self.repo_id, revision)
         except RevisionNotFoundError:
             return None
 

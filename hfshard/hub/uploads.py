@@ -7,8 +7,8 @@ import importlib.util
 import io
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, Final, cast
 from urllib.parse import quote, urlsplit
 
@@ -17,7 +17,7 @@ from huggingface_hub.lfs import UploadInfo
 from huggingface_hub.utils import build_hf_headers
 
 from hfshard.errors import IntegrityError
-from hfshard.storage.content import Content, FileContent, sha256_of_content
+from hfshard.storage.content import Content, FileContent, in_threads, sha256_of_content
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,7 @@ def operations_for(
         on_bytes: Told the bytes that are read to be sent.
     """
     adds = {path: content for path, content in sorted(changes.items()) if content is not None}
-    with ThreadPoolExecutor(_HASHERS, thread_name_prefix="hfshard-hash") as pool:
-        known = list(pool.map(_hash_and_sample, adds, adds.values()))
+    known = in_threads(_hash_and_sample, adds.items(), _HASHERS)
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         CommitOperationDelete(path_in_repo=path) for path, content in sorted(changes.items()) if content is None
     ]
@@ -63,9 +62,10 @@ def operations_for(
     return operations
 
 
-def _hash_and_sample(path: str, content: Content) -> tuple[str, bytes]:
+def _hash_and_sample(item: tuple[str, Content], stop: threading.Event) -> tuple[str, bytes]:
+    path, content = item
     try:
-        sha256 = sha256_of_content(content)
+        sha256 = sha256_of_content(content, stop)
         with content.open() as reader:
             return sha256, reader.read(_SAMPLE_BYTES)
     except FileNotFoundError as error:

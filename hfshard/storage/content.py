@@ -5,11 +5,16 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from hfshard.constants import COPY_BYTES
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class Content(Protocol):
@@ -79,12 +84,42 @@ def file_content(path: str, sha256: str | None = None) -> FileContent:
     return FileContent(path, os.stat(path).st_size, sha256)
 
 
-def sha256_of_content(content: Content) -> str:
-    """The sha256 in hex: as it is known, else by reading all of it once."""
+def sha256_of_content(content: Content, stop: threading.Event | None = None) -> str:
+    """The sha256 in hex: as it is known, else by reading all of it once.
+
+    Raises:
+        InterruptedError: `stop` was set.
+    """
     if content.sha256 is not None:
         return content.sha256
-    hasher = hashlib.sha256()
     with content.open() as reader:
-        while block := reader.read(COPY_BYTES):
-            hasher.update(block)
+        return sha256_of_reader(reader, stop)
+
+
+def sha256_of_reader(reader: io.BufferedIOBase, stop: threading.Event | None = None) -> str:
+    """The sha256 in hex of all that is left in a reader; raises as `sha256_of_content`."""
+    hasher = hashlib.sha256()
+    while block := reader.read(COPY_BYTES):
+        if stop is not None and stop.is_set():
+            raise InterruptedError("another file failed, or Ctrl-C came")
+        hasher.update(block)
     return hasher.hexdigest()
+
+
+def in_threads(
+    work: Callable[[_Item, threading.Event], _Result], items: Iterable[_Item], threads: int
+) -> list[_Result]:
+    """Do some work for all items, several at once; an error or Ctrl-C sets the event that the others look at.
+
+    Raises:
+        The first error, in the order of the items.
+    """
+    stop = threading.Event()
+    with ThreadPoolExecutor(threads, thread_name_prefix="hfshard-hash") as pool:
+        futures = [pool.submit(work, item, stop) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise

@@ -105,6 +105,29 @@ class ShardFile:
                 on_bytes(len(block))
         return hasher.hexdigest()
 
+    def checked_sha256(self, record: FileRecord) -> str:
+        """The sha256 of the file's bytes as they are; what was recorded of them is compared in the same reading.
+
+        A single file holds its own checksum, which is made with zeros in its place (see `integrity`): it is another
+        one than that of the bytes.
+
+        Raises:
+            IntegrityError: They are not those that were saved.
+        """
+        plain = HASHERS["sha256"]()
+        plain.update(self._raw_header)
+        kind, expected = ("sha256", record.sha256) if record.sha256 is not None else ("xxh3", record.xxh3)
+        recorded = HASHERS[kind]() if expected is not None else None
+        if recorded is not None:
+            recorded.update(self._blank_header())
+        for block in self._blocks(self.header.data_start, self.size - self.header.data_start):
+            plain.update(block)
+            if recorded is not None:
+                recorded.update(block)
+        if recorded is not None and (found := recorded.hexdigest()) != expected:
+            raise self._differs(kind, expected, found, self.damaged_tensors(record))
+        return plain.hexdigest()
+
     def check_record(self, record: FileRecord, *, sample: bool) -> None:
         """Compare the file's size, and its sample, with what was recorded when it was saved.
 

@@ -141,10 +141,14 @@ def _write_shard(
 
 
 def digest_shard(
-    job: ShardJob, checksum: str | None, on_bytes: Callable[[int], object] | None = None
+    job: ShardJob, checksum: str | None, on_bytes: Callable[[int], object] | None, stop: threading.Event
 ) -> tuple[FileRecord, bytes]:
-    """The record and the head of the file that `write_shards` would write for a job; nothing is written."""
-    return _put_through(job, checksum, _Output(None, checksum, on_bytes, threading.Event()))
+    """The record and the head of the file that `write_shards` would write for a job; nothing is written.
+
+    Raises:
+        InterruptedError: `stop` was set.
+    """
+    return _put_through(job, checksum, _Output(None, checksum, on_bytes, stop))
 
 
 def _put_through(job: ShardJob, checksum: str | None, output: _Output) -> tuple[FileRecord, bytes]:
