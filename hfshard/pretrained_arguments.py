@@ -9,6 +9,8 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 from transformers.utils.hub import cached_files
 from transformers.utils.import_utils import is_peft_available
 
@@ -117,6 +119,26 @@ def class_of_auto(auto: Any, name: str, kwargs: dict[str, Any]) -> tuple[type[Pr
     else:
         config = kwargs["config"]
     config.name_or_path = name
+    from_auto = {**kwargs, "_from_auto": True}
+    if (custom := _custom_class(auto, config, name, kwargs)) is not None:
+        return custom, from_auto
     with torch.device("meta"):
         model: nn.Module = auto.from_config(config, trust_remote_code=kwargs.get("trust_remote_code"))
-    return type(model), {**kwargs, "_from_auto": True}  # type: ignore[return-value]
+    return type(model), from_auto  # type: ignore[return-value]
+
+
+def _custom_class(auto: Any, config: Any, name: str, kwargs: Mapping[str, Any]) -> type[PreTrainedModel] | None:
+    """The class that a checkpoint's own code defines, where upstream takes it: of the same revision and cache.
+
+    Source: transformers `_BaseAutoModelClass.from_pretrained`; its `from_config` would take the code of main, from
+    the default cache.
+    """
+    reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
+    if not reference or not kwargs.get("trust_remote_code") or type(config) in auto._model_mapping:
+        return None
+    where = {key: value for key, value in where_of(kwargs).items() if key != "subfolder"}
+    where |= {key: kwargs[key] for key in ("code_revision",) if key in kwargs}
+    custom: Any = get_class_from_dynamic_module(reference, name, **where)
+    auto.register(type(config), custom, exist_ok=True)
+    custom.register_for_auto_class(auto_class=auto)
+    return cast("type[PreTrainedModel]", add_generation_mixin_to_remote_model(custom))
