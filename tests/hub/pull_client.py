@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants, hf_hub_download, snapshot_download
-from transformers import AutoModel, BertModel
+from transformers import AutoModel, AutoModelForCausalLM, BertModel
 
 import hfshard
 from hfshard.errors import HfshardError
@@ -40,6 +40,12 @@ def load(repo_id: str, cache: str, **options: Any) -> dict[str, Any]:
 def load_auto(repo_id: str, cache: str, **options: Any) -> dict[str, Any]:
     """`load_model` of an Auto class."""
     return facts_of(hfshard.load_model(AutoModel, repo_id, cache_dir=cache, **options))
+
+
+def load_causal(repo_id: str, cache: str, **options: Any) -> dict[str, Any]:
+    """`load_model` of a class that generates, by its Auto class."""
+    model: Any = hfshard.load_model(AutoModelForCausalLM, repo_id, cache_dir=cache, **options)
+    return facts_of(model) | {"top_k": model.generation_config.top_k}
 
 
 def load_stock(repo_id: str, cache: str, **options: Any) -> dict[str, Any]:
@@ -84,7 +90,8 @@ def stock_refs(repo_id: str, commit: str) -> str:
 
 
 TASKS: dict[str, Callable[..., Any]] = {
-    task.__name__: task for task in (pull, load, load_auto, load_stock, read, stock_snapshot, stock_files, stock_refs)
+    task.__name__: task
+    for task in (pull, load, load_auto, load_causal, load_stock, read, stock_snapshot, stock_files, stock_refs)
 }
 
 

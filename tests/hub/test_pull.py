@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import hfshard
 from tests.hub.pull_lab import PullLab, cached, files_of, lab, repo, saved
 from tests.hub.push_models import digest_of, make_model
+from tests.zoo.test_custom_code import LAYERS, MODEL
 
 pytestmark = pytest.mark.compat
 __all__ = ["lab", "repo"]
@@ -160,3 +166,58 @@ def test_branch_tag_and_pull_request_are_pulled_by_name(lab: PullLab, repo: str,
         ours = lab.call("load", repo, tmp_path / "cache", revision=revision, local_files_only=True)
         assert ours["digest"] == digest
     assert "extra.txt" in files_of(Path(lab.call("pull", repo, cache_dir=tmp_path / "cache", revision=pr)))
+
+
+def test_model_that_generates_takes_one_request_more(lab: PullLab, repo: str, tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.generation_config.update(do_sample=True, top_k=7)
+    model.save_pretrained(tmp_path / "saved")
+    commit = lab.publish(repo, tmp_path / "saved")
+
+    cold = lab.call("load_causal", repo, tmp_path / "cache")
+
+    assert cold["top_k"] == 7
+    assert lab.kinds() == {"info": 1, "lfs_batch": 1, "resolve_get": 2, "storage_get": 1}
+    assert lab.call("load_causal", repo, tmp_path / "cache") == cold
+    assert lab.kinds() == {"info": 1}
+    assert lab.call("load_causal", repo, tmp_path / "cache", revision=commit) == cold
+    assert lab.kinds() == {}
+    # Without a generation config, too, nobody asks for it twice.
+    bare = lab.view(repo).commit({"generation_config.json": None}, "Generate by the defaults")
+    lab.call("load_causal", repo, tmp_path / "cache")
+    assert lab.kinds() == {"info": 1}
+    lab.call("load_causal", repo, tmp_path / "cache", revision=bare)
+    assert lab.kinds() == {}
+
+
+def test_code_of_the_repo_comes_with_the_commit(lab: PullLab, repo: str, tmp_path: Path) -> None:
+    code = {"AutoConfig": "zoo_model.ZooConfig", "AutoModel": "zoo_model.ZooModel"}
+    config = {"model_type": "zoo_custom", "auto_map": code}
+    tensors = {"proj.weight": torch.ones(8, 8), "proj.bias": torch.ones(8), "scale.scale": torch.ones(8)}
+    hfshard.save_state_dict(tensors | {"steps": torch.tensor(1)}, tmp_path / "saved")
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "saved" / "zoo_model.py").write_text(MODEL)
+    (tmp_path / "saved" / "zoo_layers.py").write_text(LAYERS)
+    commit = lab.publish(repo, tmp_path / "saved")
+    lab.view(repo).commit({"zoo_model.py": MODEL.replace("nn.Linear", "Broken").encode()}, "Break the code")
+
+    cold = lab.call("load_auto", repo, tmp_path / "cache", revision=commit, trust_remote_code=True)
+
+    # One file more for the code, and one for the file beside it.
+    assert lab.kinds() == {"info": 1, "lfs_batch": 1, "resolve_get": 3, "storage_get": 1}
+    assert lab.call("load_auto", repo, tmp_path / "cache", revision=commit, trust_remote_code=True) == cold
+    assert lab.kinds() == {}
+
+
+def test_two_processes_fetch_every_file_once(lab: PullLab, repo: str, sharded: str, tmp_path: Path) -> None:
+    weights = sum(path.stat().st_size for path in (tmp_path / "saved").glob("*.safetensors"))
+    tasks = [lab.start("load", repo, tmp_path / "cache") for _ in range(3)]
+
+    outcomes = [task.outcome() for task in tasks]
+
+    assert [outcome.error for outcome in outcomes] == [None, None, None], outcomes
+    assert len({outcome.result["digest"] for outcome in outcomes}) == 1
+    assert lab.weights_down(repo) == weights

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.hub.pull_lab import PullLab, cached, lab, repo, saved
+from tests.hub.pull_lab import PullLab, lab, repo, saved
 from tests.hub.push_models import digest_of, make_model
 from tests.hub_server import Fault
 
