@@ -98,7 +98,11 @@ def test_index_that_names_a_shard_that_is_not_there(lab: PullLab, repo: str, wei
 @pytest.mark.parametrize("how", ["offline", "local only"])
 def test_incomplete_cache_is_told_by_name(how: str, lab: PullLab, repo: str, weights: Path, tmp_path: Path) -> None:
     lab.publish(repo, weights)
-    options: dict[str, object] = {"settings": OFFLINE} if how == "offline" else {"local_files_only": True}
+    options: dict[str, object] = (
+        {"settings": OFFLINE, "environment": {"HF_HUB_OFFLINE": "1"}}
+        if how == "offline"
+        else {"local_files_only": True}
+    )
 
     nothing = lab.refused("load", repo, tmp_path, **options)
     lab.call("load", repo, tmp_path)
