@@ -46,6 +46,15 @@ _building = threading.RLock()
 threads that load at once would lose ties. Re-entrant, for models that load a part of themselves."""
 
 
+def _forget_building() -> None:
+    """In a forked child nobody builds, whatever the threads of its parent did."""
+    global _building
+    _building = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_building)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """hfshard's own arguments of from_pretrained."""

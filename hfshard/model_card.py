@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from hfshard.errors import HubError, InvalidArgumentError
+from hfshard.errors import InvalidArgumentError
 
 _DESCRIPTION: Final = (
     "This is the model card of a 🤗 transformers model that has been pushed on the Hub. "
@@ -32,10 +32,11 @@ def tagged_card(read_old: Callable[[], bytes] | None, tags: Sequence[str]) -> by
         return _encoded(ModelCard.from_template(data, model_description=_DESCRIPTION))
     if not tags:
         return None
+    raw = read_old()
     try:
-        card: Any = ModelCard(read_old().decode("utf-8"), ignore_metadata_errors=True)
-    except HubError:
-        raise
+        if b"\0" in raw:
+            raise ValueError("it has zero bytes")
+        card: Any = ModelCard(raw.decode("utf-8"), ignore_metadata_errors=True)
     except Exception as error:  # of no common class: of PyYAML, of text, of a file that holds zero bytes
         raise InvalidArgumentError(
             f"The tags can't be added to the README.md on the hub, whose metadata can't be read: {error}. Mend it "

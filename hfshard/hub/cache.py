@@ -6,11 +6,13 @@ import logging
 import os
 import re
 import shutil
+import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
+from filelock import Timeout
 from huggingface_hub import constants
 from huggingface_hub.utils import WeakFileLock
 
@@ -26,6 +28,9 @@ _ETAG: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 _PARTIAL_SUFFIX: Final = ".hfshard.incomplete"
 """Of a blob that is not whole yet: a name that no other tool writes to, and that `hf cache` knows for a wreck."""
+
+_LOCK_SECONDS: Final = 0.5
+"""How long a lock is waited for before it is asked again if anybody still wants it."""
 
 _TAG: Final = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
@@ -135,12 +140,18 @@ class RepoCache:
         return self.blob(file) + _PARTIAL_SUFFIX
 
     @contextmanager
-    def lock(self, file: RemoteFile) -> Iterator[None]:
-        """Hold the lock of a file's contents, as huggingface_hub does."""
+    def lock(self, file: RemoteFile, stop: threading.Event) -> Iterator[bool]:
+        """Hold the lock of a file's contents, as huggingface_hub does; False where `stop` was set before."""
         path = os.path.join(self.root, ".locks", self._name, f"{os.path.basename(self.blob(file))}.lock")
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with WeakFileLock(path):
-            yield
+        with ExitStack() as held:
+            while not stop.is_set():
+                try:
+                    held.enter_context(WeakFileLock(path, timeout=_LOCK_SECONDS))
+                except Timeout:
+                    continue  # another process brings it
+                break
+            yield not stop.is_set()
 
     def prepare(self) -> None:
         """Make the folders."""

@@ -87,6 +87,15 @@ def described_token(token: str | bool | None) -> str:
     return f"the token {shown} that is saved in '{constants.HF_TOKEN_PATH}'"
 
 
+def offline_variable() -> str:
+    """The environment variable that turned offline mode on: transformers' own does, too."""
+    theirs, ours = ("TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")
+    is_on = {
+        name: os.environ.get(name, "").strip().upper() in constants.ENV_VARS_TRUE_VALUES for name in (theirs, ours)
+    }
+    return theirs if is_on[theirs] and not is_on[ours] else ours
+
+
 @contextmanager
 def speaking(repo_id: str, token: str | bool | None, *, revision: str | None = None) -> Iterator[None]:
     """Turn what huggingface_hub raises into hfshard's errors, which say which token was used and what to do.
@@ -109,7 +118,8 @@ def speaking(repo_id: str, token: str | bool | None, *, revision: str | None = N
         ) from error
     except OfflineModeIsEnabled as error:
         raise HubConnectionError(
-            f"'{repo_id}' can't be asked: offline mode is on. Unset HF_HUB_OFFLINE to use the network.", path=repo_id
+            f"'{repo_id}' can't be asked: offline mode is on. Unset {offline_variable()} to use the network.",
+            path=repo_id,
         ) from error
     except HfHubHTTPError as error:
         raise translated(error, repo_id, token, revision) from error

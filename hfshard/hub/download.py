@@ -18,7 +18,7 @@ from hfshard.constants import COPY_BYTES
 from hfshard.errors import IntegrityError, NotEnoughSpaceError
 from hfshard.hub.cache import RepoCache
 from hfshard.hub.listing import RemoteFile
-from hfshard.hub.transport import Remote
+from hfshard.hub.transport import Remote, StoppedError
 from hfshard.storage.durable import sync
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,9 @@ class _Bringing:
         """One file, under all the names that it has."""
         path = paths[0]
         file = self.remote.listing.files[path]
-        with self.cache.lock(file):
+        with self.cache.lock(file, self.remote.stop) as is_held:
+            if not is_held:
+                raise StoppedError
             if not self.force and self.cache.has_blob(file):
                 self.on_bytes(file.size)  # another process brought it meanwhile
                 return

@@ -15,7 +15,7 @@ from hfshard.constants import COPY_BYTES
 from hfshard.errors import CheckpointNotFoundError, HubConnectionError, HubNotFoundError
 from hfshard.hub.address import directory_of
 from hfshard.hub.cache import RepoCache, is_commit
-from hfshard.hub.client import listing_of, speaking
+from hfshard.hub.client import listing_of, offline_variable, speaking
 from hfshard.hub.directory_hub import DirectoryHub
 from hfshard.hub.download import bring, bytes_to_bring
 from hfshard.hub.listing import Listing
@@ -49,8 +49,9 @@ def pull_checkpoint(
 ) -> str:
     """Bring a checkpoint from a hub, and check that it is whole.
 
-    It comes with every other file of its folder (config, tokenizer, code, README), without the weights of other
-    variants and formats. All of it is of one commit; a pull that was broken off goes on where it stopped.
+    It comes with every other file of its folder: config, tokenizer, code, README, and the safetensors and pickles of
+    folders below it; without the weights of other variants and formats. All of it is of one commit; a pull that was
+    broken off goes on where it stopped.
 
     Args:
         repo_id: "org/name" on the Hugging Face Hub; or a directory hub, as a path or a file:// URL.
@@ -63,6 +64,7 @@ def pull_checkpoint(
         local_files_only: Ask nobody: take what is in the cache.
         force_download: Fetch even what is in the cache.
         allow_patterns, ignore_patterns: Globs of paths: which of the other files come. The checkpoint always does.
+            Files that `allow_patterns` names come whatever they are, but for other weights of the same checkpoint.
         verify: How `open_checkpoint` checks it then: "none", "structure", or "full": every byte.
         progress: A bar on stderr: None: on a terminal; False: never; True: always.
 
@@ -92,6 +94,10 @@ def pull_checkpoint(
             chosen = fetching.from_cache(wanted, local_files_only=local_files_only)
         else:
             chosen = fetching.from_hub(wanted, with_others=True)
+        if not fetching.was_asked:
+            logger.warning(
+                "'%s' was not asked which files it has: beside the checkpoint comes what the cache has of it.", repo_id
+            )
         directory, snapshot = chosen.directory, fetching.cache.snapshot(chosen.commit)
     with open_checkpoint(directory.rstrip("/"), variant=variant, verify=verify) as checkpoint:
         if local_dir is None:
@@ -198,6 +204,8 @@ class _Fetching:
         self.repo_id, self.revision, self.token = repo_id, revision, token
         self.progress, self.force = progress, force
         self.cache = RepoCache(repo_id, cache_dir)
+        self.was_asked = False
+        """Whether the Hub told which files there are."""
 
     def from_hub(self, wanted: Wanted, *, with_others: bool = False) -> Chosen:
         """Ask the Hub, and bring what is not in the cache."""
@@ -208,6 +216,7 @@ class _Fetching:
             if chosen is None:
                 raise
             return chosen
+        self.was_asked = True
         view = _OnHub(self, listing)
         chosen = choose(view, wanted)
         if with_others:
@@ -223,8 +232,12 @@ class _Fetching:
         Raises:
             CheckpointNotFoundError: Not all is there.
         """
-        why = "local_files_only=True allows no download" if local_files_only else "offline mode is on (HF_HUB_OFFLINE)"
-        how = "without local_files_only" if local_files_only else "with HF_HUB_OFFLINE unset"
+        why = (
+            "local_files_only=True allows no download"
+            if local_files_only
+            else f"offline mode is on ({offline_variable()})"
+        )
+        how = "without local_files_only" if local_files_only else f"with {offline_variable()} unset"
         revision = self.revision or constants.DEFAULT_REVISION
         todo = f"Run it once {how}; to see the files of the repo, run: hf models ls {self.repo_id}"
         commit = self.cache.commit_of(revision)

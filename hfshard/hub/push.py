@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
@@ -15,6 +15,7 @@ from hfshard.hub.address import directory_of
 from hfshard.hub.listing import Listing, PushResult, StaleParentError
 from hfshard.hub.local_files import directory_contents
 from hfshard.hub.push_plan import (
+    SHARD,
     PushPlan,
     foreign_indexes,
     is_weights,
@@ -231,19 +232,24 @@ def _indexed(hub: Hub, request: PushRequest, remote: Listing, there: Mapping[str
                     owned |= _named_by(hub, there[index], remote.commit)
     if stale_names(there, local, request.variants, ()) or owned:
         for index in foreign_indexes(there, local, request.variants):
-            kept |= _named_by(hub, there[index], remote.commit)
+            kept |= _named_by(hub, there[index], remote.commit, else_all=_shards_in(there))
     return owned, kept
 
 
-def _named_by(hub: Hub, path: str, commit: str) -> set[str]:
+def _named_by(hub: Hub, path: str, commit: str, *, else_all: Collection[str] = ()) -> set[str]:
+    """The files that an index names; of one that can't be read, all that it could name."""
     suffix = ".bin" if ".bin.index" in path else ".safetensors"
+    raw = hub.read(path, commit)
     try:
-        return set(CheckpointIndex.from_json(hub.read(path, commit), path, suffix=suffix).weight_map.values())
-    except HubError:
-        raise
+        return set(CheckpointIndex.from_json(raw, path, suffix=suffix).weight_map.values())
     except HfshardError as error:
-        logger.warning("'%s' on the hub can't be read, and what it names is left alone: %s", path, error)
-        return set()
+        logger.warning("'%s' on the hub can't be read, and what it may name is left alone: %s", path, error)
+        return set(else_all)
+
+
+def _shards_in(names: Iterable[str]) -> set[str]:
+    """What an index could name: shards, of whatever checkpoint."""
+    return {name for name in names if SHARD.search(name)}
 
 
 def _card(hub: Hub, request: PushRequest, remote: Listing) -> dict[str, Content]:

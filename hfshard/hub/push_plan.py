@@ -13,6 +13,8 @@ from hfshard.storage.content import Content, FileContent, sha256_of_content
 from hfshard.storage.names import INDEX_FILE, WeightNames
 
 _SHARD_NUMBER: Final = re.compile(r"-\d{5,}-of-\d{5,}$")
+SHARD: Final = re.compile(r"-\d{5,}-of-\d{5,}\.(?:safetensors|bin)$")
+"""How the name of a shard ends, of whatever checkpoint."""
 _SINGLE: Final = re.compile(r"(?:pytorch_)?model(?:\.(?P<variant>[^/]+))?\.(?:safetensors|bin)")
 _INDEX: Final = re.compile(r"(?:pytorch_)?model\.(?:safetensors|bin)\.index(?:\.(?P<variant>[^/]+))?\.json")
 

@@ -6,17 +6,18 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 
 from hfshard.constants import MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
-from hfshard.errors import HubError, HubNotFoundError
+from hfshard.errors import HubError, HubNotFoundError, IntegrityError
 from hfshard.hub.client import ask, listing_of
 from hfshard.hub.listing import Listing, PushResult
+from hfshard.hub.push_plan import is_same
 from hfshard.hub.remote_commit import CommitRequest, RemoteCommit
+from hfshard.hub.transport import Remote
 from hfshard.hub.uploads import server_has_xet
 from hfshard.storage.content import BytesContent, Content
-from hfshard.storage.regular_file import read_small
 
 MAX_COMMIT_FILES: Final = 256
 """Files that one commit adds before shards go ahead in commits of their own: huggingface_hub asks the Hub about so many
@@ -82,10 +83,20 @@ class RemoteRepo:
         self._branches.add(branch)
 
     def read(self, path: str, commit: str) -> bytes:
-        """The bytes of a small file."""
-        download = partial(hf_hub_download, self.repo_id, path, revision=commit, token=self.token)
-        cached = ask(self.repo_id, self.token, download, revision=commit)
-        return read_small(cached, cached.rpartition("/")[0], MAX_INDEX_BYTES)[0]
+        """The bytes of a small file; they go into no cache.
+
+        Raises:
+            IntegrityError: They are not those that the Hub lists.
+        """
+        known = self._known if self._known is not None and self._known.commit == commit else self.listing(commit)
+        if known is None or path not in known.files:
+            raise HubNotFoundError(f"'{self.repo_id}' has no '{path}' at {commit}.", path=path)
+        if known.files[path].size > MAX_INDEX_BYTES:
+            raise HubError(f"'{path}' of '{self.repo_id}' is too large to be what its name says.", path=path)
+        raw = Remote(self.repo_id, known, self.token).read_all(path)
+        if not is_same(BytesContent(raw), known.files[path]):
+            raise IntegrityError(f"'{path}' of '{self.repo_id}' came damaged. Run it again.", path=path)
+        return raw
 
     def url_of(self, commit: str) -> str:
         """The page of a commit."""

@@ -34,6 +34,9 @@ WEIGHTS_SUFFIXES: Final = (
 MAX_OTHER_BYTES: Final = 256 * 1024 * 1024
 """The largest file beside the weights that comes with a checkpoint: tokenizers have up to 35 MB; a data set stays."""
 
+_OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-")
+"""How the weights of a checkpoint and of its variants begin: of those only the chosen ones come."""
+
 _INDEXES: Final = ("index", "bin_index")
 
 _CUSTOM_GENERATE: Final = "custom_generate/generate.py"
@@ -163,14 +166,26 @@ def other_files(files: Mapping[str, int], wanted: Wanted) -> list[str]:
     found = [
         path
         for path, size in files.items()
-        if path.startswith(below)
-        and size <= MAX_OTHER_BYTES
-        and not path.endswith(WEIGHTS_SUFFIXES)
-        and not INDEX_FILE.fullmatch(os.path.basename(path))
+        if path.startswith(below) and _is_beside(path.removeprefix(below), size, is_asked=bool(wanted.allow_patterns))
     ]
     return list(
         filter_repo_objects(found, allow_patterns=wanted.allow_patterns, ignore_patterns=wanted.ignore_patterns)
     )
+
+
+def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
+    """Whether a file of the folder comes with its checkpoint: it is no weights, or those of a module in a folder below.
+
+    Args:
+        path: In the folder.
+        size: Bytes.
+        is_asked: Patterns say which files come: then all may, but for other weights of the checkpoint itself.
+    """
+    if "/" not in path and (path.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) or INDEX_FILE.fullmatch(path)):
+        return not path.startswith(_OWN_STEMS) and (is_asked or path.startswith("adapter_model."))
+    if is_asked or ("/" in path and path.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX))):
+        return True
+    return size <= MAX_OTHER_BYTES and not path.endswith(WEIGHTS_SUFFIXES)
 
 
 def _entry(
