@@ -75,10 +75,9 @@ def load_class(model_class: Any, path: Any, *model_args: Any, **kwargs: Any) -> 
         return load_pretrained(model_class.from_pretrained, model_class, path, model_args, kwargs, options)
     name = os.fspath(path)
     place = source_of(name, kwargs).place(options.progress)
-    kwargs = pinned(kwargs, place)
-    if is_adapter(place.directory):
+    if is_adapter(place.directory):  # its base may be another repo, of which our commit is none
         return cast(Any, model_class).from_pretrained(place.path, *model_args, **kwargs)
-    concrete, kwargs = class_of_auto(model_class, place.path, kwargs)
+    concrete, kwargs = class_of_auto(model_class, place, pinned(kwargs, place))
     return load_pretrained(concrete.from_pretrained, concrete, name, model_args, kwargs, options, place)
 
 
@@ -115,13 +114,15 @@ def load_pretrained(
     name = os.fspath(path)
     source = source_of(name, kwargs)
     place = place or source.place(options.progress)
+    if is_adapter(place.directory):  # its base may be another repo, of which our commit is none
+        return _checked_then_handed_over(build, place, model_args, kwargs, source, options)
     kwargs = pinned(kwargs, place)
-    if is_adapter(place.directory) or is_upstreams_to_read(place.directory, model_class, kwargs):
+    if is_upstreams_to_read(place.directory, model_class, kwargs):
         return _checked_then_handed_over(build, place, model_args, kwargs, source, options)
     for _ in range(CHANGED_RETRIES):
         with opened(source, options.verify, options.progress, place) as checkpoint:
             _refuse_full_pickle(checkpoint, kwargs)
-            config, model_kwargs = config_of(model_class, place.path, kwargs)
+            config, model_kwargs = config_of(model_class, place, kwargs)
             if not checkpoint.is_unchanged():
                 continue  # a save came between the config and the weights
             return _Building(build, model_class, name, place, checkpoint, options).build(
@@ -208,7 +209,7 @@ class _Building:
         if nothing or (self.options.strict and (missing or unexpected or info["mismatched_keys"])):
             raise StateDictMismatchError(
                 f"The checkpoint '{self.name}' does not fit {type(model).__name__}: {difference.described()}. "
-                f"Compare the names with: hfshard inspect --tensors {self.name}",
+                f"Compare the names with: hfshard inspect --tensors {self.place.directory}",
                 path=self.name,
                 missing_keys=difference.missing,
                 unexpected_keys=difference.unexpected,

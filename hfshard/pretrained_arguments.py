@@ -78,7 +78,7 @@ def commit_argument(place: Place) -> dict[str, str]:
     return {"_commit_hash": place.commit} if takes and place.commit is not None else {}
 
 
-def config_of(model_class: type[PreTrainedModel], name: str, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def config_of(model_class: type[PreTrainedModel], place: Place, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The config, and what is left of the arguments for the model's constructor."""
     rest = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS}
     config = kwargs.get("config")
@@ -86,10 +86,12 @@ def config_of(model_class: type[PreTrainedModel], name: str, kwargs: dict[str, A
         model_kwargs = {key: value for key, value in rest.items() if key not in CONFIG_ATTRIBUTES}
         _refuse_unknown_model_arguments(model_class, config, model_kwargs)
         return config, model_kwargs
-    where = where_of(kwargs)
     config_class = cast(Any, model_class).config_class
     config, model_kwargs = config_class.from_pretrained(
-        config if config is not None else name, return_unused_kwargs=True, **where, **rest
+        config if config is not None else place.path,
+        return_unused_kwargs=True,
+        **_where_config_is(kwargs, place),
+        **rest,
     )
     model_kwargs = {key: value for key, value in model_kwargs.items() if key in rest and key not in CONFIG_ATTRIBUTES}
     explicit = getattr(config, EXPLICIT_WEIGHTS_KEY, None)
@@ -97,6 +99,16 @@ def config_of(model_class: type[PreTrainedModel], name: str, kwargs: dict[str, A
         delattr(config, EXPLICIT_WEIGHTS_KEY)  # of a commit under way
     _refuse_unknown_model_arguments(model_class, config, model_kwargs)
     return config, model_kwargs
+
+
+def _where_config_is(kwargs: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """Where the config comes from; one of another repo is of the revision that the caller gave, not of our commit."""
+    where = where_of(kwargs)
+    if kwargs.get("config") is not None and place.commit is not None:
+        where["revision"] = place.revision
+        if place.revision is None:
+            del where["revision"]
+    return where
 
 
 def _refuse_unknown_model_arguments(model_class: type, config: Any, model_kwargs: Mapping[str, Any]) -> None:
@@ -108,19 +120,22 @@ def _refuse_unknown_model_arguments(model_class: type, config: Any, model_kwargs
     refuse_unknown(set(model_kwargs) - set(parameters), known - set(model_kwargs), "from_pretrained")
 
 
-def class_of_auto(auto: Any, name: str, kwargs: dict[str, Any]) -> tuple[type[PreTrainedModel], dict[str, Any]]:
+def class_of_auto(auto: Any, place: Place, kwargs: dict[str, Any]) -> tuple[type[PreTrainedModel], dict[str, Any]]:
     """The class that an Auto class would build, found by building it without weights."""
     if not isinstance(kwargs.get("config"), PreTrainedConfig):
-        where = where_of(kwargs)
         rest = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
         config = AutoConfig.from_pretrained(
-            kwargs.get("config") or name, trust_remote_code=kwargs.get("trust_remote_code"), **where, **rest
+            kwargs.get("config") or place.path,
+            trust_remote_code=kwargs.get("trust_remote_code"),
+            **_where_config_is(kwargs, place),
+            **rest,
         )
     else:
         config = kwargs["config"]
-    config.name_or_path = name
+    config.name_or_path = place.path
     from_auto = {**kwargs, "_from_auto": True}
-    if (custom := _custom_class(auto, config, name, kwargs)) is not None:
+    from_auto.pop("code_revision", None)
+    if (custom := _custom_class(auto, config, place.path, kwargs)) is not None:
         return custom, from_auto
     with torch.device("meta"):
         model: nn.Module = auto.from_config(config, trust_remote_code=kwargs.get("trust_remote_code"))

@@ -35,6 +35,8 @@ class Place:
     """What finds it for transformers: a directory, or a repo."""
     commit: str | None = None
     """Of a repo: the one that was pulled."""
+    revision: str | None = None
+    """As it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

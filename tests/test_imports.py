@@ -69,6 +69,7 @@ FOREIGN = {
     "xxhash": {"storage"},
     "tqdm": {"progress"},
     "transformers": {"handover", "load_pretrained", "mixin", "pretrained", "pretrained_arguments", "upstream_class"},
+    "filelock": {"hub"},
     "huggingface_hub": {"hub", "load_pretrained", "model_card", "publishing"},
 }
 

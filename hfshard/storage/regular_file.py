@@ -14,6 +14,9 @@ from hfshard.storage.header import remedy
 Identity = tuple[int, int, int, int]
 """Device, inode, size and mtime (ns) of a file: another one means that it was replaced."""
 
+_SHARED_BLOBS_MARK: Final = ".huggingface-shared-blobs"
+"""The file by which huggingface_hub 2.4 marks a folder of blobs that all repos of a cache share (of Xet downloads)."""
+
 _NO_FILES_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE})
 """What `open` answers when it is not the file's fault."""
 
@@ -113,4 +116,8 @@ def _may_read(real: str, root: str) -> bool:
     at = len(parts) - 1 - parts[::-1].index("snapshots")
     repo = parts[:at]
     is_cache = len(parts) > at + 1 and repo[-1].startswith(("models--", "datasets--", "spaces--"))
-    return is_cache and real.startswith("/".join([*repo, "blobs"]) + "/")
+    if not is_cache:
+        return False
+    shared = "/".join([*repo[:-1], "blobs"])
+    is_shared = real.startswith(f"{shared}/") and os.path.isfile(os.path.join(shared, _SHARED_BLOBS_MARK))
+    return is_shared or real.startswith("/".join([*repo, "blobs"]) + "/")
