@@ -51,6 +51,7 @@ def pull(arguments: argparse.Namespace) -> int:
         subfolder=arguments.subfolder,
         token=arguments.token,
         local_files_only=arguments.local_files_only,
+        force_download=arguments.force_download,
         allow_patterns=arguments.include,
         ignore_patterns=arguments.exclude,
         verify=arguments.verify,

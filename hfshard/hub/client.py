@@ -234,7 +234,7 @@ def translated(error: HfHubHTTPError, repo_id: str, token: str | bool | None, re
         what = "does not know" if status == 401 else "does not allow that to"
         return HubAccessError(
             f"{constants.ENDPOINT} {what} {used} (HTTP {status}, for '{repo_id}').{said} "
-            "Use a token with the right to write where you push; to save one, run: hf auth login",
+            "Use a token that may read it, or has the right to write where you push; to save one, run: hf auth login",
             **about,
         )
     if status in _BUSY or status >= _SERVER_FAILED:

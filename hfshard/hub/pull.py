@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Sequence
-from typing import Final
+from collections.abc import Sequence
 
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from hfshard.constants import COPY_BYTES
 from hfshard.errors import CheckpointNotFoundError, HubConnectionError, HubNotFoundError
 from hfshard.hub.address import directory_of
 from hfshard.hub.cache import RepoCache, is_commit
 from hfshard.hub.client import listing_of, offline_variable, speaking
 from hfshard.hub.directory_hub import DirectoryHub
-from hfshard.hub.download import bring, bytes_to_bring
 from hfshard.hub.listing import Listing
-from hfshard.hub.selection import WEIGHTS_SUFFIXES, Chosen, Wanted, choose, other_files
+from hfshard.hub.selection import Chosen, Wanted, choose, other_files
 from hfshard.hub.transport import RETRY_SECONDS, Patience, Remote, retry_after
 from hfshard.hub.unpack import unpack
-from hfshard.progress import bytes_bar
+from hfshard.hub.views import Cached, NotCachedError, OnHub
 from hfshard.storage.checkpoint import Verify, open_checkpoint
 
 logger = logging.getLogger(__name__)
-
-_SHOWN: Final = 5
-"""Names that an error lists."""
 
 
 def pull_checkpoint(
@@ -136,8 +130,8 @@ def fetch_checkpoint(
         return fetching.from_cache(wanted, local_files_only=local_files_only)
     if is_commit(revision) and not force_download:
         try:
-            return choose(_Cached(fetching.cache, str(revision), repo_id, is_sure=True), wanted)
-        except _NotCachedError as error:
+            return choose(Cached(fetching.cache, str(revision), repo_id, is_sure=True), wanted)
+        except NotCachedError as error:
             logger.debug("%s: the Hub is asked.", error)
     return fetching.from_hub(wanted)
 
@@ -217,7 +211,7 @@ class _Fetching:
                 raise
             return chosen
         self.was_asked = True
-        view = _OnHub(self, listing)
+        view = OnHub(Remote(self.repo_id, listing, self.token), self.cache, force=self.force, progress=self.progress)
         chosen = choose(view, wanted)
         if with_others:
             view.bring(other_files({path: file.size for path, file in listing.files.items()}, wanted))
@@ -247,8 +241,8 @@ class _Fetching:
                 path=self.repo_id,
             )
         try:
-            return choose(_Cached(self.cache, commit, self.repo_id, is_sure=False, todo=f"{why}. {todo}"), wanted)
-        except _NotCachedError as error:
+            return choose(Cached(self.cache, commit, self.repo_id, is_sure=False, todo=f"{why}. {todo}"), wanted)
+        except NotCachedError as error:
             raise CheckpointNotFoundError(f"{error}, and {why}. {todo}", path=self.repo_id) from error
 
     def _listing(self, wanted: Wanted) -> Listing:
@@ -273,82 +267,9 @@ class _Fetching:
         if commit is None or self.force:
             return None
         try:
-            return choose(_Cached(self.cache, commit, self.repo_id, is_sure=False), wanted)
-        except (_NotCachedError, CheckpointNotFoundError):
+            return choose(Cached(self.cache, commit, self.repo_id, is_sure=False), wanted)
+        except (NotCachedError, CheckpointNotFoundError):
             return None
-
-
-class _OnHub:
-    """The files of a commit that the Hub has told."""
-
-    def __init__(self, fetching: _Fetching, listing: Listing) -> None:
-        self.commit, self._listing, self._fetching = listing.commit, listing, fetching
-        self._remote = Remote(fetching.repo_id, listing, fetching.token)
-        self._forced: set[str] = set()
-
-    def has(self, path: str, *, is_needed: bool = True) -> bool:
-        return path in self._listing.files
-
-    def bring(self, paths: Collection[str]) -> None:
-        if lacking := [path for path in paths if path not in self._listing.files]:
-            raise CheckpointNotFoundError(
-                f"'{self._fetching.repo_id}' lacks {_shown(lacking)}, which its index names (commit {self.commit}). "
-                "Tell its owner, or load another revision.",
-                path=lacking[0],
-            )
-        force = self._fetching.force
-        todo = [path for path in paths if path not in self._forced]
-        if force:
-            self._forced |= set(todo)
-        total = bytes_to_bring(self._remote, self._fetching.cache, todo, force=force)
-        progress = self._fetching.progress if total > COPY_BYTES else False  # less is there in no time
-        with bytes_bar("Pulling", total, progress) as on_bytes:
-            bring(self._remote, self._fetching.cache, todo, force=force, on_bytes=on_bytes)
-
-    def snapshot(self, path: str = "") -> str:
-        return self._fetching.cache.snapshot(self.commit, path)
-
-    def code(self) -> list[str]:
-        return [path for path in self._listing.files if path.endswith(".py")]
-
-    def described(self) -> tuple[str, str]:
-        weights = sorted(path for path in self._listing.files if path.endswith(WEIGHTS_SUFFIXES))
-        held = f"It holds {_shown(weights)}." if weights else "It holds no weights at all."
-        repo_id = self._fetching.repo_id
-        return f"'{repo_id}' (commit {self.commit})", f"{held} To see its files, run: hf models ls {repo_id}"
-
-
-class _NotCachedError(Exception):
-    """The cache does not have, or does not know, what is needed."""
-
-
-class _Cached:
-    """The files of a commit that the cache has."""
-
-    def __init__(self, cache: RepoCache, commit: str, repo_id: str, *, is_sure: bool, todo: str = "") -> None:
-        self.commit, self._cache, self._repo_id, self._is_sure, self._todo = commit, cache, repo_id, is_sure, todo
-
-    def has(self, path: str, *, is_needed: bool = True) -> bool:
-        found = self._cache.has(self.commit, path)
-        if found is None and is_needed and self._is_sure:
-            raise _NotCachedError(f"the cache does not know whether '{self._repo_id}' has '{path}'")
-        return bool(found)
-
-    def bring(self, paths: Collection[str]) -> None:
-        if missing := [path for path in paths if not self._cache.has(self.commit, path)]:
-            raise _NotCachedError(
-                f"'{self._repo_id}' (commit {self.commit}) is not whole in the cache '{self._cache.root}': "
-                f"it lacks {_shown(missing)}"
-            )
-
-    def snapshot(self, path: str = "") -> str:
-        return self._cache.snapshot(self.commit, path)
-
-    def code(self) -> list[str]:
-        return []  # it can't be told which files there are; what lacks, transformers asks for
-
-    def described(self) -> tuple[str, str]:
-        return f"What the cache '{self._cache.root}' has of '{self._repo_id}' (commit {self.commit})", self._todo
 
 
 def _is_offline(local_files_only: bool) -> bool:
@@ -370,8 +291,3 @@ def _listed(patterns: Sequence[str] | str | None) -> list[str] | None:
     if patterns is None:
         return None
     return [patterns] if isinstance(patterns, str) else list(patterns)
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(f"'{name}'" for name in names[:_SHOWN]) + more

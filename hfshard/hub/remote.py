@@ -12,6 +12,7 @@ from huggingface_hub.errors import RevisionNotFoundError
 from hfshard.constants import MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
 from hfshard.errors import HubError, HubNotFoundError, IntegrityError
 from hfshard.hub.client import ask, listing_of
+from hfshard.hub.directory_refs import full_name
 from hfshard.hub.listing import Listing, PushResult
 from hfshard.hub.push_plan import is_same
 from hfshard.hub.remote_commit import CommitRequest, RemoteCommit
@@ -72,12 +73,14 @@ class RemoteRepo:
 
         Raises:
             HubNotFoundError: It is the name of a pull request: those are opened by create_pr=True.
+            InvalidArgumentError: It can't be the name of a branch, or looks like a commit.
         """
         if branch.startswith("refs/"):
             raise HubNotFoundError(
                 f"'{self.repo_id}' has no '{branch}'. To open a pull request, push with create_pr=True.",
                 path=self.repo_id,
             )
+        full_name(branch)
         make = partial(self._api.create_branch, self.repo_id, branch=branch, exist_ok=True)
         ask(self.repo_id, self.token, make, revision=branch)
         self._branches.add(branch)
