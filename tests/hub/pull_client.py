@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import signal
-import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants, hf_hub_download, snapshot_download
 from transformers import AutoModel, AutoModelForCausalLM, BertModel
@@ -20,10 +17,8 @@ from transformers import AutoModel, AutoModelForCausalLM, BertModel
 import hfshard
 from hfshard.errors import HfshardError
 from hfshard.hub.pull import pull_checkpoint
+from tests.hub.forking import Keep, serve
 from tests.hub.push_models import Bert, digest_of
-
-CHILD_SECONDS = 60
-"""A task that takes longer hangs, and is killed."""
 
 
 def pull(repo_id: str, local_dir: str | None = None, **options: Any) -> str:
@@ -95,18 +90,6 @@ TASKS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Keep(logging.Handler):
-    """Keeps what is logged at WARNING or above."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
-        self.lines.append(f"{record.levelname} {record.name}: {record.getMessage()}")
-
-
 def run(order: dict[str, Any]) -> dict[str, Any]:
     """Do one task; gives what came of it."""
     kept = Keep()
@@ -127,34 +110,5 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     return outcome | {"log": kept.lines, "seconds": time.monotonic() - began}
 
 
-def child(order: dict[str, Any]) -> NoReturn:
-    """Do one task in this fork, and leave."""
-    code = 1
-    try:
-        signal.alarm(CHILD_SECONDS)
-        words = os.open(order["words"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for stream in (0, 1, 2):
-            os.dup2(words if stream else os.open(os.devnull, os.O_RDONLY), stream)
-        os.umask(order["umask"])
-        Path(order["out"]).write_text(json.dumps(run(order)))
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def main() -> None:
-    """Take orders, one a line, until there are no more."""
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        if "wait" in order:
-            print(json.dumps(os.waitpid(order["wait"], 0)[1]), flush=True)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            child(order)
-        print(json.dumps(pid), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(run)

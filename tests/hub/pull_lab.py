@@ -3,138 +3,33 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.hub.lab import Lab, Outcome
 from tests.hub.push_models import make_model
-from tests.hub_server import HubServer, RepoView, Request
+from tests.hub_server import RepoView, Request
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What came of a task."""
-
-    result: Any = None
-    error: str | None = None
-    """The name of the exception's class."""
-    message: str = ""
-    trace: str = ""
-    is_ours: bool = True
-    """Whether the exception is hfshard's."""
-    log: list[str] = field(default_factory=list)
-    """At WARNING or above, of hfshard."""
-    seconds: float = 0.0
-
-
-class Task:
-    """A task that was begun."""
-
-    def __init__(self, lab: PullLab, pid: int, out: Path, words: Path) -> None:
-        self._lab, self._out, self._words, self.pid = lab, out, words, pid
-
-    def kill(self) -> None:
-        """Kill it, at once."""
-        os.kill(self.pid, signal.SIGKILL)
-        self._lab.ask({"wait": self.pid})
-
-    def outcome(self) -> Outcome:
-        """Wait for its end."""
-        status = self._lab.ask({"wait": self.pid})
-        assert status == 0, f"the client ended with {status}: {self._words.read_text()}"
-        return Outcome(**json.loads(self._out.read_text()))
-
-
-class PullLab:
-    """A Hub, and a client of it."""
+class PullLab(Lab):
+    """A Hub, and a client that pulls from it."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.hub = HubServer(root / "hub")
-        self.hub.start()
-        self.environment = {**self.hub.environment(home=root / "home"), "OMP_NUM_THREADS": "1"}
-        self._numbers = itertools.count(1)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.hub.pull_client"],
-            env=self.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._answer() == "ready"
-
-    def stop(self) -> None:
-        """End both."""
-        self._process.communicate(timeout=60)
-        self.hub.__exit__(None, None, None)
-
-    def ask(self, order: dict[str, Any]) -> Any:
-        """Give an order to the client process."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def start(
-        self,
-        task: str,
-        *args: object,
-        environment: dict[str, str] | None = None,
-        settings: dict[str, Any] | None = None,
-        umask: int = 0o022,
-        **kwargs: Any,
-    ) -> Task:
-        """Begin a task of `pull_client`.
-
-        Args:
-            task: A key of its `TASKS`.
-            args: Of the task; paths become strings.
-            environment: Name -> value.
-            settings: Constant of huggingface_hub -> value, as it would have read it from the environment.
-            umask: Of the task.
-            kwargs: Of the task.
-        """
-        number = next(self._numbers)
-        out, words = self.root / f"{number}.json", self.root / f"{number}.txt"
-        order = {
-            "task": task, "args": [str(one) if isinstance(one, Path) else one for one in args],
-            "kwargs": {name: str(one) if isinstance(one, Path) else one for name, one in kwargs.items()},
-            "environment": environment or {}, "settings": settings or {}, "umask": umask,
-            "out": str(out), "words": str(words),
-        }  # fmt: skip
-        return Task(self, self.ask(order), out, words)
+        super().__init__(root, "tests.hub.pull_client")
 
     def call(self, task: str, *args: object, **options: Any) -> Any:
         """The result of a task that succeeds; the server's log has only its requests."""
         self.hub.clear_log()
-        outcome = self.start(task, *args, **options).outcome()
-        assert outcome.error is None, outcome.trace + "\n".join(map(str, self.hub.log))
-        return outcome.result
+        return self.done(task, *args, **options).result
 
     def refused(self, task: str, *args: object, **options: Any) -> Outcome:
-        """What came of a task that ends with an error of hfshard."""
+        """What came of a task that ends with an error of hfshard; the server's log has only its requests."""
         self.hub.clear_log()
-        outcome = self.start(task, *args, **options).outcome()
-        assert outcome.error is not None and outcome.is_ours, f"{outcome}\n{outcome.trace}"
-        return outcome
-
-    def kinds(self) -> Counter[str]:
-        """How many requests of each kind came since the log was cleared."""
-        return Counter(request.kind for request in self.hub.log)
+        return super().refused(task, *args, **options)
 
     def requests_of(self, repo_id: str) -> list[Request]:
         """The requests about one repo."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import resource
 import signal
-import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from huggingface_hub import constants
@@ -25,10 +23,8 @@ import hfshard
 import hfshard.hub.remote  # before the forks: what each would read and compile again is no part of its push
 from hfshard.errors import HfshardError
 from hfshard.hub.push import push_checkpoint
+from tests.hub.forking import Keep, serve, set_limit
 from tests.hub.push_models import Bert, digest_of, make_model
-
-CHILD_SECONDS = 60
-"""A task that takes longer hangs, and is killed."""
 
 
 def push(directory: str, repo_id: str, **options: Any) -> dict[str, Any]:
@@ -100,27 +96,10 @@ TASKS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Keep(logging.Handler):
-    """Keeps what is logged at WARNING or above."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
-        self.lines.append(f"{record.levelname} {record.name}: {record.getMessage()}")
-
-
 def moved() -> tuple[int, int]:
     """Bytes that this process has read and written by system calls on files and pipes (not on sockets)."""
     numbers = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(numbers["rchar"]), int(numbers["wchar"])
-
-
-def set_limit(which: int, value: int) -> None:
-    """Set a limit of this process that it may raise again."""
-    resource.setrlimit(which, (value, resource.getrlimit(which)[1]))
 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
@@ -155,38 +134,5 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def child(order: dict[str, Any]) -> NoReturn:
-    """Do one task in this fork, and leave."""
-    code = 1
-    try:
-        signal.alarm(CHILD_SECONDS)
-        words = os.open(order["words"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for stream in (0, 1, 2):
-            os.dup2(words if stream else os.open(os.devnull, os.O_RDONLY), stream)
-        outcome = run(order)
-        # The limits of the task are those of its files, not of its report.
-        set_limit(resource.RLIMIT_FSIZE, resource.RLIM_INFINITY)
-        Path(order["out"]).write_text(json.dumps(outcome))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def main() -> None:
-    """Take orders, one a line, until there are no more."""
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        if "wait" in order:
-            print(json.dumps(os.waitpid(order["wait"], 0)[1]), flush=True)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            child(order)
-        print(json.dumps(pid), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(run)

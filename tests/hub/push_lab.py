@@ -3,139 +3,32 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.hub.lab import Lab, Outcome, Task
 from tests.hub.push_models import make_model
-from tests.hub_server import HubServer, RepoView
+from tests.hub_server import RepoView
+
+__all__ = ["Outcome", "PushLab", "Task", "contents", "lab", "repo", "saved"]
 
 MULTIPART_BYTES = 1_000_000
 """Larger files go up in parts."""
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What came of a task."""
-
-    result: Any = None
-    error: str | None = None
-    """The name of the exception's class."""
-    message: str = ""
-    trace: str = ""
-    is_ours: bool = True
-    """Whether the exception is hfshard's."""
-    log: list[str] = field(default_factory=list)
-    """At WARNING or above: of hfshard, huggingface_hub and transformers."""
-    waits: list[float] = field(default_factory=list)
-    """Seconds that were to be waited; none was."""
-    read: int = 0
-    written: int = 0
-    """Bytes, on files and pipes."""
-
-
-class Task:
-    """A task that was begun."""
-
-    def __init__(self, lab: PushLab, pid: int, out: Path, words: Path) -> None:
-        self._lab, self._out, self._words, self.pid = lab, out, words, pid
-
-    def kill(self) -> None:
-        """Kill it, at once."""
-        os.kill(self.pid, signal.SIGKILL)
-        self._lab.ask({"wait": self.pid})
-
-    def outcome(self) -> Outcome:
-        """Wait for its end."""
-        status = self._lab.ask({"wait": self.pid})
-        assert status == 0, f"the client ended with {status}: {self._words.read_text()}"
-        return Outcome(**json.loads(self._out.read_text()))
-
-
-class PushLab:
-    """A Hub, and a client of it."""
+class PushLab(Lab):
+    """A Hub, and a client that pushes to it."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.hub = HubServer(root / "hub", multipart_bytes=MULTIPART_BYTES)
-        self.hub.start()
-        self.home = root / "home"
-        self.environment = {**self.hub.environment(home=self.home), "OMP_NUM_THREADS": "1"}
-        self._numbers = itertools.count(1)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.hub.push_client"],
-            env=self.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._answer() == "ready"
-
-    def stop(self) -> None:
-        """End both."""
-        self._process.communicate(timeout=60)
-        self.hub.__exit__(None, None, None)
-
-    def ask(self, order: dict[str, Any]) -> Any:
-        """Give an order to the client process."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def start(
-        self,
-        task: str,
-        *args: object,
-        environment: dict[str, str | None] | None = None,
-        largest_file: int | None = None,
-        open_files: int | None = None,
-        **kwargs: Any,
-    ) -> Task:
-        """Begin a task of `push_client`.
-
-        Args:
-            task: A key of its `TASKS`.
-            args: Of the task; paths become strings.
-            environment: Name -> value, or None for none.
-            largest_file: Bytes that no file may grow beyond.
-            open_files: So many at once.
-            kwargs: Of the task.
-        """
-        number = next(self._numbers)
-        out, words = self.root / f"{number}.json", self.root / f"{number}.txt"
-        order = {
-            "task": task, "args": [str(one) if isinstance(one, Path) else one for one in args], "kwargs": kwargs,
-            "environment": environment or {}, "largest_file": largest_file, "open_files": open_files,
-            "out": str(out), "words": str(words),
-        }  # fmt: skip
-        return Task(self, self.ask(order), out, words)
+        super().__init__(root, "tests.hub.push_client", multipart_bytes=MULTIPART_BYTES)
 
     def call(self, task: str, *args: object, **options: Any) -> Outcome:
         """Do a task that succeeds."""
-        outcome = self.start(task, *args, **options).outcome()
-        assert outcome.error is None, outcome.trace + "\n".join(map(str, self.hub.log))
-        return outcome
-
-    def refused(self, task: str, *args: object, **options: Any) -> Outcome:
-        """Do a task that ends with an error of hfshard."""
-        outcome = self.start(task, *args, **options).outcome()
-        assert outcome.error is not None and outcome.is_ours, f"{outcome}\n{outcome.trace}"
-        return outcome
+        return self.done(task, *args, **options)
 
     def push(self, directory: Path, repo_id: str, **options: Any) -> Outcome:
         """Push a directory, counted by the server's log from its beginning."""
@@ -155,10 +48,6 @@ class PushLab:
     def files(self, repo_id: str, revision: str = "main") -> set[str]:
         """The names in a repo, without the Hub's own .gitattributes."""
         return set(self.view(repo_id).files(revision)) - {".gitattributes"}
-
-    def kinds(self) -> Counter[str]:
-        """How many requests of each kind came since the log was cleared."""
-        return Counter(request.kind for request in self.hub.log)
 
 
 _LAB = pytest.StashKey[PushLab]()
