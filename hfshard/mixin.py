@@ -163,7 +163,7 @@ class ShardedModelMixin:
             private: Of a repo that is made.
             token: None: the saved one.
             revision: A branch, made if it is missing, or "refs/pr/N". None: main.
-            create_pr: Open a pull request in place of pushing to the branch.
+            create_pr: Open a pull request on main in place of pushing; not together with another revision.
             max_shard_size: As in `save_pretrained`, and so are variant, packing and progress.
             tags: Of the model card, which is made where there is none.
             path_in_repo: Folder of the repo.

@@ -110,7 +110,7 @@ def push_checkpoint(
         private: Of a repo that is made; None: as the organisation has it.
         token: None: the saved one.
         revision: A branch, made if it is missing, or "refs/pr/N". None: main.
-        create_pr: Open a pull request in place of pushing to the branch.
+        create_pr: Open a pull request on main in place of pushing; not together with another revision.
         path_in_repo: Folder of the repo.
         allow_patterns, ignore_patterns: Globs of paths in the directory, as in `upload_folder`.
         progress: A bar on stderr: None: on a terminal.
