@@ -10,7 +10,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from hfshard.errors import CheckpointNotFoundError, HubConnectionError, HubNotFoundError
+from hfshard.errors import CheckpointNotFoundError, HubConnectionError, HubNotFoundError, IntegrityError
 from hfshard.hub.address import directory_of
 from hfshard.hub.cache import RepoCache, is_commit
 from hfshard.hub.client import listing_of, offline_variable, speaking
@@ -93,11 +93,24 @@ def pull_checkpoint(
                 "'%s' was not asked which files it has: beside the checkpoint comes what the cache has of it.", repo_id
             )
         directory, snapshot = chosen.directory, fetching.cache.snapshot(chosen.commit)
-    with open_checkpoint(directory.rstrip("/"), variant=variant, verify=verify) as checkpoint:
-        if local_dir is None:
-            return checkpoint.directory
-        below = len(wanted.path(""))
-        unpack(checkpoint, os.fspath(local_dir), [path[below:] for path in other_files(_sizes_in(snapshot), wanted)])
+    try:
+        with open_checkpoint(directory.rstrip("/"), variant=variant, verify=verify) as checkpoint:
+            if local_dir is None:
+                return checkpoint.directory
+            below = len(wanted.path(""))
+            others = [path[below:] for path in other_files(_sizes_in(snapshot), wanted)]
+            unpack(checkpoint, os.fspath(local_dir), others)
+    except IntegrityError as error:
+        if root is not None or force_download:
+            raise
+        raise IntegrityError(
+            f"{error.message} What is in the cache may be damaged; to fetch it anew, run: "
+            f"hfshard pull {repo_id} --force-download",
+            path=error.path,
+            fqn=error.fqn,
+            expected=error.expected,
+            actual=error.actual,
+        ) from error
     return os.fspath(local_dir)
 
 

@@ -108,3 +108,23 @@ def test_push_and_pull_over_http(example: Path, tmp_path: Path, run: Run) -> Non
         refused = run("pull", "org/name", "--token", "hf_wrong", **environment)
         assert (refused.returncode, refused.stdout) == (1, "")
         assert "the token '…rong' that was passed" in refused.stderr
+
+
+def test_damaged_cache_is_told_and_mended_by_the_command_that_the_error_names(
+    example: Path, tmp_path: Path, run: Run
+) -> None:
+    with HubServer(tmp_path / "server") as server:
+        environment = {"HF_HUB_OFFLINE": "0", **server.environment(home=tmp_path / "home")}
+        assert run("push", example, "org/name", **environment).returncode == 0
+        where = Path(run("pull", "org/name", "--verify", "full", **environment).stdout.strip())
+        blob = (where / SHARDS[0]).resolve()
+        raw = bytearray(blob.read_bytes())
+        raw[-1] ^= 1
+        blob.write_bytes(raw)
+        damaged = run("pull", "org/name", "--verify", "full", **environment)
+        assert (damaged.returncode, damaged.stdout) == (1, "")
+        assert SHARDS[0] in damaged.stderr
+        command = damaged.stderr.strip().rpartition("run: hfshard ")[2].split()
+        assert command == ["pull", "org/name", "--force-download"]
+        assert run(*command, "--verify", "full", **environment).returncode == 0
+        assert (where / SHARDS[0]).read_bytes() == (example / SHARDS[0]).read_bytes()
