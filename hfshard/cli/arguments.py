@@ -89,9 +89,7 @@ def _add_pull(commands: Any) -> None:
     pull.add_argument("--subfolder", default="", help="folder of the repo")
     pull.add_argument("--include", action="append", metavar="GLOB", help="pull only these files; may be repeated")
     pull.add_argument("--exclude", action="append", metavar="GLOB", help="leave these files out; may be repeated")
-    pull.add_argument(
-        "--force-download", action="store_true", help="fetch what is in the cache too: it may be damaged"
-    )
+    pull.add_argument("--force-download", action="store_true", help="fetch what is in the cache too: it may be damaged")
     pull.add_argument("--local-files-only", action="store_true", help="use the cache alone, not the network")
     pull.add_argument(
         "--verify", choices=("none", "structure", "full"), default="structure", help="as in from_pretrained"

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any, Final, TypeVar
 
 from huggingface_hub import HfApi, constants, get_session, get_token
@@ -39,7 +40,8 @@ _Answer = TypeVar("_Answer")
 ATTEMPTS: Final = 5
 """Times that something is asked, sent or committed, where another time it may go better."""
 _FIRST_WAIT_SECONDS: Final = 0.5
-_LONGEST_WAIT_SECONDS: Final = 60.0
+_LONGEST_RETRY_AFTER: Final = 600.0
+"""Seconds that a server may ask us to wait."""
 _RETRIED: Final = frozenset({408, 429, 500, 502, 503, 504})
 
 _TOKEN_VARIABLES: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -199,8 +201,8 @@ def wait_before(attempt: int, error: BaseException, what: str) -> None:
         what: Was tried, for the log.
     """
     wait_seconds = _FIRST_WAIT_SECONDS * 2 ** (attempt - 2)
-    if isinstance(error, HfHubHTTPError) and (asked := error.response.headers.get("Retry-After", "")).isdigit():
-        wait_seconds = min(max(wait_seconds, float(asked)), _LONGEST_WAIT_SECONDS)
+    if isinstance(error, HfHubHTTPError):
+        wait_seconds = max(wait_seconds, retry_after(error.response) or 0.0)
     logger.warning("%s (%s); trying again in %g s, attempt %d of %d.", what, error, wait_seconds, attempt, ATTEMPTS)
     time.sleep(wait_seconds)
 
@@ -247,3 +249,18 @@ def translated(error: HfHubHTTPError, repo_id: str, token: str | bool | None, re
 def status_of(error: HfHubHTTPError) -> int:
     """The HTTP status of an answer."""
     return int(error.response.status_code)
+
+
+def retry_after(response: Any) -> float | None:
+    """Seconds that a server asks us to wait; None where it does not say."""
+    value = response.headers.get("Retry-After")
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except ValueError:
+            return None
+    return min(max(seconds, 0.0), _LONGEST_RETRY_AFTER)

@@ -13,11 +13,11 @@ from huggingface_hub.utils import validate_repo_id
 from hfshard.errors import CheckpointNotFoundError, HubConnectionError, HubNotFoundError, IntegrityError
 from hfshard.hub.address import directory_of
 from hfshard.hub.cache import RepoCache, is_commit
-from hfshard.hub.client import listing_of, offline_variable, speaking
+from hfshard.hub.client import listing_of, offline_variable, retry_after, speaking
 from hfshard.hub.directory_hub import DirectoryHub
 from hfshard.hub.listing import Listing
 from hfshard.hub.selection import Chosen, Wanted, choose, other_files
-from hfshard.hub.transport import RETRY_SECONDS, Patience, Remote, retry_after
+from hfshard.hub.transport import RETRY_SECONDS, Patience, Remote
 from hfshard.hub.unpack import unpack
 from hfshard.hub.views import Cached, NotCachedError, OnHub
 from hfshard.storage.checkpoint import Verify, open_checkpoint

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from email.utils import parsedate_to_datetime
 from typing import Any, Final
 from urllib.parse import urljoin, urlsplit
 
@@ -15,7 +13,7 @@ from huggingface_hub import constants, get_session, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from hfshard.errors import HubConnectionError, HubError
-from hfshard.hub.client import speaking, transport_errors
+from hfshard.hub.client import retry_after, speaking, transport_errors
 from hfshard.hub.listing import Listing
 
 logger = logging.getLogger(__name__)
@@ -23,8 +21,6 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
 """How long to wait after each failure in a row; after as many the transfer is given up."""
 
-_LONGEST_RETRY_AFTER: Final = 600.0
-"""Seconds that a server may ask us to wait."""
 _BATCH_OBJECTS: Final = 256
 """Objects that one LFS request asks about: as many as huggingface_hub's own."""
 _URL_TRIES: Final = 2
@@ -267,18 +263,3 @@ def _first_byte(response: Any, asked: int) -> int:
     if stated.isdecimal() and int(stated) <= asked:
         return int(stated)
     raise _RangeRefusedError
-
-
-def retry_after(response: Any) -> float | None:
-    """Seconds that a server asks us to wait; None where it does not say."""
-    value = response.headers.get("Retry-After")
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except ValueError:
-            return None
-    return min(max(seconds, 0.0), _LONGEST_RETRY_AFTER)
