@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from huggingface_hub import CommitInfo
 
-from hfshard.errors import InvalidArgumentError
 from hfshard.hub.address import directory_of
 from hfshard.hub.listing import PushResult
 from hfshard.hub.local_files import directory_contents
@@ -37,7 +36,6 @@ def publish_model(
         tags: Of the model card.
         options: Arguments of `push_to_hub`.
     """
-    _check_checksum(request)
     contents, _ = stream_request(request)
     return _publish(contents, frozenset({request.names.variant}), request.progress, repo_id, tags, **options)
 
@@ -132,11 +130,6 @@ def _publish(
         oid=result.commit,
         pr_url=result.pr_url,
     )
-
-
-def _check_checksum(request: SaveRequest) -> None:
-    if request.checksum != "sha256":
-        raise InvalidArgumentError("A push needs checksum='sha256': it is what the Hub tells files by.")
 
 
 def default_repo_id(save_directory: str | os.PathLike[str]) -> str:

@@ -59,10 +59,6 @@ class Source:
     may_be_adapter: bool = False
     """From the Hub: whether an adapter will do."""
 
-    def directory(self) -> str:
-        """The local directory; what is on the Hub is brought into the cache first."""
-        return self.place().directory
-
     def place(self, progress: bool | None = None) -> Place:
         """Where it lies; what is on the Hub is brought into the cache first."""
         place = self.local_place()

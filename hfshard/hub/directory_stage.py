@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hfshard.constants import COPY_BYTES
-from hfshard.errors import DamagedCheckpointError, IntegrityError, MissingShardError, NotEnoughSpaceError
+from hfshard.errors import DamagedCheckpointError, IntegrityError, MissingShardError
 from hfshard.hub.directory_manifest import commit_ids, read_manifest, snapshot_path
 from hfshard.hub.listing import RemoteFile
 from hfshard.storage.content import Content, FileContent
-from hfshard.storage.durable import UNSUPPORTED, rename, sync, sync_directory, write_views
+from hfshard.storage.durable import UNSUPPORTED, rename, require_space, sync, sync_directory, write_views
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,6 @@ _NO_LINKS: Final = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EXDEV, errno.
 _NO_CLONES: Final = UNSUPPORTED | {errno.EINVAL, errno.ENOTTY, errno.EXDEV, errno.EPERM, errno.EACCES, errno.ETXTBSY}
 """What the ioctl answers where files can't share blocks; a full or failing disk says something else."""
 _WRITE_BITS: Final = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
-_SPARE_BYTES: Final = 16 * 1024 * 1024
-"""Space left free beside the files: the manifest and the blocks of directories."""
 
 OnBytes = Callable[[int], object]
 
@@ -78,7 +76,12 @@ class Stage:
                 self._tell(content.size)
             else:
                 copies.append((path, content, None))
-        self._check_space(sum(content.size for _, content, _ in copies))
+        require_space(
+            self.root,
+            sum(content.size for _, content, _ in copies),
+            doing=f"A push to '{self.root}'",
+            todo=". Nothing was pushed. Delete revisions and prune the hub, or free some space.",
+        )
         for path, content, file in copies:
             files[path] = self._copy(path, content, is_new=file is None)
         for made in sorted(self._folders, key=len, reverse=True):  # what is deeper first
@@ -135,18 +138,6 @@ class Stage:
                     where = os.path.join(snapshot_path(self.root, commit), path)
                     self._known.setdefault(str(file.sha256), []).append(where)
         return self._known.get(sha256, [])
-
-    def _check_space(self, need_bytes: int) -> None:
-        space = os.statvfs(self.root)
-        free_bytes = space.f_bavail * space.f_frsize
-        if space.f_blocks and free_bytes < need_bytes + _SPARE_BYTES:
-            raise NotEnoughSpaceError(
-                f"A push to '{self.root}' needs {need_bytes + _SPARE_BYTES:,} bytes, {free_bytes:,} are free. Nothing "
-                "was pushed. Delete revisions and prune the hub, or free some space.",
-                path=self.root,
-                expected=need_bytes + _SPARE_BYTES,
-                actual=free_bytes,
-            )
 
     def _copy(self, path: str, content: Content, *, is_new: bool) -> RemoteFile:
         target = self._target(path)

@@ -6,7 +6,6 @@ import errno
 import hashlib
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -19,15 +18,12 @@ from hfshard.errors import IntegrityError, NotEnoughSpaceError
 from hfshard.hub.cache import RepoCache
 from hfshard.hub.listing import RemoteFile
 from hfshard.hub.transport import Remote, StoppedError
-from hfshard.storage.durable import sync
+from hfshard.storage.durable import require_space, sync
 
 logger = logging.getLogger(__name__)
 
 THREADS: Final = 8
 """Files that come at once: as many as huggingface_hub's own."""
-
-_SPARE_BYTES: Final = 16 * 1024 * 1024
-"""Space left free beside the files."""
 
 
 def bring(
@@ -183,14 +179,12 @@ def _without_space(error: OSError, partial: str) -> OSError:
 
 def _check_space(cache: RepoCache, files: Collection[RemoteFile]) -> None:
     need = sum(max(0, file.size - _on_disk(cache.partial(file))) for file in files)
-    free = shutil.disk_usage(cache.folder).free
-    if need and free < need + _SPARE_BYTES:
-        raise NotEnoughSpaceError(
-            f"Pulling into '{cache.root}' needs {need + _SPARE_BYTES:,} bytes, {free:,} are free. "
-            "Free some space (hf cache ls shows what is there), or pass another cache_dir.",
-            path=cache.root,
-            expected=need + _SPARE_BYTES,
-            actual=free,
+    if need:
+        require_space(
+            cache.folder,
+            need,
+            doing=f"Pulling into '{cache.root}'",
+            todo=". Free some space (hf cache ls shows what is there), or pass another cache_dir.",
         )
 
 

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Final
 
 from hfshard.constants import MAX_CONFIG_BYTES, STAGING_DIRECTORY
-from hfshard.errors import CommitUnfinishedError, NotEnoughSpaceError, SaveDirectoryError
+from hfshard.errors import CommitUnfinishedError, SaveDirectoryError
 from hfshard.storage.directory_state import DirectoryState, read_state
 from hfshard.storage.durable import (
     can_link,
@@ -25,6 +25,7 @@ from hfshard.storage.durable import (
     refuse_odd_directories,
     remove_empty_directories,
     rename,
+    require_space,
     sync_directory,
     unlink_if_there,
     write_file,
@@ -37,9 +38,6 @@ logger = logging.getLogger(__name__)
 
 LOCK_WAIT_SECONDS: Final = 600.0
 """How long a save waits for another one in the same directory: as long as a save of 1 TB on a slow disk."""
-
-_SPARE_BYTES: Final = 16 * 1024 * 1024
-"""Space left free beside the weights: indexes, configs, directory blocks."""
 
 
 @dataclass
@@ -85,16 +83,12 @@ class SaveSession:
         Raises:
             NotEnoughSpaceError: The file system has less free.
         """
-        space = os.statvfs(self.directory)
-        free_bytes = space.f_bavail * space.f_frsize
-        if space.f_blocks and free_bytes < need_bytes + _SPARE_BYTES:
-            raise NotEnoughSpaceError(
-                f"Saving into '{self.directory}' needs {need_bytes + _SPARE_BYTES:,} bytes, {free_bytes:,} are free "
-                "(the old checkpoint stays until the new one is whole). Free some space, or save elsewhere.",
-                path=self.directory,
-                expected=need_bytes + _SPARE_BYTES,
-                actual=free_bytes,
-            )
+        require_space(
+            self.directory,
+            need_bytes,
+            doing=f"Saving into '{self.directory}'",
+            todo=" (the old checkpoint stays until the new one is whole). Free some space, or save elsewhere.",
+        )
 
     def can_link(self, staged: str) -> bool:
         """Whether a file in the staging directory can get a second name."""

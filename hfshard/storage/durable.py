@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from hfshard.constants import COPY_BYTES
-from hfshard.errors import DirectoryLockedError, SaveDirectoryError
+from hfshard.errors import DirectoryLockedError, NotEnoughSpaceError, SaveDirectoryError
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,9 @@ _MAX_VIEWS: Final = 512
 """Buffers that go into one writev: half of the system's limit of 1,024."""
 
 _LOCK_WAIT_SECONDS: Final = 0.02
+
+_SPARE_BYTES: Final = 16 * 1024 * 1024
+"""Space left free beside the files: indexes, configs, manifests, directory blocks."""
 
 
 @contextmanager
@@ -86,6 +89,29 @@ def _lock(fd: int, directory: str, wait_seconds: float) -> None:
                 "'%s' can't be locked (%s): nothing keeps two processes from saving there.", directory, error
             )
             return
+
+
+def require_space(directory: str, need_bytes: int, *, doing: str, todo: str) -> None:
+    """Tell of a full disk before the first byte is written; a file system that does not say how full it is, may.
+
+    Args:
+        directory: Where it is to be written.
+        need_bytes: How much; some more is left free beside it.
+        doing: Begins the message: what needs the space.
+        todo: Ends it.
+
+    Raises:
+        NotEnoughSpaceError: The file system has less free.
+    """
+    space = os.statvfs(directory)
+    free_bytes, need_bytes = space.f_bavail * space.f_frsize, need_bytes + _SPARE_BYTES
+    if space.f_blocks and free_bytes < need_bytes:
+        raise NotEnoughSpaceError(
+            f"{doing} needs {need_bytes:,} bytes, {free_bytes:,} are free{todo}",
+            path=directory,
+            expected=need_bytes,
+            actual=free_bytes,
+        )
 
 
 def sync_directory(directory: str) -> None:
