@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import torch
-
 from hfshard.errors import InvalidArgumentError
 from hfshard.plan import Packing, ShardPlan, plan_specs, with_one_more_shard
 from hfshard.storage.commit import SaveSession
@@ -17,6 +15,7 @@ from hfshard.storage.index import CheckpointIndex, FileRecord, own_metadata
 from hfshard.storage.integrity import TENSOR_DIGEST_HEX, Checksum, sha256_of
 from hfshard.storage.names import WeightNames
 from hfshard.storage.shard_writer import ShardJob, file_order, sample_of, shard_header, shard_metadata, write_shards
+from hfshard.storage.stored_tensor import Storable, stored_form
 from hfshard.storage.tensor_spec import tensor_specs
 from hfshard.storage.transition import NewCheckpoint, digest_of, needs_links
 
@@ -28,8 +27,8 @@ _OWN_DIGEST_BYTES: Final = 256
 class SaveRequest:
     """What is to be saved, collected and checked."""
 
-    tensors: Mapping[str, torch.Tensor]
-    """FQN -> tensor, each stored once."""
+    tensors: Mapping[str, Storable]
+    """FQN -> tensor, or bytes that lie in a file; each stored once."""
     names: WeightNames
     max_shard_bytes: int
     packing: Packing = "greedy"
@@ -183,4 +182,4 @@ def index_of(plan: ShardPlan, request: SaveRequest, records: Sequence[FileRecord
 def _parameters(request: SaveRequest) -> int:
     if request.total_parameters is not None:
         return request.total_parameters
-    return sum(tensor.numel() for tensor in request.tensors.values())
+    return sum(stored_form(tensor).parameters for tensor in request.tensors.values())

@@ -84,6 +84,31 @@ class ShardFile:
             tensor = tensor.set_(storage, 0, shape)  # type: ignore[call-overload]
         return torch.view_as_complex(tensor) if name in self._pairs else tensor
 
+    @property
+    def pairs(self) -> frozenset[str]:
+        """The tensors that are complex, and stored as real pairs."""
+        return self._pairs
+
+    def blocks(self, slot: TensorSlot, block_bytes: int = COPY_BYTES) -> Iterator[memoryview]:
+        """A tensor's bytes, `block_bytes` at a time and then what is left, read into one buffer.
+
+        A block is valid until the next one is asked for.
+
+        Raises:
+            DamagedCheckpointError: The file became shorter since it was opened.
+        """
+        buffer = memoryview(bytearray(min(block_bytes, slot.nbytes)))
+        start, at = self.header.data_start + slot.begin, 0
+        while at < slot.nbytes:
+            block, filled = buffer[: slot.nbytes - at], 0
+            while filled < len(block):
+                count = os.preadv(self._fd, [block[filled:]], start + at + filled)
+                if count == 0:
+                    raise self._shorter()
+                filled += count
+            yield block
+            at += filled
+
     def sample(self) -> str:
         """The sample of the file as it is now (see `integrity`)."""
         sample = new_sample()
@@ -182,6 +207,11 @@ class ShardFile:
             actual=actual,
         )
 
+    def _shorter(self) -> DamagedCheckpointError:
+        return DamagedCheckpointError(
+            f"Shard '{self.path}' became shorter while it was read. {remedy(self.path)}", path=self.path
+        )
+
     def _blank_header(self) -> bytes:
         digests = self.own.digests
         stated = [(name, getattr(digests, name)) for name in ("sha256", "xxh3", "sample", "tensors")]
@@ -226,6 +256,6 @@ class ShardFile:
         while at < slot.nbytes:
             count = os.preadv(self._fd, [memory[at : at + COPY_BYTES]], self.header.data_start + slot.begin + at)
             if count == 0:
-                raise DamagedCheckpointError(f"Shard '{self.path}' became shorter while it was read.", path=self.path)
+                raise self._shorter()
             at += count
         return raw.untyped_storage()

@@ -7,16 +7,15 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from hfshard.constants import COPY_BYTES
+from hfshard.storage.stored_tensor import Storable
 from hfshard.storage.tensor_bytes import iter_blocks, tensor_nbytes
 
 
 class ShardStream(io.BufferedIOBase):
     """Reads like the file of this header and these tensors; at most one block of a tensor is copied at a time."""
 
-    def __init__(self, header: bytes, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, header: bytes, tensors: Sequence[Storable]) -> None:
         """Take what the file consists of.
 
         Args:
@@ -63,9 +62,9 @@ class ShardStream(io.BufferedIOBase):
         parts = []
         while left:
             view = self._next(left)
-            parts.append(view)
+            parts.append(view.tobytes())  # a block may be valid until the next is asked for, no longer
             left -= len(view)
-        return b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _next(self, limit: int) -> memoryview:
         """Some bytes from the position on, at most `limit`; there are more."""

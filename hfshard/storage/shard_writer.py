@@ -10,15 +10,13 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
-
 from hfshard.constants import COPY_BYTES, FORMAT_VERSION, METADATA_KEY, SAMPLE_BYTES
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.dtypes import REAL_PAIR_DTYPES, stored_dtype_name, stored_shape
 from hfshard.storage.durable import copy_mode, sync, write_views
 from hfshard.storage.header import build_header
 from hfshard.storage.index import FileRecord, single_file_metadata
 from hfshard.storage.integrity import HASHERS, TENSOR_DIGEST_HEX, Hasher, new_sample, sampled_positions, tensor_digest
+from hfshard.storage.stored_tensor import Storable, stored_form
 from hfshard.storage.tensor_bytes import first_bytes, iter_blocks, tensor_nbytes
 
 PAIRS_KEY: Final = "hfshard.complex"
@@ -39,7 +37,7 @@ class ShardJob:
     """One file to write."""
 
     path: str
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Storable]
     """In the order of their bytes."""
     metadata: Mapping[str, str]
     """The file's `__metadata__`."""
@@ -93,7 +91,7 @@ def writer_threads() -> int:
     return int(wanted)
 
 
-def sample_of(header: bytes, tensors: Sequence[torch.Tensor]) -> str:
+def sample_of(header: bytes, tensors: Sequence[Storable]) -> str:
     """The sample that a file with this header and these tensors, in the order of their bytes, will have."""
     sample = new_sample()
     sample.update(header)
@@ -103,23 +101,20 @@ def sample_of(header: bytes, tensors: Sequence[torch.Tensor]) -> str:
     return sample.hexdigest()
 
 
-def file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def file_order(tensors: Mapping[str, Storable]) -> dict[str, Storable]:
     """Tensors in the order of their bytes: larger elements first, so that each is aligned to its own size."""
-    return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    return dict(sorted(tensors.items(), key=lambda item: -stored_form(item[1]).element_bytes))
 
 
-def shard_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+def shard_header(tensors: Mapping[str, Storable], metadata: Mapping[str, str]) -> bytes:
     """The head of a file of these tensors, which are in the order of their bytes."""
-    entries = (
-        (name, stored_dtype_name(tensor.dtype) or "", stored_shape(tensor), tensor_nbytes(tensor))
-        for name, tensor in tensors.items()
-    )
-    return build_header(entries, metadata)
+    forms = ((name, stored_form(tensor)) for name, tensor in tensors.items())
+    return build_header(((name, form.dtype, list(form.shape), form.nbytes) for name, form in forms), metadata)
 
 
-def shard_metadata(tensors: Mapping[str, torch.Tensor], extra: Mapping[str, str]) -> dict[str, str]:
+def shard_metadata(tensors: Mapping[str, Storable], extra: Mapping[str, str]) -> dict[str, str]:
     """The `__metadata__` of a shard: what stock readers need, what hfshard adds, what the caller adds."""
-    pairs = [name for name, tensor in tensors.items() if tensor.dtype in REAL_PAIR_DTYPES]
+    pairs = [name for name, tensor in tensors.items() if stored_form(tensor).is_pair]
     own = {PAIRS_KEY: json.dumps(pairs, ensure_ascii=False)} if pairs else {}
     mark = {METADATA_KEY: str(FORMAT_VERSION)}
     return mark | own | dict(extra) | {"format": "pt"} | mark

@@ -12,6 +12,7 @@ import torch
 from hfshard.constants import MAX_DIMENSIONS
 from hfshard.errors import UnstorableTensorError
 from hfshard.storage.dtypes import REAL_PAIR_DTYPES, stored_dtype_name
+from hfshard.storage.stored_tensor import Storable, StoredTensor
 
 _INTEGER_OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Blocks are copied as integers, so that no copy touches a bit (NaN payloads, fp4 that torch can't copy)."""
@@ -35,21 +36,26 @@ def check_storable(name: str, value: Any) -> None:
         raise UnstorableTensorError(f"Can't store {name!r}: {problem}", fqn=str(name))
 
 
-def tensor_nbytes(tensor: torch.Tensor) -> int:
+def tensor_nbytes(tensor: Storable) -> int:
     """Bytes that the tensor takes in a file."""
+    if isinstance(tensor, StoredTensor):
+        return tensor.form.nbytes
     return tensor.numel() * tensor.element_size()
 
 
-def iter_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
+def iter_blocks(tensor: Storable, block_bytes: int) -> Iterator[memoryview]:
     """Yield the tensor's bytes in row-major order, at most `block_bytes` at a time.
 
     A contiguous CPU tensor is not copied; of any other (strided, expanded, conjugated, on a device) one block at a
-    time is. A view stays valid while the caller holds it.
+    time is. A view stays valid while the caller holds it; that of a `StoredTensor` until the next one is asked for.
 
     Args:
-        tensor: Any tensor that `check_storable` lets pass.
+        tensor: Anything that `check_storable` lets pass.
         block_bytes: At least 16, the largest element.
     """
+    if isinstance(tensor, StoredTensor):
+        yield from tensor.blocks(block_bytes)
+        return
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return
@@ -65,7 +71,7 @@ def iter_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
     yield from _copied_blocks(tensor, block_bytes)
 
 
-def first_bytes(tensor: torch.Tensor, count: int) -> Iterator[memoryview]:
+def first_bytes(tensor: Storable, count: int) -> Iterator[memoryview]:
     """Yield the tensor's first `count` bytes (all, if it has fewer), whatever its strides."""
     for block in iter_blocks(tensor, max(count, _LARGEST_ELEMENT)):
         yield block[:count]
@@ -115,6 +121,8 @@ def _problem(name: Any, value: Any) -> str | None:
         name.encode("utf-8")
     except UnicodeEncodeError:
         return "its name is no valid Unicode. Rename it."
+    if isinstance(value, StoredTensor):
+        return None
     if not isinstance(value, torch.Tensor):
         kind = type(value).__name__
         return f"it is a {kind}, not a tensor. Take it out of the state dict, or make it a tensor."

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
-from hfshard.storage.dtypes import stored_dtype_name, stored_shape
-from hfshard.storage.tensor_bytes import check_storable, tensor_nbytes
+from hfshard.storage.stored_tensor import Storable, stored_form
+from hfshard.storage.tensor_bytes import check_storable
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +21,7 @@ class TensorSpec:
     nbytes: int
 
 
-def tensor_specs(state_dict: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
+def tensor_specs(state_dict: Mapping[str, Storable]) -> list[TensorSpec]:
     """What the plan needs to know of each tensor, in state dict order.
 
     Raises:
@@ -32,7 +30,6 @@ def tensor_specs(state_dict: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
     specs = []
     for name, tensor in state_dict.items():
         check_storable(name, tensor)
-        dtype = stored_dtype_name(tensor.dtype) or ""
-        shape = tuple(stored_shape(tensor))
-        specs.append(TensorSpec(name, dtype, shape, tensor_nbytes(tensor)))
+        form = stored_form(tensor)
+        specs.append(TensorSpec(name, form.dtype, form.shape, form.nbytes))
     return specs
