@@ -78,13 +78,13 @@ def test_d10_no_file_that_exists_is_opened_for_writing(tmp_path: Path) -> None:
 def test_d11_the_old_shards_are_there_until_the_new_ones_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bert(1).save_pretrained(tmp_path, max_shard_size=SHARDED)
     old = {path.name for path in tmp_path.glob("*.safetensors")}
-    real, seen = os.writev, []
+    real, seen = os.pwrite, []
 
-    def watched(fd: int, buffers: list[memoryview]) -> int:
+    def watched(fd: int, block: memoryview, at: int) -> int:
         seen.append(old <= set(os.listdir(tmp_path)))
-        return real(fd, buffers)
+        return real(fd, block, at)
 
-    monkeypatch.setattr(os, "writev", watched)
+    monkeypatch.setattr(os, "pwrite", watched)
     bert(2).save_pretrained(tmp_path, max_shard_size=SHARDED)
     assert len(seen) > 5 and all(seen)
 

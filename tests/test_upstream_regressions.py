@@ -100,15 +100,15 @@ def test_d4_a_save_that_fails_half_way_leaves_the_old_config_and_weights(
 ) -> None:
     bert(1).save_pretrained(tmp_path, max_shard_size=SHARDED)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    real, calls = os.writev, []
+    real, calls = os.pwrite, []
 
-    def fails(fd: int, buffers: list[memoryview]) -> int:
+    def fails(fd: int, block: memoryview, at: int) -> int:
         calls.append(fd)
         if len(calls) > 5:
             raise OSError(28, "No space left on device")
-        return real(fd, buffers)
+        return real(fd, block, at)
 
-    monkeypatch.setattr(os, "writev", fails)
+    monkeypatch.setattr(os, "pwrite", fails)
     with pytest.raises(OSError, match="No space left"):
         bert(2, hidden=16).save_pretrained(tmp_path, max_shard_size=SHARDED)
     monkeypatch.undo()

@@ -17,7 +17,7 @@ from hfshard.errors import DamagedCheckpointError, IntegrityError, MissingShardE
 from hfshard.hub.directory_manifest import commit_ids, read_manifest, snapshot_path
 from hfshard.hub.listing import RemoteFile
 from hfshard.storage.content import Content, FileContent
-from hfshard.storage.durable import UNSUPPORTED, rename, require_space, sync, sync_directory, write_views
+from hfshard.storage.durable import UNSUPPORTED, rename, require_space, sync, sync_directory, write_all
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class Stage:
             with content.open() as reader:
                 while block := reader.read(COPY_BYTES):
                     hasher.update(block)
-                    write_views(fd, [memoryview(block)])
+                    write_all(fd, block)
                     size += len(block)
                     if is_new:
                         self._tell(len(block))

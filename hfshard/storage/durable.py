@@ -23,9 +23,6 @@ UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, e
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK})
 """What `link` answers where there are no hard links; a full or failing disk says something else."""
 
-_MAX_VIEWS: Final = 512
-"""Buffers that go into one writev: half of the system's limit of 1,024."""
-
 _LOCK_WAIT_SECONDS: Final = 0.02
 
 _SPARE_BYTES: Final = 16 * 1024 * 1024
@@ -193,23 +190,18 @@ def remove_empty_directories(paths: Sequence[str]) -> None:
             return
 
 
-def write_views(fd: int, views: Sequence[memoryview]) -> None:
-    """Write buffers one after another, all of them."""
-    left = [view for view in views if len(view)]
+def write_all(fd: int, raw: bytes | memoryview) -> None:
+    """Write all of a buffer where the file stands."""
+    left = memoryview(raw)
     while left:
-        written = os.writev(fd, left[:_MAX_VIEWS])
-        while left and written >= len(left[0]):
-            written -= len(left[0])
-            left.pop(0)
-        if written:
-            left[0] = left[0][written:]
+        left = left[os.write(fd, left) :]
 
 
 def write_file(path: str, raw: bytes, *, like: os.stat_result | None = None) -> None:
     """Make a small file that did not exist, durably, with the mode and group of the file that it will replace."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        write_views(fd, [memoryview(raw)])
+        write_all(fd, raw)
         copy_mode(fd, like)
         sync(fd, path)
     finally:

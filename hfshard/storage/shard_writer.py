@@ -8,11 +8,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
-from hfshard.constants import COPY_BYTES, FORMAT_VERSION, METADATA_KEY, SAMPLE_BYTES
+from hfshard.constants import FORMAT_VERSION, METADATA_KEY, SAMPLE_BYTES
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.durable import copy_mode, sync, write_views
+from hfshard.storage.block_writer import BLOCK_BYTES, BlockWriter
+from hfshard.storage.durable import copy_mode, sync, write_all
 from hfshard.storage.header import build_header
 from hfshard.storage.index import FileRecord, single_file_metadata
 from hfshard.storage.integrity import HASHERS, TENSOR_DIGEST_HEX, Hasher, new_sample, sampled_positions, tensor_digest
@@ -23,13 +25,11 @@ PAIRS_KEY: Final = "hfshard.complex"
 """Key of a file's `__metadata__`: JSON list of tensors that are complex, and stored as real pairs."""
 
 WRITERS_VARIABLE: Final = "HFSHARD_WRITERS"
-"""The environment variable that says how many files are written at once."""
+"""The environment variable that says how many files are written at once; with 1, all is done by one thread."""
 
-_MAX_THREADS: Final = 4
-"""Files written at once: each has blocks of 4 MiB under way, so that all stay far under 64 MiB."""
-
-_BATCH_VIEWS: Final = 256
-"""Small tensors that are handed to the system in one call."""
+_FILES_AT_ONCE: Final = 8
+"""Files written at once: each has 4 MiB under way, so that all stay far under 64 MiB. More than there are cores: so
+the cores are busy to the end where the number of files is no multiple of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,12 @@ def write_shards(
         OSError: The first error of any file; the others are stopped. What was written stays for the caller to remove.
     """
     stop = threading.Event()
-    threads = min(len(jobs), writer_threads())
-    if threads <= 1:
-        return [_write_shard(job, checksum, on_bytes, stop) for job in jobs]
-    with ThreadPoolExecutor(threads, thread_name_prefix="hfshard-write") as pool:
-        futures = [pool.submit(_write_shard, job, checksum, on_bytes, stop) for job in jobs]
+    threads = writer_threads()
+    write = partial(_write_shard, checksum=checksum, on_bytes=on_bytes, stop=stop, behind=threads > 1)
+    if min(threads, len(jobs)) <= 1:
+        return [write(job) for job in jobs]
+    with ThreadPoolExecutor(min(threads, len(jobs)), thread_name_prefix="hfshard-write") as pool:
+        futures = [pool.submit(write, job) for job in jobs]
         try:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             for future in done:
@@ -82,10 +83,10 @@ def write_shards(
 
 
 def writer_threads() -> int:
-    """Files to write at once: by the environment, else by the machine."""
+    """Files to write at once, at most."""
     wanted = os.environ.get(WRITERS_VARIABLE, "")
     if not wanted:
-        return min(_MAX_THREADS, os.cpu_count() or 1)
+        return _FILES_AT_ONCE
     if not (wanted.isascii() and wanted.isdigit() and int(wanted) > 0):
         raise InvalidArgumentError(f"The variable {WRITERS_VARIABLE} must be a number of threads, and is {wanted!r}.")
     return int(wanted)
@@ -121,13 +122,26 @@ def shard_metadata(tensors: Mapping[str, Storable], extra: Mapping[str, str]) ->
 
 
 def _write_shard(
-    job: ShardJob, checksum: str | None, on_bytes: Callable[[int], object] | None, stop: threading.Event
+    job: ShardJob,
+    checksum: str | None,
+    on_bytes: Callable[[int], object] | None,
+    stop: threading.Event,
+    *,
+    behind: bool,
 ) -> FileRecord:
     fd = os.open(job.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        record, header = _put_through(job, checksum, _Output(fd, checksum, on_bytes, stop))
-        if job.own is not None:
-            os.pwrite(fd, header, 0)
+        _, blank = _headers(job, checksum, {})
+        size = len(blank) + sum(tensor_nbytes(tensor) for tensor in job.tensors.values())
+        writer = BlockWriter(fd, size, stop, on_bytes, behind=behind)
+        try:
+            record, header = _put_through(job, checksum, blank, writer.write)
+            writer.finish()
+        finally:
+            writer.close()
+        if header != blank:
+            os.lseek(fd, 0, os.SEEK_SET)
+            write_all(fd, header)
         copy_mode(fd, job.like)
         sync(fd, job.path)
     finally:
@@ -143,20 +157,27 @@ def digest_shard(
     Raises:
         InterruptedError: `stop` was set.
     """
-    return _put_through(job, checksum, _Output(None, checksum, on_bytes, stop))
+
+    def hashed(block: memoryview) -> None:
+        if stop.is_set():
+            raise InterruptedError("another file of this save failed")
+        if on_bytes is not None:
+            on_bytes(len(block))
+
+    return _put_through(job, checksum, _headers(job, checksum, {})[1], hashed)
 
 
-def _put_through(job: ShardJob, checksum: str | None, output: _Output) -> tuple[FileRecord, bytes]:
-    """Put a file's bytes through an output: its record, and its final header (see `_headers`)."""
-    header, blank = _headers(job, checksum, {})
+def _put_through(
+    job: ShardJob, checksum: str | None, blank: bytes, put: Callable[[memoryview], object]
+) -> tuple[FileRecord, bytes]:
+    """Hash a file's bytes and hand them on: its record, and its final header (`blank` is the one to hash)."""
+    output = _Output(put, checksum)
     digests = {"sample": sample_of(blank, list(job.tensors.values()))}
     output.add([memoryview(blank)])
-    tensors = [output.add(iter_blocks(tensor, COPY_BYTES)) for tensor in job.tensors.values()]
-    output.flush()
+    tensors = [output.add(iter_blocks(tensor, BLOCK_BYTES)) for tensor in job.tensors.values()]
     if checksum is not None and output.hasher is not None:
         digests |= {checksum: output.hasher.hexdigest(), "tensors": "".join(tensors)}
-    if job.own is not None:
-        header, _ = _headers(job, checksum, digests)
+    header = blank if job.own is None else _headers(job, checksum, digests)[0]
     size = len(header) + sum(tensor_nbytes(tensor) for tensor in job.tensors.values())
     return FileRecord(size, **digests), header
 
@@ -178,46 +199,22 @@ def _headers(job: ShardJob, checksum: str | None, digests: Mapping[str, str]) ->
 
 
 class _Output:
-    """A file that takes blocks in order: hashed, then written in batches of a few MiB; without `fd` only hashed."""
+    """Takes a file's blocks in order: each is hashed, and handed on while it is in the core's cache."""
 
-    def __init__(
-        self, fd: int | None, checksum: str | None, on_bytes: Callable[[int], object] | None, stop: threading.Event
-    ) -> None:
-        self.fd, self.on_bytes, self.stop = fd, on_bytes, stop
+    def __init__(self, put: Callable[[memoryview], object], checksum: str | None) -> None:
+        self._put = put
         self.hasher: Hasher | None = HASHERS[checksum]() if checksum is not None else None
-        self._batch: list[memoryview] = []
-        self._waiting = 0
 
     def add(self, blocks: Iterable[memoryview]) -> str:
         """Take the blocks of one tensor, and return its digest ("" where no checksum is wanted)."""
-        taken = self._taken(blocks)
         if self.hasher is not None:
-            return tensor_digest(taken)
-        for _ in taken:
-            pass
+            return tensor_digest(self._taken(blocks, self.hasher))
+        for block in blocks:
+            self._put(block)
         return ""
 
-    def _taken(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
+    def _taken(self, blocks: Iterable[memoryview], hasher: Hasher) -> Iterator[memoryview]:
         for block in blocks:
-            if self.hasher is not None:
-                self.hasher.update(block)
+            hasher.update(block)
             yield block
-            self._batch.append(block)
-            self._waiting += len(block)
-            if self._waiting >= COPY_BYTES or len(self._batch) >= _BATCH_VIEWS:
-                self.flush()
-
-    def flush(self) -> None:
-        """Write what waits.
-
-        Raises:
-            InterruptedError: Another file of the save failed.
-        """
-        if self.stop.is_set():
-            raise InterruptedError("another file of this save failed")
-        if self.fd is not None:
-            write_views(self.fd, self._batch)
-        if self.on_bytes is not None:
-            self.on_bytes(self._waiting)
-        self._batch.clear()
-        self._waiting = 0
+            self._put(block)

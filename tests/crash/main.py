@@ -27,7 +27,8 @@ def parser() -> argparse.ArgumentParser:
             "ask hfshard, transformers and huggingface_hub what they then load: it must be wholly the old or wholly "
             "the new checkpoint, config included, and the next save must succeed and leave no litter. Needs strace. "
             "All of it is some 16,000 points: about 20 minutes with one job, half of that with --jobs 2 on two free "
-            "cores; --kinds kill: 5 minutes. HFSHARD_WRITERS=4 in the environment writes several shards at once."
+            "cores; --kinds kill: 5 minutes. HFSHARD_WRITERS=4 in the environment writes several shards at once, "
+            "HFSHARD_DIRECT=0 writes through the page cache."
         ),
     )
     made.add_argument("--target", choices=sorted(TARGETS), default="hfshard", help="who saves; upstream's must fail")

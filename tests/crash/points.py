@@ -81,6 +81,7 @@ class Outcome:
 def prepare_process() -> None:
     """Make this process fit to be forked: quiet, offline, one thread, everything imported."""
     os.environ.setdefault("HFSHARD_WRITERS", "1")  # with more, calls come in another order each time
+    os.environ.setdefault("HFSHARD_DIRECT", "1")  # the path of large files, for the small ones here too
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false")
     import torch
     import transformers
