@@ -1,0 +1,123 @@
+"""The limit: a plain O_DIRECT write, read or copy of the same bytes by a few threads, with nothing else done."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+THREADS = 4
+"""More do not help on any disk that was tried."""
+BLOCK = 8 * 2**20
+SECTOR = 4096
+"""What O_DIRECT wants offsets, lengths and addresses to be multiples of."""
+
+Range = tuple[Path, int, int]
+"""A file, an offset and a length."""
+
+
+def ranges_of(files: Sequence[tuple[Path, int]]) -> list[Range]:
+    """The blocks of files of the given sizes, the last one of each with its odd length."""
+    return [(path, at, min(BLOCK, size - at)) for path, size in files for at in range(0, size, BLOCK)]
+
+
+def aligned(length: int) -> int:
+    """Rounded up to a sector."""
+    return -(-length // SECTOR) * SECTOR
+
+
+def anonymous(length: int) -> mmap.mmap:
+    """Page-aligned memory, in huge pages where there are some."""
+    memory = mmap.mmap(-1, aligned(length), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def write_files(memory: mmap.mmap, files: Sequence[tuple[Path, int]]) -> None:
+    """Write memory into new files one after another, durably: allocated, O_DIRECT, truncated to size, fsynced."""
+    view, starts, start = memoryview(memory), {}, 0
+    for path, size in files:
+        starts[path] = start
+        start += aligned(size)
+
+    def put(path: Path, at: int, length: int, descriptor: int) -> None:
+        begin = starts[path] + at
+        os.pwrite(descriptor, view[begin : begin + aligned(length)], at)
+
+    _each(put, files, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+
+def read_files(memory: mmap.mmap | None, files: Sequence[tuple[Path, int]]) -> None:
+    """Read files with O_DIRECT into memory one after another, or (None) into the same few blocks again and again."""
+    view = memoryview(memory) if memory is not None else None
+    starts, start = {}, 0
+    for path, size in files:
+        starts[path] = start
+        start += aligned(size)
+    buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+    for _ in range(THREADS):
+        buffers.put(anonymous(BLOCK))
+
+    def get(path: Path, at: int, length: int, descriptor: int) -> None:
+        if view is not None:
+            begin = starts[path] + at
+            os.preadv(descriptor, [view[begin : begin + aligned(length)]], at)
+            return
+        buffer = buffers.get()
+        os.preadv(descriptor, [memoryview(buffer)[: aligned(length)]], at)
+        buffers.put(buffer)
+
+    _each(get, files, os.O_RDONLY)
+
+
+def copy_files(files: Sequence[tuple[Path, int]], targets: Sequence[tuple[Path, int]]) -> None:
+    """Copy the bytes of some files into new ones of other sizes, through a block of each thread, durably."""
+    sources = ranges_of(files)
+    descriptors = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path, _ in files}
+    buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+    for _ in range(THREADS):
+        buffers.put(anonymous(BLOCK))
+    order = iter(range(10**9))
+
+    def pass_on(path: Path, at: int, length: int, descriptor: int) -> None:
+        # Which block goes where is of no matter to the time, nor that a few at the files' ends are shorter.
+        source, source_at, _ = sources[next(order) % len(sources)]
+        buffer = buffers.get()
+        view = memoryview(buffer)[: aligned(length)]
+        os.preadv(descriptors[source], [view], source_at)
+        os.pwrite(descriptor, view, at)
+        buffers.put(buffer)
+
+    _each(pass_on, targets, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+
+
+def _each(action: Callable[[Path, int, int, int], None], files: Sequence[tuple[Path, int]], flags: int) -> None:
+    writes = bool(flags & os.O_CREAT)
+    descriptors = {path: os.open(path, flags | os.O_DIRECT, 0o600) for path, _ in files}
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            if writes:
+                for path, size in files:
+                    os.posix_fallocate(descriptors[path], 0, aligned(size))
+            futures = [
+                pool.submit(action, path, at, length, descriptors[path]) for path, at, length in ranges_of(files)
+            ]
+            for future in futures:
+                future.result()
+            if writes:
+                for path, size in files:
+                    os.ftruncate(descriptors[path], size)
+                for done in [pool.submit(os.fsync, descriptor) for descriptor in descriptors.values()]:
+                    done.result()
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+    if writes:
+        parent = os.open(files[0][0].parent, os.O_RDONLY)
+        os.fsync(parent)
+        os.close(parent)

@@ -1,0 +1,72 @@
+"""The page cache of files: dropped, filled, and asked what it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+PAGE = mmap.PAGESIZE
+READ_BYTES = 8 * 2**20
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+
+
+def resident_fraction(paths: Iterable[Path]) -> float:
+    """Which part of the files' pages are in the page cache, as mincore says."""
+    resident = total = 0
+    for path in paths:
+        size = path.stat().st_size
+        if not size:
+            continue
+        pages = -(-size // PAGE)
+        with open(path, "rb") as file:
+            # PROT_READ, MAP_SHARED; Python's mmap hides the address that mincore wants.
+            address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+        if address in (None, ctypes.c_void_p(-1).value):
+            raise OSError(ctypes.get_errno(), "mmap", str(path))
+        vector = ctypes.create_string_buffer(pages)
+        failed = _libc.mincore(address, size, vector)
+        _libc.munmap(address, size)
+        if failed:
+            raise OSError(ctypes.get_errno(), "mincore", str(path))
+        resident += sum(byte & 1 for byte in vector.raw)
+        total += pages
+    return resident / total if total else 0.0
+
+
+def drop(paths: Iterable[Path]) -> float:
+    """Drop the files' pages; the part that stayed, which is 0 where all went well.
+
+    By posix_fadvise on each file; where pages stay (a file system may ignore it), by drop_caches where that is allowed.
+    """
+    files = list(paths)
+    for path in files:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    left = resident_fraction(files)
+    if left:
+        with contextlib.suppress(OSError):
+            DROP_CACHES.write_text("1\n")
+            left = resident_fraction(files)
+    return left
+
+
+def fill(paths: Iterable[Path]) -> float:
+    """Read the files once; the part of their pages that is in the cache then."""
+    files = list(paths)
+    buffer = bytearray(READ_BYTES)
+    for path in files:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return resident_fraction(files)

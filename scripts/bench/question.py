@@ -1,0 +1,123 @@
+"""What a question is made of: the peers that are compared, what each one does, and what a run of one gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.models import SIZES, Size
+
+SIDE = 3
+"""Peers beside the point run in every third round only."""
+
+
+class SkipPeer(Exception):
+    """This peer can't run here; the text says why."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where a run takes place."""
+
+    directory: Path
+    """Of the inputs; deleted in the end."""
+    params: str
+    """A key of `SIZES`."""
+    device: str = "cpu"
+    target: Path = Path()
+    """A new directory for what this run writes; deleted after it."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """More for the children's environment."""
+
+    @property
+    def size(self) -> Size:
+        """The model's shapes."""
+        return SIZES[self.params]
+
+    @property
+    def specs(self) -> Path:
+        """Names and shapes of the tensors."""
+        return self.directory / "specs.json"
+
+    @property
+    def source(self) -> Path:
+        """The checkpoint that is read, saved by hfshard with sha256."""
+        return self.directory / "source"
+
+    def as_json(self) -> dict[str, Any]:
+        """For a child's command line."""
+        return {**asdict(self), "directory": str(self.directory), "target": str(self.target)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Context:
+        """What `as_json` gave."""
+        return cls(**{**value, "directory": Path(value["directory"]), "target": Path(value["target"])})
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a prepared child does: phases one after another, each timed."""
+
+    phases: Sequence[tuple[str, Callable[[], object]]]
+    result: Callable[[], dict[str, Any]] = dict
+    """What it found, asked for after the measurement."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One line of a table."""
+
+    key: str
+    title: str
+    prepare: Callable[[Context], Job]
+    """Runs in the child: imports, builds the input, and returns what is to be measured. Raises SkipPeer."""
+    state: str = ""
+    """ "cold": the files that `Question.files` names are dropped from the page cache; "warm": read once before."""
+    every: int = 1
+    """Takes part in every n-th round."""
+    base: str = ""
+    """Key of the peer that it is compared with, in the same state; "" for none."""
+    limit: str = ""
+    """Key of the peer that is its limit."""
+
+    @property
+    def name(self) -> str:
+        """Unique in the question."""
+        return f"{self.key}/{self.state}" if self.state else self.key
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether hfshard itself is run: its failure is an error, not a skipped line."""
+        return self.key.startswith("hfshard")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure that issue-wide acceptance asks for."""
+
+    text: str
+    measured: str
+    is_met: bool | None
+    """None where it was not measured."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question: its peers, its inputs, and how its answer reads."""
+
+    name: str
+    title: str
+    peers: Callable[[Context], list[Peer]]
+    make_inputs: Callable[[Context], None]
+    """Runs in a child, once."""
+    files: Callable[[Context, Peer], list[Path]]
+    """The files whose pages are dropped or filled before a run."""
+    render: Callable[[dict[str, Any]], str]
+    """The section of RESULTS.md, from the raw figures."""
+    targets: Callable[[dict[str, Any]], list[Target]]
+    max_rounds: int = 99
+    around: Callable[[Context], AbstractContextManager[Context]] | None = None
+    """What has to stand while it runs, such as a server."""

@@ -1,0 +1,146 @@
+"""results.json, the raw figures, and RESULTS.md, which is rendered from it alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bench.figures import MEGABYTE, Data, ratio, runs_of, seconds, spread
+from bench.question import Target
+from bench.runner import QUESTIONS, question_of
+
+README_BEGIN = "<!-- measured: python scripts/bench/run.py --readme -->"
+README_END = "<!-- /measured -->"
+
+# (question, what, our peer, its base, phase) of the lines of the README's opening table.
+README_LINES = (
+    ("save", "save, sha256 of every file, flushed to disk", "hfshard sha256", "transformers", "save"),
+    ("save", "save, no checksum, flushed to disk", "hfshard none", "transformers", "save"),
+    ("load", "load from disk, to every byte read", "hfshard/cold", "transformers/cold", "read"),
+    ("load", "load from the page cache, to ready", "hfshard/warm", "transformers/warm", "ready"),
+    ("reshard", "re-shard to files of twice the size, from disk", "hfshard none/cold", "transformers/cold", "reshard"),
+)
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """{question: figures}; empty where there is no such file."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def write_results(results: dict[str, Any], markdown: Path) -> None:
+    """Write results.json beside RESULTS.md, and RESULTS.md of it."""
+    markdown.parent.mkdir(parents=True, exist_ok=True)
+    raw_path(markdown).write_text(dump(results), encoding="utf-8")
+    markdown.write_text(render(results), encoding="utf-8")
+
+
+def raw_path(markdown: Path) -> Path:
+    """Where the raw figures of a RESULTS.md are."""
+    return markdown.parent / "results.json"
+
+
+def dump(results: dict[str, Any]) -> str:
+    """JSON with a line for each run, so that it stays small and can be compared."""
+    raw = json.dumps(results, indent=1, ensure_ascii=False, sort_keys=True)
+    return _one_line_each(raw) + "\n"
+
+
+def render(results: dict[str, Any]) -> str:
+    """All of RESULTS.md."""
+    known = [name for name in QUESTIONS if name in results]
+    parts = [
+        "# Measured",
+        "Written by `python scripts/bench/run.py`; the raw figures are in [results.json](results.json), and"
+        " [measuring.py](measuring.py) says how each column is measured. Every run is a fresh process; peers take"
+        " turns, and a ratio is the median of the ratios of the same round (lowest–highest).",
+        "## Acceptance",
+        _acceptance(known, results),
+    ]
+    machines: list[dict[str, str]] = []
+    for name in known:
+        data, question = results[name], question_of(name)
+        parts += [f"## {question.title}", f"`{data['command']}`, {data['date']}"]
+        if data["machine"] not in machines:
+            machines.append(data["machine"])
+            parts.append(_machine(data["machine"], len(machines)))
+        else:
+            parts.append(f"On machine {machines.index(data['machine']) + 1}.")
+        parts.append(question.render(data))
+    return "\n\n".join(parts) + "\n"
+
+
+def _acceptance(known: list[str], results: dict[str, Any]) -> str:
+    lines = ["| target | measured | met | model |", "|---|---|---|---|"]
+    for name in known:
+        data = results[name]
+        for target in question_of(name).targets(data):
+            met = {True: "yes", False: "**no**", None: "–"}[target.is_met]
+            lines.append(f"| {target.text} | {target.measured} | {met} | {data['params']} |")
+    return "\n".join(lines)
+
+
+def _machine(machine: dict[str, str], number: int) -> str:
+    lines = [f"| machine {number} | |", "|---|---|", *(f"| {name} | {value} |" for name, value in machine.items())]
+    return "\n".join(lines)
+
+
+def readme_table(results: dict[str, Any]) -> str:
+    """The README's opening table, between its comments; "" where nothing for it was measured."""
+    lines = [_readme_line(results[line[0]], *line[1:]) for line in README_LINES if line[0] in results]
+    rows = [line for line in lines if line]
+    if not rows:
+        return ""
+    data = results["save"] if "save" in results else next(iter(results.values()))
+    machine = data["machine"]
+    size = f"{data['bytes'] / 1000 / MEGABYTE:.2f} GB" if data.get("bytes") else data["params"]
+    head = (
+        f"A Llama of {size} in bfloat16, medians of {data['rounds']} rounds of fresh processes, `{data['command']}`"
+        f" ({machine['CPU']}, {machine['file system'].split()[0]}, torch {machine['torch']}, transformers"
+        f" {machine['transformers']}); ratios round by round, more in [RESULTS.md](scripts/bench/RESULTS.md):"
+    )
+    table = ["| | hfshard | transformers | ratio | hfshard's peak memory |", "|---|---|---|---|---|", *rows]
+    return "\n".join([README_BEGIN, head, "", *table, README_END])
+
+
+def _readme_line(data: Data, what: str, ours: str, base: str, phase: str) -> str:
+    mine, theirs, pair = (
+        spread(seconds(run, phase) for run in runs_of(data, ours)),
+        spread(seconds(run, phase) for run in runs_of(data, base)),
+        ratio(data, ours, base, phase),
+    )
+    if mine is None or theirs is None or pair is None:
+        return ""
+    peak = max(run["peak"] for run in runs_of(data, ours))
+    shown = f"+{peak / MEGABYTE:.0f} MB"
+    return f"| {what} | {mine.median:.2f} s | {theirs.median:.2f} s | {pair.show()} | {shown} |"
+
+
+def unmet(results: dict[str, Any]) -> list[Target]:
+    """The targets that were measured and not met."""
+    return [
+        target
+        for name in QUESTIONS
+        if name in results
+        for target in question_of(name).targets(results[name])
+        if target.is_met is False
+    ]
+
+
+def _one_line_each(raw: str) -> str:
+    lines: list[str] = []
+    depth_of_runs = -1
+    for line in raw.splitlines():
+        depth = len(line) - len(line.lstrip())
+        if depth_of_runs < 0 and line.strip() == '"runs": [':
+            depth_of_runs = depth
+            lines.append(line)
+        elif depth_of_runs >= 0 and depth == depth_of_runs + 1 and line.strip() == "{":
+            lines.append(line)
+        elif depth_of_runs >= 0 and depth > depth_of_runs:
+            lines[-1] += line.strip() + (" " if line.endswith((",", ":")) else "")
+        else:
+            depth_of_runs = -1
+            lines.append(line)
+    return "\n".join(lines)

@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""How long a save takes, and what memory: hfshard (flushed, hashed) and its peers, into a new directory each time."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # `bench` is a package of scripts/
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from bench.direct_io import aligned, anonymous, write_files
+from bench.figures import MIB, Data, at_most, cpu_of, highest, ratio, skipped, table
+from bench.inputs import make_specs
+from bench.models import make_flat_tensors, make_model, make_tensors, total_bytes
+from bench.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
+
+BASE, LIMIT = "transformers", "limit"
+OURS = ("hfshard sha256", "hfshard xxh3", "hfshard none")
+VIEWS = ("hfshard strided", "hfshard flat")
+PEAK_MIB = 64
+
+
+def peers(context: Context) -> list[Peer]:
+    """The lines of the table."""
+
+    def line(key: str, title: str, prepare: Callable[[Context], Job], every: int = 1) -> Peer:
+        return Peer(key, title, prepare, every=every, base=BASE, limit=LIMIT)
+
+    return [
+        line(BASE, "transformers `save_pretrained` (not flushed, not hashed)", with_transformers),
+        line("hfshard sha256", "hfshard, sha256", lambda context: with_hfshard(context, "sha256")),
+        line("hfshard xxh3", "hfshard, xxh3", lambda context: with_hfshard(context, "xxh3")),
+        line("hfshard none", "hfshard, no checksum", lambda context: with_hfshard(context, None)),
+        line(LIMIT, "the limit: O_DIRECT from memory, flushed", at_the_limit),
+        line("hfshard strided", "hfshard, no checksum, transposed views", strided, SIDE),
+        line("hfshard flat", "hfshard, no checksum, views of one buffer", flat, SIDE),
+        line("huggingface_hub", "huggingface_hub `save_torch_model`", with_hub, SIDE),
+        line("safetensors", "safetensors `save_file`, a file at a time", with_safetensors, SIDE),
+        line("torch.save", "`torch.save`, one file", with_torch, SIDE),
+        line("torch DCP", "torch DCP, `FileSystemWriter` (flushed)", with_dcp, SIDE),
+    ]
+
+
+def with_transformers(context: Context) -> Job:
+    """Upstream."""
+    model = make_model(context.size, context.specs)
+    return Job(
+        [("save", lambda: model.save_pretrained(context.target, max_shard_size=context.size.shard_size))],
+        lambda: written(context),
+    )
+
+
+def with_hfshard(context: Context, checksum: Any) -> Job:
+    """The same call of ours on the same model."""
+    import hfshard
+
+    hfshard.save_model  # noqa: B018  imported before the clock starts
+    model = make_model(context.size, context.specs)
+    size = context.size.shard_size
+    return Job(
+        [("save", lambda: hfshard.save_model(model, context.target, max_shard_size=size, checksum=checksum))],
+        lambda: written(context),
+    )
+
+
+def strided(context: Context) -> Job:
+    """Every matrix transposed: no tensor's bytes lie in order."""
+    return _state_dict(context, {name: tensor.t() for name, tensor in make_tensors(context.specs).items()})
+
+
+def flat(context: Context) -> Job:
+    """Every tensor a piece of one buffer."""
+    return _state_dict(context, make_flat_tensors(context.specs))
+
+
+def _state_dict(context: Context, tensors: dict[str, Any]) -> Job:
+    import hfshard
+
+    hfshard.save_state_dict  # noqa: B018
+    size = context.size.shard_size
+    return Job(
+        [("save", lambda: hfshard.save_state_dict(tensors, context.target, max_shard_size=size, checksum=None))],
+        lambda: written(context),
+    )
+
+
+def with_hub(context: Context) -> Job:
+    """huggingface_hub's own sharded save."""
+    from huggingface_hub import save_torch_model
+
+    model = make_model(context.size, context.specs)
+    size = context.size.shard_size
+    return Job(
+        [("save", lambda: save_torch_model(model, context.target, max_shard_size=size))], lambda: written(context)
+    )
+
+
+def with_safetensors(context: Context) -> Job:
+    """The plain writer, one shard after another, as the plan of hfshard cuts them."""
+    from safetensors.torch import save_file
+
+    import hfshard
+
+    tensors = make_tensors(context.specs)
+    plan = hfshard.plan_shards(tensors, context.size.shard_size)
+
+    def save() -> None:
+        for shard in plan.shards:
+            save_file({name: tensors[name] for name in shard.names}, context.target / shard.file)
+
+    return Job([("save", save)], lambda: written(context))
+
+
+def with_torch(context: Context) -> Job:
+    """A pickle."""
+    import torch
+
+    tensors = make_tensors(context.specs)
+    return Job([("save", lambda: torch.save(tensors, context.target / "pytorch_model.bin"))], lambda: written(context))
+
+
+def with_dcp(context: Context) -> Job:
+    """torch.distributed.checkpoint in one process, with as many threads as there are cores."""
+    dcp: Any = import_module("torch.distributed.checkpoint")
+    warnings.simplefilter("ignore")
+    tensors = make_tensors(context.specs)
+    writer = dcp.FileSystemWriter(context.target, thread_count=os.cpu_count() or 1)
+    return Job(
+        [("save", lambda: dcp.save(tensors, storage_writer=writer, no_dist=True))],
+        lambda: written(context),
+    )
+
+
+def at_the_limit(context: Context) -> Job:
+    """As many bytes, from aligned memory, into files of the shards' size."""
+    from numpy import frombuffer, random, uint64
+
+    from hfshard.size import parse_size
+
+    total, shard_bytes = total_bytes(context.specs), parse_size(context.size.shard_size)
+    files = [
+        (context.target / f"{at // shard_bytes}", min(shard_bytes, total - at)) for at in range(0, total, shard_bytes)
+    ]
+    memory = anonymous(sum(aligned(size) for _, size in files))
+    words = frombuffer(memory, dtype=uint64)
+    generator = random.Generator(random.SFC64(1))
+    for at in range(0, words.size, MIB):
+        piece = words[at : at + MIB]
+        piece[:] = generator.integers(0, 2**64, size=piece.size, dtype=uint64)
+    del words, piece
+    try:
+        write_files(anonymous(aligned(1)), [(context.directory / "probe", 1)])
+    except OSError as error:
+        raise SkipPeer(f"no O_DIRECT here: {error}") from error
+    finally:
+        (context.directory / "probe").unlink(missing_ok=True)
+    return Job([("save", lambda: write_files(memory, files))], lambda: written(context))
+
+
+def written(context: Context) -> dict[str, Any]:
+    """What is in the target: too little means that it was no save.
+
+    Raises:
+        RuntimeError: Fewer bytes than the tensors have.
+    """
+    found = sum(path.stat().st_size for path in context.target.rglob("*") if path.is_file())
+    if found < total_bytes(context.specs):
+        raise RuntimeError(f"only {found} bytes were saved")
+    return {"bytes": found}
+
+
+def render(data: Data) -> str:
+    """The section of RESULTS.md."""
+    return "\n\n".join(
+        filter(
+            None,
+            [
+                "A new empty directory each time. hfshard's time includes the fsync of every file and of the directory;"
+                " of the peers only DCP flushes.",
+                table(data, list(data["peers"]), [("save", "")]),
+                skipped(data),
+            ],
+        )
+    )
+
+
+def targets(data: Data) -> list[Target]:
+    """What issue-wide acceptance asks for."""
+    found = [Target("save, sha256: time ≤ 0.5 × transformers", *at_most(0.5, ratio(data, OURS[0], BASE)))]
+    for name in OURS[1:]:
+        what = f"save, {name.removeprefix('hfshard ')}"
+        found += [
+            Target(f"{what}: time ≤ 0.22 × transformers", *at_most(0.22, ratio(data, name, BASE))),
+            Target(f"{what}: CPU ≤ 0.2 × transformers", *at_most(0.2, ratio(data, name, BASE, value=cpu_of))),
+            Target(f"{what}: time ≤ 1.3 × the limit", *at_most(1.3, ratio(data, name, LIMIT))),
+        ]
+    for names, what in ((OURS, "contiguous"), (VIEWS[:1], "strided"), (VIEWS[1:], "flat buffer")):
+        peak = highest(data, names, "peak")
+        shown = at_most(PEAK_MIB, peak / MIB if peak is not None else None, 1, " MiB")
+        found.append(Target(f"save, {what}: peak memory ≤ {PEAK_MIB} MiB more", *shown))
+    return found
+
+
+QUESTION = Question("save", "Save", peers, make_specs, lambda context, peer: [], render, targets)
+
+if __name__ == "__main__":
+    from bench.run import main
+
+    sys.exit(main(["save", *sys.argv[1:]]))
