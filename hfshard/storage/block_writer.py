@@ -12,10 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from hfshard.constants import DATA_ALIGNMENT
-from hfshard.storage.direct import aligned_block, allocate, is_direct_wanted, set_direct
-
-BLOCK_BYTES: Final = 1024 * 1024
-"""Bytes of one write: enough for any disk, and what was hashed is still in the core's cache when it is copied."""
+from hfshard.storage.direct import BLOCK_BYTES, aligned_block, allocate, is_direct_wanted, set_direct
 
 _BLOCKS: Final = 4
 """Blocks of a file that are filled or under way at once."""

@@ -12,6 +12,9 @@ from typing import Final
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.durable import UNSUPPORTED
 
+BLOCK_BYTES: Final = 1024 * 1024
+"""Bytes of one read or write: enough for any disk, and what is hashed and then copied is still in the core's cache."""
+
 DIRECT_VARIABLE: Final = "HFSHARD_DIRECT"
 """The environment variable that turns O_DIRECT off (0), or on for small files too (1)."""
 

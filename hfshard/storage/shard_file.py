@@ -11,6 +11,8 @@ import torch
 
 from hfshard.constants import COPY_BYTES, MAX_HEADER_BYTES, METADATA_KEY, SAMPLE_BYTES
 from hfshard.errors import DamagedCheckpointError, IntegrityError
+from hfshard.storage.block_reader import read_blocks
+from hfshard.storage.direct import BLOCK_BYTES
 from hfshard.storage.dtypes import TORCH_DTYPES, torch_shape
 from hfshard.storage.header import LENGTH_BYTES, Header, TensorSlot, parse_header, read_header_length, remedy
 from hfshard.storage.index import FileRecord, OwnMetadata, parse_single_file_metadata
@@ -89,7 +91,7 @@ class ShardFile:
         """The tensors that are complex, and stored as real pairs."""
         return self._pairs
 
-    def blocks(self, slot: TensorSlot, block_bytes: int = COPY_BYTES) -> Iterator[memoryview]:
+    def blocks(self, slot: TensorSlot, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
         """A tensor's bytes, `block_bytes` at a time and then what is left, read into one buffer.
 
         A block is valid until the next one is asked for.
@@ -97,17 +99,12 @@ class ShardFile:
         Raises:
             DamagedCheckpointError: The file became shorter since it was opened.
         """
-        buffer = memoryview(bytearray(min(block_bytes, slot.nbytes)))
-        start, at = self.header.data_start + slot.begin, 0
-        while at < slot.nbytes:
-            block, filled = buffer[: slot.nbytes - at], 0
-            while filled < len(block):
-                count = os.preadv(self._fd, [block[filled:]], start + at + filled)
-                if count == 0:
-                    raise self._shorter()
-                filled += count
+        count_bytes = 0
+        for block in read_blocks(self._fd, self.header.data_start + slot.begin, slot.nbytes, block_bytes):
+            count_bytes += len(block)
             yield block
-            at += filled
+        if count_bytes != slot.nbytes:
+            raise self._shorter()
 
     def sample(self) -> str:
         """The sample of the file as it is now (see `integrity`)."""
@@ -120,11 +117,17 @@ class ShardFile:
                 sample.update(os.pread(self._fd, min(slot.nbytes, SAMPLE_BYTES), self.header.data_start + slot.begin))
         return sample.hexdigest()
 
-    def digest(self, kind: str, on_bytes: Callable[[int], object] | None = None) -> str:
-        """The checksum of the whole file as it is now; `kind` is a key of `HASHERS`."""
+    def digest(self, kind: str, on_bytes: Callable[[int], object] | None = None, *, to_cache: bool = False) -> str:
+        """The checksum of the whole file as it is now.
+
+        Args:
+            kind: A key of `HASHERS`.
+            on_bytes: Told the bytes that were hashed.
+            to_cache: Whether the file is to be in the page cache afterwards, as its tensors will be read.
+        """
         hasher = HASHERS[kind]()
         hasher.update(self._blank_header())
-        for block in self._blocks(self.header.data_start, self.size - self.header.data_start):
+        for block in self._data(to_cache=to_cache):
             hasher.update(block)
             if on_bytes is not None:
                 on_bytes(len(block))
@@ -145,7 +148,7 @@ class ShardFile:
         recorded = HASHERS[kind]() if expected is not None else None
         if recorded is not None:
             recorded.update(self._blank_header())
-        for block in self._blocks(self.header.data_start, self.size - self.header.data_start):
+        for block in self._data():
             plain.update(block)
             if recorded is not None:
                 recorded.update(block)
@@ -164,14 +167,16 @@ class ShardFile:
         if sample and record.sample is not None and (found := self.sample()) != record.sample:
             raise self._differs("sample", record.sample, found)
 
-    def check_digest(self, record: FileRecord, on_bytes: Callable[[int], object] | None = None) -> None:
-        """Compare the whole file's checksum with the recorded one, if there is one.
+    def check_digest(
+        self, record: FileRecord, on_bytes: Callable[[int], object] | None = None, *, to_cache: bool = False
+    ) -> None:
+        """Compare the whole file's checksum with the recorded one, if there is one (arguments as in `digest`).
 
         Raises:
             IntegrityError: They differ.
         """
         for kind, expected in (("sha256", record.sha256), ("xxh3", record.xxh3)):
-            if expected is not None and (found := self.digest(kind, on_bytes)) != expected:
+            if expected is not None and (found := self.digest(kind, on_bytes, to_cache=to_cache)) != expected:
                 raise self._differs(kind, expected, found, self.damaged_tensors(record))
 
     def damaged_tensors(self, record: FileRecord) -> list[str]:
@@ -185,15 +190,12 @@ class ShardFile:
         return [
             slot.name
             for slot, digest in zip(slots, expected, strict=True)
-            if tensor_digest(self._blocks(self.header.data_start + slot.begin, slot.nbytes)) != digest
+            if tensor_digest(read_blocks(self._fd, self.header.data_start + slot.begin, slot.nbytes)) != digest
         ]
 
-    def _blocks(self, start: int, count_bytes: int) -> Iterator[memoryview]:
-        """Bytes of the file, read block by block into one buffer: a block is valid until the next is asked for."""
-        buffer, at, end = memoryview(bytearray(min(COPY_BYTES, count_bytes))), start, start + count_bytes
-        while at < end and (count := os.preadv(self._fd, [buffer[: end - at]], at)):
-            yield buffer[:count]
-            at += count
+    def _data(self, *, to_cache: bool = False) -> Iterator[memoryview]:
+        start = self.header.data_start
+        return read_blocks(self._fd, start, self.size - start, to_cache=to_cache)
 
     def _differs(self, what: str, expected: Any, actual: Any, damaged: Sequence[str] = ()) -> IntegrityError:
         shown = ", ".join(f"'{name}'" for name in damaged[:10]) + (" and more" if len(damaged) > 10 else "")

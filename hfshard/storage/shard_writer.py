@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from hfshard.constants import FORMAT_VERSION, METADATA_KEY, SAMPLE_BYTES
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.block_writer import BLOCK_BYTES, BlockWriter
+from hfshard.storage.block_writer import BlockWriter
+from hfshard.storage.direct import BLOCK_BYTES
 from hfshard.storage.durable import copy_mode, sync, write_all
 from hfshard.storage.header import build_header
 from hfshard.storage.index import FileRecord, single_file_metadata

@@ -14,7 +14,8 @@ import torch
 
 import hfshard
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.block_writer import BLOCK_BYTES, BlockWriter
+from hfshard.storage.block_writer import BlockWriter
+from hfshard.storage.direct import BLOCK_BYTES
 
 SIZE = 5 * 1024 * 1024 + 4096 * 3 + 77
 """More than the blocks that are under way at once, and an end that is no multiple of anything."""
