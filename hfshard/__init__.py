@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hfshard.load import load_model, load_state_dict
     from hfshard.mixin import ShardedModelMixin
     from hfshard.plan import ShardPlan, plan_shards
+    from hfshard.reshard import reshard_checkpoint
     from hfshard.save import save_model, save_state_dict
     from hfshard.size import parse_size
     from hfshard.storage.index import CheckpointIndex
@@ -34,6 +35,7 @@ __all__ = [
     "plan_shards",
     "pull_checkpoint",
     "push_checkpoint",
+    "reshard_checkpoint",
     "save_model",
     "save_state_dict",
     "verify_checkpoint",
@@ -53,6 +55,7 @@ _HOMES = {
     "plan_shards": "plan",
     "pull_checkpoint": "hub.pull",
     "push_checkpoint": "hub.push",
+    "reshard_checkpoint": "reshard",
     "save_model": "save",
     "save_state_dict": "save",
     "verify_checkpoint": "verify",

@@ -40,8 +40,16 @@ SAMPLE_BYTES: Final = 4096
 SAMPLE_TENSORS: Final = 1024
 """At most so many tensors of a file go into its `sample`, evenly chosen."""
 
+MAX_OTHER_BYTES: Final = 256 * 1024 * 1024
+"""The largest file beside the weights that comes with a checkpoint: tokenizers have up to 35 MB; a data set stays."""
+
 SAFETENSORS_SUFFIX: Final = ".safetensors"
 BIN_SUFFIX: Final = ".bin"
+WEIGHTS_SUFFIXES: Final = (
+    SAFETENSORS_SUFFIX, BIN_SUFFIX, ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".h5", ".msgpack",
+    ".tflite", ".ot", ".pkl", ".mlmodel", ".mlpackage", ".npz", ".llamafile", ".engine",
+)  # fmt: skip
+"""Of files that hold weights, of whatever library."""
 CONFIG_NAME: Final = "config.json"
 GENERATION_CONFIG_NAME: Final = "generation_config.json"
 ADAPTER_CONFIG_NAME: Final = "adapter_config.json"

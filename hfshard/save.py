@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -172,19 +172,24 @@ def is_pretrained(model: object) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
-def save_request(request: SaveRequest, save_directory: str | os.PathLike[str]) -> CheckpointIndex:
-    """Plan, write, index, commit."""
+def save_request(
+    request: SaveRequest, save_directory: str | os.PathLike[str], check: Callable[[], None] = lambda: None
+) -> CheckpointIndex:
+    """Plan, write, index, commit; `check` is called when the directory is locked, and just before the commit."""
     directory = os.fspath(save_directory)
     plan = plan_request(request)
     with save_session(directory, request.names) as session:
+        check()
         plan = with_free_names(plan, session, request)
-        session.check_space(plan.total_size)
-        with bytes_bar("Saving", plan.total_size, request.progress) as on_bytes:
+        need_bytes = plan.total_size + sum(file.size for file in request.others.values())
+        session.check_space(need_bytes)
+        with bytes_bar("Saving", need_bytes, request.progress) as on_bytes:
             new, index = stage(plan, session, request, on_bytes)
             if must_rename(plan, new, index, session):
                 session.empty_staging()
                 plan = until_free(with_one_more_shard(plan, request.names), session, request.names)
                 new, index = stage(plan, session, request, None)
+        check()
         session.commit(plan_transition(session.state, new))
     logger.info("Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), plan.total_size, directory)
     return index

@@ -58,6 +58,8 @@ class Source:
     """From the Hub: whether the repo's code is needed too."""
     may_be_adapter: bool = False
     """From the Hub: whether an adapter will do."""
+    has_others: bool = False
+    """From the Hub: whether what lies beside the checkpoint is needed too: tokenizer, README."""
 
     def place(self, progress: bool | None = None) -> Place:
         """Where it lies; what is on the Hub is brought into the cache first."""
@@ -74,6 +76,7 @@ class Source:
             cache_dir=self.cache_dir,
             local_files_only=self.local_files_only,
             force_download=self.force_download,
+            with_others=self.has_others,
             progress=progress,
         )
         return Place(chosen.directory, self.path, chosen.commit)

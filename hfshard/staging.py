@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from hfshard.constants import README
 from hfshard.errors import InvalidArgumentError
 from hfshard.plan import Packing, ShardPlan, plan_specs, with_one_more_shard
+from hfshard.storage.beside import BesideFile
 from hfshard.storage.commit import SaveSession
 from hfshard.storage.index import CheckpointIndex, FileRecord, own_metadata
 from hfshard.storage.integrity import TENSOR_DIGEST_HEX, Checksum, sha256_of
@@ -42,6 +44,8 @@ class SaveRequest:
     total_parameters: int | None = None
     config: bytes | None = None
     extras: Mapping[str, bytes] = field(default_factory=dict)
+    others: Mapping[str, BesideFile] = field(default_factory=dict)
+    """Files of another directory that go along: they are copied, and are no part of the checkpoint."""
     progress: bool | None = None
 
     @property
@@ -145,7 +149,20 @@ def stage(
     files = {shard.file: record for shard, record in zip(plan.shards, records, strict=True)}
     digest = digest_of([index_json] if index_json is not None else [repr(files).encode()])
     keys = list(plan.weight_map)
-    return NewCheckpoint(staged, keys, index_json, request.config, dict(request.extras), digest), index
+    others = _stage_others(session, request, on_bytes)
+    return NewCheckpoint(staged, keys, index_json, request.config, dict(request.extras), digest, others), index
+
+
+def _stage_others(
+    session: SaveSession, request: SaveRequest, on_bytes: Callable[[int], object] | None
+) -> dict[str, str]:
+    staged = {}
+    for number, (name, file) in enumerate(request.others.items()):
+        if name == README and name in session.state.listing:
+            continue  # the user's own
+        staged[name] = f"{number:05d}.other"
+        file.copy_to(os.path.join(session.staging, staged[name]), session.status_of(name), on_bytes)
+    return staged
 
 
 def shard_jobs(

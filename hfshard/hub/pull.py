@@ -123,6 +123,7 @@ def fetch_checkpoint(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     force_download: bool = False,
+    with_others: bool = False,
     progress: bool | None = None,
 ) -> Chosen:
     """Bring what a load needs into the cache, all of one commit.
@@ -134,6 +135,7 @@ def fetch_checkpoint(
         repo_id: "org/name".
         wanted: Which checkpoint, and how much of it.
         revision, token, cache_dir, local_files_only, force_download, progress: As in `pull_checkpoint`.
+        with_others: Bring what lies beside the checkpoint too, as `pull_checkpoint` does.
 
     Raises:
         Everything that `pull_checkpoint` raises.
@@ -141,12 +143,12 @@ def fetch_checkpoint(
     fetching = _Fetching(repo_id, revision, token, cache_dir, progress, force=force_download)
     if _is_offline(local_files_only):
         return fetching.from_cache(wanted, local_files_only=local_files_only)
-    if is_commit(revision) and not force_download:
+    if is_commit(revision) and not force_download and not with_others:
         try:
             return choose(Cached(fetching.cache, str(revision), repo_id, is_sure=True), wanted)
         except NotCachedError as error:
             logger.debug("%s: the Hub is asked.", error)
-    return fetching.from_hub(wanted)
+    return fetching.from_hub(wanted, with_others=with_others)
 
 
 def resolve(

@@ -16,7 +16,9 @@ from hfshard.constants import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
     MAX_INDEX_BYTES,
+    MAX_OTHER_BYTES,
     SAFETENSORS_SUFFIX,
+    WEIGHTS_SUFFIXES,
 )
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.storage.checkpoint import FilesOf
@@ -24,15 +26,6 @@ from hfshard.storage.index import CheckpointIndex
 from hfshard.storage.locate import Kind, explicit_of, read_config
 from hfshard.storage.names import INDEX_FILE, WeightNames
 from hfshard.storage.regular_file import read_small
-
-WEIGHTS_SUFFIXES: Final = (
-    SAFETENSORS_SUFFIX, BIN_SUFFIX, ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".h5", ".msgpack",
-    ".tflite", ".ot", ".pkl", ".mlmodel", ".mlpackage", ".npz", ".llamafile", ".engine",
-)  # fmt: skip
-"""Of files that hold weights, of whatever library."""
-
-MAX_OTHER_BYTES: Final = 256 * 1024 * 1024
-"""The largest file beside the weights that comes with a checkpoint: tokenizers have up to 35 MB; a data set stays."""
 
 _OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-")
 """How the weights of a checkpoint and of its variants begin: of those only the chosen ones come."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from hfshard.constants import COPY_BYTES
+from hfshard.constants import COPY_BYTES, WEIGHTS_SUFFIXES
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.cache import RepoCache
 from hfshard.hub.download import bring, bytes_to_bring
-from hfshard.hub.selection import WEIGHTS_SUFFIXES
 from hfshard.hub.transport import Remote
 from hfshard.progress import bytes_bar
 

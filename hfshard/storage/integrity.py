@@ -43,9 +43,14 @@ def new_sample() -> Hasher:
     return xxhash.xxh3_128()
 
 
+def tensor_hasher() -> Hasher:
+    """The hash that the digest of one tensor is made with."""
+    return xxhash.xxh3_64()
+
+
 def tensor_digest(blocks: Iterable[Any]) -> str:
     """The digest of one tensor's bytes, by which a damaged one is told from the rest of its file."""
-    hasher = xxhash.xxh3_64()
+    hasher = tensor_hasher()
     for block in blocks:
         hasher.update(block)
     return hasher.hexdigest()

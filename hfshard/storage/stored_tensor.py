@@ -42,8 +42,7 @@ class StoredTensor:
 
     form: StoredForm
     blocks: Callable[[int], Iterator[memoryview]]
-    """Its bytes, at most so many at a time. A block is valid until the next one is asked for; all but the last have
-    that very size."""
+    """Its bytes, at most so many at a time. A block is valid until the next one is asked for."""
 
 
 Storable = torch.Tensor | StoredTensor

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -91,18 +92,19 @@ def _copied_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryvie
     rows = block_bytes // row_bytes
     for start in range(0, tensor.shape[0], rows):
         block = tensor[start : start + rows]
-        yield memory_of(_buffer(block).copy_(block))
+        yield memory_of(own_memory(block.shape, block.dtype).copy_(block))
 
 
-def _buffer(block: torch.Tensor) -> torch.Tensor:
+def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Contiguous memory for a block; a large one has pages of its own, which go back to the system with it.
 
     The C library would keep them: two threads that copied a transposed model held 130 MiB.
     """
-    if tensor_nbytes(block) < _OWN_PAGES_BYTES:
-        return torch.empty(block.shape, dtype=block.dtype, device="cpu")
-    pages = mmap.mmap(-1, tensor_nbytes(block), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=block.dtype).view(block.shape)
+    nbytes = prod(shape) * dtype.itemsize
+    if nbytes < _OWN_PAGES_BYTES:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

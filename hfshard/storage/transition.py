@@ -39,6 +39,10 @@ class NewCheckpoint:
     """Other small files that belong to it: generation_config.json, custom code."""
     digest: str
     """Hex that names this content, for the names of a commit under way."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """What goes along with it, staged as the shards are: a tokenizer's files, a README."""
+    keeps: frozenset[str] = frozenset()
+    """Shards of the old checkpoint that are shards of the new one too, and stay where they are."""
 
     @property
     def is_sharded(self) -> bool:
@@ -118,6 +122,7 @@ def _into_empty(old: DirectoryState, new: NewCheckpoint) -> Transition:
         todo.put(CONFIG_NAME, config)
     for name, content in new.extras.items():
         todo.put(name, content)
+    todo.place(new.others)
     if new.index is not None:
         todo.put(old.names.index, new.index)
     todo.sync()
@@ -230,6 +235,7 @@ def _new_extras(todo: Transition, old: DirectoryState, new: NewCheckpoint) -> No
     for name, content in new.extras.items():
         if name not in old.listing:
             todo.put(name, content)
+    todo.place({name: staged for name, staged in new.others.items() if name not in old.listing})
 
 
 def _follow(todo: Transition, old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> None:
@@ -240,6 +246,7 @@ def _follow(todo: Transition, old: DirectoryState, new: NewCheckpoint, config: b
     for name, content in new.extras.items():
         if name in old.listing:
             todo.put(name, content)
+    todo.place({name: staged for name, staged in new.others.items() if name in old.listing})
     if len(todo.steps) > before:
         todo.sync()
 
@@ -265,7 +272,7 @@ def _remove_old(todo: Transition, old: DirectoryState, doomed: set[str]) -> None
 
 def _leftovers(old: DirectoryState, new: NewCheckpoint) -> set[str]:
     """What the old checkpoint owned and the new one does not."""
-    kept = set(new.shards) | set(new.extras) | ({old.names.index} if new.is_sharded else set())
+    kept = {*new.shards, *new.keeps, *new.extras, *new.others} | ({old.names.index} if new.is_sharded else set())
     made_on_the_way = {old.names.placeholder} if not (old.has_index or old.has_single) and old.has_bins else set()
     return (set(old.owned) | (made_on_the_way if new.is_sharded else set())) - kept
 

@@ -1,0 +1,226 @@
+"""Re-shards a checkpoint: the bytes of its tensors go into files of another size, and are never decoded."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import torch
+
+from hfshard.constants import (
+    CONFIG_NAME,
+    DEFAULT_MAX_SHARD_SIZE,
+)
+from hfshard.errors import CheckpointChangedError, InvalidArgumentError
+from hfshard.hub.address import directory_of
+from hfshard.hub.directory_marker import is_marked
+from hfshard.plan import Packing
+from hfshard.regroup import regroup
+from hfshard.save import save_request
+from hfshard.size import parse_size
+from hfshard.source import Place, Source, opened
+from hfshard.staging import SaveRequest
+from hfshard.storage.beside import files_beside
+from hfshard.storage.checkpoint import OpenCheckpoint
+from hfshard.storage.index import CheckpointIndex
+from hfshard.storage.integrity import Checksum, check_checksum
+from hfshard.storage.names import WeightNames
+from hfshard.storage.regular_file import Identity, identity_of
+from hfshard.storage.stored_checkpoint import is_recorded
+from hfshard.stored_request import with_dtype, with_tensors
+
+logger = logging.getLogger(__name__)
+
+_FLOATS: Final = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
+"""What tensors can be cast to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resharded:
+    """What came of it."""
+
+    directory: str
+    index: CheckpointIndex
+    source: str
+    """The directory that the tensors were read from."""
+    files_before: dict[str, int]
+    """The source's files of weights, and their bytes."""
+    is_compared: bool
+    """Whether every byte was compared with a checksum on the way; else the source has none."""
+    others: tuple[str, ...]
+    """Files that were copied along."""
+
+
+def reshard_checkpoint(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+    *,
+    packing: Packing = "greedy",
+    dtype: str | torch.dtype | None = None,
+    low_disk: bool = False,
+    checksum: Checksum | None = "sha256",
+    variant: str | None = None,
+    use_safetensors: bool | None = None,
+    subfolder: str = "",
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    progress: bool | None = None,
+) -> CheckpointIndex:
+    """Save a checkpoint once more in files of another size, durably and all or nothing; pickles become safetensors.
+
+    The bytes of tensors are copied through a few buffers and compared with the checksums that the source has of them;
+    of a checkpoint that hfshard did not save, the structure alone can be checked. What is written is what a save of
+    the same tensors with the same arguments writes, bit for bit. Their order is that of the source's files and of the
+    bytes in them (of a pickle, that of its state dict): the order of the state dict that was saved, but where dtypes
+    of several sizes are mixed, or a tensor was too large for its file. Aliases, complex tensors, and the metadata of
+    index and files carry over; what stands in the `__metadata__` of a single file comes to stand in the index too.
+
+    config.json and generation_config.json go with the weights. Into another directory go also the other files at the
+    top level that are no weights and have at most 256 MiB: tokenizer, README (where there is none), code.
+
+    Args:
+        src: A directory, a repo of the Hub, or a directory that serves as a hub.
+        dst: Where to. The same directory: in place; what stands there loads until the new files are whole.
+        max_shard_size, packing, checksum, progress: As in `save_state_dict`.
+        dtype: Cast the floating tensors ("bfloat16", "float16", "float32", "float64"), block by block, and say so in
+            config.json. Integers, complex numbers and fp8 stay; a quantized checkpoint is refused.
+        low_disk: In place only, and sharded safetensors only: in groups of files, so that at no time more than one
+            shard (of the old or the new size, whichever is larger) is on the disk twice. Each group is committed by
+            itself: a run that was killed leaves a whole checkpoint, and another run goes on. A new file is made of
+            whole old ones, or of parts of one: there may be a few more files than without.
+        variant: Of the source, and of what is written.
+        use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
+        subfolder, revision, token, cache_dir, local_files_only: As in `load_state_dict`.
+
+    Returns:
+        The index of what was written.
+
+    Raises:
+        InvalidSizeError, InvalidArgumentError: Before anything is touched: `dst` lies in `src`, `low_disk` with
+            another directory, a dtype that nothing is cast to.
+        IntegrityError: A tensor of the source is damaged; nothing was changed (with low_disk: its group was not).
+        CheckpointChangedError: Somebody else saved over the source meanwhile; nothing was changed.
+        Everything that `load_state_dict` and `save_state_dict` raise.
+    """
+    source = Source(os.fspath(src), subfolder, variant, use_safetensors, revision, token, cache_dir, local_files_only)
+    return resharded(
+        source, os.fspath(dst), max_shard_size,
+        packing=packing, dtype=dtype, low_disk=low_disk, checksum=checksum, progress=progress,
+    ).index  # fmt: skip
+
+
+def resharded(
+    source: Source,
+    dst: str,
+    max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+    *,
+    packing: Packing = "greedy",
+    dtype: str | torch.dtype | None = None,
+    low_disk: bool = False,
+    checksum: Checksum | None = "sha256",
+    progress: bool | None = None,
+) -> Resharded:
+    """`reshard_checkpoint`, and what there is to tell of it."""
+    limit, floating = parse_size(max_shard_size), _floating(dtype)
+    check_checksum(checksum)
+    names, local = WeightNames(source.variant), source.local_place()
+    is_in_place = local is not None and _is_same(local.directory, dst)
+    if low_disk and (not is_in_place or floating is not None):
+        raise InvalidArgumentError(
+            "low_disk re-shards a checkpoint in place and as it is: give the same directory twice, and no dtype.",
+            path=dst,
+        )
+    place = local or replace(source, has_others=True).place(progress)
+    _check_places(source, place, dst, is_in_place=is_in_place)
+    with opened(source, "structure", progress, place) as checkpoint:
+        if is_in_place:
+            _check_in_place(checkpoint, low_disk=low_disk)
+        request = with_tensors(SaveRequest({}, names, limit, packing, checksum, progress=progress), checkpoint)
+        if floating is not None:
+            request = with_dtype(request, floating, checkpoint.directory)
+        if not is_in_place:
+            request = replace(request, others=files_beside(checkpoint.directory, {CONFIG_NAME, *request.extras}))
+        files, is_compared = _weights(checkpoint), is_recorded(checkpoint)
+        if not is_compared:
+            logger.info("'%s' has no checksums: its structure was checked, its bytes can't be.", checkpoint.entry)
+        save = partial(regroup, checkpoint) if low_disk else save_request
+        index = save(request, dst, partial(_check_unchanged, checkpoint, _identities(checkpoint)))
+    return Resharded(dst, index, place.directory, files, is_compared, tuple(request.others))
+
+
+def _floating(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in _FLOATS:
+        raise InvalidArgumentError(f"dtype must be one of {', '.join(_FLOATS)}, or None to leave it, and is {dtype!r}.")
+    return _FLOATS[name]
+
+
+def _is_same(directory: str, other: str) -> bool:
+    return os.path.isdir(other) and os.path.samefile(directory, other)
+
+
+def _check_places(source: Source, place: Place, dst: str, *, is_in_place: bool) -> None:
+    """Refuse to write into the source, but for a checkpoint that is replaced; what a hub keeps is nobody's to write."""
+    root, target = os.path.realpath(place.directory), os.path.realpath(dst)
+    hub = os.path.realpath(directory_of(source.path) or source.path)
+    is_hub = place.commit is not None or is_marked(hub)
+    roots = [root, hub] if is_hub else [root]
+    if any(target.startswith(above.rstrip("/") + "/") or (is_hub and target == above) for above in roots):
+        what = "what a hub keeps" if is_hub else "the checkpoint that is re-sharded"
+        todo = "" if is_hub else ", or the source itself to re-shard in place"
+        raise InvalidArgumentError(f"'{dst}' lies in {what}: give a directory outside{todo}.", path=dst)
+    if is_in_place and is_hub:
+        raise InvalidArgumentError(f"'{dst}' is of what a hub keeps: give a directory outside.", path=dst)
+
+
+def _check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:
+    if not checkpoint.pickles:
+        return
+    if low_disk:
+        raise InvalidArgumentError(
+            f"low_disk is for safetensors, and '{checkpoint.entry}' is a pickle. Convert it without low_disk.",
+            path=checkpoint.entry,
+        )
+    names = checkpoint.names
+    for name in (names.single, names.index):
+        if os.path.lexists(os.path.join(checkpoint.directory, name)):
+            raise InvalidArgumentError(
+                f"'{checkpoint.directory}' has '{name}' too, which is what is loaded: converting the pickles in place "
+                "would replace it. Give another directory, or remove what is old.",
+                path=checkpoint.directory,
+            )
+
+
+def _weights(checkpoint: OpenCheckpoint) -> dict[str, int]:
+    files = [*checkpoint.shards, *checkpoint.pickles]
+    return {name: os.path.getsize(os.path.join(checkpoint.directory, name)) for name in files}
+
+
+def _identities(checkpoint: OpenCheckpoint) -> dict[str, Identity]:
+    """Of the files of weights, as they were opened."""
+    pickles = {file.path: identity_of(os.stat(file.path)) for file in checkpoint.pickles.values()}
+    return pickles | {shard.path: shard.identity for shard in checkpoint.shards.values()}
+
+
+def _check_unchanged(checkpoint: OpenCheckpoint, identities: Mapping[str, Identity]) -> None:
+    try:
+        found = {path: identity_of(os.stat(path)) for path in identities}
+    except OSError:
+        found = {}
+    if found != identities or not checkpoint.is_unchanged():
+        raise CheckpointChangedError(
+            f"The checkpoint in '{checkpoint.directory}' was replaced or changed while it was re-sharded, and nothing "
+            "was saved. Do it again when the process that saves there is done.",
+            path=checkpoint.directory,
+        )
