@@ -26,6 +26,7 @@ from hfshard.state_dict import (
 )
 from hfshard.storage.checkpoint import OpenCheckpoint, Verify
 from hfshard.storage.index import CheckpointIndex
+from hfshard.storage.tensor_reader import ReadMode, check_read_mode
 from hfshard.tied import find_ties
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ def load_state_dict(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     disable_mmap: bool | None = None,
+    read: ReadMode = "auto",
     ranges: bool = False,
     progress: bool | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -54,12 +56,15 @@ def load_state_dict(
         path: A directory, or a repo of the Hub ("org/name").
         keys: Which names to load: names, globs ("*.bias"), or a function of the name. None: all. Only their bytes are
             read, and only the shards that hold them are downloaded.
-        device: Where the tensors go. On the CPU they are mapped: a page is read when it is touched.
+        device: Where the tensors go.
         variant, subfolder, revision, token, cache_dir, local_files_only: As in transformers' `from_pretrained`.
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
         verify: "none": only what reading needs; "structure": names, sizes, headers and samples; "full" (or
             "sha256"): every byte against its checksum.
-        disable_mmap: True reads the tensors into memory at once.
+        disable_mmap: As in transformers: True is read="pread".
+        read: "auto": on the CPU the tensors are mapped (a page is read when it is touched), and what the page cache
+            lacks is read ahead by a thread; for a GPU, and from file systems of the network, they are read at once by
+            several threads. "mmap" or "pread": always the one or the other.
         ranges: From the Hub: download only the bytes of the tensors, not whole shards, and put nothing into the cache.
             Each is compared with its own checksum, which hfshard writes; "full" refuses those that have none.
         progress: A bar on stderr while files are downloaded and checksums are made: None: on a terminal.
@@ -72,14 +77,15 @@ def load_state_dict(
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before any tensor is returned.
         StateDictMismatchError: `keys` names something that is not there.
     """
+    mode = check_read_mode(read, disable_mmap=disable_mmap)
     source = Source(os.fspath(path), subfolder, variant, use_safetensors, revision, token, cache_dir, local_files_only)
     if keys is not None:
         source = replace(source, files_of=lambda index: files_holding(index, keys))
     if ranges and not local_files_only and source.local_place() is None:
         with opened_by_ranges(source, lambda index: stored_names(index, keys), verify, progress) as checkpoint:
-            return read_tensors(checkpoint, keys, device, mapped=False)
+            return read_tensors(checkpoint, keys, device, "pread")
     with opened(source, verify, progress) as checkpoint:
-        return read_tensors(checkpoint, keys, device, mapped=not disable_mmap)
+        return read_tensors(checkpoint, keys, device, mode)
 
 
 def load_model(
@@ -88,6 +94,7 @@ def load_model(
     *model_args: Any,
     strict: bool | None = None,
     verify: Verify = "structure",
+    read: ReadMode = "auto",
     progress: bool | None = None,
     output_loading_info: bool = False,
     **kwargs: Any,
@@ -101,7 +108,7 @@ def load_model(
         model_args: For a class: passed to its `from_pretrained`.
         strict: For a module, True (the default) refuses missing and unexpected names, False passes over them; shapes
             must agree, and at least one name. For a class, None does as upstream, True refuses any difference.
-        verify: As in `load_state_dict`.
+        verify, read: As in `load_state_dict`.
         progress: As in `load_state_dict`.
         output_loading_info: Return (model, {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"}).
         kwargs: For a module: variant, subfolder, use_safetensors, revision, token, cache_dir, local_files_only. For a
@@ -114,10 +121,11 @@ def load_model(
         StateDictMismatchError: Names or shapes do not fit; nothing was assigned.
         Everything that `load_state_dict` raises.
     """
+    mode = check_read_mode(read)
     if not isinstance(model, nn.Module):
         from hfshard.load_pretrained import load_class
 
-        options = {"strict": strict, "verify": verify, "progress": progress}
+        options = {"strict": strict, "verify": verify, "read": read, "progress": progress}
         return load_class(model, path, *model_args, output_loading_info=output_loading_info, **options, **kwargs)
     known = {"variant", "subfolder", "use_safetensors", "revision", "token", "cache_dir", "local_files_only"}
     if model_args:
@@ -125,7 +133,7 @@ def load_model(
     refuse_unknown(kwargs, known, "load_model")
     source = Source(os.fspath(path), **kwargs)
     with opened(source, verify, progress) as checkpoint:
-        info = _load_into(unwrap(model), checkpoint, strict=strict is not False)
+        info = _load_into(unwrap(model), checkpoint, mode, strict=strict is not False)
     return (model, info) if output_loading_info else model
 
 
@@ -145,18 +153,18 @@ def stored_names(index: CheckpointIndex, keys: KeySelection | None) -> set[str]:
 
 
 def read_tensors(
-    checkpoint: OpenCheckpoint, keys: KeySelection | None, device: str | torch.device, *, mapped: bool
+    checkpoint: OpenCheckpoint, keys: KeySelection | None, device: str | torch.device, read: ReadMode
 ) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint by name, aliases included."""
     aliases = checkpoint.index.aliases
     chosen = select_keys([*checkpoint.keys, *aliases], keys)
     stored = {aliases.get(name, name) for name in chosen}
-    tensors = {name: checkpoint.tensor(name, mapped=mapped).to(device) for name in checkpoint.keys if name in stored}
+    tensors = checkpoint.read([name for name in checkpoint.keys if name in stored], read, device)
     return {name: tensors[aliases.get(name, name)] for name in chosen}
 
 
-def _load_into(model: nn.Module, checkpoint: OpenCheckpoint, *, strict: bool) -> dict[str, Any]:
-    tensors = read_tensors(checkpoint, None, "cpu", mapped=True)
+def _load_into(model: nn.Module, checkpoint: OpenCheckpoint, read: ReadMode, *, strict: bool) -> dict[str, Any]:
+    tensors = read_tensors(checkpoint, None, "cpu", read)
     own = collect_state_dict(model)
     if has_wrapper_prefix(tensors):
         names = match_prefixes(tensors, own.keys())

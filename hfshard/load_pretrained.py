@@ -31,6 +31,7 @@ from hfshard.pretrained_arguments import (
     class_of_auto,
     commit_argument,
     config_of,
+    device_of,
     pinned,
     source_of,
 )
@@ -38,6 +39,7 @@ from hfshard.source import Place, Source, opened
 from hfshard.state_dict import Mismatch, compare, has_wrapper_prefix, match_prefixes, strip_compiled, strip_wrappers
 from hfshard.storage.checkpoint import OpenCheckpoint, Verify
 from hfshard.storage.locate import check_generation_config
+from hfshard.storage.tensor_reader import ReadMode, check_read_mode
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +63,18 @@ class LoadOptions:
 
     strict: bool | None = None
     verify: Verify = "structure"
+    read: ReadMode = "auto"
     progress: bool | None = None
 
 
 def load_class(model_class: Any, path: Any, *model_args: Any, **kwargs: Any) -> Any:
     """`load_model` for a transformers class, concrete or Auto."""
-    options = LoadOptions(kwargs.pop("strict", None), kwargs.pop("verify", "structure"), kwargs.pop("progress", None))
+    options = LoadOptions(
+        kwargs.pop("strict", None),
+        kwargs.pop("verify", "structure"),
+        check_read_mode(kwargs.pop("read", "auto"), disable_mmap=kwargs.get("disable_mmap")),
+        kwargs.pop("progress", None),
+    )
     if not (isinstance(model_class, type) and hasattr(model_class, "from_pretrained")):
         raise InvalidArgumentError(
             f"load_model takes a module or a transformers class, and {model_class!r} is neither."
@@ -151,7 +159,7 @@ class _Building:
     ) -> Any:
         if self.model_class.can_generate() and kwargs.get("generation_config") is None:
             check_generation_config(self.checkpoint.directory)
-        tensors = self._tensors(config, mapped=not kwargs.get("disable_mmap"))
+        tensors = self._tensors(config, kwargs)
         upstream = {key: value for key, value in kwargs.items() if key in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
         for key in ("config", "output_loading_info", "use_safetensors", "variant", "disable_mmap", *SOURCE_ARGUMENTS):
             upstream.pop(key, None)
@@ -184,9 +192,9 @@ class _Building:
             mismatched_keys=mismatched,
         )
 
-    def _tensors(self, config: Any, *, mapped: bool) -> dict[str, torch.Tensor]:
+    def _tensors(self, config: Any, kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         index = self.checkpoint.index
-        tensors = {name: self.checkpoint.tensor(name, mapped=mapped) for name in self._keys()}
+        tensors = self.checkpoint.read(self._keys(), self.options.read, device_of(self.checkpoint, config, kwargs))
         # What the config ties, upstream ties by itself; handing it twice would cost a comparison of the values.
         tensors |= {alias: tensors[index.aliases[alias]] for alias in index.undeclared}
         if has_wrapper_prefix(tensors):

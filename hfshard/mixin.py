@@ -21,6 +21,7 @@ from hfshard.save import request_of, save_request
 from hfshard.size import parse_size
 from hfshard.storage.checkpoint import Verify
 from hfshard.storage.integrity import Checksum, check_checksum
+from hfshard.storage.tensor_reader import ReadMode, check_read_mode
 from hfshard.upstream_class import architecture_of, as_class, ask_upstream, loss_type_of, seen_by_upstream, twin_of
 
 _PUSH_ARGUMENTS = frozenset(
@@ -201,6 +202,7 @@ class ShardedModelMixin:
         *model_args: Any,
         strict: bool | None = None,
         verify: Verify = "structure",
+        read: ReadMode = "auto",
         progress: bool | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -212,6 +214,7 @@ class ShardedModelMixin:
             strict: True refuses missing, unexpected and mismatched names; None reports them, as upstream does. That
                 nothing at all fits is an error in either case.
             verify: "none"; "structure" (names, sizes, headers, samples); "full" or "sha256" (every byte).
+            read: "auto", "mmap" or "pread": how the bytes come into memory (see `load_state_dict`).
             progress: A bar on stderr while checksums are made: None: on a terminal.
             kwargs: Everything that transformers' `from_pretrained` takes.
 
@@ -226,7 +229,7 @@ class ShardedModelMixin:
             raise InvalidArgumentError(
                 f"{cls.__name__} is no transformers model: make an object of it, and call hfshard.load_model(it, path)."
             )
-        options = LoadOptions(strict, verify, progress)
+        options = LoadOptions(strict, verify, check_read_mode(read, disable_mmap=kwargs.get("disable_mmap")), progress)
         twin: Any = twin_of(cls)
         build = super(ShardedModelMixin, twin).from_pretrained  # type: ignore[misc]
         built = load_pretrained(build, twin, pretrained_model_name_or_path, model_args, kwargs, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
@@ -17,6 +18,8 @@ from transformers.utils.import_utils import is_peft_available
 from hfshard.arguments import refuse_unknown
 from hfshard.constants import EXPLICIT_WEIGHTS_KEY
 from hfshard.source import Place, Source
+from hfshard.storage.checkpoint import OpenCheckpoint
+from hfshard.storage.dtypes import TORCH_DTYPES
 
 SOURCE_ARGUMENTS: Final = {
     "cache_dir",
@@ -115,9 +118,32 @@ def _refuse_unknown_model_arguments(model_class: type, config: Any, model_kwargs
     parameters = inspect.signature(cast(Any, model_class).__init__).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    own = {"strict", "verify", "progress"}
+    own = {"strict", "verify", "read", "progress"}
     known = set(parameters) | MODEL_ARGUMENTS | CONFIG_ATTRIBUTES | own | set(config.to_dict())
     refuse_unknown(set(model_kwargs) - set(parameters), known - set(model_kwargs), "from_pretrained")
+
+
+def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]) -> torch.device:
+    """Where the tensors are to be read to: a GPU that takes all of them as they are stored, else the CPU.
+
+    What upstream casts, quantizes or spreads over devices, it takes from the CPU tensor by tensor: the device need not
+    hold it twice.
+    """
+    cpu, device_map = torch.device("cpu"), kwargs.get("device_map")
+    name = device_map[""] if isinstance(device_map, dict) and set(device_map) == {""} else device_map
+    name = f"cuda:{name}" if isinstance(name, int) else str(name)
+    others = ("quantization_config", "tp_plan", "distributed_config")
+    if re.fullmatch(r"cuda(:\d+)?", name) is None:
+        return cpu
+    if getattr(config, "quantization_config", None) or any(kwargs.get(key) is not None for key in others):
+        return cpu
+    given = [kwargs[key] for key in ("dtype", "torch_dtype") if kwargs.get(key) not in (None, "auto")]
+    wanted = given[0] if given else config.dtype
+    wanted = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
+    slots = (slot for shard in checkpoint.shards.values() for slot in shard.header.slots.values())
+    stored = {TORCH_DTYPES.get(dtype) for dtype in {slot.dtype for slot in slots}}
+    floats = {dtype for dtype in stored if dtype is None or dtype.is_floating_point}
+    return torch.device(name) if floats == {wanted} else cpu
 
 
 def class_of_auto(auto: Any, place: Place, kwargs: dict[str, Any]) -> tuple[type[PreTrainedModel], dict[str, Any]]:

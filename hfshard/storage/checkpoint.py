@@ -26,6 +26,7 @@ from hfshard.storage.names import WeightNames
 from hfshard.storage.pickle_file import PickleFile
 from hfshard.storage.regular_file import Identity, read_small
 from hfshard.storage.shard_file import ShardFile
+from hfshard.storage.tensor_reader import ReadMode, read_from
 
 Verify = Literal["none", "structure", "full", "sha256"]
 
@@ -67,12 +68,16 @@ class OpenCheckpoint:
         stored = [name for shard in self.shards.values() for name in shard.header.slots]
         return stored + [name for pickled in self.pickles.values() for name in pickled.tensors]
 
-    def tensor(self, name: str, *, mapped: bool = True) -> torch.Tensor:
-        """One stored tensor, by its FQN."""
-        file = self.index.weight_map[name]
-        if file in self.pickles:
-            return self.pickles[file].tensors[name]
-        return self.shards[file].tensor(name, mapped=mapped)
+    def read(
+        self, names: Collection[str], read: ReadMode = "auto", device: str | torch.device = "cpu"
+    ) -> dict[str, torch.Tensor]:
+        """Stored tensors by their FQNs, in the order of the names (see `tensor_reader.read_from`)."""
+        device, wanted = torch.device(device), set(names)
+        held = [(shard, [name for name in shard.header.slots if name in wanted]) for shard in self.shards.values()]
+        tensors = read_from(held, read, device)
+        for pickled in self.pickles.values():
+            tensors |= {name: tensor.to(device) for name, tensor in pickled.tensors.items() if name in wanted}
+        return {name: tensors[name] for name in names}
 
     def is_unchanged(self) -> bool:
         """Whether the directory still holds this checkpoint."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from hfshard.constants import COPY_BYTES, MAX_HEADER_BYTES, METADATA_KEY, SAMPLE_BYTES
+from hfshard.constants import MAX_HEADER_BYTES, METADATA_KEY, SAMPLE_BYTES
 from hfshard.errors import DamagedCheckpointError, IntegrityError
 from hfshard.storage.block_reader import read_blocks
 from hfshard.storage.direct import BLOCK_BYTES
@@ -19,7 +19,6 @@ from hfshard.storage.index import FileRecord, OwnMetadata, parse_single_file_met
 from hfshard.storage.integrity import HASHERS, TENSOR_DIGEST_HEX, new_sample, sampled_positions, tensor_digest, zeroed
 from hfshard.storage.regular_file import identity_of, open_regular, read_text
 from hfshard.storage.shard_writer import PAIRS_KEY
-from hfshard.storage.tensor_bytes import memory_of
 
 
 class ShardFile:
@@ -69,8 +68,22 @@ class ShardFile:
         """Whether hfshard wrote it."""
         return METADATA_KEY in self.header.metadata
 
-    def tensor(self, name: str, *, mapped: bool = True) -> torch.Tensor:
-        """One tensor: a private mapping of its bytes, paged in when touched, or its bytes read into memory."""
+    @property
+    def fd(self) -> int:
+        """The open file."""
+        return self._fd
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor: a private mapping of its bytes, paged in when touched."""
+        slot = self.header.slots[name]
+        return self.shaped(name, self._slice(slot) if slot.nbytes else torch.UntypedStorage(0))
+
+    def shaped(self, name: str, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A tensor whose bytes are in memory, or on a device, with its dtype and shape.
+
+        Raises:
+            DamagedCheckpointError: This torch does not know the dtype.
+        """
         slot = self.header.slots[name]
         if slot.dtype not in TORCH_DTYPES:
             raise DamagedCheckpointError(
@@ -80,9 +93,8 @@ class ShardFile:
                 fqn=name,
             )
         dtype, shape = TORCH_DTYPES[slot.dtype], torch_shape(slot.dtype, slot.shape)
-        tensor = torch.empty(shape if slot.nbytes == 0 else 0, dtype=dtype, device="cpu")
+        tensor = torch.empty(shape if slot.nbytes == 0 else 0, dtype=dtype, device=storage.device)
         if slot.nbytes:
-            storage = self._slice(slot) if mapped else self._read(slot)
             tensor = tensor.set_(storage, 0, shape)  # type: ignore[call-overload]
         return torch.view_as_complex(tensor) if name in self._pairs else tensor
 
@@ -104,7 +116,7 @@ class ShardFile:
             count_bytes += len(block)
             yield block
         if count_bytes != slot.nbytes:
-            raise self._shorter()
+            raise self.became_shorter()
 
     def sample(self) -> str:
         """The sample of the file as it is now (see `integrity`)."""
@@ -209,7 +221,8 @@ class ShardFile:
             actual=actual,
         )
 
-    def _shorter(self) -> DamagedCheckpointError:
+    def became_shorter(self) -> DamagedCheckpointError:
+        """The error for a file that ends before its tensors do, and did not when it was opened."""
         return DamagedCheckpointError(
             f"Shard '{self.path}' became shorter while it was read. {remedy(self.path)}", path=self.path
         )
@@ -251,13 +264,3 @@ class ShardFile:
             if os.path.exists(f"{folder}/{self._fd}"):
                 return f"{folder}/{self._fd}"
         return self.path
-
-    def _read(self, slot: TensorSlot) -> torch.UntypedStorage:
-        raw = torch.empty(slot.nbytes, dtype=torch.uint8, device="cpu")
-        memory, at = memory_of(raw), 0
-        while at < slot.nbytes:
-            count = os.preadv(self._fd, [memory[at : at + COPY_BYTES]], self.header.data_start + slot.begin + at)
-            if count == 0:
-                raise self._shorter()
-            at += count
-        return raw.untyped_storage()
