@@ -1,1 +1,1 @@
-"""The command line: `hfshard inspect` and `hfshard verify`."""
+"""The command line: `hfshard COMMAND`."""

@@ -6,6 +6,8 @@ import argparse
 from typing import Any
 
 from hfshard import __version__
+from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.size import parse_size
 
 _REPO = "org/name on the Hub, or a path or file:// URL of a directory that serves as a hub"
 
@@ -13,12 +15,14 @@ _REPO = "org/name on the Hub, or a path or file:// URL of a directory that serve
 def parser_of_all() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     parser = argparse.ArgumentParser(
-        prog="hfshard", description="Look at sharded checkpoints, verify them, push and pull them."
+        prog="hfshard", description="Look at sharded checkpoints, verify, re-shard, convert, push and pull them."
     )
     parser.add_argument("--version", action="version", version=f"hfshard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_inspect(commands)
     _add_verify(commands)
+    _add_reshard(commands)
+    _add_convert(commands)
     _add_push(commands)
     _add_pull(commands)
     _add_revisions(commands)
@@ -53,6 +57,65 @@ def _add_verify(commands: Any) -> None:
         help="full: every byte against its checksum (default); structure: all that costs no reading",
     )
     _add_no_progress(verify)
+
+
+def _add_reshard(commands: Any) -> None:
+    reshard = commands.add_parser(
+        "reshard",
+        help="write a checkpoint in files of another size; the same directory twice: in place",
+        description="Copy the tensors of a checkpoint into files of another size, bit for bit, compared with their "
+        "checksums on the way. What stands in the target loads until the new files are whole.",
+    )
+    _add_source_and_target(reshard)
+    reshard.add_argument("--dtype", help="cast floating tensors: bfloat16, float16, float32 or float64")
+    reshard.add_argument(
+        "--low-disk", action="store_true", help="in place only: at most one shard is on the disk twice at any time"
+    )
+
+
+def _add_convert(commands: Any) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="write pytorch_model.bin as safetensors; the same directory twice: in place",
+        description="Write pickled weights as safetensors. A pickle that asks for more than tensors is refused. In "
+        "place, the pickles are removed when the safetensors are whole.",
+    )
+    _add_source_and_target(convert)
+    convert.set_defaults(dtype=None)
+
+
+def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(needs_directory=False)
+    parser.add_argument("source", metavar="SRC", help=f"a directory; or {_REPO}")
+    parser.add_argument("target", metavar="DST", help="the directory to write; the same one: in place")
+    parser.add_argument(
+        "--max-shard-size", type=_size, default=DEFAULT_MAX_SHARD_SIZE, metavar="SIZE",
+        help="the most that a file has, such as 5GB or 500MiB (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--packing", choices=("greedy", "balanced"), default="greedy",
+        help="greedy: in the order of the tensors (default); balanced: the fewest files, levelled",
+    )  # fmt: skip
+    parser.add_argument(
+        "--checksum", choices=("sha256", "xxh3", "none"), default="sha256", help="of the files that are written"
+    )
+    _add_variant(parser)
+    parser.add_argument("--revision", help="of SRC on a hub: branch, tag, commit or refs/pr/N (default: main)")
+    parser.add_argument("--subfolder", default="", help="folder of SRC")
+    parser.add_argument("--local-files-only", action="store_true", help="of SRC on the Hub: use the cache alone")
+    _add_token(parser)
+    _add_format(parser)
+    _add_no_progress(parser)
+
+
+def _size(text: str) -> int | str:
+    """Any size of the grammar; digits alone are bytes."""
+    try:
+        size = int(text) if text.isascii() and text.isdigit() else text
+        parse_size(size)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return size
 
 
 def _add_push(commands: Any) -> None:

@@ -88,6 +88,19 @@ def _save(path: Path, verify: Verify) -> Result:
     return {"truth": same(loaded.state_dict(), truth(3))}
 
 
+def _reshard(path: Path, verify: Verify) -> Result:
+    import hfshard
+
+    target = path.parent / "resharded"
+    try:
+        hfshard.reshard_checkpoint(path, target, 4096 + 128)
+    except BaseException:
+        if target.exists():
+            raise AssertionError("something was written before the source was refused") from None
+        raise
+    return {"truth": same(hfshard.load_state_dict(target, verify="full"), truth())}
+
+
 def _cli(path: Path, verify: Verify) -> Result:
     from hfshard.cli.main import main
 
@@ -115,6 +128,7 @@ CALLS: dict[str, Callable[[Path, Verify], Result]] = {
     "verify": _verify,
     "stock": _stock,
     "save": _save,
+    "reshard": _reshard,
     "cli": _cli,
     "careless": _careless,
 }

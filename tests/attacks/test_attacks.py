@@ -16,8 +16,11 @@ from tests.attacks.saves import SAVES
 _ALL = catalogue.load_all()
 ATTACKS = sorted(_ALL)
 VERIFIABLE = [name for name in ATTACKS if "verify" in _ALL[name].entries]
+STORED = [name for name in ATTACKS if "state_dict" in _ALL[name].entries]
 CONTROLS = sorted(catalogue.CONTROLS)
 TRAPS = sorted(SAVES)
+PASSED_ON = "header-dtype-that-torch-lacks"
+"""No torch is needed to copy its bytes."""
 WANTED = 100
 """The least number of attacks that issue 2 asks for."""
 
@@ -56,6 +59,19 @@ def test_command_line_names_what_is_damaged(tmp_path: Path) -> None:
     server.close()
     assert {name: problems for name, problems in found.items() if problems} == {}
     assert len(found) > 80
+
+
+def test_no_attack_is_resharded(tmp_path: Path) -> None:
+    found = {}
+    server = Server(tmp_path / "home")
+    names = [name for name in STORED if not _ALL[name].full and name != PASSED_ON]
+    for answer in server.run(names, tmp_path, entries=["reshard"]):
+        found[answer["name"]] = complaints(answer)
+    for answer in server.run(CONTROLS, tmp_path / "whole", entries=["reshard"]):
+        found[answer["name"]] = control_complaints(answer)
+    server.close()
+    assert {name: problems for name, problems in found.items() if problems} == {}
+    assert len(found) > WANTED
 
 
 @pytest.mark.parametrize("name", CONTROLS)
