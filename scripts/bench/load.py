@@ -97,7 +97,7 @@ def with_hfshard(context: Context, **options: Any) -> Job:
 
     if "read" in options and "read" not in inspect.signature(hfshard.load_model).parameters:
         raise SkipPeer("this hfshard has no read= argument")
-    import hfshard.load_pretrained  # it is imported at the first call
+    import_module("hfshard.load_pretrained")  # which the first call would import
 
     return _job(
         lambda: hfshard.load_model(LlamaForCausalLM, context.source, dtype=torch.bfloat16, **options),

@@ -119,5 +119,6 @@ class Question:
     """The section of RESULTS.md, from the raw figures."""
     targets: Callable[[dict[str, Any]], list[Target]]
     max_rounds: int = 99
+    """More tell nothing, or take too long."""
     around: Callable[[Context], AbstractContextManager[Context]] | None = None
     """What has to stand while it runs, such as a server."""

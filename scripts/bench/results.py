@@ -43,7 +43,7 @@ def raw_path(markdown: Path) -> Path:
 
 def dump(results: dict[str, Any]) -> str:
     """JSON with a line for each run, so that it stays small and can be compared."""
-    raw = json.dumps(results, indent=1, ensure_ascii=False, sort_keys=True)
+    raw = json.dumps({name: results[name] for name in QUESTIONS if name in results}, indent=1, ensure_ascii=False)
     return _one_line_each(raw) + "\n"
 
 
@@ -88,17 +88,19 @@ def _machine(machine: dict[str, str], number: int) -> str:
 
 def readme_table(results: dict[str, Any]) -> str:
     """The README's opening table, between its comments; "" where nothing for it was measured."""
-    lines = [_readme_line(results[line[0]], *line[1:]) for line in README_LINES if line[0] in results]
-    rows = [line for line in lines if line]
+    lines = {line: _readme_line(results[line[0]], *line[1:]) for line in README_LINES if line[0] in results}
+    rows = [row for row in lines.values() if row]
     if not rows:
         return ""
-    data = results["save"] if "save" in results else next(iter(results.values()))
+    used = list(dict.fromkeys(line[0] for line, row in lines.items() if row))
+    data = results[used[0]]
     machine = data["machine"]
-    size = f"{data['bytes'] / 1000 / MEGABYTE:.2f} GB" if data.get("bytes") else data["params"]
+    command = f"python scripts/bench/run.py {' '.join(used)} --params {data['params']} --rounds {data['rounds']}"
     head = (
-        f"A Llama of {size} in bfloat16, medians of {data['rounds']} rounds of fresh processes, `{data['command']}`"
-        f" ({machine['CPU']}, {machine['file system'].split()[0]}, torch {machine['torch']}, transformers"
-        f" {machine['transformers']}); ratios round by round, more in [RESULTS.md](scripts/bench/RESULTS.md):"
+        f"A Llama of {data['bytes'] / 1000 / MEGABYTE:.2f} GB in bfloat16, fresh processes in turns, medians of"
+        f" {data['rounds']} rounds: `{command}` ({machine['CPU']}, {machine['file system'].split()[0]}, torch"
+        f" {machine['torch']}, transformers {machine['transformers']}; all of it in"
+        " [RESULTS.md](scripts/bench/RESULTS.md)):"
     )
     table = ["| | hfshard | transformers | ratio | hfshard's peak memory |", "|---|---|---|---|---|", *rows]
     return "\n".join([README_BEGIN, head, "", *table, README_END])

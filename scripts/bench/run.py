@@ -15,7 +15,7 @@ if __name__ == "__main__":  # `bench` is a package of scripts/
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.machine import MEMORY_FILE_SYSTEMS, describe, mount_of
-from bench.models import SIZES, total_bytes
+from bench.models import SIZES
 from bench.question import Context
 from bench.results import raw_path, read_results, readme_table, render, unmet, write_results
 from bench.runner import QUESTIONS, question_of, run_question, say
@@ -30,6 +30,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"any of {', '.join(QUESTIONS)}")
     parser.add_argument("--params", choices=SIZES, default="1b", help="size of the model (default: 1b)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of all peers (default: 7)")
+    parser.add_argument("--main-peers", action="store_true", help="without the peers that run in every third round")
     parser.add_argument(
         "--out", type=Path, default=HERE / "RESULTS.md", help="what to write (default: RESULTS.md here)"
     )
@@ -49,17 +50,23 @@ def main(arguments: list[str]) -> int:
     try:
         context = Context(directory, options.params, options.device)
         for name in asked:
-            data = run_question(question_of(name), context, options.rounds)
+            data = run_question(question_of(name), context, options.rounds, with_side=not options.main_peers)
+            if name in results and not any(peer["runs"] for peer in data["peers"].values()):
+                say(f"{name}: nothing ran, so the section stays as it was")
+                continue
             command = f"python scripts/bench/run.py {name} --params {options.params} --rounds {options.rounds}"
-            data["command"] = command + (f" --device {options.device}" if options.device != "cpu" else "")
+            data["command"] = (
+                command
+                + (f" --device {options.device}" if options.device != "cpu" else "")
+                + (" --main-peers" if options.main_peers else "")
+            )
             data["date"] = datetime.date.today().isoformat()
             data["machine"] = describe(directory, options.device)
-            data["bytes"] = total_bytes(context.specs) if context.specs.exists() else 0
             results[name] = data
             write_results(results, options.out)  # after each question: what was measured stays
     finally:
         shutil.rmtree(directory)
-    for target in unmet({name: results[name] for name in asked}):
+    for target in unmet({name: results[name] for name in asked if name in results}):
         say(f"not met: {target.text}: {target.measured}")
     return 0
 

@@ -13,9 +13,10 @@ from typing import Any
 from bench import page_cache
 from bench.figures import Data
 from bench.measuring import ChildFailedError, run_child
+from bench.models import total_bytes
 from bench.question import Context, Peer, Question
 
-QUESTIONS = ("save", "load")
+QUESTIONS = ("save", "load", "reshard", "verify", "plan", "push", "memory", "gpu")
 
 
 def question_of(name: str) -> Question:
@@ -29,8 +30,22 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def run_question(question: Question, context: Context, rounds: int) -> Data:
-    """All rounds of one question; the raw figures."""
+def run_question(question: Question, context: Context, rounds: int, *, with_side: bool = True) -> Data:
+    """Run all rounds of one question.
+
+    Args:
+        question: What to measure.
+        context: Where.
+        rounds: How often; a question may allow fewer.
+        with_side: False leaves out the peers that don't take part in every round.
+
+    Returns:
+        The raw figures, as results.json holds them.
+
+    Raises:
+        ChildFailedError: hfshard failed, or the inputs could not be made. A peer that fails is noted as skipped.
+        RuntimeError: Two peers that should have read the same bytes did not.
+    """
     rounds = min(rounds, question.max_rounds)
     begin = time.monotonic()
     with ExitStack() as stack:
@@ -38,7 +53,7 @@ def run_question(question: Question, context: Context, rounds: int) -> Data:
             context = stack.enter_context(question.around(context))
         say(f"{question.name}: making the inputs ({context.params})")
         run_child(question.name, "", context, lambda: None, context.environment)
-        peers = question.peers(context)
+        peers = [peer for peer in question.peers(context) if with_side or peer.every == 1]
         runs: dict[str, list[Data]] = {peer.name: [] for peer in peers}
         skipped: dict[str, str] = {}
         for number in range(rounds):
@@ -53,17 +68,18 @@ def run_question(question: Question, context: Context, rounds: int) -> Data:
                 runs[peer.name].append({"round": number, **found})
                 shown = ", ".join(f"{phase} {taken:.2f}" for phase, taken in found["seconds"].items())
                 say(f"  {number + 1}/{rounds} {peer.name}: {shown} s, {found['peak'] / 2**20:.0f} MiB")
-    say(f"{question.name}: {time.monotonic() - begin:.0f} s in all")
-    _check_results(question, runs)
-    return {
-        "rounds": rounds,
-        "params": context.params,
-        "skipped": skipped,
-        "peers": {
-            peer.name: {"title": peer.title, "base": peer.base, "limit": peer.limit, "runs": runs[peer.name]}
-            for peer in peers
-        },
-    }
+        say(f"{question.name}: {time.monotonic() - begin:.0f} s in all")
+        _check_results(question, runs)
+        return {
+            "rounds": rounds,
+            "params": context.params,
+            "bytes": total_bytes(context.specs) if context.specs.exists() else 0,
+            "skipped": skipped,
+            "peers": {
+                peer.name: {"title": peer.title, "base": peer.base, "limit": peer.limit, "runs": runs[peer.name]}
+                for peer in peers
+            },
+        }
 
 
 def run_peer(question: Question, peer: Peer, context: Context) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""How long a push takes: to a directory that serves as a hub, and over HTTP to the test suite's Hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+if __name__ == "__main__":  # `bench` is a package of scripts/
+    sys.path[0] = str(REPOSITORY / "scripts")
+
+from bench.figures import Data, skipped, table
+from bench.inputs import make_source
+from bench.question import Context, Job, Peer, Question, Target
+
+MOST = "100m"
+"""The model that is pushed where a larger one is asked for: the test suite's Hub is no fast server."""
+BASE = "upload_folder"
+
+
+def peers(context: Context) -> list[Peer]:
+    """The lines of the table."""
+
+    def line(key: str, title: str, prepare: Callable[[Context], Job]) -> Peer:
+        return Peer(key, title, prepare, "warm", base=f"{BASE}/warm")
+
+    return [
+        line(BASE, "huggingface_hub `upload_folder`, over HTTP", with_upload_folder),
+        line("hfshard http", "hfshard `push_checkpoint`, over HTTP", lambda context: with_hfshard(context, "http")),
+        line("hfshard directory", "hfshard, into a directory hub (flushed)", lambda context: with_hfshard(context, "")),
+    ]
+
+
+@contextmanager
+def around(context: Context) -> Iterator[Context]:
+    """A Hub in a process of its own."""
+    home, params = context.directory / "hub-home", context.params
+    home.mkdir(exist_ok=True)
+    # huggingface_hub asks for this list once a day and home directory; it must not be in one peer's time.
+    (home / ".agent_harnesses.json").write_text(json.dumps(_no_harnesses()))
+    command = [sys.executable, "-m", "tests.hub_server", "--root", str(context.directory / "hub")]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout
+            environment = {
+                "HF_ENDPOINT": server.stdout.readline().strip(),
+                "HF_HOME": str(home),
+                "HF_TOKEN": "hf_write",
+                "HF_HUB_OFFLINE": "0",
+                "HF_HUB_DISABLE_XET": "1",  # the server has none
+                "NO_PROXY": "127.0.0.1,localhost",
+                "no_proxy": "127.0.0.1,localhost",
+            }
+            smaller = params if params in ("tiny", MOST) else MOST
+            directory = context.directory if smaller == params else context.directory / "push"
+            directory.mkdir(exist_ok=True)
+            yield replace(context, params=smaller, directory=directory, environment=environment)
+        finally:
+            server.terminate()
+
+
+def _no_harnesses() -> object:
+    sys.path.insert(0, str(REPOSITORY))
+    from tests.hubserver.api import NO_HARNESSES
+
+    return NO_HARNESSES
+
+
+def with_upload_folder(context: Context) -> Job:
+    """The usual way, into a new repo."""
+    from huggingface_hub import HfApi
+
+    api, repo_id = HfApi(), _new_repo()
+
+    def push() -> None:
+        api.create_repo(repo_id)
+        api.upload_folder(repo_id=repo_id, folder_path=context.source)
+
+    return Job([("push", push)])
+
+
+def with_hfshard(context: Context, hub: str) -> Job:
+    """`push_checkpoint` of the same directory into a new repo."""
+    import hfshard
+
+    hfshard.push_checkpoint  # noqa: B018  imported before the clock starts
+    repo_id = _new_repo() if hub else str(context.target / "hub")
+
+    def push() -> None:
+        if not hfshard.push_checkpoint(context.source, repo_id).is_new:
+            raise RuntimeError("nothing was pushed")
+
+    return Job([("push", push)])
+
+
+def _new_repo() -> str:
+    return f"org/m{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def files(context: Context, peer: Peer) -> list[Path]:
+    """What is pushed."""
+    return [path for path in context.source.iterdir() if path.is_file()]
+
+
+def render(data: Data) -> str:
+    """The section of RESULTS.md."""
+    parts = [
+        f"A checkpoint of {data['bytes'] / 10**9:.2f} GB, its files cached, into a new repo each time. The server is"
+        " the test suite's, on this machine, with LFS and without Xet, and takes most of the time. [hub_requests.py]"
+        "(hub_requests.py) counts the requests.",
+        table(data, list(data["peers"]), [("push", "")], "upload_folder"),
+        skipped(data),
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def targets(data: Data) -> list[Target]:
+    """Acceptance asks for none."""
+    return []
+
+
+QUESTION = Question("push", "Push", peers, make_source, files, render, targets, max_rounds=5, around=around)
+
+if __name__ == "__main__":
+    from bench.run import main
+
+    sys.exit(main(["push", *sys.argv[1:]]))

@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+"""How long it takes to cut a checkpoint into files of twice the size: hfshard against load and save by transformers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # `bench` is a package of scripts/
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from bench.direct_io import copy_files
+from bench.figures import MIB, Data, at_most, highest, ratio, skipped, table
+from bench.inputs import make_source, shards_of, sized
+from bench.models import total_bytes
+from bench.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
+
+BASE, LIMIT = "transformers", "limit"
+PEAK_MIB = 80
+BYTES_FACTOR = 1.02
+
+
+def peers(context: Context) -> list[Peer]:
+    """The lines of the tables."""
+    found = []
+    for state in ("cold", "warm"):
+
+        def line(key: str, title: str, prepare: Callable[[Context], Job], every: int = 1, state: str = state) -> Peer:
+            return Peer(key, title, prepare, state, every, f"{BASE}/{state}", f"{LIMIT}/{state}")
+
+        sizes = f"{context.size.shard_size} → {context.size.reshard_size}"
+        rare = 1 if state == "cold" else SIDE
+        found += [
+            line(BASE, f"transformers: load, save, fsync ({sizes})", with_transformers),
+            line("hfshard none", "hfshard, no checksum", lambda context: with_hfshard(context, None)),
+            line("hfshard sha256", "hfshard, sha256", lambda context: with_hfshard(context, "sha256"), rare),
+            line(LIMIT, "the limit: O_DIRECT copy, flushed", at_the_limit, rare),
+        ]
+    return found
+
+
+def with_transformers(context: Context) -> Job:
+    """The way without hfshard: load, save, and flush what was saved."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    def reshard() -> None:
+        model = LlamaForCausalLM.from_pretrained(context.source, dtype=torch.bfloat16)
+        model.save_pretrained(context.target, max_shard_size=context.size.reshard_size)
+        for path in [*context.target.iterdir(), context.target]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+    return Job([("reshard", reshard)], lambda: written(context))
+
+
+def with_hfshard(context: Context, checksum: Any) -> Job:
+    """`hfshard.reshard_checkpoint`."""
+    import hfshard
+
+    if "reshard_checkpoint" not in hfshard.__all__:
+        raise SkipPeer("this hfshard has no reshard_checkpoint")
+    hfshard.reshard_checkpoint  # noqa: B018  imported before the clock starts
+    size = context.size.reshard_size
+
+    def reshard() -> None:
+        hfshard.reshard_checkpoint(context.source, context.target, max_shard_size=size, checksum=checksum)
+
+    return Job([("reshard", reshard)], lambda: written(context))
+
+
+def at_the_limit(context: Context) -> Job:
+    """As many bytes read from the shards and written into files of the new size."""
+    from hfshard.size import parse_size
+
+    total, file_bytes = total_bytes(context.specs), parse_size(context.size.reshard_size)
+    files = [(context.target / f"{at}", min(file_bytes, total - at)) for at in range(0, total, file_bytes)]
+    sources = sized(shards_of(context.source))
+    return Job([("reshard", lambda: copy_files(sources, files))], lambda: written(context))
+
+
+def written(context: Context) -> dict[str, Any]:
+    """What is in the target: too little means that it was none.
+
+    Raises:
+        RuntimeError: Fewer bytes than the tensors have.
+    """
+    found = sum(path.stat().st_size for path in context.target.rglob("*") if path.is_file())
+    if found < total_bytes(context.specs):
+        raise RuntimeError(f"only {found} bytes were written")
+    return {"bytes": found}
+
+
+def render(data: Data) -> str:
+    """The section of RESULTS.md."""
+    parts = ["Into a new directory each time; every line flushes its files and the directory."]
+    for state in ("cold", "warm"):
+        names = [name for name in data["peers"] if name.endswith(f"/{state}")]
+        parts += [f"### Re-shard, {state}", table(data, names, [("reshard", "")])]
+    return "\n\n".join(filter(None, [*parts, skipped(data)]))
+
+
+def targets(data: Data) -> list[Target]:
+    """What issue-wide acceptance asks for."""
+    found = []
+    for what, state, limit in (("none", "cold", 0.35), ("none", "warm", 0.7), ("sha256", "cold", 0.6)):
+        pair = ratio(data, f"hfshard {what}/{state}", f"{BASE}/{state}")
+        shown = "sha256" if what == "sha256" else "no checksum"
+        found.append(Target(f"re-shard, {state}, {shown}: time ≤ {limit} × load + save + sync", *at_most(limit, pair)))
+    ours = [name for name in data["peers"] if name.startswith("hfshard")]
+    peak = highest(data, ours, "peak")
+    shown_peak = at_most(PEAK_MIB, peak / MIB if peak is not None else None, 1, " MiB")
+    found.append(Target(f"re-shard: peak memory ≤ {PEAK_MIB} MiB more", *shown_peak))
+    for field in ("read", "written"):
+        names = [name for name in ours if field == "written" or name.endswith("/cold")]
+        most = highest(data, names, field)
+        factor = most / data["bytes"] if most is not None else None
+        found.append(Target(f"re-shard: bytes {field} ≤ size × {BYTES_FACTOR}", *at_most(BYTES_FACTOR, factor, 3)))
+    return found
+
+
+QUESTION = Question(
+    "reshard", "Re-shard", peers, make_source, lambda context, peer: shards_of(context.source), render, targets
+)
+
+if __name__ == "__main__":
+    from bench.run import main
+
+    sys.exit(main(["reshard", *sys.argv[1:]]))

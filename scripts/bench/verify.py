@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""How long it takes to hash every byte of a checkpoint: hfshard against hashlib, from the disk and from the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+if __name__ == "__main__":  # `bench` is a package of scripts/
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from bench.direct_io import read_files
+from bench.figures import Data, at_most, ratio, skipped, table
+from bench.inputs import make_source, shards_of, sized, source_of
+from bench.question import SIDE, Context, Job, Peer, Question, Target
+
+LOOP_BYTES = 2**20
+MEMORY_BYTES = 4 * 2**20
+THREADS = 4
+"""As many as hfshard verifies with."""
+BASE, LIMIT, MEMORY = "loop", "limit", "memory"
+DISK_FACTOR = 1.2
+"""xxh3 is at the disk's limit when it takes no more than this times a plain read."""
+
+
+def peers(context: Context) -> list[Peer]:
+    """The lines of the tables."""
+
+    def line(key: str, title: str, prepare: Callable[[Context], Job], state: str, every: int = 1) -> Peer:
+        limit = f"{LIMIT}/{state}" if state == "cold" else ""
+        return Peer(key, title, prepare, state, every, f"{BASE}/{state}", limit)
+
+    found = []
+    for state in ("cold", "warm"):
+        found += [
+            line(
+                BASE, "hashlib sha256 over the files, 1 MiB reads", with_hashlib, state, 1 if state == "cold" else SIDE
+            ),
+            line("hfshard sha256", "hfshard, sha256", lambda context: with_hfshard(context, "sha256"), state),
+            line(
+                "hfshard xxh3",
+                "hfshard, xxh3",
+                lambda context: with_hfshard(context, "xxh3"),
+                state,
+                1 if state == "cold" else SIDE,
+            ),
+        ]
+    return [
+        *found,
+        line(LIMIT, "the limit: O_DIRECT reads into the same blocks", at_the_limit, "cold"),
+        line(MEMORY, f"hashlib sha256 over the same bytes in memory, {THREADS} threads", in_memory, "warm"),
+    ]
+
+
+def make_inputs(context: Context) -> None:
+    """The checkpoint with either checksum."""
+    make_source(context)
+    make_source(context, "xxh3")
+
+
+def files(context: Context, peer: Peer) -> list[Path]:
+    """What this peer reads."""
+    return shards_of(source_of(context, "xxh3" if peer.key == "hfshard xxh3" else "sha256"))
+
+
+def with_hashlib(context: Context) -> Job:
+    """What anybody would write."""
+
+    def verify() -> None:
+        for path in shards_of(context.source):
+            hasher = hashlib.sha256()
+            with open(path, "rb") as file:
+                while block := file.read(LOOP_BYTES):
+                    hasher.update(block)
+            hasher.hexdigest()
+
+    return Job([("verify", verify)])
+
+
+def with_hfshard(context: Context, checksum: str) -> Job:
+    """`hfshard.verify_checkpoint`, which must have compared every byte."""
+    import hfshard
+
+    where = source_of(context, checksum)
+    hfshard.verify_checkpoint  # noqa: B018  imported before the clock starts
+    total = sum(size for _, size in sized(shards_of(where)))
+
+    def verify() -> None:
+        report = hfshard.verify_checkpoint(where)
+        if not report.ok or report.checked_bytes < total:
+            raise RuntimeError(f"checked {report.checked_bytes} of {total} bytes: {report.problems}")
+
+    return Job([("verify", verify)])
+
+
+def in_memory(context: Context) -> Job:
+    """The hashes alone."""
+    contents = [path.read_bytes() for path in shards_of(context.source)]
+
+    def hash_one(content: bytes) -> str:
+        view, hasher = memoryview(content), hashlib.sha256()
+        for at in range(0, len(view), MEMORY_BYTES):
+            hasher.update(view[at : at + MEMORY_BYTES])
+        return hasher.hexdigest()
+
+    def verify() -> None:
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(hash_one, contents))
+
+    return Job([("verify", verify)])
+
+
+def at_the_limit(context: Context) -> Job:
+    """Reading alone."""
+    paths = sized(shards_of(context.source))
+    return Job([("verify", lambda: read_files(None, paths))])
+
+
+def render(data: Data) -> str:
+    """The section of RESULTS.md."""
+    parts = []
+    for state in ("cold", "warm"):
+        names = [name for name in data["peers"] if name.endswith(f"/{state}")]
+        parts += [f"### Verify, {state}", table(data, names, [("verify", "")], "the plain loop")]
+    return "\n\n".join(filter(None, [*parts, skipped(data)]))
+
+
+def targets(data: Data) -> list[Target]:
+    """What issue-wide acceptance asks for."""
+    speed = ratio(data, f"{MEMORY}/warm", "hfshard sha256/warm")  # of the times the other way round
+    loop = ratio(data, "hfshard sha256/cold", f"{BASE}/cold")
+    disk = ratio(data, "hfshard xxh3/cold", f"{LIMIT}/cold")
+    return [
+        Target(
+            "verify, warm, sha256: speed ≥ 0.9 × hashlib in memory on as many threads",
+            speed.show() if speed else "not measured",
+            speed.median >= 0.9 if speed else None,
+        ),
+        Target("verify, cold, sha256: time ≤ 0.6 × a plain hashlib loop", *at_most(0.6, loop)),
+        Target(f"verify, cold, xxh3: time ≤ {DISK_FACTOR} × reading alone", *at_most(DISK_FACTOR, disk)),
+    ]
+
+
+QUESTION = Question("verify", "Verify", peers, make_inputs, files, render, targets)
+
+if __name__ == "__main__":
+    from bench.run import main
+
+    sys.exit(main(["verify", *sys.argv[1:]]))
