@@ -10,12 +10,13 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from tests.crash.generations import build_model, expected, model_class
-from tests.crash.targets import TARGETS, Target
+from tests.crash.targets import ALIGNED_HEADER, TARGETS, Target, limit_of
 from tests.crash.tracer import traced
 from tests.crash.transitions import Save, Transition
 
@@ -47,11 +48,28 @@ def _no_links() -> Iterator[None]:
 def _perform(save: Save, directory: Path, target: Target) -> None:
     if save.by == "bin":
         _save_bin(save, directory)
+    elif save.by in ("reshard", "regroup", "reshard-from"):
+        _reshard(save, directory)
     elif save.bare:
         target.save_weights(save.content, directory, save.layout)
     else:
         writer = target if save.by == "target" else TARGETS[save.by]
         writer.save(save.content, directory, save.layout, save.variant)
+
+
+def _reshard(save: Save, directory: Path) -> None:
+    """No weights of its own: those that stand there, or in the directory that `build` made for it."""
+    import hfshard
+
+    places = [_source_of(save, above) for above in directory.parents] if save.by == "reshard-from" else [directory]
+    source = next(place for place in places if place.exists())
+    limit = limit_of(save.content, save.layout) + ALIGNED_HEADER
+    hfshard.reshard_checkpoint(source, directory, limit, low_disk=save.by == "regroup")
+
+
+def _source_of(save: Save, place: Path) -> Path:
+    content = save.content
+    return place / f"source-{content.arch}-{content.generation}"
 
 
 def _save_bin(save: Save, directory: Path) -> None:
@@ -76,6 +94,9 @@ def _save_bin(save: Save, directory: Path) -> None:
 def build(transition: Transition, root: Path, target: Target) -> Path:
     """Make the directory that a transition starts from, below `root`; return its path."""
     directory = root / "out"
+    for save in (transition.new, transition.next):
+        if save.by == "reshard-from" and not _source_of(save, root.parent).exists():
+            perform(replace(save, by="target", layout="two"), _source_of(save, root.parent), target)
     if transition.before or transition.is_made:
         directory.mkdir()
     for name in transition.bystanders if directory.exists() else ():

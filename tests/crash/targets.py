@@ -12,7 +12,7 @@ from tests.crash.generations import Content, build_model, model_class
 ALIGNED_HEADER = 4096
 """Bytes of the smallest header that hfshard writes; a limit counts it."""
 
-DATA_LIMITS = {"single": 10**6, "two": 3200, "three": 2000}
+DATA_LIMITS = {"single": 10**6, "two": 3200, "three": 2000, "many": 700}
 """Bytes of tensors to a file, by layout; the small BERT has 4,352."""
 
 
@@ -45,7 +45,8 @@ def _model(content: Content, by_hfshard: bool) -> Any:
     return build_model(content, sharded_class(content.arch) if by_hfshard else model_class(content.arch))
 
 
-def _limit(content: Content, layout: str) -> int:
+def limit_of(content: Content, layout: str) -> int:
+    """Bytes of tensors to a file."""
     return DATA_LIMITS[layout] // 2 if content.half else DATA_LIMITS[layout]
 
 
@@ -56,14 +57,14 @@ class HfshardTarget:
 
     def save(self, content: Content, directory: Path, layout: str, variant: str | None) -> None:
         """`ShardedModelMixin.save_pretrained`."""
-        limit = _limit(content, layout) + ALIGNED_HEADER
+        limit = limit_of(content, layout) + ALIGNED_HEADER
         _model(content, True).save_pretrained(directory, max_shard_size=limit, variant=variant)
 
     def save_weights(self, content: Content, directory: Path, layout: str) -> None:
         """`hfshard.save_state_dict`."""
         import hfshard
 
-        limit = _limit(content, layout) + ALIGNED_HEADER
+        limit = limit_of(content, layout) + ALIGNED_HEADER
         hfshard.save_state_dict(_model(content, True).state_dict(), directory, max_shard_size=limit)
 
     def warm(self, content: Content) -> None:
@@ -78,14 +79,14 @@ class TransformersTarget:
 
     def save(self, content: Content, directory: Path, layout: str, variant: str | None) -> None:
         """`PreTrainedModel.save_pretrained`."""
-        _model(content, False).save_pretrained(directory, max_shard_size=_limit(content, layout), variant=variant)
+        _model(content, False).save_pretrained(directory, max_shard_size=limit_of(content, layout), variant=variant)
 
     def save_weights(self, content: Content, directory: Path, layout: str) -> None:
         """`huggingface_hub.save_torch_state_dict`."""
         from huggingface_hub import save_torch_state_dict
 
         directory.mkdir(exist_ok=True)
-        save_torch_state_dict(_model(content, False).state_dict(), directory, max_shard_size=_limit(content, layout))
+        save_torch_state_dict(_model(content, False).state_dict(), directory, max_shard_size=limit_of(content, layout))
 
     def warm(self, content: Content) -> None:
         """Build the model."""

@@ -36,10 +36,16 @@ SELECTION = (
     "variant-half-beside-sharded",
     "wreck-sharded-80",
     "bare-sharded->single",
+    "reshard-single->sharded",
+    "reshard-sharded->many",
+    "reshard-over-sharded",
+    "regroup-two->many",
+    "regroup-upstream-many->two",
+    "convert-sharded-bin->sharded",
 )
 
-POINTS = 160
-"""Of the selection's 3,000 or so: a quarter minute for 100."""
+POINTS = 190
+"""Of the selection's 4,000 or so: a quarter minute for 100."""
 
 needs_strace = pytest.mark.skipif(not has_strace(), reason="NO STRACE: NO SAVE IS STOPPED HERE. Install strace.")
 

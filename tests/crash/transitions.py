@@ -15,8 +15,10 @@ class Save:
 
     Attributes:
         content: What is saved.
-        layout: "single", "two" or "three" files.
-        by: "target" (who is under test), "transformers", or "bin" (torch.save, as before safetensors).
+        layout: "single", "two", "three" or "many" files.
+        by: "target" (who is under test), "transformers", or "bin" (torch.save, as before safetensors). Or no save of
+            its own: hfshard's "reshard" of what stands there, its "regroup" (with little disk), or its
+            "reshard-from" a directory elsewhere.
         variant: As upstream's argument.
         bare: A state dict without a model: no config.json.
         without_links: On a file system that has no hard links.
@@ -57,7 +59,9 @@ class Transition:
     @property
     def next(self) -> Save:
         """The save after the stopped one: another generation in the same layout."""
-        return replace(self.new, content=replace(self.new.content, generation=self.new.content.generation + 1))
+        content = replace(self.new.content, generation=self.new.content.generation + 1)
+        is_reshard = self.new.by in ("reshard", "regroup")
+        return replace(self.new, content=content, by="target" if is_reshard else self.new.by)
 
     @property
     def contents(self) -> tuple[Content, ...]:
@@ -193,8 +197,38 @@ def _with_generation_config() -> Iterator[Transition]:
     yield Transition("strangers", (Save(BERT, "three"),), Save(replace(BERT, generation=2), "three"), strangers)
 
 
+def _reshards() -> Iterator[Transition]:
+    words = {"single": "single", "three": "sharded", "many": "many"}
+    for old, new in (
+        ("three", "single"),
+        ("single", "three"),
+        ("many", "three"),
+        ("three", "three"),
+        ("three", "many"),
+    ):
+        name = f"{words[old]}->{words[new]}"
+        yield Transition(f"reshard-{name}", (Save(OTHER, old),), Save(OTHER, new, by="reshard"))
+    for old, new in (("many", "two"), ("two", "many"), ("three", "two"), ("many", "single"), ("single", "many")):
+        before, save = Save(OTHER, old), Save(OTHER, new, by="regroup")
+        yield Transition(f"regroup-{old}->{new}", (before,), save)
+    before, save = Save(OTHER, "many", by="transformers"), Save(OTHER, "two", by="regroup")
+    yield Transition("regroup-upstream-many->two", (before,), save)
+    half_done = Save(OTHER, "two", by="regroup", killed_at=0.6)
+    yield Transition("wreck-regroup", (Save(OTHER, "many"), half_done), Save(OTHER, "two", by="regroup"))
+    yield Transition("regroup-bare", (Save(BERT, "many", bare=True),), Save(BERT, "two", by="regroup", bare=True))
+    for layout, word in (("single", "bin"), ("three", "sharded-bin")):
+        before = Save(OTHER, layout, by="bin")
+        yield Transition(f"convert-{word}->single", (before,), Save(OTHER, "single", by="reshard"))
+        yield Transition(f"convert-{word}->sharded", (before,), Save(OTHER, "three", by="reshard"))
+    two = replace(OTHER, generation=2)
+    yield Transition("reshard-into-fresh", (), Save(OTHER, "three", by="reshard-from"), bystanders=())
+    yield Transition("reshard-over-single", (Save(OTHER, "single"),), Save(two, "three", by="reshard-from"))
+    yield Transition("reshard-over-sharded", (Save(OTHER, "three"),), Save(two, "three", by="reshard-from"))
+    yield Transition("reshard-over-sharded-to-single", (Save(OTHER, "three"),), Save(two, "single", by="reshard-from"))
+
+
 def all_transitions() -> tuple[Transition, ...]:
     """Every transition, in the order of the table."""
     plain = (_fresh, _with_configs, _identical, _other_keys)
-    makers = (*plain, _variants, _wrecks, _bare, _without_links, _with_generation_config)
+    makers = (*plain, _variants, _wrecks, _bare, _without_links, _with_generation_config, _reshards)
     return tuple(transition for make in makers for transition in make())
