@@ -48,7 +48,7 @@ def iter_blocks(tensor: Storable, block_bytes: int) -> Iterator[memoryview]:
     """Yield the tensor's bytes in row-major order, at most `block_bytes` at a time.
 
     A contiguous CPU tensor is not copied; of any other (strided, expanded, conjugated, on a device) one block at a
-    time is. A view stays valid while the caller holds it; that of a `StoredTensor` until the next one is asked for.
+    time is. A view stays valid until the next one is asked for.
 
     Args:
         tensor: Anything that `check_storable` lets pass.
@@ -69,7 +69,49 @@ def iter_blocks(tensor: Storable, block_bytes: int) -> Iterator[memoryview]:
         for start in range(0, len(memory), block_bytes):
             yield memory[start : start + block_bytes]
         return
-    yield from _copied_blocks(tensor, block_bytes)
+    yield from device_blocks(tensor, block_bytes) if tensor.is_cuda else _copied_blocks(tensor, block_bytes)
+
+
+def device_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
+    """The blocks of a GPU's tensor, by way of two page-locked buffers: one is filled while the other is used.
+
+    Args:
+        tensor: Of a dtype that is copied as it is, not empty. On the CPU it takes the same way, for tests.
+        block_bytes: As in `iter_blocks`.
+    """
+    stages = [torch.empty(block_bytes, dtype=torch.uint8, pin_memory=tensor.is_cuda) for _ in range(2)]
+    before: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+    for number, piece in enumerate(_device_pieces(tensor, block_bytes)):
+        stage = stages[number % 2][: piece.numel()]
+        stage.copy_(piece, non_blocking=True)
+        arrived = None
+        if tensor.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(tensor.device))
+        if before is not None:
+            yield _arrived(*before)
+        before = stage, arrived
+    if before is not None:
+        yield _arrived(*before)
+
+
+def _arrived(stage: torch.Tensor, event: torch.cuda.Event | None) -> memoryview:
+    if event is not None:
+        event.synchronize()
+    return memory_of(stage)
+
+
+def _device_pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
+    """The bytes of a tensor on its device; where its strides are odd, a contiguous copy of one piece at a time."""
+    if tensor.dim() == 0:
+        tensor = tensor.reshape(1)
+    if tensor.is_contiguous():
+        raw = tensor.view(torch.uint8).view(-1)
+        for at in range(0, raw.numel(), block_bytes):
+            yield raw[at : at + block_bytes]
+        return
+    for block in _row_blocks(tensor, block_bytes):
+        yield block.contiguous().view(torch.uint8).view(-1)
 
 
 def first_bytes(tensor: Storable, count: int) -> Iterator[memoryview]:
@@ -82,17 +124,31 @@ def first_bytes(tensor: Storable, count: int) -> Iterator[memoryview]:
 
 
 def _copied_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
+    room = turned_room = own_memory((0,), tensor.dtype)
+    for block in _row_blocks(tensor, block_bytes):
+        if room.numel() < block.numel():
+            room = own_memory((block.numel(),), block.dtype)
+        copy = room[: block.numel()].view(block.shape)
+        if block.dim() == 2 and block.stride(0) < block.stride(1) and not block.is_conj():
+            # Rows of a transposed matrix: torch turns a whole one fast (three times, at least), a part of one slowly.
+            if turned_room.numel() < block.numel():
+                turned_room = own_memory((block.numel(),), block.dtype)
+            block = turned_room[: block.numel()].view(block.t().shape).copy_(block.t()).t()
+        yield memory_of(copy.copy_(block))
+
+
+def _row_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
+    """Parts of a tensor of at most so many bytes, in row-major order."""
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)
     row_bytes = tensor_nbytes(tensor) // tensor.shape[0]
     if row_bytes > block_bytes:
         for number in range(tensor.shape[0]):  # not `for row in tensor`, which makes all the views at once
-            yield from _copied_blocks(tensor[number], block_bytes)
+            yield from _row_blocks(tensor[number], block_bytes)
         return
     rows = block_bytes // row_bytes
     for start in range(0, tensor.shape[0], rows):
-        block = tensor[start : start + rows]
-        yield memory_of(own_memory(block.shape, block.dtype).copy_(block))
+        yield tensor[start : start + rows]
 
 
 def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
