@@ -26,6 +26,11 @@ def pull(repo_id: str, local_dir: str | None = None, **options: Any) -> str:
     return pull_checkpoint(repo_id, local_dir, **options)
 
 
+def reshard(repo_id: str, target: str, max_shard_size: int | str, **options: Any) -> None:
+    """`reshard_checkpoint`."""
+    hfshard.reshard_checkpoint(repo_id, target, max_shard_size, **options)
+
+
 def load(repo_id: str, cache: str, **options: Any) -> dict[str, Any]:
     """hfshard's `from_pretrained`."""
     model: Any = Bert.from_pretrained(repo_id, cache_dir=cache, strict=True, **options)
@@ -86,7 +91,7 @@ def stock_refs(repo_id: str, commit: str) -> str:
 
 TASKS: dict[str, Callable[..., Any]] = {
     task.__name__: task
-    for task in (pull, load, load_auto, load_causal, load_stock, read, stock_snapshot, stock_files, stock_refs)
+    for task in (pull, reshard, load, load_auto, load_causal, load_stock, read, stock_snapshot, stock_files, stock_refs)
 }
 
 
