@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from hfshard.plan import PlannedShard, ShardPlan, plan_specs, with_one_more_shard
 from hfshard.progress import bytes_bar
 from hfshard.save import save_request
-from hfshard.staging import SaveRequest, index_of, plan_request
+from hfshard.staging import SaveRequest, index_of, plan_request, shard_room
 from hfshard.storage.checkpoint import OpenCheckpoint
 from hfshard.storage.commit import SaveSession, save_session
 from hfshard.storage.directory_state import read_state
+from hfshard.storage.durable import can_link
 from hfshard.storage.index import CheckpointIndex, FileRecord
 from hfshard.storage.integrity import tensor_digest
-from hfshard.storage.shard_file import ShardFile
 from hfshard.storage.shard_writer import ShardJob, file_order, shard_metadata, write_shards
 from hfshard.storage.tensor_spec import TensorSpec, tensor_specs
 from hfshard.storage.transition import NewCheckpoint, digest_of, plan_transition
@@ -76,7 +76,7 @@ def aligned_plan(checkpoint: OpenCheckpoint, request: SaveRequest, whole: ShardP
         whole: The plan without regard to the old files.
     """
     specs = {spec.name: spec for spec in tensor_specs(request.tensors)}
-    room = max(len(repr(shard_metadata(request.tensors, request.file_metadata))), 256)
+    room = shard_room(request)
 
     def parts(names: Iterable[str]) -> list[tuple[TensorSpec, ...]]:
         chosen = [specs[name] for name in names]
@@ -140,24 +140,26 @@ class _Regrouping:
         contents: Mapping[str, Sequence[str]],
     ) -> None:
         self.checkpoint, self.request, self.session = checkpoint, request, session
+        self.checksum = request.checksum
         self.base = index_of(plan, request, [FileRecord()] * len(plan.shards))
         self.groups = groups_of(plan, contents)
-        self.files = {file: tuple(names) for file, names in contents.items()}
-        """The files of the checkpoint as it stands there now, and the names in each."""
-        self.records = {file: checkpoint.index.files[file] for file in contents if file in checkpoint.index.files}
-        self.is_recorded = len(self.records) == len(contents)
+        self.files = {file: tuple(names) for file, names in contents.items() if names}
+        """The files of the checkpoint as it stands there now, and the names in each; those without any go."""
+        self.has_empty = len(self.files) < len(contents)
+        self.records = {file: checkpoint.index.files[file] for file in self.files if file in checkpoint.index.files}
+        self.is_recorded = len(self.records) == len(self.files)
 
     def run(self) -> CheckpointIndex:
         """Write group after group, then give the files that stay their names."""
         changed = [group for group in self.groups if not group.is_kept]
         total_bytes = sum(group.nbytes for group in changed)
+        self.session.check_space(max((group.nbytes for group in changed), default=0))
         with bytes_bar("Re-sharding", total_bytes, self.request.progress) as on_bytes:
             for group in changed:
                 self._write(group, on_bytes)
         return self._rename([group for group in self.groups if group.is_kept])
 
     def _write(self, group: Group, on_bytes: Callable[[int], object]) -> None:
-        self.session.check_space(group.nbytes)
         staged = {shard.file: f"{number:05d}.weights" for number, shard in enumerate(group.new)}
         jobs = []
         for shard in group.new:
@@ -165,7 +167,7 @@ class _Regrouping:
             metadata = shard_metadata(tensors, self.request.file_metadata)
             path = os.path.join(self.session.staging, staged[shard.file])
             jobs.append(ShardJob(path, tensors, metadata, like=self.session.replaced))
-        records = write_shards(jobs, checksum=self.request.checksum, on_bytes=on_bytes)
+        records = write_shards(jobs, checksum=self.checksum, on_bytes=on_bytes)
         for file in group.old:
             del self.files[file]
             self.records.pop(file, None)
@@ -180,26 +182,27 @@ class _Regrouping:
         known = dict(self.records)
         for group in kept:
             [file] = group.old
-            self.records[file] = self._record(self.checkpoint.shards[file])
-        moved = {group.old[0]: group.new[0].file for group in kept if group.old[0] != group.new[0].file}
-        staged = {}
-        for number, (file, name) in enumerate(moved.items()):
-            link = os.path.join(self.session.staging, f"{number:05d}.weights")
-            if number == 0 and not self._can_link(file):
-                break
-            os.link(os.path.join(self.session.directory, file), link)
-            staged[name] = os.path.basename(link)
+            self.records[file] = self._record(file)
+        staged: dict[str, str] = {}
+        for file, name in self._moved(kept).items():
+            staged[name] = f"{len(staged):05d}.weights"
+            os.link(os.path.join(self.session.directory, file), os.path.join(self.session.staging, staged[name]))
             self.files[name], self.records[name] = self.files.pop(file), self.records.pop(file)
-        is_new = bool(staged) or not self.is_recorded or self.records != known
+        is_new = bool(staged) or self.has_empty or not self.is_recorded or self.records != known
         self.is_recorded = True
         return self._commit(staged) if is_new else self._index()
 
-    def _can_link(self, file: str) -> bool:
-        above = os.path.relpath(os.path.join(self.session.directory, file), self.session.staging)
-        return not os.path.islink(os.path.join(self.session.directory, file)) and self.session.can_link(above)
+    def _moved(self, kept: Sequence[Group]) -> dict[str, str]:
+        """Old name -> new name of the files that can have both; none where the file system has no links."""
+        names = {group.old[0]: group.new[0].file for group in kept if group.old[0] != group.new[0].file}
+        paths = {file: os.path.join(self.session.directory, file) for file in names}
+        plain = [file for file in names if not os.path.islink(paths[file])]
+        if not plain or not can_link(self.session.staging, paths[plain[0]]):
+            return {}
+        return {file: names[file] for file in plain}
 
-    def _record(self, shard: ShardFile) -> FileRecord:
-        record, checksum = self.records.get(os.path.basename(shard.path), FileRecord()), self.request.checksum
+    def _record(self, file: str) -> FileRecord:
+        shard, record, checksum = self.checkpoint.shards[file], self.records.get(file, FileRecord()), self.checksum
         if record.sample is not None and (checksum is None or getattr(record, checksum) is not None):
             return record
         shard.check_digest(record)

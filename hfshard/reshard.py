@@ -52,7 +52,7 @@ class Resharded:
     files_before: dict[str, int]
     """The source's files of weights, and their bytes."""
     is_compared: bool
-    """Whether every byte was compared with a checksum on the way; else the source has none."""
+    """Whether every byte that was copied was compared with a checksum on the way; else the source has none."""
     others: tuple[str, ...]
     """Files that were copied along."""
 
@@ -98,7 +98,8 @@ def reshard_checkpoint(
             itself: a run that was killed leaves a whole checkpoint, and another run goes on. A new file is made of
             whole old ones, or of parts of one: there may be a few more files than without.
         variant: Of the source, and of what is written.
-        use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
+        use_safetensors: None: safetensors before pickles; True: only them; False: only pickles. Those of before the
+            zip (torch 1.5 and older) are read into memory as a whole.
         subfolder, revision, token, cache_dir, local_files_only: As in `load_state_dict`.
 
     Returns:
@@ -173,6 +174,12 @@ def _is_same(directory: str, other: str) -> bool:
 def _check_places(source: Source, place: Place, dst: str, *, is_in_place: bool) -> None:
     """Refuse to write into the source, but for a checkpoint that is replaced; what a hub keeps is nobody's to write."""
     root, target = os.path.realpath(place.directory), os.path.realpath(dst)
+    if source.subfolder and not is_in_place and os.path.isdir(source.path) and _is_same(source.path, dst):
+        raise InvalidArgumentError(
+            f"'{dst}' holds the source in its folder '{source.subfolder}': to re-shard that in place, give "
+            f"'{place.directory}' twice; else give a directory outside.",
+            path=dst,
+        )
     hub = os.path.realpath(directory_of(source.path) or source.path)
     is_hub = place.commit is not None or is_marked(hub)
     roots = [root, hub] if is_hub else [root]

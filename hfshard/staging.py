@@ -67,8 +67,7 @@ def plan_request(request: SaveRequest) -> ShardPlan:
         InvalidArgumentError: Metadata that are no JSON, or a packing that nobody knows.
     """
     _check_metadata(request.metadata)
-    specs = tensor_specs(request.tensors)
-    shard_room = _json_bytes(shard_metadata(request.tensors, request.file_metadata))
+    specs, room = tensor_specs(request.tensors), shard_room(request)
     own = own_metadata(request.small_records, request.aliases, request.undeclared)
     digests = _OWN_DIGEST_BYTES + TENSOR_DIGEST_HEX * len(specs)
     return plan_specs(
@@ -77,9 +76,14 @@ def plan_request(request: SaveRequest) -> ShardPlan:
         packing=request.packing,
         names=request.names,
         aliases=request.aliases,
-        single_metadata_bytes=shard_room + digests + _json_bytes(own) + _json_bytes(dict(request.metadata)),
-        shard_metadata_bytes=shard_room,
+        single_metadata_bytes=room + digests + _json_bytes(own) + _json_bytes(dict(request.metadata)),
+        shard_metadata_bytes=room,
     )
+
+
+def shard_room(request: SaveRequest) -> int:
+    """The most bytes that the metadata of one of several files take in its header."""
+    return _json_bytes(shard_metadata(request.tensors, request.file_metadata))
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:

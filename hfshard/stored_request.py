@@ -54,7 +54,7 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint) -> SaveReques
         tensors={name: value for name, value in tensors.items() if name not in aliases},
         aliases=aliases,
         undeclared=index.undeclared,
-        metadata=_without(index.metadata, _OWN_KEYS),
+        metadata=_without(index.metadata, _OWN_KEYS if checkpoint.located.kind == "single" else frozenset()),
         file_metadata=_without(file_metadata, _OWN_KEYS),
         total_parameters=index.total_parameters,
         config=config if config is None or explicit_weights(config) is None else without_pointer(config),

@@ -102,6 +102,17 @@ def test_names_that_are_taken_make_one_more_file(tmp_path: Path) -> None:
     assert hfshard.verify_checkpoint(tmp_path).ok
 
 
+def test_a_file_without_tensors_goes(tmp_path: Path) -> None:
+    for seed in (0, 10):  # the second save has an empty file, as all names of the first are in use
+        state_dict = {f"layer.{number}": random_tensor(seed + number, torch.uint8, (1000,)) for number in range(2)}
+        hfshard.save_state_dict(state_dict, tmp_path, max_shard_size=4096 + 1000)
+    assert len(weights_in(tmp_path)) == 3
+    for _ in range(2):
+        hfshard.reshard_checkpoint(tmp_path, tmp_path, 4096 + 1000, low_disk=True)
+        assert weights_in(tmp_path) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+        assert_holds(tmp_path, state_dict)
+
+
 def write_stock(directory: Path, state_dict: dict[str, torch.Tensor], files: int) -> None:
     """As transformers writes it: no checksums."""
     weight_map, items = {}, list(state_dict.items())

@@ -319,6 +319,17 @@ def test_bad_arguments_touch_nothing(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["m"]
 
 
+def test_a_folder_of_the_target_is_not_resharded_over_what_stands_above_it(tmp_path: Path) -> None:
+    hfshard.save_state_dict({"w": torch.zeros(3)}, tmp_path / "m")
+    hfshard.save_state_dict(floats(), tmp_path / "m" / "sub")
+    before = files_in(tmp_path / "m")
+    with pytest.raises(InvalidArgumentError, match=r"to re-shard that in place, give '.*/m/sub' twice"):
+        hfshard.reshard_checkpoint(tmp_path / "m", tmp_path / "m", "9KB", subfolder="sub")
+    assert files_in(tmp_path / "m") == before
+    hfshard.reshard_checkpoint(tmp_path / "m", tmp_path / "m" / "sub", "9KB", subfolder="sub")
+    assert len(weights_in(tmp_path / "m" / "sub")) == 3
+
+
 def test_in_place_by_another_path_is_in_place(tmp_path: Path) -> None:
     hfshard.save_state_dict(floats(), tmp_path / "m")
     (tmp_path / "link").symlink_to("m")

@@ -112,7 +112,7 @@ def _as_text(result: Resharded) -> str:
     counts, weights = Counter(result.index.weight_map.values()), _weights(result)
     before = sum(result.files_before.values())
     after = sum(record.size or 0 for record in weights.values())
-    compared = ", every byte compared with its checksum" if result.is_compared else ""
+    compared = ", every copied byte compared with its checksum" if result.is_compared else ""
     rows = [
         ["read", f"{result.source}: {format_size(before)} in {_count(len(result.files_before))}{compared}"],
         ["written", f"{result.directory}: {format_size(after)} in {_count(len(weights))}"],

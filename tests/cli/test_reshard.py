@@ -29,7 +29,7 @@ def test_reshard_shows_what_it_read_and_wrote(example: Path, tmp_path: Path, run
     done = run("reshard", example, tmp_path / "new", "--max-shard-size", "1MB")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[0] == f"read     {example}: 468.3 KB in 2 files, every byte compared with its checksum"
+    assert lines[0] == f"read     {example}: 468.3 KB in 2 files, every copied byte compared with its checksum"
     assert lines[1] == f"written  {tmp_path / 'new'}: 464.2 KB in 1 file"
     assert lines[2] == "copied   tokenizer.json"
     assert lines[4].split() == ["file", "size", "tensors", "checksum"]
