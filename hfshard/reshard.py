@@ -150,11 +150,12 @@ def resharded(
             request = with_dtype(request, floating, checkpoint.directory)
         if not is_in_place:
             request = replace(request, others=files_beside(checkpoint.directory, {CONFIG_NAME, *request.extras}))
-        files, is_compared = _weights(checkpoint), is_recorded(checkpoint)
+        identities, is_compared = _identities(checkpoint), is_recorded(checkpoint)
         if not is_compared:
             logger.info("'%s' has no checksums: its structure was checked, its bytes can't be.", checkpoint.entry)
         save = partial(regroup, checkpoint) if low_disk else save_request
-        index = save(request, dst, partial(_check_unchanged, checkpoint, _identities(checkpoint)))
+        index = save(request, dst, partial(_check_unchanged, checkpoint, identities))
+    files = {os.path.relpath(path, place.directory): size for path, (_, _, size, _) in identities.items()}
     return Resharded(dst, index, place.directory, files, is_compared, tuple(request.others))
 
 
@@ -209,25 +210,27 @@ def _check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:
             )
 
 
-def _weights(checkpoint: OpenCheckpoint) -> dict[str, int]:
-    files = [*checkpoint.shards, *checkpoint.pickles]
-    return {name: os.path.getsize(os.path.join(checkpoint.directory, name)) for name in files}
-
-
 def _identities(checkpoint: OpenCheckpoint) -> dict[str, Identity]:
     """Of the files of weights, as they were opened."""
-    pickles = {file.path: identity_of(os.stat(file.path)) for file in checkpoint.pickles.values()}
+    try:
+        pickles = {file.path: identity_of(os.stat(file.path)) for file in checkpoint.pickles.values()}
+    except OSError as error:
+        raise _changed(checkpoint) from error
     return pickles | {shard.path: shard.identity for shard in checkpoint.shards.values()}
 
 
 def _check_unchanged(checkpoint: OpenCheckpoint, identities: Mapping[str, Identity]) -> None:
     try:
         found = {path: identity_of(os.stat(path)) for path in identities}
-    except OSError:
-        found = {}
+    except OSError as error:
+        raise _changed(checkpoint) from error
     if found != identities or not checkpoint.is_unchanged():
-        raise CheckpointChangedError(
-            f"The checkpoint in '{checkpoint.directory}' was replaced or changed while it was re-sharded, and nothing "
-            "was saved. Do it again when the process that saves there is done.",
-            path=checkpoint.directory,
-        )
+        raise _changed(checkpoint)
+
+
+def _changed(checkpoint: OpenCheckpoint) -> CheckpointChangedError:
+    return CheckpointChangedError(
+        f"The checkpoint in '{checkpoint.directory}' was replaced or changed while it was re-sharded, and nothing "
+        "was saved. Do it again when the process that saves there is done.",
+        path=checkpoint.directory,
+    )

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from safetensors.torch import save_file
 
 import hfshard
 from hfshard.errors import (
+    CheckpointChangedError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     IntegrityError,
@@ -27,6 +31,7 @@ from hfshard.errors import (
 )
 from hfshard.reshard import resharded
 from hfshard.source import Source
+from hfshard.storage.durable import locked_directory
 from tests.state_dicts import assert_same, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -354,20 +359,34 @@ def test_a_full_disk_is_told_before_the_first_byte(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_the_source_may_be_replaced_by_nobody_meanwhile(tmp_path: Path) -> None:
-    hfshard.save_state_dict(floats(), tmp_path / "m", max_shard_size="9KB")
-    from hfshard.reshard import _check_unchanged, _identities
-    from hfshard.storage.checkpoint import open_checkpoint
+def times_open(directory: Path) -> int:
+    """How often this process has a directory open."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            count += os.readlink(f"/proc/self/fd/{fd}") == str(directory)
+    return count
 
-    with open_checkpoint(str(tmp_path / "m")) as checkpoint:
-        identities = _identities(checkpoint)
-        _check_unchanged(checkpoint, identities)
-        os.utime(tmp_path / "m" / "model-00002-of-00003.safetensors", ns=(1, 1))
-        with pytest.raises(hfshard.HfshardError, match=r"was replaced or changed while it was re-sharded"):
-            _check_unchanged(checkpoint, identities)
-        os.unlink(tmp_path / "m" / "model-00002-of-00003.safetensors")
-        with pytest.raises(hfshard.HfshardError, match=r"was replaced or changed"):
-            _check_unchanged(checkpoint, identities)
+
+@pytest.mark.parametrize("what", ["another save", "a shard in place", "a shard removed"])
+def test_a_source_that_changes_meanwhile_is_an_error(what: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    hfshard.save_state_dict(floats(), source, max_shard_size="9KB")
+    target.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        with locked_directory(str(target), wait_seconds=10):
+            running = pool.submit(hfshard.reshard_checkpoint, source, target)
+            while times_open(target) < 2 and not running.done():
+                time.sleep(0.001)  # until it has opened the source, and waits for the target
+            if what == "another save":
+                hfshard.save_state_dict({"w": torch.ones(2)}, source)
+            elif what == "a shard in place":
+                flip(source / "model-00002-of-00003.safetensors", -1)
+            else:
+                (source / "model-00002-of-00003.safetensors").unlink()
+        with pytest.raises(CheckpointChangedError, match=r"was replaced or changed while it was re-sharded"):
+            running.result()
+    assert os.listdir(target) == []
 
 
 # Pickles
