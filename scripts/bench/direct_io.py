@@ -11,7 +11,10 @@ from pathlib import Path
 
 THREADS = 4
 """More do not help on any disk that was tried."""
-BLOCK = 8 * 2**20
+WRITE_BLOCK = 2**20
+"""The fastest of 1 to 16 MiB here, by a fifth."""
+READ_BLOCK = 2 * 2**20
+"""The fastest of 1 to 8 MiB here, by a tenth."""
 SECTOR = 4096
 """What O_DIRECT wants offsets, lengths and addresses to be multiples of."""
 
@@ -19,9 +22,9 @@ Range = tuple[Path, int, int]
 """A file, an offset and a length."""
 
 
-def ranges_of(files: Sequence[tuple[Path, int]]) -> list[Range]:
+def ranges_of(files: Sequence[tuple[Path, int]], block: int) -> list[Range]:
     """The blocks of files of the given sizes, the last one of each with its odd length."""
-    return [(path, at, min(BLOCK, size - at)) for path, size in files for at in range(0, size, BLOCK)]
+    return [(path, at, min(block, size - at)) for path, size in files for at in range(0, size, block)]
 
 
 def aligned(length: int) -> int:
@@ -59,7 +62,7 @@ def read_files(memory: mmap.mmap | None, files: Sequence[tuple[Path, int]]) -> N
         start += aligned(size)
     buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
     for _ in range(THREADS):
-        buffers.put(anonymous(BLOCK))
+        buffers.put(anonymous(READ_BLOCK))
 
     def get(path: Path, at: int, length: int, descriptor: int) -> None:
         if view is not None:
@@ -75,11 +78,11 @@ def read_files(memory: mmap.mmap | None, files: Sequence[tuple[Path, int]]) -> N
 
 def copy_files(files: Sequence[tuple[Path, int]], targets: Sequence[tuple[Path, int]]) -> None:
     """Copy the bytes of some files into new ones of other sizes, through a block of each thread, durably."""
-    sources = ranges_of(files)
+    sources = ranges_of(files, WRITE_BLOCK)
     descriptors = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path, _ in files}
     buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
     for _ in range(THREADS):
-        buffers.put(anonymous(BLOCK))
+        buffers.put(anonymous(WRITE_BLOCK))
     order = iter(range(10**9))
 
     def pass_on(path: Path, at: int, length: int, descriptor: int) -> None:
@@ -98,6 +101,7 @@ def copy_files(files: Sequence[tuple[Path, int]], targets: Sequence[tuple[Path, 
 
 def _each(action: Callable[[Path, int, int, int], None], files: Sequence[tuple[Path, int]], flags: int) -> None:
     writes = bool(flags & os.O_CREAT)
+    block = WRITE_BLOCK if writes else READ_BLOCK
     descriptors = {path: os.open(path, flags | os.O_DIRECT, 0o600) for path, _ in files}
     try:
         with ThreadPoolExecutor(THREADS) as pool:
@@ -105,7 +109,7 @@ def _each(action: Callable[[Path, int, int, int], None], files: Sequence[tuple[P
                 for path, size in files:
                     os.posix_fallocate(descriptors[path], 0, aligned(size))
             futures = [
-                pool.submit(action, path, at, length, descriptors[path]) for path, at, length in ranges_of(files)
+                pool.submit(action, path, at, length, descriptors[path]) for path, at, length in ranges_of(files, block)
             ]
             for future in futures:
                 future.result()
