@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from hfshard.constants import DATA_ALIGNMENT, DEFAULT_MAX_SHARD_SIZE, MAX_HEADER_BYTES
 from hfshard.errors import InvalidArgumentError
 from hfshard.size import parse_size
-from hfshard.storage.header import LENGTH_BYTES, entry_bytes
+from hfshard.storage.header import LENGTH_BYTES, entry_bytes, name_bytes
 from hfshard.storage.names import WeightNames
 from hfshard.storage.tensor_spec import TensorSpec, tensor_specs
 from hfshard.tied import find_ties
@@ -115,7 +115,7 @@ def plan_specs(
     """`plan_shards` for tensors of which only the specs are known."""
     if packing not in ("greedy", "balanced"):
         raise InvalidArgumentError(f"packing must be 'greedy' or 'balanced', and is {packing!r}.")
-    sizes = [entry_bytes(spec.name, spec.dtype, list(spec.shape), _END_BOUND) for spec in specs]
+    sizes = _entry_sizes(specs)
     whole = _file_bytes(sum(sizes) + single_metadata_bytes, sum(spec.nbytes for spec in specs))
     groups: list[list[int]]
     if whole <= max_shard_bytes or len(specs) <= 1:
@@ -156,6 +156,18 @@ _END_BOUND: Final = 10**15
 """An offset that no file reaches: entries are planned with as many digits, so that a header never comes out longer."""
 
 
+def _entry_sizes(specs: Sequence[TensorSpec]) -> list[int]:
+    """The most bytes that each tensor's entry takes in a header."""
+    nameless: dict[tuple[str, tuple[int, ...]], int] = {}  # a model has few dtypes and shapes
+    sizes = []
+    for name, dtype, shape, _ in specs:
+        size = nameless.get((dtype, shape))
+        if size is None:
+            size = nameless[dtype, shape] = entry_bytes("", dtype, list(shape), _END_BOUND)
+        sizes.append(size + name_bytes(name))
+    return sizes
+
+
 @dataclass(frozen=True, slots=True)
 class _Room:
     """The limit that a group of tensors must keep."""
@@ -163,9 +175,19 @@ class _Room:
     max_shard_bytes: int
     metadata_bytes: int
 
+    @property
+    def certain_bytes(self) -> int:
+        """Data and entries together that it holds for certain, whatever the rounding."""
+        return self.max_shard_bytes - self.metadata_bytes - LENGTH_BYTES - DATA_ALIGNMENT
+
+    @property
+    def entries_bytes(self) -> int:
+        """Entries that a header holds."""
+        return MAX_HEADER_BYTES - DATA_ALIGNMENT - self.metadata_bytes - 1
+
     def holds(self, data_bytes: int, header_bytes: int) -> bool:
-        header = header_bytes + self.metadata_bytes
-        return header < MAX_HEADER_BYTES - DATA_ALIGNMENT and _file_bytes(header, data_bytes) <= self.max_shard_bytes
+        file_bytes = _file_bytes(header_bytes + self.metadata_bytes, data_bytes)
+        return header_bytes <= self.entries_bytes and file_bytes <= self.max_shard_bytes
 
 
 def _file_bytes(header_bytes: int, data_bytes: int) -> int:
@@ -177,7 +199,13 @@ def _pack_greedy(nbytes: Sequence[int], sizes: Sequence[int], room: _Room) -> li
     groups: list[list[int]] = []
     current: list[int] = []
     data = header = 0
+    certain_bytes, entries_bytes = room.certain_bytes, room.entries_bytes
     for i, (tensor_bytes, entry) in enumerate(zip(nbytes, sizes, strict=True)):
+        if data + tensor_bytes + header + entry <= certain_bytes and header + entry <= entries_bytes:
+            current.append(i)
+            data += tensor_bytes
+            header += entry
+            continue
         if not room.holds(tensor_bytes, entry):
             groups.append([i])
             continue

@@ -29,9 +29,8 @@ def find_ties(state_dict: Mapping[str, Any], *, droppable_patterns: Iterable[str
     names when all match a pattern, else the first that matches none) and huggingface_hub's (the first sorted name).
     """
     groups: dict[tuple[Any, ...], list[str]] = {}
-    for name, tensor in state_dict.items():
-        if isinstance(tensor, Tensor) and _has_memory(tensor):
-            groups.setdefault(_identity(tensor), []).append(name)
+    for name in _sharing_an_address(state_dict):
+        groups.setdefault(_identity(state_dict[name]), []).append(name)
     patterns = [re.compile(pattern) for pattern in droppable_patterns]
     kept_for: dict[str, str] = {}
     for names in groups.values():
@@ -39,6 +38,18 @@ def find_ties(state_dict: Mapping[str, Any], *, droppable_patterns: Iterable[str
             kept = _kept_name(sorted(names), patterns)
             kept_for.update((name, kept) for name in names if name != kept)
     return {name: kept_for[name] for name in state_dict if name in kept_for}
+
+
+def _sharing_an_address(state_dict: Mapping[str, Any]) -> list[str]:
+    """The names whose tensors begin where another one's does, in order: few, and only they are looked at closely."""
+    first: dict[int, str] = {}
+    shared: set[str] = set()
+    for name, tensor in state_dict.items():
+        if isinstance(tensor, Tensor) and _has_memory(tensor):
+            other = first.setdefault(tensor.data_ptr(), name)
+            if other is not name:
+                shared.update((other, name))
+    return [name for name in state_dict if name in shared]
 
 
 def _has_memory(tensor: Tensor) -> bool:

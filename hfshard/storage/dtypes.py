@@ -29,6 +29,9 @@ DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
     torch.float4_e2m1fn_x2: "F4",
 }
 
+PLAIN_DTYPES: Final = frozenset(DTYPE_NAMES) - {torch.float4_e2m1fn_x2}
+"""Dtypes that the format stores in torch's own shape."""
+
 REAL_PAIR_DTYPES: Final[dict[torch.dtype, torch.dtype]] = {
     torch.complex128: torch.float64,
     torch.complex32: torch.float16,

@@ -76,10 +76,14 @@ def build_header(tensors: Iterable[tuple[str, str, list[int], int]], metadata: M
 def entry_bytes(name: str, dtype: str, shape: list[int], largest_offset: int) -> int:
     """The most bytes that one tensor's entry takes in a header whose data end at `largest_offset`, comma included."""
     fixed = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
-    name_bytes = len(name)
-    if not (name.isascii() and name.isprintable()) or '"' in name or "\\" in name:
-        name_bytes = len(json.dumps(name, ensure_ascii=False).encode("utf-8")) - 2
-    return fixed + name_bytes + len(dtype) + len(",".join(map(str, shape))) + 2 * len(str(largest_offset))
+    return fixed + name_bytes(name) + len(dtype) + len(",".join(map(str, shape))) + 2 * len(str(largest_offset))
+
+
+def name_bytes(name: str) -> int:
+    """Bytes that a name takes between its quotes."""
+    if name.isascii() and name.isprintable() and '"' not in name and "\\" not in name:
+        return len(name)
+    return len(json.dumps(name, ensure_ascii=False).encode("utf-8")) - len('""')
 
 
 def read_header_length(first: bytes, file_bytes: int, path: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -13,9 +14,11 @@ from hfshard.storage.dtypes import DTYPE_BITS, REAL_PAIR_DTYPES, stored_dtype_na
 _BITS_OF_A_BYTE = 8
 
 
-@dataclass(frozen=True, slots=True)
-class StoredForm:
-    """How the format stores one tensor: all that a plan and a header have to know of it."""
+class StoredForm(NamedTuple):
+    """How the format stores one tensor: all that a plan and a header have to know of it.
+
+    A named tuple, which is made in half the time of a data class: a model of experts has a million.
+    """
 
     dtype: str
     """The format's name: "F32"."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Final
 
 from hfshard.constants import LFS_POINTER_MARK, MAX_JSON_DEPTH
 from hfshard.errors import DamagedCheckpointError
@@ -46,7 +46,23 @@ def parse_json_object(raw: bytes, *, path: str, what: str, remedy: str) -> dict[
 
 def dump_json(value: Any) -> bytes:
     """The one form in which hfshard writes JSON files: UTF-8, sorted keys, two blanks of indent, newline at the end."""
-    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+    return (_dumped(value) + "\n").encode("utf-8")
+
+
+def _dumped(value: Any, indent: str = "") -> str:
+    """What `json.dumps` makes, whose indented form is pure Python: here the strings come from its compiled part."""
+    if not (isinstance(value, dict) and value and all(type(key) is str for key in value)):
+        text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        return text.replace("\n", "\n" + indent)
+    begin = f"\n{indent}  "
+    if all(type(member) is str for member in value.values()):  # a weight_map, which may have a million entries
+        members = [f"{begin}{_encoded(key)}: {_encoded(value[key])}" for key in sorted(value)]
+    else:
+        members = [f"{begin}{_encoded(key)}: {_dumped(value[key], indent + '  ')}" for key in sorted(value)]
+    return "{" + ",".join(members) + f"\n{indent}}}"
+
+
+_encoded: Final = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def _reason(error: Exception) -> str:
