@@ -34,6 +34,10 @@ LFS_POINTER_MARK: Final = b"version https://git-lfs"
 COPY_BYTES: Final = 4 * 1024 * 1024
 """Bytes that are written, read or hashed at once: large for the disk, and a few of them stay under 64 MiB."""
 
+FILES_AT_ONCE: Final = 8
+"""Files that are written or hashed at once: a few MiB each. More than most machines need to be busy: so the cores are
+to the end, where the number of files is no multiple of theirs."""
+
 SAMPLE_BYTES: Final = 4096
 """Bytes of each tensor that go into a file's `sample`."""
 

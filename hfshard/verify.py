@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from hfshard.constants import MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError, IntegrityError, InvalidArgumentError, readable
 from hfshard.progress import bytes_bar
 from hfshard.storage.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checks import check_small_file
+from hfshard.storage.content import in_threads, stoppable
 from hfshard.storage.header import remedy
 from hfshard.storage.index import CheckpointIndex, FileRecord
 from hfshard.storage.locate import locate_checkpoint, weights_bytes
@@ -87,22 +88,48 @@ def verify_checkpoint(
     return checking.report()
 
 
+@dataclass
+class _Findings:
+    """What was found in one file, or in all."""
+
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    checked_bytes: int = 0
+
+    def add(self, shard: ShardFile, tensor: str, what: str) -> None:
+        """A tensor is not as it should be."""
+        message = readable(f"Tensor '{tensor}' {what}. Download or save it again.")
+        self.problems.append(Problem(shard.path, tensor, message))
+
+    def found(self, error: HfshardError, directory: str) -> None:
+        """A check failed."""
+        path = error.path if error.path is not None else directory
+        # Its last words may be to run what is running.
+        message = error.message.replace(f", or run 'hfshard verify {directory}'", "")
+        self.problems.append(Problem(path, error.fqn, message))
+
+    def take(self, other: _Findings) -> None:
+        """Have what another one found too."""
+        self.problems += other.problems
+        self.warnings += other.warnings
+        self.checked_bytes += other.checked_bytes
+
+
 class _Checking:
-    """Collects problems file by file, then those that only the whole shows."""
+    """Collects problems file by file, several at once, then those that only the whole shows."""
 
     def __init__(self, directory: str, names: WeightNames, level: str) -> None:
         self.directory, self.names, self.level = directory, names, level
         self.files: list[str] = []
-        self.problems: list[Problem] = []
-        self.warnings: list[str] = []
-        self.checked_bytes = 0
+        self.findings = _Findings()
         self.names_in: dict[str, list[str]] = defaultdict(list)
         """File -> the tensors that the index names for it."""
 
     def report(self) -> VerifyReport:
         """What was found."""
-        problems = tuple(dict.fromkeys(self.problems))
-        return VerifyReport(self.directory, tuple(self.files), problems, tuple(self.warnings), self.checked_bytes)
+        found = self.findings
+        problems = tuple(dict.fromkeys(found.problems))
+        return VerifyReport(self.directory, tuple(self.files), problems, tuple(found.warnings), found.checked_bytes)
 
     def run(self, on_bytes: Callable[[int], object]) -> None:
         """Check everything."""
@@ -111,14 +138,14 @@ class _Checking:
         except CheckpointNotFoundError:
             raise
         except HfshardError as error:
-            self._found(error)
+            self.findings.found(error, self.directory)
             return
         index = self._index(located.name) if located.kind == "index" else None
         if located.kind == "single" or index is not None:
             self._check_files(
                 index, [located.name] if index is None else sorted(set(index.weight_map.values())), on_bytes
             )
-        if not self.problems:
+        if not self.findings.problems:
             self._check_whole()
         self._note_strays(index)
 
@@ -129,87 +156,112 @@ class _Checking:
             raw, _ = read_small(path, self.directory, MAX_INDEX_BYTES)
             return CheckpointIndex.from_json(raw, path)
         except HfshardError as error:
-            self._found(error)
+            self.findings.found(error, self.directory)
             return None
 
     def _check_files(self, index: CheckpointIndex | None, names: list[str], on_bytes: Callable[[int], object]) -> None:
         records = dict(index.files) if index is not None else {}
         for tensor, file in index.weight_map.items() if index is not None else ():
             self.names_in[file].append(tensor)
-        for name in names:
-            self.files.append(name)
-            path = os.path.join(self.directory, name)
-            try:
-                shard = ShardFile(path, self.directory)
-            except HfshardError as error:
-                self._found(error)
-                continue
-            if index is None:
-                records = {**shard.own.files, name: shard.own.digests}
-            self._check_shard(shard, records.get(name, FileRecord()), index, on_bytes)
-            shard.close()
+        self.files += names
+        largest_first = sorted(names, key=lambda name: -_size(os.path.join(self.directory, name)))
+        checked = in_threads(
+            lambda name, stop: self._check_file(name, index, records, stoppable(on_bytes, stop)),
+            largest_first,
+            FILES_AT_ONCE,
+        )
+        for findings, _ in sorted(zip(checked, largest_first, strict=True), key=lambda pair: pair[1]):
+            self.findings.take(findings)
         for name in sorted(records):
             if name.endswith(".json"):
-                self.files.append(name)
-                try:
-                    check_small_file(self.directory, name, records[name])
-                except IntegrityError as error:
-                    # People edit configs by hand: that is wrong only for who asked for every byte.
-                    self._found(error) if self.level == "full" else self.warnings.append(error.message)
-                except HfshardError as error:
-                    self._found(error)
+                self._check_small_file(name, records[name])
 
-    def _check_shard(
-        self, shard: ShardFile, record: FileRecord, index: CheckpointIndex | None, on_bytes: Callable[[int], object]
+    def _check_small_file(self, name: str, record: FileRecord) -> None:
+        self.files.append(name)
+        try:
+            check_small_file(self.directory, name, record)
+        except HfshardError as error:
+            if isinstance(error, IntegrityError) and self.level != "full":
+                self.findings.warnings.append(error.message)  # people edit configs by hand
+            else:
+                self.findings.found(error, self.directory)
+
+    def _check_file(
+        self,
+        name: str,
+        index: CheckpointIndex | None,
+        records: dict[str, FileRecord],
+        on_bytes: Callable[[int], object],
+    ) -> _Findings:
+        findings = _Findings()
+        try:
+            shard = ShardFile(os.path.join(self.directory, name), self.directory)
+        except HfshardError as error:
+            findings.found(error, self.directory)
+            return findings
+        try:
+            if index is None:
+                records |= {**shard.own.files, name: shard.own.digests}  # it is the only one
+            else:
+                self._check_names(shard, index, findings)
+            self._check_bytes(shard, records.get(name, FileRecord()), findings, on_bytes)
+            if self.level == "full" and not records.get(name, FileRecord()).is_verifiable:
+                self._note_unverifiable(shard, index, findings)
+        finally:
+            shard.close()
+        return findings
+
+    def _check_bytes(
+        self, shard: ShardFile, record: FileRecord, findings: _Findings, on_bytes: Callable[[int], object]
     ) -> None:
-        if index is not None:
-            self._check_names(shard, index)
         try:
             shard.check_record(record, sample=True)
             if self.level == "full" and record.is_verifiable:
                 shard.check_digest(record, on_bytes)
-                self.checked_bytes += shard.size
+                findings.checked_bytes += shard.size
         except HfshardError as error:
             damaged = shard.damaged_tensors(record)
             for tensor in damaged:
-                self._add(shard, tensor, f"of '{shard.path}' is damaged: its bytes are not those that were saved")
+                findings.add(shard, tensor, f"of '{shard.path}' is damaged: its bytes are not those that were saved")
             if not damaged:
-                self._found(error)
-        if self.level == "full" and not record.is_verifiable:
-            self._note_unverifiable(shard, index)
+                findings.found(error, self.directory)
 
-    def _check_names(self, shard: ShardFile, index: CheckpointIndex) -> None:
+    def _check_names(self, shard: ShardFile, index: CheckpointIndex, findings: _Findings) -> None:
         name = os.path.relpath(shard.path, self.directory)
         for tensor in shard.header.slots:
             if (where := index.weight_map.get(tensor, "no file")) != name:
-                self._add(shard, tensor, f"lies in '{shard.path}', and the index names {where} for it")
+                findings.add(shard, tensor, f"lies in '{shard.path}', and the index names {where} for it")
         for tensor in self.names_in[name]:
             if tensor not in shard.header.slots:
-                self._add(shard, tensor, f"is missing in '{shard.path}', where the index says that it is")
+                findings.add(shard, tensor, f"is missing in '{shard.path}', where the index says that it is")
 
-    def _note_unverifiable(self, shard: ShardFile, index: CheckpointIndex | None) -> None:
+    def _note_unverifiable(self, shard: ShardFile, index: CheckpointIndex | None, findings: _Findings) -> None:
         name = os.path.relpath(shard.path, self.directory)
         # Checksums are written for all files or for none, and a shard says by itself that hfshard wrote it.
         records = index.files if index is not None else {}
         others = any(record.is_verifiable for file, record in records.items() if file.endswith(SAFETENSORS_SUFFIX))
         if index is not None and (others or (shard.is_ours and name not in records)):
             message = f"'{shard.path}' was saved with a checksum, and the index has none. {remedy(shard.path)}"
-            self.problems.append(Problem(shard.path, None, message))
+            findings.problems.append(Problem(shard.path, None, message))
         else:
-            self.warnings.append(f"'{name}' carries no checksum (hfshard writes them): only its structure was checked.")
+            findings.warnings.append(
+                f"'{name}' carries no checksum (hfshard writes them): only its structure was checked."
+            )
 
     def _check_whole(self) -> None:
         try:
             with open_checkpoint(self.directory, variant=self.names.variant) as checkpoint:
                 self._note_pickles(checkpoint)
         except HfshardError as error:
-            self._found(error)
+            self.findings.found(error, self.directory)
 
     def _note_pickles(self, checkpoint: OpenCheckpoint) -> None:
         self.files.extend(checkpoint.pickles)
         for name, pickled in checkpoint.pickles.items():
             if self.level != "full" or not check_every_byte(pickled.path, self.directory):
-                self.warnings.append(f"'{name}' is a pickle whose bytes were not verified: only that it loads.")
+                self.findings.warnings.append(
+                    f"'{name}' is a pickle whose bytes were not verified: only that it loads."
+                )
 
     def _note_strays(self, index: CheckpointIndex | None) -> None:
         used = set(self.files) | (set(index.weight_map.values()) | set(index.files) if index is not None else set())
@@ -217,17 +269,9 @@ class _Checking:
             if name not in used and (
                 self.names.is_shard(name) or self.names.is_transient(name) or name == self.names.single
             ):
-                self.warnings.append(f"'{name}' belongs to nothing here; the next save by hfshard decides about it.")
-
-    def _add(self, shard: ShardFile, tensor: str, what: str) -> None:
-        message = readable(f"Tensor '{tensor}' {what}. Download or save it again.")
-        self.problems.append(Problem(shard.path, tensor, message))
-
-    def _found(self, error: HfshardError) -> None:
-        path = error.path if error.path is not None else self.directory
-        # Its last words may be to run what is running.
-        message = error.message.replace(f", or run 'hfshard verify {self.directory}'", "")
-        self.problems.append(Problem(path, error.fqn, message))
+                self.findings.warnings.append(
+                    f"'{name}' belongs to nothing here; the next save by hfshard decides about it."
+                )
 
 
 def _weights(directory: str) -> list[os.DirEntry[str]]:
@@ -242,3 +286,10 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
         return entry.is_file()
     except OSError:
         return False  # a link to itself
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0  # missing, or a link to itself: opening it tells

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from hfshard.constants import DATA_ALIGNMENT
-from hfshard.storage.direct import BLOCK_BYTES, aligned_block, is_direct_wanted
+from hfshard.storage.direct import BLOCK_BYTES, LIBRARY, aligned_block, is_direct_wanted
 
 _AHEAD: Final = 2
 """Blocks that are read while one is used."""
@@ -56,7 +56,7 @@ def is_cached(fd: int, start: int, count_bytes: int) -> bool:
 
     `preadv2` with RWF_NOWAIT would answer too, but begins to read what it does not find.
     """
-    hits, library = 0, ctypes.CDLL(None, use_errno=True)
+    hits = 0
     for number in range(_PROBES):
         # Not at the beginning of a tensor: that was read for the file's sample.
         at = start + (2 * number + 1) * count_bytes // (2 * _PROBES)
@@ -66,7 +66,7 @@ def is_cached(fd: int, start: int, count_bytes: int) -> bool:
             return True
         resident = ctypes.c_ubyte()
         address = ctypes.addressof(ctypes.c_char.from_buffer(page))
-        if library.mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(resident)) != 0:
+        if LIBRARY.mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(resident)) != 0:
             return True
         hits += resident.value & 1
     return 2 * hits >= _PROBES

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final
 
-from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
 from hfshard.storage.config_pointer import as_saved
+from hfshard.storage.content import in_threads, stoppable
 from hfshard.storage.index import CheckpointIndex, FileRecord
 from hfshard.storage.integrity import sha256_of
 from hfshard.storage.names import INDEX_FILE
@@ -18,9 +17,6 @@ from hfshard.storage.regular_file import read_small
 from hfshard.storage.shard_file import ShardFile
 
 logger = logging.getLogger(__name__)
-
-_VERIFY_THREADS: Final = 4
-"""Files hashed at once: with more, a disk reads no faster."""
 
 
 def check_keys(entry: str, weight_map: Mapping[str, str], contents: Mapping[str, Collection[str]]) -> None:
@@ -91,10 +87,11 @@ def check_digests(
             "Load it with verify='structure', or save it once with hfshard.",
             path=entry,
         )
-    with ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="hfshard-verify") as pool:
-        checks = [pool.submit(shard.check_digest, index.files[file], on_bytes) for file, shard in shards.items()]
-        for check in checks:
-            check.result()
+    in_threads(
+        lambda file, stop: shards[file].check_digest(index.files[file], stoppable(on_bytes, stop), to_cache=True),
+        sorted(shards, key=lambda file: -shards[file].size),
+        FILES_AT_ONCE,
+    )
     for name, record in index.files.items():
         if name.endswith(".json"):
             check_small_file(os.path.dirname(entry), name, record)

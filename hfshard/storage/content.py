@@ -106,6 +106,18 @@ def sha256_of_reader(reader: io.BufferedIOBase, stop: threading.Event | None = N
     return hasher.hexdigest()
 
 
+def stoppable(on_bytes: Callable[[int], object] | None, stop: threading.Event) -> Callable[[int], None]:
+    """What to tell the bytes of a long work to, so that it ends early when another one failed, or Ctrl-C came."""
+
+    def tell(count_bytes: int) -> None:
+        if stop.is_set():
+            raise InterruptedError("another file failed, or Ctrl-C came")
+        if on_bytes is not None:
+            on_bytes(count_bytes)
+
+    return tell
+
+
 def in_threads(
     work: Callable[[_Item, threading.Event], _Result], items: Iterable[_Item], threads: int
 ) -> list[_Result]:

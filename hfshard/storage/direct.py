@@ -12,6 +12,9 @@ from typing import Final
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.durable import UNSUPPORTED
 
+LIBRARY: Final = ctypes.CDLL(None, use_errno=True)
+"""The C library, for what Python lacks."""
+
 BLOCK_BYTES: Final = 1024 * 1024
 """Bytes of one read or write: enough for any disk, and what is hashed and then copied is still in the core's cache."""
 
@@ -55,8 +58,7 @@ def allocate(fd: int, size: int) -> None:
     Raises:
         OSError: There is no space.
     """
-    library = ctypes.CDLL(None, use_errno=True)
-    while library.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
+    while LIBRARY.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
         number = ctypes.get_errno()
         if number in UNSUPPORTED | {errno.EINVAL}:
             return

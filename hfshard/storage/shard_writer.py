@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from hfshard.constants import FORMAT_VERSION, METADATA_KEY, SAMPLE_BYTES
+from hfshard.constants import FILES_AT_ONCE, FORMAT_VERSION, METADATA_KEY, SAMPLE_BYTES
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.block_writer import BlockWriter
 from hfshard.storage.direct import BLOCK_BYTES
@@ -27,10 +27,6 @@ PAIRS_KEY: Final = "hfshard.complex"
 
 WRITERS_VARIABLE: Final = "HFSHARD_WRITERS"
 """The environment variable that says how many files are written at once; with 1, all is done by one thread."""
-
-_FILES_AT_ONCE: Final = 8
-"""Files written at once: each has 4 MiB under way, so that all stay far under 64 MiB. More than there are cores: so
-the cores are busy to the end where the number of files is no multiple of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +83,7 @@ def writer_threads() -> int:
     """Files to write at once, at most."""
     wanted = os.environ.get(WRITERS_VARIABLE, "")
     if not wanted:
-        return _FILES_AT_ONCE
+        return FILES_AT_ONCE
     if not (wanted.isascii() and wanted.isdigit() and int(wanted) > 0):
         raise InvalidArgumentError(f"The variable {WRITERS_VARIABLE} must be a number of threads, and is {wanted!r}.")
     return int(wanted)
