@@ -27,6 +27,22 @@ def test_a_header_without_tensors_is_a_page_too() -> None:
     assert build_header([], {}) == b"\xf8\x0f\0\0\0\0\0\0" + b'{"__metadata__":{}}'.ljust(4088)
 
 
+def test_names_and_metadata_are_escaped_as_json_wants_it_and_no_more() -> None:
+    raw = build_header([('a"\\\t\x01é🙂', "F32", [2, 3], 24), ("", "U8", [0], 0)], {'k"': "é\n"})
+    text = (
+        r'{"__metadata__":{"k\"":"é\n"},'
+        r'"a\"\\\t\u0001é🙂":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},'
+        r'"":{"dtype":"U8","shape":[0],"data_offsets":[24,24]}}'
+    )
+    assert raw[8:].rstrip(b" ") == text.encode()
+
+
+def test_a_shape_whose_sizes_overflow_is_refused_even_where_one_of_them_is_zero() -> None:
+    raw = _one(shape=[0, 2**62, 2**62], offsets=[0, 0])
+    with pytest.raises(DamagedCheckpointError, match="shape that no tensor can have"):
+        parse_header(raw, 8 + len(raw), "x")
+
+
 @pytest.mark.parametrize(("name_bytes", "pages"), [(4019, 1), (4020, 2)])
 def test_a_header_takes_the_pages_that_it_needs(name_bytes: int, pages: int) -> None:
     # 8 bytes of length and 69 of JSON around the name: 4,019 are left.
