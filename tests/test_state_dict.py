@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
 
 from hfshard.errors import StateDictMismatchError
-from hfshard.state_dict import collect_state_dict, has_wrapper_prefix, match_prefixes, select_keys
+from hfshard.state_dict import assign, collect_state_dict, has_wrapper_prefix, match_prefixes, select_keys
 
 NAMES: list[tuple[str, list[str], list[str], list[str]]] = [
     ("nothing to take off", ["a.w", "b"], ["a.w", "b"], ["a.w", "b"]),
@@ -90,3 +93,57 @@ def test_selected_keys_that_match_nothing_are_all_named() -> None:
         select_keys(["a.b", "a[0].b", "c"], ["a.*", "a[0].b", "d.*", "e"])
     assert raised.value.missing_keys == ("d.*", "e")
     assert select_keys(["a.b", "a[0].b", "c"], ["c", "a[0].b", "*.b"]) == ["a.b", "a[0].b", "c"]
+
+
+class Telling(nn.Module):
+    """Tells in which order it was asked to load, and with what."""
+
+    def __init__(self, told: list[tuple[str, list[str]]], version: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.told, self._version = told, version
+        self.register_load_state_dict_pre_hook(self.before)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            lambda _, keys: told.append(("after", sorted(keys.missing_keys)))
+        )
+
+    def before(self, _: nn.Module, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        self.told.append((f"{prefix} version {metadata.get('version')}", sorted(state_dict)))
+
+
+def told_by(load: Any) -> list[tuple[str, list[str]]]:
+    """What the modules of a model tell when `load` brings two of its three weights."""
+    told: list[tuple[str, list[str]]] = []
+    model = nn.Sequential(Telling(told, 3), nn.ModuleList([Telling(told)]))
+    setattr(model, "a.b", Telling(told))
+    load(model, {"0.weight": torch.ones(1), "a.b.weight": torch.ones(1)})
+    assert [float(value) for value in model.state_dict().values()] == [1, 0, 1]
+    return told
+
+
+def test_modules_hooks_see_what_torch_would_show_them() -> None:
+    assert told_by(assign) == [
+        ("0. version 3", ["0.weight"]),
+        ("after", []),
+        ("1.0. version 1", []),
+        ("after", ["1.0.weight"]),
+        ("a.b. version 1", ["a.b.weight"]),
+        ("after", ["1.0.weight"]),
+    ]
+
+
+def test_a_tensor_of_another_shape_is_refused_as_by_torch() -> None:
+    with pytest.raises(RuntimeError, match=r"loading state_dict for Linear:\n\tsize mismatch for weight"):
+        assign(nn.Linear(2, 2), {"weight": torch.zeros(3, 3)})
+
+
+def test_a_model_that_loads_by_itself_is_asked_to() -> None:
+    class Own(nn.Linear):
+        given: Any = None
+
+        def load_state_dict(self, state_dict: Any, *arguments: Any, **options: Any) -> Any:
+            self.given = list(state_dict), options
+
+    model = Own(1, 1)
+    assign(model, {"weight": torch.zeros(1, 1)})
+    assert model.given == (["weight"], {"strict": False, "assign": False})
