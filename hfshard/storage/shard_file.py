@@ -252,11 +252,16 @@ class ShardFile:
         return frozenset(names)
 
     def _slice(self, slot: TensorSlot) -> torch.UntypedStorage:
+        start = self.header.data_start + slot.begin
+        return cast(torch.UntypedStorage, self.mapping[start : start + slot.nbytes])
+
+    @property
+    def mapping(self) -> torch.UntypedStorage:
+        """The whole file, mapped privately."""
         if self._mapped is None:
             mapping = torch.UntypedStorage.from_file(self._fd_path(), shared=False, nbytes=self.size)
             self._mapped = cast(torch.UntypedStorage, mapping)
-        start = self.header.data_start + slot.begin
-        return cast(torch.UntypedStorage, self._mapped[start : start + slot.nbytes])
+        return self._mapped
 
     def _fd_path(self) -> str:
         # The open file itself, whatever happened to its name since it was checked.

@@ -215,13 +215,13 @@ def _job(load: Callable[[], Any], tensors_of: Callable[[Any], Iterable[Tensor]],
 
 
 def sum_of(tensors: Iterable[Tensor]) -> int:
-    """Every byte of the tensors, once, in the order of their addresses: the sum of their 64-bit words."""
+    """Every byte of the tensors, once, in the model's order: the sum of their 64-bit words."""
     import torch
 
     # One thread: with several, each waits for the others at every parameter, and one that lost its core stops all.
     torch.set_num_threads(1)
     total = 0
-    for tensor in sorted({one.data_ptr(): one.detach() for one in tensors}.values(), key=lambda one: one.data_ptr()):
+    for tensor in {one.data_ptr(): one.detach() for one in tensors}.values():
         words = tensor.view(-1).view(torch.int64) if tensor.data_ptr() % 8 == 0 else tensor.view(-1).view(torch.int16)
         total += int(words.sum(dtype=torch.int64))
     return total & (2**64 - 1)
@@ -235,7 +235,7 @@ def render(data: Data) -> str:
     )
     parts = [
         "*Ready*: the call has returned. *Read*: from the call to the end of a pass over every byte of every parameter"
-        " (torch's sum of 64-bit words, by address, in one thread), the same for all; their sums agree."
+        " (torch's sum of 64-bit words, in the model's order, in one thread), the same for all; their sums agree."
     ]
     for state in STATES:
         how = (

@@ -17,8 +17,9 @@ from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
 from hfshard.storage import tensor_reader
 from hfshard.storage.block_reader import is_cached
 from hfshard.storage.file_system import is_remote
+from hfshard.storage.read_ahead import read_ahead
 from hfshard.storage.shard_file import ShardFile
-from hfshard.storage.tensor_reader import check_read_mode, read_ahead, read_from
+from hfshard.storage.tensor_reader import check_read_mode, read_from
 
 CPU = torch.device("cpu")
 
@@ -118,19 +119,16 @@ def test_one_tensor_of_a_file_read_at_once_keeps_only_its_own_memory(tmp_path: P
 
 
 def test_what_the_page_cache_lacks_is_read_ahead_and_nothing_else(tmp_path: Path) -> None:
-    expected = {"first": torch.randn(2_000_000), "second": torch.randn(2_000_000)}
-    hfshard.save_state_dict(expected, tmp_path)
+    hfshard.save_state_dict({"first": torch.ones(16_000_000), "second": torch.ones(2_000_000)}, tmp_path)
     path = tmp_path / "model.safetensors"
     make_cold(path)
     with opened(path) as shard:
         slot = shard.header.slots["second"]
-        thread = read_ahead([(shard, ["second"])])
-        assert thread is not None
-        thread.join()
-        shard.tensor("second").sum()  # waits for what is still under way
+        for thread in read_ahead([(shard, ["second"])]):
+            thread.join()
         assert is_cached(shard.fd, shard.header.data_start + slot.begin, slot.nbytes)
-        assert not is_cached(shard.fd, shard.header.data_start, 4_000_000)
-        assert read_ahead([(shard, ["second"])]) is None
+        assert read_ahead([(shard, ["second"])]) == []
+        assert not is_cached(shard.fd, shard.header.data_start, 48_000_000)  # of 64; the kernel reads around a page
 
 
 def test_the_files_may_be_closed_while_they_are_read_ahead(tmp_path: Path) -> None:
@@ -138,10 +136,10 @@ def test_the_files_may_be_closed_while_they_are_read_ahead(tmp_path: Path) -> No
     make_cold(tmp_path / "model.safetensors")
     files = len(os.listdir("/proc/self/fd"))
     shard = ShardFile(str(tmp_path / "model.safetensors"), str(tmp_path))
-    thread = read_ahead([(shard, ["x"])])
+    threads = read_ahead([(shard, ["x"])])
     shard.close()
-    assert thread is not None
-    thread.join()
+    for thread in threads:
+        thread.join()
     assert len(os.listdir("/proc/self/fd")) == files
 
 
@@ -158,6 +156,41 @@ def test_a_file_that_was_cut_short_is_an_error_that_names_it(staged: bool, is_co
         with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors' became shorter"):
             tensor_reader._read_at_once([(shard, list(shard.header.slots))], CPU, staged=staged)
         assert threading.active_count() == threads
+
+
+def test_where_the_kernel_can_not_map_ahead_it_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hfshard.save_state_dict({"x": torch.randn(2_000_000)}, tmp_path)
+    make_cold(tmp_path / "model.safetensors")
+    monkeypatch.setattr("hfshard.storage.read_ahead._POPULATE_READ", 9999)
+    with opened(tmp_path / "model.safetensors") as shard:
+        for thread in read_ahead([(shard, ["x"])]):
+            thread.join()
+        shard.tensor("x").sum()  # waits for what is still under way
+        assert is_cached(shard.fd, shard.header.data_start, 8_000_000)
+
+
+def test_a_file_that_was_cut_short_ends_no_process_that_reads_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hfshard.save_state_dict({"x": torch.randn(2_000_000)}, tmp_path)
+    path = tmp_path / "model.safetensors"
+    with opened(path) as shard:
+        assert shard.mapping.nbytes() == 8_004_096
+        os.truncate(path, 5_000_000)
+        monkeypatch.setattr("hfshard.storage.read_ahead.is_cached", lambda *_stretch: False)
+        for thread in read_ahead([(shard, ["x"])]):
+            thread.join()
+
+
+def test_reading_ahead_leaves_half_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hfshard.save_state_dict({"x": torch.ones(16_000_000)}, tmp_path)
+    make_cold(tmp_path / "model.safetensors")
+    monkeypatch.setattr("hfshard.storage.read_ahead._available_bytes", lambda: 2 * 8 * 1024 * 1024)
+    with opened(tmp_path / "model.safetensors") as shard:
+        for thread in read_ahead([(shard, ["x"])]):
+            thread.join()
+        assert is_cached(shard.fd, shard.header.data_start, 8_000_000)
+        assert not is_cached(shard.fd, shard.header.data_start + 24_000_000, 40_000_000)
 
 
 def test_nothing_wanted_is_nothing_read(tmp_path: Path) -> None:
