@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from hfshard.constants import DATA_ALIGNMENT
@@ -45,11 +45,16 @@ class BlockWriter:
             allocate(fd, size)
         block_bytes = min(BLOCK_BYTES, max(1, -(-size // DATA_ALIGNMENT)) * DATA_ALIGNMENT)
         is_several = behind and size > block_bytes
-        self._free = [aligned_block(block_bytes) for _ in range(_BLOCKS if is_several else 1)]
-        self._block = self._free.pop()
+        self._block = aligned_block(block_bytes)
         self._filled = self._at = 0
-        self._behind = ThreadPoolExecutor(1, thread_name_prefix="hfshard-disk") if is_several else None
-        self._under_way: deque[tuple[Future[None], memoryview]] = deque()
+        self._full: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._pool: ThreadPoolExecutor | None = None
+        if is_several:
+            for _ in range(_BLOCKS - 1):
+                self._free.put(aligned_block(block_bytes))
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="hfshard-disk")
+            self._behind = self._pool.submit(self._write_behind)
 
     def write(self, view: memoryview) -> None:
         """Take the next bytes; they are copied before this returns.
@@ -68,31 +73,41 @@ class BlockWriter:
 
     def finish(self) -> None:
         """Write what is left, and wait until all is written; flushing it to the disk is the caller's."""
-        while self._under_way:
-            self._under_way.popleft()[0].result()
+        if self._pool is not None:
+            self._full.put(None)
+            self._behind.result()
         whole = self._filled - self._filled % DATA_ALIGNMENT if self._is_direct else 0
         self._write(self._block[:whole])
         self._to_buffered()
         self._write(self._block[whole : self._filled])
 
     def close(self) -> None:
-        """Have the other thread end; what it has not yet begun to write is not written."""
-        if self._behind is not None:
-            self._behind.shutdown(cancel_futures=True)
+        """Have the other thread end."""
+        if self._pool is not None:
+            self._full.put(None)
+            self._pool.shutdown()
 
     def _hand_on(self) -> None:
         if self._stop.is_set():
             raise InterruptedError("another file of this save failed")
-        if self._behind is None:
+        if self._pool is None:
             self._write(self._block)
         else:
-            self._under_way.append((self._behind.submit(self._write, self._block), self._block))
-            if not self._free:
-                written, block = self._under_way.popleft()
-                written.result()
-                self._free.append(block)
-            self._block = self._free.pop()
+            self._full.put(self._block)
+            block = self._free.get()
+            if block is None:
+                self._behind.result()  # raises what ended the other thread
+                raise InterruptedError("the file was finished")
+            self._block = block
         self._filled = 0
+
+    def _write_behind(self) -> None:
+        try:
+            while (block := self._full.get()) is not None:
+                self._write(block)
+                self._free.put(block)
+        finally:
+            self._free.put(None)  # whoever waits for a block must not wait for ever
 
     def _write(self, block: memoryview) -> None:
         left = block
