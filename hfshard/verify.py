@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError, IntegrityError, InvalidArgumentError, readable
 from hfshard.progress import bytes_bar
 from hfshard.storage.checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.storage.checks import check_small_file
+from hfshard.storage.checks import check_small_file, check_total, data_bytes
 from hfshard.storage.content import in_threads, stoppable
 from hfshard.storage.header import remedy
-from hfshard.storage.index import CheckpointIndex, FileRecord
+from hfshard.storage.index import CheckpointIndex, FileRecord, check_aliases
 from hfshard.storage.locate import locate_checkpoint, weights_bytes
 from hfshard.storage.names import WeightNames
 from hfshard.storage.pickle_file import check_every_byte
@@ -95,6 +95,8 @@ class _Findings:
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     checked_bytes: int = 0
+    data_bytes: int = 0
+    """Of tensors, whether they were checked or not."""
 
     def add(self, shard: ShardFile, tensor: str, what: str) -> None:
         """A tensor is not as it should be."""
@@ -113,6 +115,7 @@ class _Findings:
         self.problems += other.problems
         self.warnings += other.warnings
         self.checked_bytes += other.checked_bytes
+        self.data_bytes += other.data_bytes
 
 
 class _Checking:
@@ -141,12 +144,16 @@ class _Checking:
             self.findings.found(error, self.directory)
             return
         index = self._index(located.name) if located.kind == "index" else None
-        if located.kind == "single" or index is not None:
-            self._check_files(
-                index, [located.name] if index is None else sorted(set(index.weight_map.values())), on_bytes
-            )
-        if not self.findings.problems:
-            self._check_whole()
+        if located.kind == "single":
+            self._check_files(None, [located.name], on_bytes)
+        elif index is not None:
+            # A file without tensors, as of an empty state dict, has a record too.
+            listed = {name for name in index.files if name.endswith(SAFETENSORS_SUFFIX)}
+            self._check_files(index, sorted(listed | set(index.weight_map.values())), on_bytes)
+            if not self.findings.problems:
+                self._check_total(located.name, index)
+        elif located.kind != "index":
+            self._check_pickles()
         self._note_strays(index)
 
     def _index(self, name: str) -> CheckpointIndex | None:
@@ -200,8 +207,10 @@ class _Checking:
             findings.found(error, self.directory)
             return findings
         try:
+            findings.data_bytes = data_bytes(shard)
             if index is None:
                 records |= {**shard.own.files, name: shard.own.digests}  # it is the only one
+                self._check_aliases(shard, findings)
             else:
                 self._check_names(shard, index, findings)
             self._check_bytes(shard, records.get(name, FileRecord()), findings, on_bytes)
@@ -217,7 +226,7 @@ class _Checking:
         try:
             shard.check_record(record, sample=True)
             if self.level == "full" and record.is_verifiable:
-                shard.check_digest(record, on_bytes)
+                shard.check_digest(replace(record, tensors=None), on_bytes)  # which of them they are is found below
                 findings.checked_bytes += shard.size
         except HfshardError as error:
             damaged = shard.damaged_tensors(record)
@@ -248,7 +257,19 @@ class _Checking:
                 f"'{name}' carries no checksum (hfshard writes them): only its structure was checked."
             )
 
-    def _check_whole(self) -> None:
+    def _check_aliases(self, shard: ShardFile, findings: _Findings) -> None:
+        try:
+            check_aliases(shard.own.aliases, shard.header.slots, shard.path)
+        except HfshardError as error:
+            findings.found(error, self.directory)
+
+    def _check_total(self, name: str, index: CheckpointIndex) -> None:
+        try:
+            check_total(os.path.join(self.directory, name), index, self.findings.data_bytes)
+        except HfshardError as error:
+            self.findings.found(error, self.directory)
+
+    def _check_pickles(self) -> None:
         try:
             with open_checkpoint(self.directory, variant=self.names.variant) as checkpoint:
                 self._note_pickles(checkpoint)

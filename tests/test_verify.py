@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
+import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -55,3 +59,80 @@ def test_a_load_in_full_names_a_damaged_file_of_many(tmp_path: Path) -> None:
     flip_last_bit(shards[5])
     with pytest.raises(hfshard.HfshardError, match=rf"{shards[5].name}.*tensor 't05'"):
         hfshard.load_state_dict(tmp_path, verify="full")
+
+
+def read_by_this_process() -> int:
+    """Bytes that it has read from files, cached or not."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"])
+
+
+def bytes_read_to_verify(directory: Path) -> int:
+    before = read_by_this_process()
+    hfshard.verify_checkpoint(directory)
+    return read_by_this_process() - before
+
+
+def test_bytes_are_read_once_and_those_of_a_damaged_file_once_more(tmp_path: Path) -> None:
+    tensors = {f"t{number}": torch.full((2**20,), float(number)) for number in range(4)}
+    hfshard.save_state_dict(tensors, tmp_path, max_shard_size=1)  # four files of 4 MiB
+    assert 4 * 2**22 < bytes_read_to_verify(tmp_path) < 4 * 2**22 + 2**18
+    flip_last_bit(tmp_path / "model-00002-of-00004.safetensors")
+    assert 5 * 2**22 < bytes_read_to_verify(tmp_path) < 5 * 2**22 + 2**18
+
+
+def test_a_file_without_tensors_is_checked_too(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):  # the second save needs names that the first has not, and no file of it can be split
+        hfshard.save_state_dict({"a": torch.full((9,), value), "b": torch.ones(9)}, tmp_path, max_shard_size=1)
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    report = hfshard.verify_checkpoint(tmp_path)
+    assert report.files == ("model.safetensors.index.json", *names)
+    assert (report.checked_bytes, report.ok) == (3 * 4096 + 2 * 36, True)
+    (tmp_path / names[2]).unlink()
+    assert [problem.file for problem in hfshard.verify_checkpoint(tmp_path).problems] == [str(tmp_path / names[2])]
+
+
+def test_a_total_that_the_files_do_not_add_up_to_is_a_problem_of_the_index(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(path.read_text().replace('"total_size": 312000', '"total_size": 312004'))
+    [problem] = hfshard.verify_checkpoint(tmp_path).problems
+    assert (problem.file, problem.tensor) == (str(path), None)
+    assert "its total_size is 312004, and the shards hold 312000 bytes" in problem.message
+
+
+def test_ctrl_c_ends_all_files_at_their_next_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    huge, files = 2**35, ("a.safetensors", "b.safetensors")  # 32 GiB of hole each: half a minute of hashing, no disk
+    for name in files:
+        header = json.dumps({name: {"dtype": "U8", "shape": [huge], "data_offsets": [0, huge]}}).encode()
+        with open(tmp_path / name, "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + huge)
+    records = {name: {"sha256": "0" * 64} for name in files}
+    index = {
+        "metadata": {"hfshard": {"format": 1, "files": records}, "total_size": 2 * huge},
+        "weight_map": {name: name for name in files},
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    is_hashing, main = threading.Event(), threading.get_ident()
+
+    class Terminal(io.StringIO):
+        """Where the bar is drawn, anew when bytes were hashed."""
+
+        def write(self, text: str) -> int:
+            if self.getvalue().count("%"):
+                is_hashing.set()
+            return super().write(text)
+
+    def press() -> None:
+        if is_hashing.wait(60):
+            signal.pthread_kill(main, signal.SIGINT)
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    before, presser = read_by_this_process(), threading.Thread(target=press)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        hfshard.verify_checkpoint(tmp_path, progress=True)
+    presser.join()
+    assert is_hashing.is_set()
+    assert read_by_this_process() - before < huge

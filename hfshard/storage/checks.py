@@ -34,15 +34,16 @@ def check_keys(entry: str, weight_map: Mapping[str, str], contents: Mapping[str,
     seen: dict[str, str] = {}
     for file, names in contents.items():
         for name in names:
+            if name not in seen and weight_map.get(name) == file:
+                seen[name] = file
+                continue
             path = os.path.join(directory, file)
             if name in seen:
                 raise _key_error(path, name, f"stands in '{seen[name]}' too")
             if name not in weight_map:
                 raise _key_error(path, name, f"is not in the index '{entry}'")
-            if weight_map[name] != file:
-                raise _key_error(path, name, f"is said to lie in '{weight_map[name]}' by the index '{entry}'")
-            seen[name] = file
-    for name, file in weight_map.items():
+            raise _key_error(path, name, f"is said to lie in '{weight_map[name]}' by the index '{entry}'")
+    for name, file in weight_map.items() if len(seen) < len(weight_map) else ():
         if name not in seen:
             path = os.path.join(directory, file)
             raise _key_error(path, name, f"is missing in it, and the index '{entry}' says that it is there")
@@ -58,8 +59,21 @@ def check_records(entry: str, index: CheckpointIndex, shards: Mapping[str, Shard
     for file, shard in shards.items():
         if file in index.files:
             shard.check_record(index.files[file], sample=True)
+    check_total(entry, index, sum(data_bytes(shard) for shard in shards.values()))
+
+
+def data_bytes(shard: ShardFile) -> int:
+    """Bytes of a file's tensors, which lie without a gap from its header to its end."""
+    return shard.size - shard.header.data_start
+
+
+def check_total(entry: str, index: CheckpointIndex, actual: int) -> None:
+    """The tensors of all files together as large as the index says.
+
+    Raises:
+        DamagedCheckpointError: They are not.
+    """
     # Foreign indexes count views and ties in their own ways: theirs is not compared.
-    actual = sum(slot.nbytes for shard in shards.values() for slot in shard.header.slots.values())
     if index.files and index.total_size is not None and index.total_size != actual:
         raise DamagedCheckpointError(
             f"Index '{entry}' is damaged: its total_size is {index.total_size}, and the shards hold {actual} bytes. "
