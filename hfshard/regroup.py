@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hfshard.plan import PlannedShard, ShardPlan, plan_specs, with_one_more_shard
+from hfshard.plan import PlannedShard, ShardPlan, plan_specs
 from hfshard.progress import bytes_bar
 from hfshard.save import save_request
 from hfshard.staging import SaveRequest, index_of, plan_request, shard_room
@@ -16,6 +16,7 @@ from hfshard.storage.directory_state import read_state
 from hfshard.storage.durable import can_link
 from hfshard.storage.index import CheckpointIndex, FileRecord
 from hfshard.storage.integrity import tensor_digest
+from hfshard.storage.names import WeightNames
 from hfshard.storage.shard_writer import ShardJob, file_order, shard_metadata, write_shards
 from hfshard.storage.tensor_spec import TensorSpec, tensor_specs
 from hfshard.storage.transition import NewCheckpoint, digest_of, plan_transition
@@ -27,11 +28,8 @@ class Group:
 
     old: tuple[str, ...]
     new: tuple[PlannedShard, ...]
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether a file stays as it is, but for its name."""
-        return len(self.old) == len(self.new) == 1
+    is_kept: bool
+    """Whether it is one file that stays as it is, but for its name."""
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +61,7 @@ def regroup(
         contents = {file: list(shard.header.slots) for file, shard in checkpoint.shards.items()}
         taken = session.state.listing | session.state.referenced
         while _is_blocked(aligned, contents, taken):
-            aligned = with_one_more_shard(aligned, request.names)
+            aligned = with_one_more_cut(aligned, request.names, contents)
         return _Regrouping(checkpoint, request, session, aligned, contents).run()
 
 
@@ -112,10 +110,55 @@ def groups_of(plan: ShardPlan, contents: Mapping[str, Sequence[str]]) -> list[Gr
         contents: Old file -> names in it.
     """
     old_of = {name: file for file, names in contents.items() for name in names}
-    groups: dict[frozenset[str], list[PlannedShard]] = {}
+    groups: list[tuple[set[str], list[PlannedShard]]] = []
     for shard in plan.shards:
-        groups.setdefault(frozenset(old_of[name] for name in shard.names), []).append(shard)
-    return [Group(tuple(sorted(old)), tuple(new)) for old, new in groups.items()]
+        old, new = {old_of[name] for name in shard.names}, [shard]
+        for other in [group for group in groups if not old.isdisjoint(group[0])]:
+            groups.remove(other)
+            old, new = old | other[0], other[1] + new
+        groups.append((old, new))
+    return [
+        Group(
+            tuple(sorted(old)), tuple(new), len(old) == len(new) == 1 and set(new[0].names) == set(contents[min(old)])
+        )
+        for old, new in groups
+    ]
+
+
+def with_one_more_cut(plan: ShardPlan, names: WeightNames, contents: Mapping[str, Sequence[str]]) -> ShardPlan:
+    """The same plan with its smallest file cut in two, as near to the middle as its groups stay what they are.
+
+    A file that is made of several old ones is cut between two of them. Where none can be cut, an empty one is added.
+
+    Args:
+        plan: Of `aligned_plan`.
+        names: How files are called.
+        contents: Old file -> names in it.
+    """
+    old_of = {name: file for file, members in contents.items() for name in members}
+    shards = [shard.tensors for shard in plan.shards]
+    cuts = {number: at for number, specs in enumerate(shards) if (at := _cut(specs, old_of)) is not None}
+    if cuts:
+        number = min(cuts, key=lambda number: (plan.shards[number].nbytes, number))
+        specs, at = shards[number], cuts[number]
+        shards[number : number + 1] = [specs[:at], specs[at:]]
+    else:
+        shards.append(())
+    files = names.shards(len(shards))
+    return replace(plan, shards=tuple(map(PlannedShard, files, shards)))
+
+
+def _cut(specs: Sequence[TensorSpec], old_of: Mapping[str, str]) -> int | None:
+    """Before which tensor a file may be cut, next to its middle; None: nowhere."""
+    files = [old_of[spec.name] for spec in specs]
+    is_of_one = len(set(files)) <= 1
+    places = [at for at in range(1, len(specs)) if is_of_one or files[at] != files[at - 1]]
+    half, passed = sum(spec.nbytes for spec in specs) / 2, 0
+    distance = {}
+    for at, spec in enumerate(specs):
+        distance[at] = abs(passed - half)
+        passed += spec.nbytes
+    return min(places, key=lambda at: (distance[at], at), default=None)
 
 
 def _is_blocked(plan: ShardPlan, contents: Mapping[str, Sequence[str]], taken: frozenset[str]) -> bool:
@@ -222,6 +265,8 @@ class _Regrouping:
 
     def _commit(self, staged: Mapping[str, str]) -> CheckpointIndex:
         index = self._index()
+        if index.weight_map.keys() != self.request.tensors.keys():
+            raise RuntimeError("A group of the re-shard is not whole: a bug of hfshard's. Nothing was removed for it.")
         raw = index.to_json()
         keeps = frozenset(self.files) - frozenset(staged)
         new = NewCheckpoint(dict(staged), list(index.weight_map), raw, None, {}, digest_of([raw]), keeps=keeps)

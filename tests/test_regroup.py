@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import hfshard
@@ -70,6 +72,53 @@ def test_a_file_is_split_and_others_stay(tmp_path: Path) -> None:
     assert (tmp_path / large).stat().st_ino in before.values()
     assert sorted(found) == [f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)]
     assert_holds(tmp_path, state_dict)
+
+
+def save_files(directory: Path, files: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A checkpoint of another tool with these files, in this order."""
+    weight_map = {}
+    for number, state_dict in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        save_file(state_dict, directory / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(state_dict, name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return {name: tensor for state_dict in files for name, tensor in state_dict.items()}
+
+
+def test_taken_names_cut_a_merged_file_only_between_the_old_ones(tmp_path: Path) -> None:
+    """One file is split and two are merged: three again, whose names are taken; half of the merged one is in c."""
+    sizes = [{"a1": 100_000, "a2": 100_000}, {"b": 10_000}, {"c1": 30_000, "c2": 10_000}]
+    files = [{name: random_tensor(size, torch.uint8, (size,)) for name, size in file.items()} for file in sizes]
+    state_dict = save_files(tmp_path, files)
+    hfshard.reshard_checkpoint(tmp_path, tmp_path, 120_000, low_disk=True)
+    assert sorted(map(sorted, layout(tmp_path).values())) == [["a1"], ["a2"], ["b"], ["c1", "c2"]]
+    assert_holds(tmp_path, state_dict)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.lists(st.integers(0, 40_000), min_size=1, max_size=4), min_size=2, max_size=6),
+    limit=st.integers(5_000, 120_000),
+    strays=st.lists(st.integers(2, 9), max_size=3),
+)
+def test_no_layout_and_no_stray_file_loses_a_tensor(
+    sizes: list[list[int]], limit: int, strays: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("layout")
+    state_dict = save_files(
+        directory,
+        [
+            {f"{number}.{at}": random_tensor(number * 10 + at, torch.uint8, (size,)) for at, size in enumerate(file)}
+            for number, file in enumerate(sizes)
+        ],
+    )
+    for count in strays:
+        stray = directory / f"model-00001-of-{count:05d}.safetensors"
+        if not stray.exists():
+            save_file({"stray": torch.ones(1)}, stray, metadata={"format": "pt"})
+    hfshard.reshard_checkpoint(directory, directory, limit, low_disk=True)
+    assert_holds(directory, state_dict)
 
 
 def test_nothing_to_do_is_nothing_done(tmp_path: Path) -> None:
