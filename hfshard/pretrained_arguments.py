@@ -19,7 +19,11 @@ from hfshard.arguments import refuse_unknown
 from hfshard.constants import EXPLICIT_WEIGHTS_KEY
 from hfshard.source import Place, Source
 from hfshard.storage.checkpoint import OpenCheckpoint
+from hfshard.storage.checks import data_bytes
 from hfshard.storage.dtypes import TORCH_DTYPES
+
+_SPARE_DEVICE_BYTES: Final = 2 * 1024**3
+"""Of a GPU's memory: left free beside the model and what upstream reserves for it (it leaves 1.2 GiB itself)."""
 
 SOURCE_ARGUMENTS: Final = {
     "cache_dir",
@@ -127,7 +131,8 @@ def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]
     """Where the tensors are to be read to: a GPU that takes all of them as they are stored, else the CPU.
 
     What upstream casts, quantizes or spreads over devices, it takes from the CPU tensor by tensor: the device need not
-    hold it twice.
+    hold it twice. So it is where the device has not room for twice the model: upstream, which is given a device_map,
+    reserves the model's size there before it looks at the tensors (`caching_allocator_warmup`).
     """
     cpu, device_map = torch.device("cpu"), kwargs.get("device_map")
     name = device_map[""] if isinstance(device_map, dict) and set(device_map) == {""} else device_map
@@ -143,7 +148,12 @@ def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]
     slots = (slot for shard in checkpoint.shards.values() for slot in shard.header.slots.values())
     stored = {TORCH_DTYPES.get(dtype) for dtype in {slot.dtype for slot in slots}}
     floats = {dtype for dtype in stored if dtype is None or dtype.is_floating_point}
-    return torch.device(name) if floats == {wanted} else cpu
+    if not isinstance(wanted, torch.dtype) or floats != {wanted}:
+        return cpu
+    device = torch.device(name)
+    stored_bytes = sum(data_bytes(shard) for shard in checkpoint.shards.values())
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return device if 2 * stored_bytes + _SPARE_DEVICE_BYTES <= free_bytes else cpu
 
 
 def class_of_auto(auto: Any, place: Place, kwargs: dict[str, Any]) -> tuple[type[PreTrainedModel], dict[str, Any]]:
