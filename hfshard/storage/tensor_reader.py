@@ -78,7 +78,7 @@ def read_from(wanted: Wanted, read: ReadMode, device: torch.device) -> dict[str,
         read: "mmap" or "pread" in place of that choice. For a GPU, "mmap" copies from mapped memory.
         device: Where the tensors go.
     """
-    if device.type == "cuda" and device.index is None:  # which one it is, is a matter of the thread
+    if str(device) == "cuda":  # which one it is, is a matter of the thread
         device = torch.device("cuda", torch.cuda.current_device())
     if read == "auto":
         is_far = any(is_remote(shard.identity[0]) for shard, _ in wanted)
