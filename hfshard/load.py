@@ -63,8 +63,8 @@ def load_state_dict(
             "sha256"): every byte against its checksum.
         disable_mmap: As in transformers: True is read="pread".
         read: "auto": on the CPU the tensors are mapped (a page is read when it is touched), and what the page cache
-            lacks is read ahead by a thread; for a GPU, and from file systems of the network, they are read at once by
-            several threads. "mmap" or "pread": always the one or the other.
+            lacks is read ahead; for a GPU, and from file systems of the network, they are read at once by several
+            threads. "mmap" or "pread": always the one or the other.
         ranges: From the Hub: download only the bytes of the tensors, not whole shards, and put nothing into the cache.
             Each is compared with its own checksum, which hfshard writes; "full" refuses those that have none.
         progress: A bar on stderr while files are downloaded and checksums are made: None: on a terminal.

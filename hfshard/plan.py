@@ -222,7 +222,8 @@ def _pack_balanced(nbytes: Sequence[int], sizes: Sequence[int], room: _Room) -> 
     costs = [data + entry for data, entry in zip(nbytes, sizes, strict=True)]
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     alone = [i for i in order if not room.holds(nbytes[i], sizes[i])]
-    rest = order[len(alone) :] if alone == order[: len(alone)] else [i for i in order if i not in set(alone)]
+    is_alone = set(alone)
+    rest = [i for i in order if i not in is_alone]
     capacity = room.max_shard_bytes - room.metadata_bytes - DATA_ALIGNMENT - LENGTH_BYTES
     groups = _best_fit(rest, costs, capacity)
     levelled = _level(rest, costs, len(groups))

@@ -153,6 +153,7 @@ def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]
     device = torch.device(name)
     stored_bytes = sum(data_bytes(shard) for shard in checkpoint.shards.values())
     free_bytes, _ = torch.cuda.mem_get_info(device)
+    free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return device if 2 * stored_bytes + _SPARE_DEVICE_BYTES <= free_bytes else cpu
 
 

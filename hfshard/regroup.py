@@ -236,13 +236,11 @@ class _Regrouping:
         return self._commit(staged) if is_new else self._index()
 
     def _moved(self, kept: Sequence[Group]) -> dict[str, str]:
-        """Old name -> new name of the files that can have both; none where the file system has no links."""
+        """Old name -> new name of the files that can have both."""
         names = {group.old[0]: group.new[0].file for group in kept if group.old[0] != group.new[0].file}
         paths = {file: os.path.join(self.session.directory, file) for file in names}
         plain = [file for file in names if not os.path.islink(paths[file])]
-        if not plain or not can_link(self.session.staging, paths[plain[0]]):
-            return {}
-        return {file: names[file] for file in plain}
+        return {file: names[file] for file in plain if can_link(self.session.staging, paths[file])}
 
     def _record(self, file: str) -> FileRecord:
         shard, record, checksum = self.checkpoint.shards[file], self.records.get(file, FileRecord()), self.checksum

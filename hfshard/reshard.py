@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ from hfshard.save import save_request
 from hfshard.size import parse_size
 from hfshard.source import Place, Source, opened
 from hfshard.staging import SaveRequest
-from hfshard.storage.beside import files_beside
+from hfshard.storage.beside import files_beside, refuse_others
 from hfshard.storage.checkpoint import OpenCheckpoint
 from hfshard.storage.index import CheckpointIndex
 from hfshard.storage.integrity import Checksum, check_checksum
@@ -85,7 +86,8 @@ def reshard_checkpoint(
     index and files carry over; what stands in the `__metadata__` of a single file comes to stand in the index too.
 
     config.json and generation_config.json go with the weights. Into another directory go also the other files at the
-    top level that are no weights and have at most 256 MiB: tokenizer, README (where there is none), code.
+    top level that are no weights and have at most 256 MiB: tokenizer, README (where there is none), code. Where `dst`
+    has another file by such a name, nothing is written.
 
     Args:
         src: A directory, a repo of the Hub, or a directory that serves as a hub.
@@ -108,6 +110,7 @@ def reshard_checkpoint(
     Raises:
         InvalidSizeError, InvalidArgumentError: Before anything is touched: `dst` lies in `src`, `low_disk` with
             another directory, a dtype that nothing is cast to.
+        SaveDirectoryError: `dst` has other files by the names of those that go along; or see `save_state_dict`.
         IntegrityError: A tensor of the source is damaged; nothing was changed (with low_disk: its group was not).
         CheckpointChangedError: Somebody else saved over the source meanwhile; nothing was changed.
         Everything that `load_state_dict` and `save_state_dict` raise.
@@ -150,6 +153,7 @@ def resharded(
             request = with_dtype(request, floating, checkpoint.directory)
         if not is_in_place:
             request = replace(request, others=files_beside(checkpoint.directory, {CONFIG_NAME, *request.extras}))
+            refuse_others(request.others, dst)
         identities, is_compared = _identities(checkpoint), is_recorded(checkpoint)
         if not is_compared:
             logger.info("'%s' has no checksums: its structure was checked, its bytes can't be.", checkpoint.entry)
@@ -169,7 +173,7 @@ def _floating(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _is_same(directory: str, other: str) -> bool:
-    return os.path.isdir(other) and os.path.samefile(directory, other)
+    return os.path.isdir(directory) and os.path.isdir(other) and os.path.samefile(directory, other)
 
 
 def _check_places(source: Source, place: Place, dst: str, *, is_in_place: bool) -> None:
@@ -181,15 +185,20 @@ def _check_places(source: Source, place: Place, dst: str, *, is_in_place: bool) 
             f"'{place.directory}' twice; else give a directory outside.",
             path=dst,
         )
-    hub = os.path.realpath(directory_of(source.path) or source.path)
-    is_hub = place.commit is not None or is_marked(hub)
-    roots = [root, hub] if is_hub else [root]
+    hub = directory_of(source.path) or (source.path if os.path.isdir(source.path) else None)
+    is_hub = place.commit is not None or (hub is not None and is_marked(hub)) or _is_snapshot(root)
+    roots = [root, os.path.realpath(hub)] if is_hub and hub is not None else [root]
     if any(target.startswith(above.rstrip("/") + "/") or (is_hub and target == above) for above in roots):
         what = "what a hub keeps" if is_hub else "the checkpoint that is re-sharded"
         todo = "" if is_hub else ", or the source itself to re-shard in place"
         raise InvalidArgumentError(f"'{dst}' lies in {what}: give a directory outside{todo}.", path=dst)
     if is_in_place and is_hub:
         raise InvalidArgumentError(f"'{dst}' is of what a hub keeps: give a directory outside.", path=dst)
+
+
+def _is_snapshot(directory: str) -> bool:
+    """Whether it is of the Hub's cache: its files are links to what all commits share."""
+    return re.search(r"/models--[^/]+/snapshots/[0-9a-f]{40}(/|$)", directory) is not None
 
 
 def _check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:

@@ -23,6 +23,7 @@ from hfshard.storage.commit import save_session
 from hfshard.storage.index import CheckpointIndex
 from hfshard.storage.integrity import Checksum, check_checksum
 from hfshard.storage.names import WeightNames
+from hfshard.storage.shard_writer import writer_threads
 from hfshard.storage.transition import plan_transition
 from hfshard.tied import find_ties
 
@@ -177,6 +178,7 @@ def save_request(
 ) -> CheckpointIndex:
     """Plan, write, index, commit; `check` is called when the directory is locked, and just before the commit."""
     directory = os.fspath(save_directory)
+    writer_threads()  # raises where the environment asks for what there is not
     plan = plan_request(request)
     with save_session(directory, request.names) as session:
         check()

@@ -234,6 +234,11 @@ class _Checking:
                 findings.add(shard, tensor, f"of '{shard.path}' is damaged: its bytes are not those that were saved")
             if not damaged:
                 findings.found(error, self.directory)
+        except InterruptedError:  # Ctrl-C, or another file's end
+            raise
+        except OSError as error:  # a bad sector
+            message = readable(f"'{shard.path}' can't be read: {error.strerror}. Download or save it again.")
+            findings.problems.append(Problem(shard.path, None, message))
 
     def _check_names(self, shard: ShardFile, index: CheckpointIndex, findings: _Findings) -> None:
         name = os.path.relpath(shard.path, self.directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
@@ -78,7 +79,7 @@ def _show(result: Resharded, arguments: argparse.Namespace) -> int:
     if arguments.format == "json":
         print_json(_as_json(result))
     else:
-        print_text(_as_text(result))
+        print_text(_as_text(result, arguments.variant))
     if not result.is_compared:
         print_message(
             f"note: '{result.source}' has no checksums of its tensors: its structure was checked, its bytes can't be."
@@ -108,7 +109,7 @@ def _as_json(result: Resharded) -> dict[str, Any]:
     }
 
 
-def _as_text(result: Resharded) -> str:
+def _as_text(result: Resharded, variant: str | None) -> str:
     counts, weights = Counter(result.index.weight_map.values()), _weights(result)
     before = sum(result.files_before.values())
     after = sum(record.size or 0 for record in weights.values())
@@ -124,7 +125,8 @@ def _as_text(result: Resharded) -> str:
         for name, record in weights.items()
     ]
     parts = [table(["", ""], rows).lstrip("\n"), table(["file", ">size", ">tensors", "checksum"], files)]
-    return "\n\n".join([*parts, printable(f"To check it at any time, run: hfshard verify {result.directory}")])
+    command = shlex.join(["hfshard", "verify", result.directory, *(["--variant", variant] if variant else [])])
+    return "\n\n".join([*parts, printable(f"To check it at any time, run: {command}")])
 
 
 def _checksum(record: FileRecord) -> str:

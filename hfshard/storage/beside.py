@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import filecmp
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Final
 
-from hfshard.constants import ADAPTER_CONFIG_NAME, COPY_BYTES, MAX_OTHER_BYTES, WEIGHTS_SUFFIXES
+from hfshard.constants import ADAPTER_CONFIG_NAME, COPY_BYTES, MAX_OTHER_BYTES, README, WEIGHTS_SUFFIXES
+from hfshard.errors import SaveDirectoryError
 from hfshard.storage.durable import copy_mode, sync
 from hfshard.storage.names import INDEX_FILE
 from hfshard.storage.regular_file import open_regular
 
 logger = logging.getLogger(__name__)
-
-_LEFT_OUT: Final = frozenset({".gitattributes", ".gitignore", ".DS_Store", ADAPTER_CONFIG_NAME})
-"""What git, the Hub and the Finder keep for themselves, and what says that adapter weights lie there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +48,8 @@ class BesideFile:
 def files_beside(directory: str, but: Collection[str]) -> dict[str, BesideFile]:
     """The files at the top level of a checkpoint's directory that are no weights: tokenizer, README, code, by name.
 
-    Left out are weights and indexes of whatever library, files over 256 MiB (they are data sets), what git and the Hub
-    keep for themselves, folders, and an adapter's config, whose weights do not go along.
+    Left out are weights and indexes of whatever library, files over 256 MiB (they are data sets), names with a dot in
+    front (git's, and secrets), folders, and an adapter's config, whose weights do not go along.
 
     Args:
         directory: The checkpoint's.
@@ -64,7 +62,9 @@ def files_beside(directory: str, but: Collection[str]) -> dict[str, BesideFile]:
     found = {}
     for name in sorted(os.listdir(directory)):
         path = os.path.join(directory, name)
-        if name in _LEFT_OUT or name in but or name.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(name):
+        if name.startswith(".") or name == ADAPTER_CONFIG_NAME or name in but:
+            continue
+        if name.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(name):
             continue
         if os.path.exists(path) and not os.path.isfile(path):
             if not os.path.isdir(path):
@@ -77,3 +77,21 @@ def files_beside(directory: str, but: Collection[str]) -> dict[str, BesideFile]:
             continue
         found[name] = BesideFile(path, directory, size)
     return found
+
+
+def refuse_others(files: Mapping[str, BesideFile], directory: str) -> None:
+    """Refuse to copy over what stands in a directory and is another file; a README of its own stays.
+
+    Raises:
+        SaveDirectoryError: A name is taken.
+    """
+    for name, file in files.items():
+        target = os.path.join(directory, name)
+        if name == README or not os.path.lexists(target):
+            continue
+        if not os.path.isfile(target) or not filecmp.cmp(file.path, target, shallow=False):
+            raise SaveDirectoryError(
+                f"'{target}' is there already, and is not the '{name}' that lies beside the checkpoint to be copied. "
+                "Move it away, or give another directory.",
+                path=target,
+            )

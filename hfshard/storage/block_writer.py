@@ -49,12 +49,8 @@ class BlockWriter:
         self._filled = self._at = 0
         self._full: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._is_several, self._is_closed = is_several, False
         self._pool: ThreadPoolExecutor | None = None
-        if is_several:
-            for _ in range(_BLOCKS - 1):
-                self._free.put(aligned_block(block_bytes))
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="hfshard-disk")
-            self._behind = self._pool.submit(self._write_behind)
 
     def write(self, view: memoryview) -> None:
         """Take the next bytes; they are copied before this returns.
@@ -77,12 +73,13 @@ class BlockWriter:
             self._full.put(None)
             self._behind.result()
         whole = self._filled - self._filled % DATA_ALIGNMENT if self._is_direct else 0
-        self._write(self._block[:whole])
+        self._write(self._fd, self._block[:whole])
         self._to_buffered()
-        self._write(self._block[whole : self._filled])
+        self._write(self._fd, self._block[whole : self._filled])
 
     def close(self) -> None:
-        """Have the other thread end."""
+        """Have the other thread end; what it has not yet begun to write is not written."""
+        self._is_closed = True
         if self._pool is not None:
             self._full.put(None)
             self._pool.shutdown()
@@ -90,9 +87,11 @@ class BlockWriter:
     def _hand_on(self) -> None:
         if self._stop.is_set():
             raise InterruptedError("another file of this save failed")
-        if self._pool is None:
-            self._write(self._block)
+        if not self._is_several:
+            self._write(self._fd, self._block)
         else:
+            if self._pool is None:
+                self._begin_behind()
             self._full.put(self._block)
             block = self._free.get()
             if block is None:
@@ -101,19 +100,27 @@ class BlockWriter:
             self._block = block
         self._filled = 0
 
-    def _write_behind(self) -> None:
+    def _begin_behind(self) -> None:
+        for _ in range(_BLOCKS - 1):
+            self._free.put(aligned_block(len(self._block)))
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hfshard-disk")
+        self._behind = self._pool.submit(self._write_behind, os.dup(self._fd))
+
+    def _write_behind(self, fd: int) -> None:
+        # With a descriptor of its own: Ctrl-C upon Ctrl-C may let the caller close the other one under it.
         try:
-            while (block := self._full.get()) is not None:
-                self._write(block)
+            while (block := self._full.get()) is not None and not self._is_closed:
+                self._write(fd, block)
                 self._free.put(block)
         finally:
+            os.close(fd)
             self._free.put(None)  # whoever waits for a block must not wait for ever
 
-    def _write(self, block: memoryview) -> None:
+    def _write(self, fd: int, block: memoryview) -> None:
         left = block
         while left:
             try:
-                count = os.pwrite(self._fd, left, self._at)
+                count = os.pwrite(fd, left, self._at)
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise

@@ -27,10 +27,20 @@ _MIN_DIRECT_BYTES: Final = 1024 * 1024
 
 def is_direct_wanted(size: int) -> bool:
     """Whether a file of so many bytes is to go past the page cache, if its file system can."""
+    wanted = check_setting()
+    return hasattr(os, "O_DIRECT") and wanted != "0" and (wanted == "1" or size >= _MIN_DIRECT_BYTES)
+
+
+def check_setting() -> str:
+    """What the environment says: "", "0" or "1".
+
+    Raises:
+        InvalidArgumentError: It says something else.
+    """
     wanted = os.environ.get(DIRECT_VARIABLE, "")
     if wanted not in ("", "0", "1"):
         raise InvalidArgumentError(f"The variable {DIRECT_VARIABLE} must be 0 or 1, and is {wanted!r}.")
-    return hasattr(os, "O_DIRECT") and wanted != "0" and (wanted == "1" or size >= _MIN_DIRECT_BYTES)
+    return wanted
 
 
 def set_direct(fd: int, *, wanted: bool) -> bool:

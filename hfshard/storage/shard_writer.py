@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import torch
+
 from hfshard.constants import FILES_AT_ONCE, FORMAT_VERSION, METADATA_KEY, SAMPLE_BYTES
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.block_writer import BlockWriter
-from hfshard.storage.direct import BLOCK_BYTES
+from hfshard.storage.direct import BLOCK_BYTES, check_setting
 from hfshard.storage.durable import copy_mode, sync, write_all
 from hfshard.storage.header import build_header
 from hfshard.storage.index import FileRecord, single_file_metadata
@@ -61,6 +63,7 @@ def write_shards(
         OSError: The first error of any file; the others are stopped. What was written stays for the caller to remove.
     """
     stop = threading.Event()
+    _await_devices(jobs)
     threads = writer_threads()
     write = partial(_write_shard, checksum=checksum, on_bytes=on_bytes, stop=stop, behind=threads > 1)
     if min(threads, len(jobs)) <= 1:
@@ -79,8 +82,17 @@ def write_shards(
         return [future.result() for future in futures]
 
 
+def _await_devices(jobs: Sequence[ShardJob]) -> None:
+    """Let what was begun on the GPUs be done: the threads that read the tensors know no stream but the default one."""
+    if torch.cuda.is_initialized():
+        tensors = (tensor for job in jobs for tensor in job.tensors.values())
+        for device in {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+
+
 def writer_threads() -> int:
     """Files to write at once, at most."""
+    check_setting()
     wanted = os.environ.get(WRITERS_VARIABLE, "")
     if not wanted:
         return FILES_AT_ONCE

@@ -15,7 +15,7 @@ from hfshard.storage.index import FileRecord
 from hfshard.storage.integrity import TENSOR_DIGEST_HEX, tensor_hasher
 from hfshard.storage.shard_file import ShardFile
 from hfshard.storage.stored_tensor import Storable, StoredForm, StoredTensor, stored_form
-from hfshard.storage.tensor_bytes import iter_blocks, memory_of, own_memory
+from hfshard.storage.tensor_bytes import iter_blocks, memory_of, own_memory, tensor_nbytes
 
 _CAST_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 """What a cast changes: 8-bit floats and smaller are packed weights, which mean nothing without their scales."""
@@ -95,6 +95,7 @@ def cast(value: Storable, dtype: torch.dtype) -> Storable:
 def _cast_blocks(value: Storable, dtype: torch.dtype, new_dtype: torch.dtype, block_bytes: int) -> Iterator[memoryview]:
     # A block of the old that makes one of the new, or a part of it where the new one's elements are smaller.
     source_bytes = block_bytes * dtype.itemsize // max(dtype.itemsize, new_dtype.itemsize)
+    room = own_memory((min(source_bytes, tensor_nbytes(value)) // dtype.itemsize,), new_dtype)
     for block in iter_blocks(value, source_bytes):
         old = torch.frombuffer(block, dtype=dtype)
-        yield memory_of(own_memory(old.shape, new_dtype).copy_(old))
+        yield memory_of(room[: old.numel()].copy_(old))

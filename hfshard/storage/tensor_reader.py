@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
@@ -18,7 +18,7 @@ from hfshard.constants import DATA_ALIGNMENT
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.block_reader import is_cached, open_direct, read_direct
 from hfshard.storage.content import in_threads
-from hfshard.storage.direct import aligned_block, is_direct_wanted
+from hfshard.storage.direct import aligned_block, check_setting, is_direct_wanted
 from hfshard.storage.file_system import is_remote
 from hfshard.storage.read_ahead import read_ahead
 from hfshard.storage.shard_file import ShardFile
@@ -63,6 +63,7 @@ def check_read_mode(read: str, *, disable_mmap: bool | None = None) -> ReadMode:
         raise InvalidArgumentError(f"read must be 'auto', 'mmap' or 'pread', and is {read!r}.")
     if disable_mmap and read == "mmap":
         raise InvalidArgumentError("read='mmap' and disable_mmap=True contradict each other. Leave one of them out.")
+    check_setting()
     return "pread" if disable_mmap else read  # type: ignore[return-value]
 
 
@@ -81,7 +82,7 @@ def read_from(wanted: Wanted, read: ReadMode, device: torch.device) -> dict[str,
     if str(device) == "cuda":  # which one it is, is a matter of the thread
         device = torch.device("cuda", torch.cuda.current_device())
     if read == "auto":
-        is_far = any(is_remote(shard.identity[0]) for shard, _ in wanted)
+        is_far = any(is_remote(number) for number in {shard.identity[0] for shard, _ in wanted})
         read = "pread" if device.type == "cuda" or is_far else "mmap"
     if read == "mmap" or device.type not in ("cpu", "cuda"):
         read_ahead(wanted)
@@ -128,14 +129,31 @@ def _read_at_once(wanted: Wanted, device: torch.device, *, staged: bool = False)
                     tensors[name] = shard.shaped(name, storage)
                     jobs += reads
             jobs += [partial(stages.bring, file, run) for run in _runs(parts)]
-        in_threads(_unless_stopped, jobs, threads)
+        left = _Jobs(jobs)
+        in_threads(lambda _, stop: left.do(stop), range(threads), threads)
         stages.wait()
     return {name: tensors[name] for _, names in wanted for name in names}
 
 
-def _unless_stopped(job: Callable[[], object], stop: threading.Event) -> None:
-    if not stop.is_set():
-        job()
+class _Jobs:
+    """What is left to do, which several threads take from."""
+
+    def __init__(self, jobs: Sequence[Callable[[], object]]) -> None:
+        self._left, self._lock = iter(jobs), threading.Lock()
+        self._has_failed = False
+
+    def do(self, stop: threading.Event) -> None:
+        """Do one after another, until none is left or one fails."""
+        try:
+            while not (stop.is_set() or self._has_failed):
+                with self._lock:
+                    job = next(self._left, None)
+                if job is None:
+                    return
+                job()
+        except BaseException:
+            self._has_failed = True
+            raise
 
 
 class _File:
@@ -191,6 +209,8 @@ class _Stages:
 
     def __init__(self, device: torch.device, threads: int) -> None:
         self._device, self._count = device, _STAGES * threads
+        # The caller's: the targets' memory is ordered by it.
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._made = 0
         self._free: queue.SimpleQueue[_Stage] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -199,7 +219,8 @@ class _Stages:
         """Read the parts of a run, and copy each to its target."""
         stage = self._take()
         try:
-            stage.bring(file, run)
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                stage.bring(file, run)
         finally:
             self._free.put(stage)
 
@@ -210,10 +231,16 @@ class _Stages:
 
     def _take(self) -> _Stage:
         with self._lock:
-            if self._made < self._count and self._free.empty():
-                self._made += 1
-                return _Stage(self._device)
-        return self._free.get()
+            is_new = self._made < self._count and self._free.empty()
+            self._made += is_new
+        if not is_new:
+            return self._free.get()
+        try:
+            return _Stage(self._device)
+        except BaseException:
+            with self._lock:
+                self._made -= 1
+            raise
 
 
 class _Stage:

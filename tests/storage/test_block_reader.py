@@ -13,7 +13,7 @@ import pytest
 
 from hfshard.storage import block_reader
 from hfshard.storage.block_reader import is_cached, open_direct, read_blocks
-from hfshard.storage.direct import BLOCK_BYTES
+from hfshard.storage.direct import BLOCK_BYTES, aligned_block
 
 SIZE = 9 * 1024 * 1024 + 4096 + 77
 RAW = (bytes(range(251)) * (SIZE // 251 + 1))[:SIZE]
@@ -140,8 +140,13 @@ def test_a_reader_that_stops_early_leaves_no_thread_and_no_file_open(path: Path)
 
 def test_a_file_is_opened_again_though_its_name_is_gone(path: Path) -> None:
     with opened(path) as fd:
-        os.unlink(path)
         direct = open_direct(fd)
         if direct < 0:
             pytest.skip("NO O_DIRECT HERE")
+        os.close(direct)
+        os.unlink(path)
+        path.write_bytes(b"another file by that name")
+        direct, block = open_direct(fd), aligned_block(8192)
+        assert os.preadv(direct, [block], 4096) == 8192
+        assert bytes(block) == RAW[4096:12288]
         os.close(direct)
