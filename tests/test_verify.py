@@ -130,9 +130,13 @@ def test_ctrl_c_ends_all_files_at_their_next_block(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(sys, "stderr", Terminal())
     before, presser = read_by_this_process(), threading.Thread(target=press)
-    presser.start()
-    with pytest.raises(KeyboardInterrupt):
-        hfshard.verify_checkpoint(tmp_path, progress=True)
-    presser.join()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        presser.start()
+        with pytest.raises(KeyboardInterrupt):
+            hfshard.verify_checkpoint(tmp_path, progress=True)
+        presser.join()
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert is_hashing.is_set()
     assert read_by_this_process() - before < huge
