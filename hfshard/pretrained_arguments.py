@@ -19,7 +19,6 @@ from hfshard.arguments import refuse_unknown
 from hfshard.constants import EXPLICIT_WEIGHTS_KEY
 from hfshard.source import Place, Source
 from hfshard.storage.checkpoint import OpenCheckpoint
-from hfshard.storage.checks import data_bytes
 from hfshard.storage.dtypes import TORCH_DTYPES
 
 _SPARE_DEVICE_BYTES: Final = 2 * 1024**3
@@ -151,7 +150,7 @@ def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]
     if not isinstance(wanted, torch.dtype) or floats != {wanted}:
         return cpu
     device = torch.device(name)
-    stored_bytes = sum(data_bytes(shard) for shard in checkpoint.shards.values())
+    stored_bytes = sum(shard.data_bytes for shard in checkpoint.shards.values())
     free_bytes, _ = torch.cuda.mem_get_info(device)
     free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return device if 2 * stored_bytes + _SPARE_DEVICE_BYTES <= free_bytes else cpu

@@ -12,7 +12,7 @@ from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError, IntegrityError, InvalidArgumentError, readable
 from hfshard.progress import bytes_bar
 from hfshard.storage.checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.storage.checks import check_small_file, check_total, data_bytes
+from hfshard.storage.checks import check_small_file, check_total
 from hfshard.storage.content import in_threads, stoppable
 from hfshard.storage.header import remedy
 from hfshard.storage.index import CheckpointIndex, FileRecord, check_aliases
@@ -207,7 +207,7 @@ class _Checking:
             findings.found(error, self.directory)
             return findings
         try:
-            findings.data_bytes = data_bytes(shard)
+            findings.data_bytes = shard.data_bytes
             if index is None:
                 records |= {**shard.own.files, name: shard.own.digests}  # it is the only one
                 self._check_aliases(shard, findings)

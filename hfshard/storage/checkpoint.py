@@ -208,7 +208,7 @@ def _open_single(directory: str, names: WeightNames, located: Located) -> OpenCh
         check_aliases(own.aliases, slots, shard.path)
         index = CheckpointIndex(
             weight_map=dict.fromkeys(slots, located.name),
-            total_size=sum(slot.nbytes for slot in slots.values()),
+            total_size=shard.data_bytes,
             metadata={key: value for key, value in shard.header.metadata.items() if key != METADATA_KEY},
             files={**own.files, located.name: own.digests} if own.digests.sample is not None else {},
             aliases=own.aliases,

@@ -59,12 +59,7 @@ def check_records(entry: str, index: CheckpointIndex, shards: Mapping[str, Shard
     for file, shard in shards.items():
         if file in index.files:
             shard.check_record(index.files[file], sample=True)
-    check_total(entry, index, sum(data_bytes(shard) for shard in shards.values()))
-
-
-def data_bytes(shard: ShardFile) -> int:
-    """Bytes of a file's tensors, which lie without a gap from its header to its end."""
-    return shard.size - shard.header.data_start
+    check_total(entry, index, sum(shard.data_bytes for shard in shards.values()))
 
 
 def check_total(entry: str, index: CheckpointIndex, actual: int) -> None:

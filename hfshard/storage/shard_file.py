@@ -69,6 +69,11 @@ class ShardFile:
         return METADATA_KEY in self.header.metadata
 
     @property
+    def data_bytes(self) -> int:
+        """Bytes of its tensors, which lie without a gap from the header to the end."""
+        return self.size - self.header.data_start
+
+    @property
     def fd(self) -> int:
         """The open file."""
         return self._fd
@@ -206,8 +211,7 @@ class ShardFile:
         ]
 
     def _data(self, *, to_cache: bool = False) -> Iterator[memoryview]:
-        start = self.header.data_start
-        return read_blocks(self._fd, start, self.size - start, to_cache=to_cache)
+        return read_blocks(self._fd, self.header.data_start, self.data_bytes, to_cache=to_cache)
 
     def _differs(self, what: str, expected: Any, actual: Any, damaged: Sequence[str] = ()) -> IntegrityError:
         shown = ", ".join(f"'{name}'" for name in damaged[:10]) + (" and more" if len(damaged) > 10 else "")

@@ -16,6 +16,7 @@ import torch
 from hfshard.constants import FILES_AT_ONCE, FORMAT_VERSION, METADATA_KEY, SAMPLE_BYTES
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.block_writer import BlockWriter
+from hfshard.storage.content import stoppable
 from hfshard.storage.direct import BLOCK_BYTES, check_setting
 from hfshard.storage.durable import copy_mode, sync, write_all
 from hfshard.storage.header import build_header
@@ -166,14 +167,8 @@ def digest_shard(
     Raises:
         InterruptedError: `stop` was set.
     """
-
-    def hashed(block: memoryview) -> None:
-        if stop.is_set():
-            raise InterruptedError("another file of this save failed")
-        if on_bytes is not None:
-            on_bytes(len(block))
-
-    return _put_through(job, checksum, _headers(job, checksum, {})[1], hashed)
+    tell = stoppable(on_bytes, stop)
+    return _put_through(job, checksum, _headers(job, checksum, {})[1], lambda block: tell(len(block)))
 
 
 def _put_through(
@@ -200,11 +195,13 @@ def _headers(job: ShardJob, checksum: str | None, digests: Mapping[str, str]) ->
     if checksum is not None:
         lengths |= {checksum: 64 if checksum == "sha256" else 32, "tensors": TENSOR_DIGEST_HEX * len(job.tensors)}
     zeros = {name: "0" * length for name, length in lengths.items()}
-    headers = []
-    for values in (zeros | dict(digests), zeros):
-        own = single_file_metadata(job.own, values)
-        headers.append(shard_header(job.tensors, {**job.metadata, METADATA_KEY: own}))
-    return headers[0], headers[1]
+    own = job.own
+
+    def stating(values: Mapping[str, str]) -> bytes:
+        return shard_header(job.tensors, {**job.metadata, METADATA_KEY: single_file_metadata(own, values)})
+
+    blank = stating(zeros)
+    return stating(zeros | dict(digests)) if digests else blank, blank
 
 
 class _Output:

@@ -161,8 +161,7 @@ class _File:
 
     def __init__(self, shard: ShardFile, stack: ExitStack) -> None:
         self.shard, self.direct = shard, -1
-        data = shard.size - shard.header.data_start
-        if is_direct_wanted(data) and not is_cached(shard.fd, shard.header.data_start, data):
+        if is_direct_wanted(shard.data_bytes) and not is_cached(shard.fd, shard.header.data_start, shard.data_bytes):
             self.direct = open_direct(shard.fd)
             if self.direct >= 0:
                 stack.callback(os.close, self.direct)
