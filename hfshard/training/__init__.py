@@ -1,0 +1,41 @@
+"""Training checkpoints with exact resume: model, optimizer, scheduler, RNG and data position; imported when used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hfshard.training.dataloader import ResumableDataLoader
+    from hfshard.training.gradient_checkpointing import enable_gradient_checkpointing
+    from hfshard.training.manager import CheckpointManager, RestoredStep
+    from hfshard.training.state import TrainingState
+
+__all__ = [
+    "CheckpointManager",
+    "ResumableDataLoader",
+    "RestoredStep",
+    "TrainingState",
+    "enable_gradient_checkpointing",
+]
+
+# Lazy (PEP 562), as in the package itself.
+_HOMES = {
+    "CheckpointManager": "manager",
+    "ResumableDataLoader": "dataloader",
+    "RestoredStep": "manager",
+    "TrainingState": "state",
+    "enable_gradient_checkpointing": "gradient_checkpointing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hfshard.training' has no attribute '{name}'")
+    value = getattr(import_module(f"hfshard.training.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
