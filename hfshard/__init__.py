@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from hfshard import training
     from hfshard.errors import HfshardError
     from hfshard.hub.listing import PushResult
     from hfshard.hub.pull import pull_checkpoint
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
     from hfshard.save import save_model, save_state_dict
     from hfshard.size import parse_size
     from hfshard.storage.index import CheckpointIndex
+    from hfshard.training.manager import CheckpointManager
     from hfshard.verify import VerifyReport, verify_checkpoint
 
 __all__ = [
     "CheckpointIndex",
+    "CheckpointManager",
     "HfshardError",
     "PushResult",
     "ShardPlan",
@@ -38,12 +41,14 @@ __all__ = [
     "reshard_checkpoint",
     "save_model",
     "save_state_dict",
+    "training",
     "verify_checkpoint",
 ]
 
 # Lazy (PEP 562): `import hfshard` costs nothing, and only `hfshard.ShardedModelMixin` imports transformers.
 _HOMES = {
     "CheckpointIndex": "storage.index",
+    "CheckpointManager": "training.manager",
     "HfshardError": "errors",
     "PushResult": "hub.listing",
     "ShardPlan": "plan",
@@ -63,6 +68,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "training":
+        return import_module("hfshard.training")
     if name not in _HOMES:
         raise AttributeError(f"module 'hfshard' has no attribute '{name}'")
     value = getattr(import_module(f"hfshard.{_HOMES[name]}"), name)

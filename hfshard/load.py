@@ -16,6 +16,7 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.source import Source, opened, opened_by_ranges
 from hfshard.state_dict import (
     KeySelection,
+    Mismatch,
     assign,
     collect_state_dict,
     compare,
@@ -163,14 +164,26 @@ def read_tensors(
     return {name: tensors[aliases.get(name, name)] for name in chosen}
 
 
+def fitted(
+    tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], Mismatch]:
+    """The tensors of a checkpoint by the names that a model has for them, and how the two differ.
+
+    Args:
+        tensors: As they were saved.
+        own: The model's, by the names that `collect_state_dict` gives.
+    """
+    fitting = dict(tensors)
+    if has_wrapper_prefix(fitting):
+        names = match_prefixes(fitting, own.keys())
+        fitting = {names[name]: tensor for name, tensor in fitting.items()}
+    fitting = _with_tied_names(fitting, own)
+    return fitting, compare(fitting, own)
+
+
 def _load_into(model: nn.Module, checkpoint: OpenCheckpoint, read: ReadMode, *, strict: bool) -> dict[str, Any]:
-    tensors = read_tensors(checkpoint, None, "cpu", read)
     own = collect_state_dict(model)
-    if has_wrapper_prefix(tensors):
-        names = match_prefixes(tensors, own.keys())
-        tensors = {names[name]: tensor for name, tensor in tensors.items()}
-    tensors = _with_tied_names(tensors, own)
-    difference = compare(tensors, own)
+    tensors, difference = fitted(read_tensors(checkpoint, None, "cpu", read), own)
     matched = len(own) - len(difference.missing)
     difference.raise_unless_allowed(strict=strict, path=checkpoint.directory, matched=matched)
     assign(model, tensors)

@@ -44,6 +44,17 @@ def collect_state_dict(model: nn.Module) -> dict[str, Any]:
     return {_without_wrappers(name, wrapped): value for name, value in state_dict.items()}
 
 
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """The id of each parameter -> its name without the prefixes of wrappers; of tied names the first one, sorted."""
+    model = unwrap(model)
+    wrapped = _wrapped_prefixes(model)
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        short = _without_wrappers(name, wrapped)
+        names[id(parameter)] = min(short, names.get(id(parameter), short))
+    return names
+
+
 def match_prefixes(names: Iterable[str], expected: Collection[str]) -> dict[str, str]:
     """Strip `module.` and `_orig_mod.` from a file's names where, and only where, that makes them the model's.
 

@@ -22,7 +22,7 @@ from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgument
 from hfshard.storage.checks import check_digests, check_keys, check_records
 from hfshard.storage.index import CheckpointIndex, check_aliases
 from hfshard.storage.locate import Located, explicit_of, locate_entry, read_config, stamp_of
-from hfshard.storage.names import WeightNames
+from hfshard.storage.names import MODEL_BASE, WeightNames
 from hfshard.storage.pickle_file import PickleFile
 from hfshard.storage.regular_file import Identity, read_small
 from hfshard.storage.shard_file import ShardFile
@@ -98,6 +98,7 @@ def open_checkpoint(
     verify: Verify = "structure",
     on_bytes: Callable[[int], object] | None = None,
     files_of: FilesOf | None = None,
+    base: str = MODEL_BASE,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint: everything that costs nothing is checked, and with verify="full" every byte.
 
@@ -111,6 +112,7 @@ def open_checkpoint(
             "sha256"): the checksums of all files too.
         on_bytes: Told the bytes that were checked, from any thread.
         files_of: Where there is an index: which of its files to open and check; the others need not be there.
+        base: Begins the names of its files.
 
     Raises:
         CheckpointNotFoundError: No weights there.
@@ -119,7 +121,7 @@ def open_checkpoint(
     """
     if verify not in ("none", "structure", "full", "sha256"):
         raise InvalidArgumentError(f"verify must be 'none', 'structure' or 'full' (or 'sha256'), and is {verify!r}.")
-    checkpoint = _open_until_whole(directory, WeightNames(variant), use_safetensors, verify, files_of)
+    checkpoint = _open_until_whole(directory, WeightNames(variant, base), use_safetensors, verify, files_of)
     try:
         if verify in ("full", "sha256"):
             check_digests(checkpoint.entry, checkpoint.index, checkpoint.shards, on_bytes)

@@ -45,14 +45,15 @@ def locked_directory(directory: str, *, wait_seconds: float) -> Iterator[int]:
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _lock(fd, directory, wait_seconds)
+        lock(fd, directory, wait_seconds)
         yield fd
     finally:
-        _unlock(fd, directory)
+        unlock(fd, directory)
         os.close(fd)
 
 
-def _unlock(fd: int, directory: str) -> None:
+def unlock(fd: int, directory: str) -> None:
+    """Give a lock back; a warning where that can't be done."""
     # Closing is not enough: a process that was forked meanwhile (a DataLoader's worker) has the descriptor too.
     try:
         fcntl.flock(fd, fcntl.LOCK_UN)
@@ -65,7 +66,8 @@ def _unlock(fd: int, directory: str) -> None:
             )
 
 
-def _lock(fd: int, directory: str, wait_seconds: float) -> None:
+def lock(fd: int, directory: str, wait_seconds: float) -> None:
+    """Lock a directory by its open descriptor; raises as `locked_directory`."""
     deadline = time.monotonic() + wait_seconds
     while True:
         try:

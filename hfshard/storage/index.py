@@ -203,8 +203,8 @@ def parse_own_metadata(value: Any, path: str) -> OwnMetadata:
             raise _damaged(path, f"the alias '{alias}' points to '{stored}', which is an alias itself")
     for name in files:
         check_file_name(name, index_path=path, suffix=".json" if name.endswith(".json") else SAFETENSORS_SUFFIX)
-    records = {name: _record(record, name, path) for name, record in files.items()}
-    digests = _record({key: value[key] for key in _DIGEST_HEX if key in value}, path, path)
+    records = {name: parse_record(record, name, path) for name, record in files.items()}
+    digests = parse_record({key: value[key] for key in _DIGEST_HEX if key in value}, path, path)
     return OwnMetadata(records, aliases, tuple(undeclared), digests)
 
 
@@ -230,7 +230,12 @@ def _check_own(own: OwnMetadata, weight_map: Mapping[str, str], path: str) -> No
     check_aliases(own.aliases, weight_map, path)
 
 
-def _record(value: Any, name: str, path: str) -> FileRecord:
+def parse_record(value: Any, name: str, path: str) -> FileRecord:
+    """Check the record of a file.
+
+    Raises:
+        DamagedCheckpointError: It is not what `FileRecord.as_json` returns.
+    """
     problem = f"the record of '{name}' in 'hfshard.files' must hold a size and hex digests"
     if not isinstance(value, dict):
         raise _damaged(path, problem)

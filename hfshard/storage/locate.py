@@ -17,7 +17,7 @@ from hfshard.constants import (
     SAFETENSORS_SUFFIX,
 )
 from hfshard.errors import CheckpointNotFoundError, UnsafePathError
-from hfshard.storage.names import WeightNames, check_file_name
+from hfshard.storage.names import MODEL_BASE, WeightNames, check_file_name
 from hfshard.storage.regular_file import Identity, identity_of, read_small
 from hfshard.storage.strict_json import parse_json_object
 
@@ -101,7 +101,7 @@ def check_generation_config(directory: str) -> None:
 
 def explicit_of(config: bytes | None, directory: str, names: WeightNames) -> str | None:
     """The weights that config.json tells every reader to load, if it does."""
-    if config is None:
+    if config is None or names.base != MODEL_BASE:
         return None
     path = os.path.join(directory, CONFIG_NAME)
     remedy = "Save the model again, or download the file again."

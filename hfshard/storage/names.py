@@ -12,19 +12,22 @@ from hfshard.errors import InvalidArgumentError, UnsafePathError
 INDEX_FILE: Final = re.compile(r".+\.(?:safetensors|bin)\.index(?:\.[^/]+)?\.json")
 """The name of an index, of whatever checkpoint."""
 
+MODEL_BASE: Final = "model"
+"""Begins the names of a model's files; only a config's own weights are they."""
+
 _VARIANT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class WeightNames:
     """What the files of one checkpoint are called, for a base name ("model") and a variant ("fp16")."""
 
-    def __init__(self, variant: str | None = None, base: str = "model") -> None:
+    def __init__(self, variant: str | None = None, base: str = MODEL_BASE) -> None:
         if variant is not None and not _VARIANT.fullmatch(variant):
             raise InvalidArgumentError(
                 f"The variant {variant!r} can't be part of a file name: use letters, digits, '_', '-' and '.'."
             )
         infix = "" if variant is None else f".{variant}"
-        self.variant = variant
+        self.variant, self.base = variant, base
         self.stem = f"{base}{infix}"
         self.single = f"{self.stem}{SAFETENSORS_SUFFIX}"
         self.index = f"{base}{SAFETENSORS_SUFFIX}.index{infix}.json"

@@ -141,7 +141,7 @@ def _write_shard(
 ) -> FileRecord:
     fd = os.open(job.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        _, blank = _headers(job, checksum, {})
+        blank = blank_header(job, checksum)
         size = len(blank) + sum(tensor_nbytes(tensor) for tensor in job.tensors.values())
         writer = BlockWriter(fd, size, stop, on_bytes, behind=behind)
         try:
@@ -168,7 +168,12 @@ def digest_shard(
         InterruptedError: `stop` was set.
     """
     tell = stoppable(on_bytes, stop)
-    return _put_through(job, checksum, _headers(job, checksum, {})[1], lambda block: tell(len(block)))
+    return _put_through(job, checksum, blank_header(job, checksum), lambda block: tell(len(block)))
+
+
+def blank_header(job: ShardJob, checksum: str | None) -> bytes:
+    """The head of a job's file by which its digests are made: where it states its own, zeros stand."""
+    return _headers(job, checksum, {})[1]
 
 
 def _put_through(

@@ -1,0 +1,403 @@
+"""`CheckpointManager`: the checkpoints of one run, saved whole, found again, rotated, restored exactly."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import weakref
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import torch
+
+from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    HfshardError,
+    InvalidArgumentError,
+)
+from hfshard.progress import bytes_bar
+from hfshard.size import parse_size
+from hfshard.storage.durable import make_directories
+from hfshard.storage.integrity import Checksum, check_checksum
+from hfshard.training.background import Background
+from hfshard.training.collecting import Collected, collect
+from hfshard.training.manifest import Manifest, check_files, plain_metrics
+from hfshard.training.restoring import prepare
+from hfshard.training.rotation import MetricMode, best_of, check_rotation, steps_to_remove
+from hfshard.training.run_directory import (
+    Found,
+    checkpoint_path,
+    found_in,
+    put_in_place,
+    remove,
+    sweep,
+    writing_path,
+)
+from hfshard.training.run_lock import RunLock
+from hfshard.training.snapshot import Snapshots
+from hfshard.training.state import TrainingState
+from hfshard.training.writing import Linkable, check_names, write_checkpoint
+
+logger = logging.getLogger(__name__)
+
+Level = Literal["structure", "full"]
+
+_MAX_STEP: Final = 10**18 - 1
+"""Of a directory's name."""
+
+
+class RestoredStep(int):
+    """The step that was restored, as an int, with what else was saved with it."""
+
+    path: str
+    """The checkpoint's directory."""
+    extra: Any
+    """What was passed to `save`."""
+    metrics: dict[str, float]
+    differences: tuple[str, ...]
+    """With strict=False: what did not fit and was left as it was built, in words."""
+
+
+class CheckpointManager:
+    """Saves and restores the training states of one run in one directory.
+
+        manager = CheckpointManager("run", max_to_keep=3, keep_best="eval_loss")
+        state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+        start = manager.restore_latest(state) or 0
+
+    Each checkpoint is a directory `run/checkpoint-00001200` that is whole by itself, and that stock transformers loads
+    as a model. It comes into being by one rename, when every byte is on the disk. No pickle is written or read.
+
+    The directory is locked from the first save on, until `close()` or the end of the process.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        max_to_keep: int | None = None,
+        keep_best: str | None = None,
+        metric_mode: MetricMode = "min",
+        keep_every: int | None = None,
+        max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+        *,
+        checksum: Checksum = "xxh3",
+        push_to_hub: str | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        """Name the run; nothing is made or read yet.
+
+        Args:
+            root: The run's directory, made at the first save.
+            max_to_keep: How many of the last checkpoints stay; None: all.
+            keep_best: The name of a metric: the checkpoint with its best value stays too.
+            metric_mode: "min" or "max": which value is best. NaN never is.
+            keep_every: Checkpoints of steps that it divides stay too.
+            max_shard_size: As in `save_model`, for model, optimizer and everything else.
+            checksum: "xxh3" (at the memory's speed) or "sha256" (the Hub's own).
+            push_to_hub: A repo to push each checkpoint to, when it is saved.
+            progress: A bar on stderr while a blocking save or a restore runs: None: on a terminal.
+
+        Raises:
+            InvalidArgumentError, InvalidSizeError: An argument that can't be served.
+        """
+        check_rotation(max_to_keep, keep_best, metric_mode, keep_every)
+        parse_size(max_shard_size)
+        check_checksum(checksum)
+        self.root = os.fspath(root)
+        self.max_to_keep, self.keep_best, self.metric_mode = max_to_keep, keep_best, metric_mode
+        self.keep_every, self.max_shard_size, self.checksum = keep_every, max_shard_size, checksum
+        self.push_to_hub, self.progress = push_to_hub, progress
+        self._lock: RunLock | None = None
+        self._background = Background()
+        self._snapshots = Snapshots()
+        self._newest: Found | None = None
+        """The checkpoint that this manager saved last."""
+
+    def save(
+        self,
+        step: int,
+        state: TrainingState,
+        *,
+        metric: float | Mapping[str, float] | None = None,
+        extra: Any = None,
+        max_shard_size: int | str | None = None,
+        blocking: bool = True,
+        files: Mapping[str, bytes] | None = None,
+    ) -> str:
+        """Save the state as the checkpoint of a step, durably and all or nothing; then old ones go.
+
+        It draws no random number and changes nothing of the run.
+
+        Args:
+            step: Of the run, from 0. A checkpoint of the same step is replaced when the new one is whole.
+            state: What to save.
+            metric: A number, which is the metric that `keep_best` names; or several by name.
+            extra: More to be stored: numbers, text, lists, dicts, tensors.
+            max_shard_size: In place of the manager's.
+            blocking: False: return when the tensors are copied; the rest is done by a thread. One save is under way at
+                a time: the next call waits for it, and raises its error if it failed.
+            files: Small files to put into the checkpoint: name -> contents.
+
+        Returns:
+            The checkpoint's directory; with blocking=False it is there when the save is done.
+
+        Raises:
+            InvalidArgumentError, UnstorableTensorError: Before anything is written.
+            DirectoryLockedError: Another manager is saving there.
+            NotEnoughSpaceError: Before the first byte is written.
+            OSError: The disk failed. All older checkpoints are there, and the next save may succeed.
+        """
+        self._background.wait()
+        if type(step) is not int or not 0 <= step <= _MAX_STEP:
+            raise InvalidArgumentError(f"step must be a number from 0 on, and is {step!r}.")
+        _refuse_several_processes()
+        metrics = plain_metrics(metric, self.keep_best)
+        collected = collect(state, extra, max_shard_size or self.max_shard_size, self.checksum, self.progress)
+        check_names(files or {}, collected)
+        self._begin()
+        if blocking:
+            self._write(step, collected, metrics, dict(files or {}), self.progress)
+        else:
+            copied, small = self._snapshots.copy_of(collected), dict(files or {})
+            what = f"Saving the checkpoint of step {step} into '{self.root}'"
+            self._background.start(lambda: self._write(step, copied, metrics, small, progress=False), what)
+        return checkpoint_path(self.root, step)
+
+    def restore(
+        self,
+        state: TrainingState,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        verify: Level = "full",
+    ) -> RestoredStep:
+        """Restore the state as it was at a step, to the bit, or raise and change nothing.
+
+        Args:
+            state: Built as for the run that was saved; it is changed. Random number generators too.
+            step: Which checkpoint; None: the one that was saved last.
+            strict: Refuse any difference; False: restore what fits, and report the rest.
+            verify: "full": every byte is compared with its checksum before anything is changed; "structure": sizes,
+                headers and samples.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            DamagedCheckpointError: It is damaged. (Without a step, damaged ones are passed over with a warning.)
+            StateDictMismatchError: The state is another one; the message says what, and what to do.
+        """
+        if step is not None:
+            self._background.wait()
+            found = self._found(step)
+            return self._restored(found, self._checked(found, verify), state, strict=strict)
+        restored = self.restore_latest(state, strict=strict, verify=verify)
+        if restored is None:
+            raise CheckpointNotFoundError(
+                f"There is no checkpoint in '{self.root}'. Check the path, or train from the beginning.", path=self.root
+            )
+        return restored
+
+    def restore_latest(
+        self, state: TrainingState, *, strict: bool = True, verify: Level = "full"
+    ) -> RestoredStep | None:
+        """Restore the newest whole checkpoint; damaged ones are passed over, each with a warning that names it.
+
+        Args:
+            state, strict, verify: As in `restore`.
+
+        Returns:
+            The step; None where the run has no checkpoint yet.
+
+        Raises:
+            DamagedCheckpointError: All checkpoints are damaged.
+            StateDictMismatchError: As in `restore`.
+        """
+        self._background.wait()
+        newest = self._newest_whole(verify)
+        return None if newest is None else self._restored(*newest, state, strict=strict)
+
+    def latest_step(self, verify: Level | None = None) -> int | None:
+        """The step of the checkpoint that was saved last; None where there is none.
+
+        Args:
+            verify: Check its files as `restore` does: then damaged ones are passed over with a warning. None: only
+                that it was finished.
+        """
+        self._background.wait()
+        if verify is not None:
+            newest = self._newest_whole(verify)
+            return None if newest is None else newest[0].step
+        return next((one.step for one in found_in(self.root) if one.manifest is not None), None)
+
+    def best_step(self) -> int | None:
+        """The step of the checkpoint with the best value of the metric that `keep_best` names; None where none has."""
+        if self.keep_best is None:
+            raise InvalidArgumentError("The manager has no metric: CheckpointManager(..., keep_best='eval_loss').")
+        self._background.wait()
+        best = best_of(self._manifests(), self.keep_best, self.metric_mode)
+        return None if best is None else best.step
+
+    def all_steps(self) -> list[int]:
+        """The steps of all checkpoints that were finished, in ascending order."""
+        self._background.wait()
+        return sorted(manifest.step for manifest in self._manifests())
+
+    def path_of(self, step: int) -> str:
+        """Where the checkpoint of a step lies, or would."""
+        return checkpoint_path(self.root, step)
+
+    def verify(self, step: int | None = None, *, level: Level = "full") -> dict[int, list[DamagedCheckpointError]]:
+        """Check every file of one checkpoint, or of all.
+
+        Args:
+            step: Which one; None: all.
+            level: As `verify` in `restore`.
+
+        Returns:
+            Step -> what is wrong with its checkpoint; an empty list for a whole one. It does not raise for damage.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint of this step.
+        """
+        self._background.wait()
+        found = found_in(self.root) if step is None else [self._found(step)]
+        return {one.step: self._problems(one, level) for one in sorted(found, key=lambda one: one.step)}
+
+    def wait_until_finished(self) -> None:
+        """Wait for a save that is under way, and raise its error if it failed."""
+        self._background.wait()
+
+    def close(self) -> None:
+        """Wait for a save that is under way, and let other managers save into the directory."""
+        try:
+            self._background.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Saving
+
+    def _begin(self) -> None:
+        """At the first save: make the directory, lock it, remove what killed saves left."""
+        if self._lock is not None:
+            return
+        make_directories(self.root)
+        lock = RunLock(self.root)
+        weakref.finalize(self, lock.release)
+        sweep(self.root)
+        self._lock = lock
+
+    def _write(
+        self, step: int, collected: Collected, metrics: dict[str, float], files: dict[str, bytes], progress: bool | None
+    ) -> None:
+        found = found_in(self.root)
+        manifests = [one.manifest for one in found if one.manifest is not None]
+        newest = next((one for one in found if one.manifest is not None), None)
+        sequence = max((one.sequence for one in manifests), default=0) + 1
+        linkable = Linkable.of(newest.path, newest.manifest) if newest and newest.manifest else Linkable()
+        directory = writing_path(self.root, step)
+        if os.path.lexists(directory):
+            shutil.rmtree(directory)
+        os.mkdir(directory)
+        try:
+            with bytes_bar("Saving", collected.nbytes, progress) as on_bytes:
+                manifest = Manifest(step, sequence, metrics)
+                manifest = write_checkpoint(directory, collected, manifest, files, linkable, on_bytes)
+            path = put_in_place(directory, self.root, step)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, collected.nbytes, path)
+        self._rotate([one for one in found if one.step != step] + [Found(path, step, manifest)])
+
+    def _rotate(self, found: list[Found]) -> None:
+        whole = {one.step: one for one in found if one.manifest is not None}
+        for step in steps_to_remove(
+            [one.manifest for one in whole.values() if one.manifest is not None],
+            max_to_keep=self.max_to_keep,
+            keep_best=self.keep_best,
+            metric_mode=self.metric_mode,
+            keep_every=self.keep_every,
+        ):
+            remove(whole[step], self.root)
+
+    # Finding
+
+    def _manifests(self) -> list[Manifest]:
+        return [one.manifest for one in found_in(self.root) if one.manifest is not None]
+
+    def _found(self, step: int) -> Found:
+        for one in found_in(self.root):
+            if one.step == step:
+                return one
+        steps = ", ".join(str(one.step) for one in found_in(self.root)) or "none"
+        raise CheckpointNotFoundError(
+            f"There is no checkpoint of step {step} in '{self.root}'. It has: {steps}.", path=self.root
+        )
+
+    def _checked(self, found: Found, verify: Level) -> Manifest:
+        if verify not in ("structure", "full"):
+            raise InvalidArgumentError(f"verify must be 'structure' or 'full', and is {verify!r}.")
+        if found.manifest is None:
+            raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
+        total = sum(record.size or 0 for record in found.manifest.files.values())
+        with bytes_bar("Verifying", total, self.progress if verify == "full" else False) as on_bytes:
+            check_files(found.path, found.manifest, is_full=verify == "full", on_bytes=on_bytes)
+        return found.manifest
+
+    def _newest_whole(self, verify: Level) -> tuple[Found, Manifest] | None:
+        found = found_in(self.root)
+        for one in found:
+            try:
+                return one, self._checked(one, verify)
+            except HfshardError as error:
+                if isinstance(error, InvalidArgumentError):
+                    raise
+                logger.warning("The checkpoint '%s' is passed over: %s", one.path, error)
+        if found:
+            raise DamagedCheckpointError(
+                f"None of the {len(found)} checkpoints in '{self.root}' is whole: see the warnings for what is wrong "
+                "with each. To start anew, give the manager another directory.",
+                path=self.root,
+            )
+        return None
+
+    def _problems(self, found: Found, level: Level) -> list[DamagedCheckpointError]:
+        problems: list[DamagedCheckpointError] = []
+        if found.manifest is not None:
+            check_files(found.path, found.manifest, is_full=level == "full", on_problem=problems.append)
+        elif isinstance(found.problem, DamagedCheckpointError):
+            problems.append(found.problem)
+        elif found.problem is not None:
+            raise found.problem
+        return problems
+
+    def _restored(self, found: Found, manifest: Manifest, state: TrainingState, *, strict: bool) -> RestoredStep:
+        restoration = prepare(state, found.path, manifest, strict=strict)
+        for difference in restoration.differences:
+            logger.warning("%s", difference)
+        restoration.apply()
+        restored = RestoredStep(manifest.step)
+        restored.path, restored.extra, restored.metrics = found.path, restoration.extra, manifest.metrics
+        restored.differences = tuple(restoration.differences)
+        logger.info("Restored the checkpoint of step %d from '%s'.", manifest.step, found.path)
+        return restored
+
+
+def _refuse_several_processes() -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise InvalidArgumentError(
+            "A CheckpointManager saves the state of one process, and this run has "
+            f"{distributed.get_world_size()}: the random state and data position of the others would be lost. "
+            "Save the model alone on rank 0: hfshard.save_model(model, directory, is_main_process=rank == 0)."
+        )

@@ -1,0 +1,180 @@
+"""`checkpoint.json`: the last file of a checkpoint, which makes it whole; it tells every other one by its checksum."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Event
+from typing import Final, TypeGuard
+
+from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, MAX_OTHER_BYTES, SAFETENSORS_SUFFIX
+from hfshard.errors import DamagedCheckpointError, IntegrityError
+from hfshard.storage.content import in_threads, stoppable
+from hfshard.storage.header import remedy
+from hfshard.storage.index import FileRecord, parse_record
+from hfshard.storage.integrity import sha256_of
+from hfshard.storage.names import check_file_name
+from hfshard.storage.regular_file import read_small
+from hfshard.storage.shard_file import ShardFile
+from hfshard.storage.strict_json import dump_json, parse_json_object
+from hfshard.training.padded_json import padded_json
+from hfshard.training.tree import pack, unpack
+
+MANIFEST: Final = "checkpoint.json"
+
+MANIFEST_FORMAT: Final = 1
+
+_REMEDY: Final = "Restore another checkpoint, or download it again."
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What makes a directory a whole checkpoint."""
+
+    step: int
+    sequence: int
+    """Number of this save in its run: of two checkpoints the one with the higher number was saved later."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    """Every file but this one."""
+
+    def to_json(self) -> bytes:
+        """The bytes of the file, with a checksum of themselves."""
+        body = {
+            "format": MANIFEST_FORMAT,
+            "step": self.step,
+            "sequence": self.sequence,
+            "metrics": pack(self.metrics, "metrics", {}),
+            "files": {name: record.as_json() for name, record in self.files.items()},
+        }
+        return padded_json({**body, "checksum": sha256_of(dump_json(body))})
+
+    @classmethod
+    def from_json(cls, raw: bytes, path: str) -> Manifest:
+        """Read a manifest without trust.
+
+        Raises:
+            DamagedCheckpointError: It is not one, or is torn, or a newer hfshard wrote it.
+            UnsafePathError: It names a file outside the checkpoint's directory.
+        """
+        body = parse_json_object(raw, path=path, what="Manifest", remedy=_REMEDY)
+        checksum = body.pop("checksum", None)
+        if body.get("format") != MANIFEST_FORMAT:
+            raise DamagedCheckpointError(
+                f"'{path}' is of format {body.get('format')!r:.50}, and this hfshard reads {MANIFEST_FORMAT}. "
+                "Run: pip install --upgrade hfshard",
+                path=path,
+            )
+        if checksum != sha256_of(dump_json(body)):
+            raise IntegrityError(f"'{path}' is damaged: its checksum is not that of its contents. {_REMEDY}", path=path)
+        step, sequence, files = body.get("step"), body.get("sequence"), body.get("files")
+        metrics = unpack(body.get("metrics"), {}, path)
+        if not (_is_count(step) and _is_count(sequence) and isinstance(files, dict) and isinstance(metrics, dict)):
+            raise DamagedCheckpointError(
+                f"'{path}' is damaged: it lacks a step, files or metrics. {_REMEDY}", path=path
+            )
+        records = {}
+        for name, record in files.items():
+            check_file_name(name, index_path=path, suffix="")
+            records[name] = parse_record(record, name, path)
+        return cls(step, sequence, metrics, records)
+
+
+def read_manifest(directory: str) -> Manifest:
+    """Read the manifest of a checkpoint; the other files are not looked at.
+
+    Raises:
+        MissingShardError: It has none: it was never finished, or is another tool's.
+        DamagedCheckpointError, UnsafePathError: It is damaged.
+    """
+    path = os.path.join(directory, MANIFEST)
+    return Manifest.from_json(read_small(path, directory, MAX_INDEX_BYTES)[0], path)
+
+
+def check_files(
+    directory: str,
+    manifest: Manifest,
+    *,
+    is_full: bool,
+    on_bytes: Callable[[int], object] | None = None,
+    on_problem: Callable[[DamagedCheckpointError], object] | None = None,
+) -> None:
+    """Compare every file with what the manifest says, several at once.
+
+    Args:
+        directory: The checkpoint's.
+        manifest: Its own.
+        is_full: Compare checksums of all bytes; else sizes and samples.
+        on_bytes: Told the bytes that were hashed, from any thread.
+        on_problem: Told of each damaged file; None: the first one is raised.
+
+    Raises:
+        DamagedCheckpointError, UnsafePathError: A file is missing, or not the one that was saved.
+    """
+    check = partial(_check_file, directory, is_full=is_full, on_bytes=on_bytes, on_problem=on_problem)
+    in_threads(check, sorted(manifest.files.items(), key=lambda item: -(item[1].size or 0)), FILES_AT_ONCE)
+
+
+def _check_file(
+    directory: str,
+    item: tuple[str, FileRecord],
+    stop: Event,
+    *,
+    is_full: bool,
+    on_bytes: Callable[[int], object] | None,
+    on_problem: Callable[[DamagedCheckpointError], object] | None,
+) -> None:
+    name, record = item
+    path = os.path.join(directory, name)
+    try:
+        if not name.endswith(SAFETENSORS_SUFFIX):
+            _check_small(path, directory, record)
+            return
+        shard = ShardFile(path, directory)
+        try:
+            shard.check_record(record, sample=True)
+            if is_full:
+                shard.check_digest(record, stoppable(on_bytes, stop), to_cache=True)
+        finally:
+            shard.close()
+    except DamagedCheckpointError as error:
+        if on_problem is None:
+            raise
+        on_problem(error)
+
+
+def _check_small(path: str, directory: str, record: FileRecord) -> None:
+    raw, _ = read_small(path, directory, MAX_OTHER_BYTES)
+    found = sha256_of(raw)
+    if (len(raw), found) != (record.size, record.sha256):
+        raise IntegrityError(
+            f"'{path}' is not the file that was saved: its sha256 is {found}, and {record.sha256} was recorded. "
+            f"{remedy(path)}",
+            path=path,
+            expected=record.sha256,
+            actual=found,
+        )
+
+
+def small_record(raw: bytes) -> FileRecord:
+    """The record of a small file."""
+    return FileRecord(size=len(raw), sha256=sha256_of(raw))
+
+
+def shard_record(record: FileRecord) -> FileRecord:
+    """Of what an index records of a shard, what the manifest repeats."""
+    return FileRecord(record.size, record.sha256, record.xxh3, record.sample)
+
+
+def plain_metrics(metric: float | Mapping[str, float] | None, name: str | None) -> dict[str, float]:
+    """The metrics of a save by name; one number is the metric that the best checkpoint is chosen by."""
+    if metric is None:
+        return {}
+    given = metric if isinstance(metric, Mapping) else {name or "metric": metric}
+    return {str(key): float(value) for key, value in given.items()}
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and value >= 0

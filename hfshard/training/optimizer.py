@@ -1,0 +1,230 @@
+"""An optimizer's state by the names of its parameters, with the dtypes that it had; restored whole or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.training.tree import pack
+
+Names = Mapping[int, str]
+"""id of a parameter -> its name."""
+
+_SHOWN = 5
+"""Names that a message lists."""
+
+
+def pack_optimizer(
+    optimizer: Optimizer, names: Names, component: str, tensors: dict[str, torch.Tensor], prefix: str = ""
+) -> dict[str, Any]:
+    """The state of an optimizer as JSON (see `tree.pack`): its tensors are called "<name of parameter>/<slot>".
+
+    Args:
+        optimizer: Any; not changed.
+        names: Of all parameters that it may have.
+        component: Its name in the training state, for messages.
+        tensors: Given the tensors.
+        prefix: Begins the names of the tensors.
+
+    Raises:
+        InvalidArgumentError: A parameter has no name.
+        UnstorableTensorError: A value in its state has no form in a file.
+    """
+    state_dict = optimizer.state_dict()
+    position_names = _position_names(optimizer, state_dict, names, component)
+    groups = []
+    for number, (packed, group) in enumerate(zip(state_dict["param_groups"], optimizer.param_groups)):
+        options = {key: value for key, value in packed.items() if key != "params"}
+        groups.append(
+            {
+                "params": [_name_of(parameter, names, component, number) for parameter in group["params"]],
+                "options": pack(options, f"{prefix}param_groups/{number}", tensors),
+            }
+        )
+    state = {
+        position_names[key]: pack(value, f"{prefix}{position_names[key]}", tensors)
+        for key, value in state_dict["state"].items()
+        if key in position_names
+    }
+    others = {key: value for key, value in state_dict["state"].items() if key not in position_names}
+    more = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+    return {
+        "class": type(optimizer).__qualname__,
+        "groups": groups,
+        "state": state,
+        "others": pack(others, f"{prefix}others", tensors),
+        "more": pack(more, f"{prefix}more", tensors),
+    }
+
+
+def plan_optimizer(
+    optimizer: Optimizer, saved: dict[str, Any], names: Names, component: str, path: str
+) -> Callable[[], None]:
+    """Check a state against an optimizer, and return what loads it.
+
+    Args:
+        optimizer: Built as for the run that was saved; the order of parameters and groups may be another one. Not
+            changed before the update is called.
+        saved: What `pack_optimizer` returned, unpacked.
+        names: Of the parameters that it has now.
+        component: Its name in the training state, for messages.
+        path: Of the checkpoint, for messages.
+
+    Raises:
+        StateDictMismatchError: It is of another class, or its groups have other parameters.
+    """
+    found = type(optimizer).__qualname__
+    if saved["class"] != found:
+        raise StateDictMismatchError(
+            f"'{component}' is {_a(found)}, and the checkpoint '{path}' has the state of {_a(saved['class'])}. "
+            "Build the optimizer as in the run that was saved, or pass strict=False to start this one anew.",
+            path=path,
+            expected=saved["class"],
+            actual=found,
+        )
+    current = optimizer.state_dict()
+    position_names = _position_names(optimizer, current, names, component)
+    matched = _matched_groups(optimizer, saved["groups"], names, component, path)
+    positions = {name: position for position, name in position_names.items()}
+    unknown = [name for name in saved["state"] if name not in positions]
+    if unknown:
+        raise StateDictMismatchError(
+            f"The checkpoint '{path}' has a state of {_listed(unknown)}, which '{component}' does not train. "
+            "Give the optimizer the parameters that it had.",
+            path=path,
+            unexpected_keys=tuple(unknown),
+        )
+    state = {positions[name]: value for name, value in saved["state"].items()} | saved["others"]
+    groups = [
+        {**now, **_moved_like(before["options"], now), **_kept_options(now), "params": now["params"]}
+        for now, before in zip(current["param_groups"], matched)
+    ]
+
+    def update() -> None:
+        optimizer.load_state_dict({**saved["more"], "state": state, "param_groups": groups})
+        for parameter in _parameters(optimizer):
+            exact = saved["state"].get(names[id(parameter)])
+            if exact is not None and parameter in optimizer.state:
+                optimizer.state[parameter] = _exact(optimizer.state[parameter], exact)
+
+    return update
+
+
+def _position_names(
+    optimizer: Optimizer, state_dict: Mapping[str, Any], names: Names, component: str
+) -> dict[Any, str]:
+    """The key of a parameter in an optimizer's state dict -> its name."""
+    return {
+        key: _name_of(parameter, names, component, number)
+        for number, (packed, group) in enumerate(zip(state_dict["param_groups"], optimizer.param_groups))
+        for key, parameter in zip(packed["params"], group["params"])
+    }
+
+
+def _name_of(parameter: torch.Tensor, names: Names, component: str, group: int) -> str:
+    if id(parameter) not in names:
+        raise InvalidArgumentError(
+            f"Group {group} of '{component}' has a parameter of shape {list(parameter.shape)} that belongs to no "
+            "module of the training state, and so has no name. Pass its module too: TrainingState(..., other=module)."
+        )
+    return names[id(parameter)]
+
+
+def _matched_groups(
+    optimizer: Optimizer, saved: list[dict[str, Any]], names: Names, component: str, path: str
+) -> list[dict[str, Any]]:
+    """The saved group of each of the optimizer's groups: the one with the same parameters, in whatever order."""
+    current = [
+        [_name_of(one, names, component, i) for one in group["params"]] for i, group in enumerate(_groups(optimizer))
+    ]
+    before = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    now = {name: number for number, group in enumerate(current) for name in group}
+    missing, unexpected = [name for name in now if name not in before], [name for name in before if name not in now]
+    left = list(saved)
+    matched = []
+    for group in current:
+        match = next((one for one in left if set(one["params"]) == set(group)), None)
+        if match is not None:
+            left.remove(match)
+            matched.append(match)
+    if len(matched) == len(current) and not left:
+        return matched
+    parts = []
+    if len(saved) != len(current):
+        parts.append(f"it had {len(saved)} groups of parameters, and has {len(current)}")
+    if missing:
+        parts.append(f"{_listed(missing)} {_were(missing)} not trained by it")
+    if unexpected:
+        parts.append(f"{_listed(unexpected)} {_were(unexpected)} trained by it, and {_are(unexpected)} not now")
+    moved = [name for name in now if name in before and before[name] != now[name]]
+    if moved and not (missing or unexpected):
+        parts.append(
+            f"{_listed(moved)} {_were(moved)} in another group ('{moved[0]}': {before[moved[0]]}, now {now[moved[0]]})"
+        )
+    raise StateDictMismatchError(
+        f"The groups of '{component}' are not those of the checkpoint '{path}': {'; '.join(parts)}. "
+        "Build the optimizer with the same parameters in the same groups, or pass strict=False to start it anew.",
+        path=path,
+        missing_keys=tuple(missing),
+        unexpected_keys=tuple(unexpected),
+    )
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return optimizer.param_groups
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in _groups(optimizer):
+        yield from group["params"]
+
+
+def _kept_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that belong to the order of the parameters as it is now."""
+    return {"param_names": group["param_names"]} if "param_names" in group else {}
+
+
+def _moved_like(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved options; tensors (a learning rate) on the devices where they are now."""
+    moved = {}
+    for key, value in options.items():
+        now = group.get(key)
+        is_elsewhere = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
+        moved[key] = value.to(now.device) if is_elsewhere and now is not None else value
+    return moved
+
+
+def _exact(loaded: Any, saved: Any) -> Any:
+    """What `load_state_dict` made of a state, with the dtypes that were saved: torch casts it to the parameter's."""
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        for key in loaded.keys() & saved.keys():
+            loaded[key] = _exact(loaded[key], saved[key])
+        return loaded
+    if isinstance(loaded, list) and isinstance(saved, list) and len(loaded) == len(saved):
+        return [_exact(mine, theirs) for mine, theirs in zip(loaded, saved)]
+    if type(loaded) is tuple and type(saved) is tuple and len(loaded) == len(saved):
+        return tuple(_exact(mine, theirs) for mine, theirs in zip(loaded, saved))
+    return loaded
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+def _were(names: list[str]) -> str:
+    return "was" if len(names) == 1 else "were"
+
+
+def _are(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _a(name: str) -> str:
+    return f"an {name}" if name[:1] in "AEIOU" else f"a {name}"

@@ -1,0 +1,226 @@
+"""Restores a training state from one checkpoint: check every byte, read, plan everything, and only then assign."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfshard.constants import MAX_INDEX_BYTES
+from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError
+from hfshard.load import fitted, read_tensors
+from hfshard.state_dict import assign, collect_state_dict, unwrap
+from hfshard.storage.checkpoint import open_checkpoint
+from hfshard.storage.names import MODEL_BASE, WeightNames
+from hfshard.storage.regular_file import read_small
+from hfshard.storage.strict_json import parse_json_object
+from hfshard.training.collecting import TREE_FORMAT
+from hfshard.training.manifest import Manifest
+from hfshard.training.optimizer import plan_optimizer
+from hfshard.training.rng import check_rng_state, set_rng_state
+from hfshard.training.scheduler import plan_scheduler
+from hfshard.training.state import Kind, TrainingState
+from hfshard.training.tree import unpack
+from hfshard.training.writing import TREE
+
+logger = logging.getLogger(__name__)
+
+Update = Callable[[], None]
+
+_REMEDY = "Restore another checkpoint, or download it again."
+
+_ORDER: Mapping[Kind, int] = {"stateful": 0, "module": 1, "optimizer": 2, "scheduler": 3}
+"""What is loaded when: objects of the user's own first, as their load_state_dict may refuse; a scheduler after its
+optimizer; random number generators last, as any of them may draw."""
+
+
+@dataclass
+class Restoration:
+    """A checkpoint that was read and compared with a training state, and what remains to be done."""
+
+    updates: list[Update] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    """What does not fit, in words; with strict nothing is restored then."""
+    extra: Any = None
+    rng: Any = None
+
+    def apply(self) -> None:
+        """Load everything; the random number generators last."""
+        for update in self.updates:
+            update()
+        set_rng_state(self.rng)
+
+
+def prepare(state: TrainingState, directory: str, manifest: Manifest, *, strict: bool) -> Restoration:
+    """Read a checkpoint whose files were checked, and compare it with a training state, which is not changed.
+
+    Args:
+        state: Built as for the run that was saved.
+        directory: The checkpoint's.
+        manifest: Its own.
+        strict: Refuse any difference; else what differs stays as it was built, and is reported.
+
+    Raises:
+        StateDictMismatchError: strict, and something differs.
+        DamagedCheckpointError: The files are not what hfshard writes.
+    """
+    path = os.path.join(directory, TREE)
+    tree = _read_tree(path, directory)
+    tensors = {base: _part(directory, manifest, base) for base in ("optimizer", "state")}
+    saved = tree["components"]
+    restoration = Restoration()
+    _check_components(state, saved, directory, restoration, strict=strict)
+    names = state.parameter_names()
+    common = [name for name in state.components if name in saved]
+    for name in sorted(common, key=lambda name: _ORDER[state.kinds[name]]):
+        part = state.components[name]
+        held = tensors["optimizer"] if name == "optimizer" else tensors["state"]
+        value = unpack(saved[name]["state"], held, path)
+        try:
+            if name == "model":
+                value |= _part(directory, manifest, MODEL_BASE)
+            restoration.updates += _plan(name, state.kinds[name], part, value, names, directory, restoration, strict)
+        except StateDictMismatchError as error:
+            if strict:
+                raise
+            restoration.differences.append(error.message)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DamagedCheckpointError(
+                f"'{path}' is damaged: the state of '{name}' is not what hfshard writes ({error!r:.200}). {_REMEDY}",
+                path=path,
+            ) from error
+    restoration.rng, restoration.extra = unpack([tree["rng"], tree["extra"]], tensors["state"], path)
+    check_rng_state(restoration.rng, path)
+    return restoration
+
+
+def _read_tree(path: str, directory: str) -> dict[str, Any]:
+    tree = parse_json_object(
+        read_small(path, directory, MAX_INDEX_BYTES)[0], path=path, what="Training state", remedy=_REMEDY
+    )
+    if tree.get("format") != TREE_FORMAT:
+        raise DamagedCheckpointError(
+            f"'{path}' is of format {tree.get('format')!r:.50}, and this hfshard reads {TREE_FORMAT}. "
+            "Run: pip install --upgrade hfshard",
+            path=path,
+        )
+    components = tree.get("components")
+    if (
+        not isinstance(components, dict)
+        or not {"rng", "extra"} <= tree.keys()
+        or not all(isinstance(one, dict) and "state" in one for one in components.values())
+    ):
+        raise DamagedCheckpointError(f"'{path}' is damaged: it lacks a component's state. {_REMEDY}", path=path)
+    return tree
+
+
+def _part(directory: str, manifest: Manifest, base: str) -> dict[str, torch.Tensor]:
+    """The tensors of one set, in memory of their own: a mapped file would keep its space when it is rotated away."""
+    names = WeightNames(base=base)
+    if names.single not in manifest.files and names.index not in manifest.files:
+        return {}
+    with open_checkpoint(directory, use_safetensors=True, base=base) as checkpoint:
+        return read_tensors(checkpoint, None, "cpu", "auto" if base == MODEL_BASE else "pread")
+
+
+def _check_components(
+    state: TrainingState, saved: Mapping[str, Any], directory: str, restoration: Restoration, *, strict: bool
+) -> None:
+    for name in state.components:
+        if name not in saved:
+            restoration.differences.append(
+                f"The checkpoint '{directory}' has no '{name}'. Build the state without it, or pass strict=False to "
+                "leave it as it was built."
+            )
+        elif saved[name].get("kind") != state.kinds[name]:
+            kind, now = saved[name].get("kind"), state.kinds[name]
+            restoration.differences.append(f"'{name}' was of the kind {kind!r:.50} in '{directory}', and is a {now}.")
+    for name in saved:
+        if name not in state.components:
+            restoration.differences.append(
+                f"The checkpoint '{directory}' has the state of '{name}', which the TrainingState lacks. "
+                f"Pass {name}=..., or strict=False to leave it out."
+            )
+    if strict and restoration.differences:
+        missing = tuple(name for name in state.components if name not in saved)
+        unexpected = tuple(name for name in saved if name not in state.components)
+        raise StateDictMismatchError(
+            " ".join(restoration.differences) + " Nothing was restored.",
+            path=directory,
+            missing_keys=missing,
+            unexpected_keys=unexpected,
+        )
+
+
+def _plan(
+    name: str,
+    kind: Kind,
+    part: Any,
+    value: Any,
+    names: Mapping[int, str],
+    directory: str,
+    restoration: Restoration,
+    strict: bool,
+) -> list[Update]:
+    if kind == "module":
+        return [_plan_module(name, part, value, directory, restoration, strict=strict)]
+    if kind == "optimizer":
+        return [plan_optimizer(part, value, names, name, directory)]
+    if kind == "scheduler":
+        return [plan_scheduler(part, value, name, directory)]
+    check = getattr(part, "check_state_dict", None)
+    if callable(check):
+        check(value)
+    return [lambda: _load_stateful(name, part, value, directory)]
+
+
+def _plan_module(
+    name: str, module: nn.Module, saved: dict[str, Any], directory: str, restoration: Restoration, *, strict: bool
+) -> Update:
+    module, own = unwrap(module), collect_state_dict(module)
+    tensors, difference = fitted(saved, own)
+    ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
+    missing = tuple(key for key in difference.missing if key not in ignored)
+    dtypes = [
+        f"{key} was {tensor.dtype}, and is {own[key].dtype}"
+        for key, tensor in tensors.items()
+        if isinstance(own.get(key), torch.Tensor) and isinstance(tensor, torch.Tensor)
+        if own[key].dtype != tensor.dtype
+    ]
+    if missing or difference.unexpected or difference.mismatched or dtypes:
+        parts = [text for text in (difference.described(), "; ".join(dtypes[:5])) if text]
+        message = (
+            f"'{name}' does not fit the checkpoint '{directory}': {'; '.join(parts)}. "
+            "Build it as in the run that was saved, or pass strict=False to load what fits."
+        )
+        if strict:
+            raise StateDictMismatchError(
+                message + " Nothing was restored.",
+                path=directory,
+                missing_keys=missing,
+                unexpected_keys=difference.unexpected,
+                mismatched_keys=difference.mismatched,
+            )
+        restoration.differences.append(message)
+        shaped = {key for key, _, _ in difference.mismatched}
+        tensors = {key: tensor for key, tensor in tensors.items() if key in own and key not in shaped}
+    return lambda: assign(module, tensors)
+
+
+def _load_stateful(name: str, part: Any, value: Any, directory: str) -> None:
+    try:
+        part.load_state_dict(value)
+    except HfshardError:
+        raise
+    except Exception as error:
+        raise StateDictMismatchError(
+            f"'{name}' ({type(part).__name__}) refused its state in the checkpoint '{directory}': {error}. "
+            "The model, the optimizer and the random number generators were not restored. Build it as in the run that "
+            "was saved.",
+            path=directory,
+        ) from error

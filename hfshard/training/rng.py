@@ -1,0 +1,83 @@
+"""The state of every random number generator of the process: python, numpy, torch on the CPU and on accelerators."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from typing import Any, Final
+
+import torch
+
+from hfshard.errors import DamagedCheckpointError
+
+logger = logging.getLogger(__name__)
+
+_DEVICES: Final = ("cuda", "xpu")
+"""Kinds of devices that have a generator each; MPS has one in all."""
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of all generators, of tensors and plain values (see `tree.py`); nothing is drawn."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.uint32), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+    }
+    if (numpy := sys.modules.get("numpy")) is not None:
+        state["numpy"] = numpy.random.get_state(legacy=False)
+    for kind in _DEVICES:
+        device = getattr(torch, kind)
+        if device.is_available() and device.is_initialized():  # else nothing was drawn there
+            state[kind] = device.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def check_rng_state(state: Any, file: str) -> None:
+    """Refuse what `set_rng_state` could not take.
+
+    Raises:
+        DamagedCheckpointError: It is not what `rng_state` returns.
+    """
+    try:
+        probe = random.Random()
+        probe.setstate(_python_state(state))
+        if "numpy" in state:
+            import numpy
+
+            numpy.random.RandomState().set_state(state["numpy"])
+        torch.Generator().set_state(state["torch"])
+    except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise DamagedCheckpointError(
+            f"'{file}' is damaged: its state of the random number generators is not one ({error!r:.200}). "
+            "Restore another checkpoint, or download it again.",
+            path=file,
+        ) from error
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put all generators back to a state of `rng_state`; a warning where the devices are others."""
+    random.setstate(_python_state(state))
+    if "numpy" in state:
+        import numpy
+
+        numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    for kind in _DEVICES:
+        saved, device = state.get(kind, []), getattr(torch, kind)
+        count = device.device_count() if device.is_available() else 0
+        if len(saved) > count:
+            logger.warning(
+                "The checkpoint has the random state of %d %s devices; here are %d.", len(saved), kind, count
+            )
+        for number, one in enumerate(saved[:count]):
+            device.set_rng_state(one, number)
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])
+
+
+def _python_state(state: dict[str, Any]) -> tuple[Any, ...]:
+    python = state["python"]
+    return python["version"], tuple(python["words"].tolist()), python["gauss"]

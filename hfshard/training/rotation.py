@@ -1,0 +1,67 @@
+"""Which checkpoints of a run stay: the last ones, the best one, and every so many steps; a pure function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from hfshard.errors import InvalidArgumentError
+from hfshard.training.manifest import Manifest
+
+MetricMode = Literal["min", "max"]
+
+
+def best_of(manifests: Sequence[Manifest], metric: str, mode: MetricMode) -> Manifest | None:
+    """The checkpoint with the best value of a metric: of equal ones the earliest, and never one without it, or NaN.
+
+    Args:
+        manifests: Of the whole checkpoints, in any order.
+        metric: Its name.
+        mode: "min": the lower the better; "max": the higher.
+    """
+    known = [one for one in manifests if not math.isnan(one.metrics.get(metric, math.nan))]
+    sign = 1 if mode == "min" else -1
+    return min(known, key=lambda one: (sign * one.metrics[metric], one.sequence), default=None)
+
+
+def steps_to_remove(
+    manifests: Sequence[Manifest],
+    *,
+    max_to_keep: int | None,
+    keep_best: str | None,
+    metric_mode: MetricMode,
+    keep_every: int | None,
+) -> list[int]:
+    """The steps whose checkpoints go.
+
+    Args:
+        manifests: Of the whole checkpoints, in any order.
+        max_to_keep: How many of the last ones stay; None: all.
+        keep_best: A metric: the checkpoint with its best value stays too.
+        metric_mode: As in `best_of`.
+        keep_every: Checkpoints of steps that it divides stay too, and do not count.
+    """
+    if max_to_keep is None:
+        return []
+    in_order = sorted(manifests, key=lambda one: one.sequence)
+    best = best_of(manifests, keep_best, metric_mode) if keep_best is not None else None
+    passing = [one for one in in_order if not (keep_every and one.step % keep_every == 0)]
+    return [one.step for one in passing[:-max_to_keep] if one is not best and one is not in_order[-1]]
+
+
+def check_rotation(max_to_keep: object, keep_best: object, metric_mode: object, keep_every: object) -> None:
+    """Refuse arguments that would keep nothing, or that nobody knows.
+
+    Raises:
+        InvalidArgumentError: The first of them that is wrong.
+    """
+    for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise InvalidArgumentError(f"{name} must be a number of at least 1, or None, and is {value!r}.")
+    if keep_best is not None and not (isinstance(keep_best, str) and keep_best):
+        raise InvalidArgumentError(
+            f"keep_best is the name of a metric, such as 'eval_loss', or None, and is {keep_best!r}."
+        )
+    if metric_mode not in ("min", "max"):
+        raise InvalidArgumentError(f"metric_mode must be 'min' or 'max', and is {metric_mode!r}.")

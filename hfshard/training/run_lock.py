@@ -1,0 +1,61 @@
+"""The lock of a run directory: held by one manager as long as it lives, and never by the processes that it forks."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Final
+
+from hfshard.errors import DirectoryLockedError
+from hfshard.storage.durable import lock, unlock
+
+_WAIT_SECONDS: Final = 5.0
+"""How long a manager waits for another one: as long as a process that is being killed may take to be gone."""
+
+_held: Final[weakref.WeakSet[RunLock]] = weakref.WeakSet()
+
+
+class RunLock:
+    """A directory's own lock (flock on its descriptor: no lock file, and it dies with the process)."""
+
+    def __init__(self, directory: str) -> None:
+        """Take the lock.
+
+        Raises:
+            DirectoryLockedError: Another manager, of this process or another one, has it.
+        """
+        self.directory = directory
+        self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            lock(self._fd, directory, _WAIT_SECONDS)
+        except BlockingIOError as error:
+            self._close()
+            raise DirectoryLockedError(
+                f"Another CheckpointManager is saving into '{directory}'. Stop the other run, or close() its manager, "
+                "or give this one another directory.",
+                path=directory,
+            ) from error
+        except BaseException:
+            self._close()
+            raise
+        _held.add(self)
+
+    def release(self) -> None:
+        """Give it back; nothing where that was done, or in a process that was forked."""
+        if self._fd >= 0:
+            unlock(self._fd, self.directory)
+            self._close()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _close_in_child() -> None:
+    # A worker of a DataLoader outlives a killed trainer for seconds, and with the descriptor the lock would too.
+    for one in list(_held):
+        one._close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,140 @@
+"""A learning rate scheduler's state: its numbers, and never the functions, optimizers and modules that it holds."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from hfshard.errors import StateDictMismatchError
+from hfshard.training.tree import KEPT, Kept, ObjectState, pack
+
+_NEVER_STORED: Final = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    functools.partial,
+    type,
+    weakref.ReferenceType,
+    Optimizer,
+    nn.Module,
+    LRScheduler,
+    ReduceLROnPlateau,
+)
+"""What a scheduler gets from its constructor, and keeps when it is restored into: torch's own rule for LambdaLR."""
+
+_MISSING: Final = object()
+
+Update = Callable[[], None]
+
+
+def is_scheduler(value: object) -> bool:
+    """Whether it is one of torch's schedulers, or derived from one."""
+    return isinstance(value, LRScheduler | ReduceLROnPlateau)
+
+
+def pack_scheduler(scheduler: Any, path: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The state of a scheduler as JSON (see `tree.pack`).
+
+    Functions, lambdas, bound methods, optimizers and modules in it are marked, not stored. Of any other object, a
+    callable with state of its own for example, the attributes are stored.
+
+    Raises:
+        UnstorableTensorError: There is something in it that has neither a form nor attributes.
+    """
+    state = pack(scheduler.state_dict(), path, tensors, on_object=_stand_in)
+    return {"class": type(scheduler).__qualname__, "state": state}
+
+
+def plan_scheduler(scheduler: Any, saved: dict[str, Any], name: str, path: str) -> Update:
+    """Check a state against a freshly built scheduler, and return what loads it.
+
+    Args:
+        scheduler: Built as for the run that was saved; not changed before the update is called.
+        saved: {"class", "state"}, unpacked.
+        name: Of the scheduler in the training state, for messages.
+        path: Of the checkpoint, for messages.
+
+    Raises:
+        StateDictMismatchError: It is of another class, or lacks an object that was marked.
+    """
+    found = type(scheduler).__qualname__
+    if saved["class"] != found:
+        raise StateDictMismatchError(
+            f"'{name}' is a {found}, and the checkpoint '{path}' has the state of a {saved['class']}. "
+            "Build the scheduler as in the run that was saved, or pass strict=False to start this one anew.",
+            path=path,
+            expected=saved["class"],
+            actual=found,
+        )
+    fresh = scheduler.state_dict()
+    updates: list[Update] = []
+    merged = _Merging(name, path, updates).merge(saved["state"], fresh, "")
+
+    def update() -> None:
+        for one in updates:
+            one()
+        scheduler.load_state_dict(merged)
+
+    return update
+
+
+def _stand_in(value: Any) -> Kept | ObjectState | None:
+    if isinstance(value, _NEVER_STORED):
+        return KEPT
+    if hasattr(value, "__dict__"):
+        return ObjectState(type(value).__qualname__, dict(vars(value)))
+    return None
+
+
+class _Merging:
+    """Puts the fresh scheduler's own objects where the saved state has marks."""
+
+    def __init__(self, name: str, path: str, updates: list[Update]) -> None:
+        self.name, self.path, self.updates = name, path, updates
+
+    def merge(self, saved: Any, fresh: Any, at: str) -> Any:
+        if isinstance(saved, Kept):
+            if fresh is _MISSING:
+                raise self._differs(at, "an object that is not stored (a function, an optimizer)", "nothing")
+            return fresh
+        if isinstance(saved, ObjectState):
+            return self._object(saved, fresh, at)
+        if isinstance(saved, dict):
+            inner = fresh if isinstance(fresh, dict) else {}
+            for key in saved:
+                saved[key] = self.merge(saved[key], inner.get(key, _MISSING), f"{at}.{key}" if at else str(key))
+            return saved
+        if isinstance(saved, list | tuple):
+            others = list(fresh) if isinstance(fresh, list | tuple) else []
+            if at.endswith("_schedulers") and len(others) != len(saved):
+                raise self._differs(at, f"{len(saved)} schedulers", f"{len(others)}")
+            others += [_MISSING] * (len(saved) - len(others))
+            items = [self.merge(item, other, f"{at}[{i}]") for i, (item, other) in enumerate(zip(saved, others))]
+            return items if isinstance(saved, list) else type(saved)(items)
+        return saved
+
+    def _object(self, saved: ObjectState, fresh: Any, at: str) -> Any:
+        if fresh is _MISSING or type(fresh).__qualname__ != saved.class_name:
+            found = "nothing" if fresh is _MISSING else f"a {type(fresh).__qualname__}"
+            raise self._differs(at, f"a {saved.class_name}", found)
+        attributes = self.merge(saved.attributes, dict(vars(fresh)), at)
+        self.updates.append(lambda: vars(fresh).update(attributes))
+        return fresh
+
+    def _differs(self, at: str, expected: str, actual: str) -> StateDictMismatchError:
+        return StateDictMismatchError(
+            f"'{at}' of '{self.name}' was {expected} when the checkpoint '{self.path}' was saved, and is {actual} in "
+            "the scheduler that was built. Build it as in the run that was saved.",
+            path=self.path,
+            expected=expected,
+            actual=actual,
+        )

@@ -1,0 +1,101 @@
+"""`TrainingState`: everything that a training run is made of, by name."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hfshard.errors import InvalidArgumentError
+from hfshard.state_dict import parameter_names
+from hfshard.training.scheduler import is_scheduler
+
+Kind = Literal["module", "optimizer", "scheduler", "stateful"]
+
+_RESERVED: Final = frozenset({"rng", "extra"})
+"""Names under which a checkpoint keeps what is no component."""
+
+
+class TrainingState:
+    """What is saved and restored together; the objects themselves, not copies.
+
+        state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, ema=ema)
+
+    The state of python's, numpy's and torch's random number generators belongs to it without being named.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        scheduler: Any = None,
+        loader: Any = None,
+        scaler: Any = None,
+        **stateful: Any,
+    ) -> None:
+        """Name the parts of a run.
+
+        Args:
+            model: Any module; wrappers (DataParallel, DistributedDataParallel, torch.compile) are looked through.
+            optimizer: Any of torch's, or derived from one, or prepared by Accelerate.
+            scheduler: Any of torch's, or derived from one, or prepared by Accelerate, or with a state_dict.
+            loader: A `ResumableDataLoader`, or what has state_dict and load_state_dict.
+            scaler: A GradScaler.
+            stateful: More, under names of your own: modules (an EMA), optimizers, schedulers, and whatever has
+                state_dict and load_state_dict.
+
+        Raises:
+            InvalidArgumentError: A part has no state_dict, or an optimizer trains parameters of no module here.
+        """
+        given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "scaler": scaler}
+        given |= stateful
+        self.components: dict[str, Any] = {name: unwrapped(part) for name, part in given.items() if part is not None}
+        self.kinds: dict[str, Kind] = {name: _kind_of(name, part) for name, part in self.components.items()}
+
+    def of_kind(self, kind: Kind) -> dict[str, Any]:
+        """The parts of one kind, by name."""
+        return {name: part for name, part in self.components.items() if self.kinds[name] == kind}
+
+    def parameter_names(self) -> dict[int, str]:
+        """The id of every parameter of every module -> its name; those of others than the model: "component:name"."""
+        names: dict[int, str] = {}
+        modules = self.of_kind("module")
+        for component in sorted(modules, key=lambda name: name != "model"):
+            prefix = "" if component == "model" else f"{component}:"
+            for key, name in parameter_names(modules[component]).items():
+                names.setdefault(key, prefix + name)
+        return names
+
+
+def unwrapped(part: Any) -> Any:
+    """What Accelerate has wrapped, or the object itself; Accelerate is not imported to find out."""
+    for module, name, attribute in (
+        ("accelerate.optimizer", "AcceleratedOptimizer", "optimizer"),
+        ("accelerate.scheduler", "AcceleratedScheduler", "scheduler"),
+    ):
+        loaded = sys.modules.get(module)
+        if loaded is not None and isinstance(part, getattr(loaded, name)):
+            return getattr(part, attribute)
+    return part
+
+
+def _kind_of(name: str, part: Any) -> Kind:
+    if name in _RESERVED:
+        raise InvalidArgumentError(f"'{name}' is what hfshard calls a part of its own: give yours another name.")
+    if isinstance(part, nn.Module):
+        return "module"
+    if name == "model":
+        raise InvalidArgumentError(f"model must be an nn.Module, and is a {type(part).__name__}.")
+    if isinstance(part, Optimizer):
+        return "optimizer"
+    if is_scheduler(part):
+        return "scheduler"
+    if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None)):
+        return "scheduler" if name == "scheduler" else "stateful"
+    hint = " hfshard.training.ResumableDataLoader takes the same arguments, and has." if name == "loader" else ""
+    raise InvalidArgumentError(
+        f"'{name}' is a {type(part).__name__}, which has no state_dict and load_state_dict to save and restore it by."
+        + hint
+    )

@@ -1,0 +1,310 @@
+"""Python values as strict JSON and named tensors, and back, with every type that JSON alone would lose; no pickle."""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
+
+TYPE_KEY: Final = "$type"
+"""The key by which an object of the tree says that it is no plain dict."""
+
+_MAX_DEPTH: Final = 40
+"""Levels of nesting that are stored: real states have ten, and what has more holds itself."""
+
+_PLAIN_INT_BITS: Final = 64
+"""Longer integers are written in hex, which Python reads at any length."""
+
+_FACTORIES: Final[dict[str, Any]] = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str}
+"""Of a defaultdict."""
+
+OnObject = Callable[[Any], "Kept | ObjectState | None"]
+"""What to store for a value that has no place in a tree of its own; None: it is refused."""
+
+
+class Kept:
+    """Stands for what was not stored: the object that is restored into keeps its own."""
+
+
+KEPT: Final = Kept()
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectState:
+    """The attributes of an object that itself was not stored."""
+
+    class_name: str
+    attributes: dict[str, Any]
+
+
+def pack(value: Any, path: str, tensors: dict[str, torch.Tensor], on_object: OnObject = lambda value: None) -> Any:
+    """Turn a value into JSON, and put its tensors aside.
+
+    Args:
+        value: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, range, slice, Counter,
+            OrderedDict, defaultdict, deque, tensors, torch's Size, dtype and device, numpy's arrays and scalars, in
+            any nesting. Not changed.
+        path: Begins the names of its tensors, and stands in messages.
+        tensors: Given name -> tensor; the tensors themselves, not copies.
+        on_object: Asked for everything else.
+
+    Raises:
+        UnstorableTensorError: There is something else in it; the message says where.
+    """
+    return _Packing(tensors, on_object).pack(value, path, 0)
+
+
+def unpack(tree: Any, tensors: Mapping[str, torch.Tensor], file: str) -> Any:
+    """The value that `pack` was given.
+
+    Args:
+        tree: What `pack` returned, as it came from a file: not trusted.
+        tensors: Name -> tensor.
+        file: Stands in messages.
+
+    Raises:
+        DamagedCheckpointError: It is not what `pack` writes, or a tensor is not there.
+    """
+    try:
+        return _unpacked(tree, tensors)
+    except (KeyError, ValueError, TypeError, OverflowError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"'{file}' is damaged: a value in it is not what hfshard writes ({error!r:.200}). "
+            "Restore another checkpoint, or download it again.",
+            path=file,
+        ) from error
+
+
+class _Packing:
+    def __init__(self, tensors: dict[str, torch.Tensor], on_object: OnObject) -> None:
+        self.tensors, self.on_object = tensors, on_object
+
+    def pack(self, value: Any, path: str, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise _refused(value, path, f"is nested deeper than {_MAX_DEPTH} levels, or holds itself")
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value, path)
+        for types, method in _METHODS:
+            if type(value) in types:  # a subclass (a named tuple, an enum, numpy's float64) is more than its base
+                return method(self, value, path, depth)
+        return self._other(value, path, depth)
+
+    def items(self, values: Iterable[Any], path: str, depth: int) -> list[Any]:
+        return [self.pack(value, f"{path}/{number}", depth + 1) for number, value in enumerate(values)]
+
+    def pairs(self, value: Mapping[Any, Any], path: str, depth: int) -> list[Any]:
+        return [
+            [self.pack(key, f"{path}/key", depth + 2), self.pack(item, f"{path}/{_name_of(key)}", depth + 2)]
+            for key, item in value.items()
+        ]
+
+    def number(self, value: int | float, path: str, depth: int) -> Any:
+        if isinstance(value, int):
+            return value if value.bit_length() <= _PLAIN_INT_BITS else _typed("int", hex=hex(value))
+        return value if math.isfinite(value) else _typed("float", value=repr(value))
+
+    def complex(self, value: complex, path: str, depth: int) -> Any:
+        parts = (value.real, value.imag)
+        return _typed("complex", items=[self.number(part, path, depth) for part in parts])
+
+    def text(self, value: str, path: str, depth: int) -> Any:
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise _refused(value, path, "is text that has no UTF-8") from error
+        return value
+
+    def raw(self, value: bytes | bytearray, path: str, depth: int) -> Any:
+        return _typed(type(value).__name__, base64=base64.b64encode(value).decode())
+
+    def dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
+        kind = type(value).__name__
+        if kind == "dict" and TYPE_KEY not in value and all(type(key) is str for key in value):
+            names = {key: f"{path}/{_name_of(key)}" for key in value}
+            tensors = {names[key]: item for key, item in value.items() if isinstance(item, torch.Tensor)}
+            if value and len(tensors) == len(value) and self.tensors.keys().isdisjoint(tensors):
+                # A million of them have to fit: an optimizer's state of one parameter.
+                self.tensors |= {name: tensor.detach() for name, tensor in tensors.items()}
+                return _typed("tensors", at=path, keys=[self.text(key, path, depth) for key in value])
+            return {
+                self.text(key, path, depth): self.pack(item, f"{path}/{_name_of(key)}", depth + 1)
+                for key, item in value.items()
+            }
+        more = {}
+        if isinstance(value, defaultdict):
+            factory = value.default_factory
+            if factory is not None and _FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
+                raise _refused(value, path, f"has the default factory {factory!r}, which has no name in a file")
+            more = {"factory": None if factory is None else factory.__name__}
+        return _typed(kind, items=self.pairs(value, path, depth), **more)
+
+    def sequence(self, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> Any:
+        items = self.items(value, path, depth)
+        return items if type(value) is list else _typed(type(value).__name__, items=items)
+
+    def deque(self, value: deque[Any], path: str, depth: int) -> Any:
+        return _typed("deque", items=self.items(value, path, depth), maxlen=value.maxlen)
+
+    def set(self, value: set[Any] | frozenset[Any], path: str, depth: int) -> Any:
+        # Sorted: the order of a set of strings is another one in each process, and equal states make equal files.
+        members = sorted(value, key=lambda member: (type(member).__name__, repr(member)))
+        return _typed(type(value).__name__, items=self.items(members, path, depth))
+
+    def span(self, value: range | slice, path: str, depth: int) -> Any:
+        return _typed(type(value).__name__, items=self.items((value.start, value.stop, value.step), path, depth))
+
+    def tensor(self, value: torch.Tensor, path: str) -> Any:
+        name, number = path, 2
+        while name in self.tensors:  # keys such as 1 and "1"
+            name, number = f"{path}~{number}", number + 1
+        self.tensors[name] = value.detach()
+        return _typed("tensor", name=name)
+
+    def torch_name(self, value: torch.dtype | torch.device, path: str, depth: int) -> Any:
+        return _typed(type(value).__name__, value=str(value).removeprefix("torch."))
+
+    def array(self, value: Any, path: str, depth: int) -> Any:
+        if value.dtype.hasobject or value.dtype.fields is not None:
+            raise _refused(value, path, f"has the dtype {value.dtype}")
+        import numpy
+
+        flat = numpy.frombuffer(value.tobytes(), dtype=numpy.uint8).copy()
+        bytes_tree = self.tensor(torch.from_numpy(flat), path)
+        return _typed("ndarray", dtype=value.dtype.str, shape=list(value.shape), bytes=bytes_tree)
+
+    def scalar(self, value: Any, path: str, depth: int) -> Any:
+        if value.dtype.hasobject or value.dtype.fields is not None:
+            raise _refused(value, path, f"has the dtype {value.dtype}")
+        return _typed("numpy", dtype=value.dtype.str, base64=base64.b64encode(value.tobytes()).decode())
+
+    def _other(self, value: Any, path: str, depth: int) -> Any:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.ndarray):
+            return self.array(value, path, depth)
+        if numpy is not None and isinstance(value, numpy.generic):
+            return self.scalar(value, path, depth)
+        stand_in = self.on_object(value)
+        if isinstance(stand_in, Kept):
+            return _typed("kept")
+        if isinstance(stand_in, ObjectState):
+            state = {key: self.pack(item, f"{path}/{key}", depth + 2) for key, item in stand_in.attributes.items()}
+            return _typed("object", class_name=stand_in.class_name, state=state)
+        raise _refused(value, path, "has no form in a file without pickle")
+
+
+_METHODS: Final[list[tuple[tuple[type, ...], Any]]] = [
+    ((torch.Size,), _Packing.sequence),
+    ((int, float), _Packing.number),
+    ((complex,), _Packing.complex),
+    ((str,), _Packing.text),
+    ((bytes, bytearray), _Packing.raw),
+    ((dict, OrderedDict, Counter, defaultdict), _Packing.dict),
+    ((list, tuple), _Packing.sequence),
+    ((deque,), _Packing.deque),
+    ((set, frozenset), _Packing.set),
+    ((range, slice), _Packing.span),
+    ((torch.dtype, torch.device), _Packing.torch_name),
+]
+
+
+def _typed(kind: str, **fields: Any) -> dict[str, Any]:
+    return {TYPE_KEY: kind, **fields}
+
+
+def _name_of(key: Any) -> str:
+    return str(key)[:200]
+
+
+def _refused(value: Any, path: str, why: str) -> UnstorableTensorError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return UnstorableTensorError(
+        f"'{path}' is a {kind}: it {why}. Let the state_dict of its owner hold tensors, numbers, text, lists and "
+        "dicts in its place, and its load_state_dict make it anew.",
+        fqn=path,
+        actual=kind,
+    )
+
+
+def _unpacked(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(tree, list):
+        return [_unpacked(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if TYPE_KEY not in tree:
+        return {key: _unpacked(item, tensors) for key, item in tree.items()}
+    kind = tree[TYPE_KEY]
+    if kind == "tensor":
+        return tensors[tree["name"]]
+    if kind == "tensors":
+        return {key: tensors[f"{tree['at']}/{_name_of(key)}"] for key in tree["keys"]}
+    if kind in _SCALARS:
+        return _SCALARS[kind](tree)
+    if kind == "ndarray":
+        return _array(tree, _unpacked(tree["bytes"], tensors))
+    if kind == "object":
+        return ObjectState(tree["class_name"], {key: _unpacked(item, tensors) for key, item in tree["state"].items()})
+    items = [_unpacked(item, tensors) for item in tree["items"]]
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind](items)
+    if kind == "deque":
+        return deque(items, tree["maxlen"])
+    if kind == "defaultdict":
+        return defaultdict(None if tree["factory"] is None else _FACTORIES[tree["factory"]], items)
+    raise ValueError(f"the type {kind!r}")
+
+
+_SCALARS: Final[dict[str, Callable[[dict[str, Any]], Any]]] = {
+    "kept": lambda tree: KEPT,
+    "int": lambda tree: int(tree["hex"], 16),
+    "float": lambda tree: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[tree["value"]],
+    "bytes": lambda tree: base64.b64decode(tree["base64"], validate=True),
+    "bytearray": lambda tree: bytearray(base64.b64decode(tree["base64"], validate=True)),
+    "dtype": lambda tree: _dtype(tree["value"]),
+    "device": lambda tree: torch.device(tree["value"]),
+    "numpy": lambda tree: _numpy_values(base64.b64decode(tree["base64"], validate=True), tree["dtype"])[0],
+}
+
+_CONTAINERS: Final[dict[str, Callable[[list[Any]], Any]]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "Size": torch.Size,
+    "range": lambda items: range(*items),
+    "slice": lambda items: slice(*items),
+    "complex": lambda items: complex(*items),
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": lambda items: Counter(dict(items)),
+}
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"the dtype {name!r}")
+    return dtype
+
+
+def _array(tree: dict[str, Any], raw: torch.Tensor) -> Any:
+    return _numpy_values(raw.numpy().tobytes(), tree["dtype"]).reshape(tree["shape"]).copy()
+
+
+def _numpy_values(raw: bytes, dtype: str) -> Any:
+    import numpy
+
+    kind = numpy.dtype(dtype)
+    if kind.hasobject or kind.fields is not None:
+        raise ValueError(f"the dtype {dtype!r}")
+    if kind.itemsize == 0 or not raw:
+        return numpy.zeros(0, kind)
+    return numpy.frombuffer(raw, kind)

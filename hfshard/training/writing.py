@@ -1,0 +1,152 @@
+"""Writes one checkpoint into a directory of its own: shards that did not change are linked, all others written."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import Event
+from typing import Final
+
+from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, GENERATION_CONFIG_NAME, INDEX_SUFFIX, SAFETENSORS_SUFFIX
+from hfshard.errors import HfshardError, InvalidArgumentError
+from hfshard.staging import index_of, plan_request, shard_jobs
+from hfshard.storage.content import in_threads
+from hfshard.storage.durable import require_space, sync_directory, write_file
+from hfshard.storage.index import FileRecord
+from hfshard.storage.integrity import Checksum
+from hfshard.storage.shard_file import ShardFile
+from hfshard.storage.shard_writer import ShardJob, blank_header, digest_shard, sample_of, write_shards
+from hfshard.storage.tensor_bytes import tensor_nbytes
+from hfshard.training.collecting import Collected
+from hfshard.training.manifest import MANIFEST, Manifest, shard_record, small_record
+
+logger = logging.getLogger(__name__)
+
+TREE: Final = "training_state.json"
+
+_OWN_SUFFIXES: Final = (SAFETENSORS_SUFFIX, INDEX_SUFFIX)
+
+
+@dataclass
+class Linkable:
+    """Files of the checkpoint before, by their samples: what was frozen since need not be written again."""
+
+    files: dict[str, tuple[str, FileRecord]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, directory: str, manifest: Manifest) -> Linkable:
+        """The shards of a checkpoint."""
+        return cls(
+            {
+                record.sample: (os.path.join(directory, name), record)
+                for name, record in manifest.files.items()
+                if name.endswith(SAFETENSORS_SUFFIX) and record.sample is not None and record.is_verifiable
+            }
+        )
+
+
+def write_checkpoint(
+    directory: str,
+    collected: Collected,
+    manifest: Manifest,
+    files: Mapping[str, bytes],
+    linkable: Linkable,
+    on_bytes: Callable[[int], object] | None,
+) -> Manifest:
+    """Write all files of a checkpoint durably, its manifest last.
+
+    Args:
+        directory: Empty.
+        collected: What there is to write.
+        manifest: Without files.
+        files: More small files to put beside.
+        linkable: Of the checkpoint before.
+        on_bytes: Told the bytes that were written, from any thread.
+
+    Returns:
+        The manifest with all files.
+
+    Raises:
+        NotEnoughSpaceError: Before the first byte is written.
+        OSError: The disk failed; what was written stays for the caller to remove.
+    """
+    plans = {base: plan_request(request) for base, request in collected.requests.items()}
+    small = {**files, TREE: collected.tree}
+    jobs: dict[str, ShardJob] = {}
+    for base, request in collected.requests.items():
+        names = [shard.file for shard in plans[base].shards]
+        paths = [os.path.join(directory, name) for name in names]
+        jobs |= zip(names, shard_jobs(plans[base], request, paths))
+        small |= {**request.extras, **({CONFIG_NAME: request.config} if request.config is not None else {})}
+    checksum = next((request.checksum for request in collected.requests.values()), None)
+    records = _link(jobs, checksum, linkable)
+    left = {name: job for name, job in jobs.items() if name not in records}
+    require_space(
+        directory,
+        sum(tensor_nbytes(tensor) for job in left.values() for tensor in job.tensors.values()),
+        doing=f"Saving into '{os.path.dirname(directory)}'",
+        todo=". Free some space, or keep fewer checkpoints: max_to_keep.",
+    )
+    records |= zip(left, write_shards(list(left.values()), checksum=checksum, on_bytes=on_bytes))
+    for base, request in collected.requests.items():
+        if plans[base].is_sharded:
+            own = [records[shard.file] for shard in plans[base].shards]
+            small[request.names.index] = index_of(plans[base], request, own).to_json()
+    for name, raw in small.items():
+        write_file(os.path.join(directory, name), raw)
+    sync_directory(directory)
+    table = {name: shard_record(record) for name, record in records.items()}
+    table |= {name: small_record(raw) for name, raw in small.items()}
+    whole = replace(manifest, files=table)
+    write_file(os.path.join(directory, MANIFEST), whole.to_json())
+    sync_directory(directory)
+    return whole
+
+
+def check_names(files: Mapping[str, bytes], collected: Collected) -> None:
+    """Refuse names of small files that lead elsewhere, or that are a checkpoint's own.
+
+    Raises:
+        InvalidArgumentError: The first such name.
+    """
+    own = {MANIFEST, TREE, CONFIG_NAME, GENERATION_CONFIG_NAME}
+    for request in collected.requests.values():
+        own |= request.extras.keys()
+    for name in files:
+        if name in own or os.path.basename(name) != name or name.startswith(".") or name.endswith(_OWN_SUFFIXES):
+            raise InvalidArgumentError(
+                f"A file of a checkpoint can't be called {name!r}: give it a plain name that it does not use itself."
+            )
+
+
+def _link(jobs: Mapping[str, ShardJob], checksum: Checksum | None, linkable: Linkable) -> dict[str, FileRecord]:
+    """Give the files that lie on the disk already, byte for byte, a second name; the records of those."""
+    if checksum is None or not linkable.files:
+        return {}
+    work = partial(_link_one, checksum=checksum, linkable=linkable)
+    made = in_threads(work, jobs.values(), FILES_AT_ONCE)
+    return {name: record for name, record in zip(jobs, made) if record is not None}
+
+
+def _link_one(job: ShardJob, stop: Event, checksum: Checksum, linkable: Linkable) -> FileRecord | None:
+    header = blank_header(job, checksum)
+    path, before = linkable.files.get(sample_of(header, list(job.tensors.values())), (None, None))
+    if path is None or before is None:
+        return None
+    record, _ = digest_shard(job, checksum, None, stop)
+    if shard_record(record) != before:
+        return None
+    try:
+        shard = ShardFile(path, os.path.dirname(path))
+        try:
+            shard.check_digest(before)  # the bytes on the disk too: what has rotted there is written anew
+        finally:
+            shard.close()
+        os.link(path, job.path)
+    except (HfshardError, OSError) as error:
+        logger.info("'%s' can't be linked (%s): it is written again.", path, error)
+        return None
+    return record
