@@ -22,7 +22,8 @@ HfshardError
 │   └── IntegrityError                         bytes differ from those that were saved
 ├── UnsafePathError (ValueError)               a name that leaves the checkpoint's directory
 ├── UnsafePickleError (ValueError)             a pickle that asks for more than tensors
-└── StateDictMismatchError (RuntimeError)      names, shapes or dtypes do not fit the model
+├── StateDictMismatchError (RuntimeError)      names, shapes or dtypes do not fit the model
+└── StaleIteratorError (RuntimeError)          an iterator of a loader that has gone elsewhere since
 """
 
 from __future__ import annotations
@@ -177,6 +178,10 @@ class UnsafePathError(HfshardError, ValueError):
 
 class UnsafePickleError(HfshardError, ValueError):
     """A pickle that asks for more than tensors and plain containers."""
+
+
+class StaleIteratorError(HfshardError, RuntimeError):
+    """An iterator of a loader that a newer iterator, or a restore, has taken elsewhere."""
 
 
 class StateDictMismatchError(HfshardError, RuntimeError):
