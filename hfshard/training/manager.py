@@ -336,10 +336,10 @@ class CheckpointManager:
         return [one.manifest for one in found_in(self.root) if one.manifest is not None]
 
     def _found(self, step: int) -> Found:
-        for one in found_in(self.root):
-            if one.step == step:
-                return one
-        steps = ", ".join(str(one.step) for one in found_in(self.root)) or "none"
+        found = found_in(self.root)
+        if of_step := [one for one in found if one.step == step]:
+            return max(of_step, key=lambda one: one.manifest is not None)  # another tool's may lie beside it
+        steps = ", ".join(str(one.step) for one in found) or "none"
         raise CheckpointNotFoundError(
             f"There is no checkpoint of step {step} in '{self.root}'. It has: {steps}.", path=self.root
         )
