@@ -1,0 +1,103 @@
+"""What the loader within a ResumableDataLoader iterates: tasks, and a dataset that does each under its own seeds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from hfshard.training.sampling import BatchOrder
+from hfshard.training.seeding import current_states, put_back, reseed, seeds_for
+
+Task = tuple[int, int, Any]
+"""Epoch, batch, and the indexes of its samples."""
+
+Fed = deque[tuple[int, int | None]]
+"""Numbers of the batches that were fed and not yet handed out, each with the checksum of the indexes up to it."""
+
+_OWN = frozenset({"_dataset", "_collate", "_is_batched", "_seed", "_numpy_bits"})
+
+
+def identity(batch: Any) -> Any:
+    """The `collate_fn` of a loader whose batches are collated already."""
+    return batch
+
+
+class TaskFeed:
+    """What the inner loader's workers are given to do; the sampler of a plain DataLoader."""
+
+    def __init__(self) -> None:
+        self._tasks: Iterator[Task] = iter(())
+
+    def begin(self, order: BatchOrder, epoch: int, start: int) -> Fed:
+        """Feed another epoch; who hands out the batches pops what is returned."""
+        fed: Fed = deque()
+
+        def tasks() -> Iterator[Task]:
+            for batch, indexes in enumerate(order, start):
+                fed.append((batch, order.checksum))
+                yield epoch, batch, indexes
+
+        self._tasks = tasks()
+        return fed
+
+    def __iter__(self) -> Iterator[Task]:
+        return self._tasks  # torch asks twice before the first task
+
+
+class SeededDataset:
+    """Takes a task, gives (number of the batch, collated batch); all other attributes are those of the dataset.
+
+    In the main process the RNGs are put back after each batch. In a worker nobody else draws from them.
+
+    Args:
+        dataset: The user's.
+        collate: The user's `collate_fn`.
+        is_batched: False: the indexes are one index.
+        seed: What the batch's seeds depend on, beside epoch and batch.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], is_batched: bool, seed: int) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._is_batched = is_batched
+        self._seed = seed
+        self._numpy_bits = np.random.MT19937(0)  # one for each, so that a loader within a dataset is no trouble
+
+    def __getitem__(self, task: Task) -> tuple[int, Any]:
+        epoch, batch, indexes = task
+        seeds = seeds_for("batch", self._seed, epoch, batch)
+        if get_worker_info() is not None:
+            reseed(seeds, self._numpy_bits)
+            return batch, self._load(indexes)
+        states = current_states()
+        try:
+            reseed(seeds, self._numpy_bits)
+            return batch, self._load(indexes)
+        finally:
+            put_back(states)
+
+    def _load(self, indexes: Any) -> Any:
+        if not self._is_batched:
+            items = self._dataset[indexes]
+        elif get_items := getattr(self._dataset, "__getitems__", None):
+            items = get_items(indexes)
+        else:
+            items = [self._dataset[index] for index in indexes]
+        return self._collate(items)
+
+    # A `worker_init_fn` finds this at `get_worker_info().dataset`: what it reads and sets there is the dataset's.
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OWN or (name.startswith("__") and name.endswith("__")):  # asked for by pickle before there is state
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._dataset, name, value)

@@ -1,0 +1,89 @@
+"""What a ResumableDataLoader's state holds beside the position, and whether a state fits a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch.utils.data import DataLoader
+
+from hfshard.errors import StateDictMismatchError
+
+STATE_FORMAT: Final = 1
+_PLACES: Final = ("epoch", "batch")
+_SETTINGS: Final = {
+    "seed": "seed",
+    "sampler": "sampler",
+    "num_samples": "length of the dataset",
+    "batch_size": "batch_size",
+    "drop_last": "drop_last",
+    "batches": "number of batches in an epoch",
+}
+"""What has to be the same again, and what a message calls it."""
+
+
+def settings_of(loader: DataLoader[Any], seed: int) -> dict[str, Any]:
+    """The settings that a position depends on: ints, bools and a str."""
+    is_users_batches = loader.batch_size is None and loader.batch_sampler is not None
+    by = loader.batch_sampler if is_users_batches else loader.sampler
+    return {
+        "seed": seed,
+        "sampler": type(by).__name__,
+        "num_samples": _length(loader.dataset),
+        "batch_size": getattr(by, "batch_size", None) if is_users_batches else loader.batch_size,
+        "drop_last": bool(getattr(by, "drop_last", False)) if is_users_batches else loader.drop_last,
+        "batches": None if is_users_batches else _length(loader),  # a batch sampler may give fewer in some epochs
+    }
+
+
+def check_state(state_dict: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Check that a state fits a loader of these settings.
+
+    Raises:
+        StateDictMismatchError: It says which value was and is, and what to do.
+    """
+    if not isinstance(state_dict, Mapping) or state_dict.get("format") != STATE_FORMAT:
+        found = state_dict.get("format") if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise StateDictMismatchError(
+            f"This is no state of a ResumableDataLoader of format {STATE_FORMAT} (found: {found!r}). Resume with"
+            " the loader that the checkpoint was saved with, or without the loader's state.",
+            expected=STATE_FORMAT,
+            actual=found,
+        )
+    if missing := [name for name in (*_PLACES, *_SETTINGS) if name not in state_dict]:
+        raise StateDictMismatchError(
+            f"The data loader's state has no {', '.join(missing)}. Resume from another checkpoint.",
+            missing_keys=tuple(missing),
+        )
+    for name, title in _SETTINGS.items():
+        was, now = state_dict[name], settings[name]
+        if was != now:
+            raise StateDictMismatchError(
+                f"The data loader can't resume: the checkpoint was saved with {title} {was!r}, and this loader has"
+                f" {now!r}. Build the loader as it was then; or leave it out of the restore and begin an epoch"
+                f" with it: loader.set_epoch({state_dict['epoch']}).",
+                expected=was,
+                actual=now,
+            )
+    for name in _PLACES:
+        if type(state_dict[name]) is not int or state_dict[name] < 0:
+            raise StateDictMismatchError(
+                f"The data loader's state has {name} {state_dict[name]!r}, which is no position. Resume from"
+                " another checkpoint.",
+                actual=state_dict[name],
+            )
+    if settings["batches"] is not None and state_dict["batch"] > settings["batches"]:
+        raise StateDictMismatchError(
+            f"The data loader's state is at batch {state_dict['batch']} of {settings['batches']}. Resume from"
+            " another checkpoint.",
+            expected=settings["batches"],
+            actual=state_dict["batch"],
+        )
+
+
+def _length(sized: Any) -> int | None:
+    """None where it has none."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
