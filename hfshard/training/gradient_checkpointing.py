@@ -1,0 +1,293 @@
+"""Gradient checkpointing in one call, with the gradients, the buffers and the random numbers of training without it."""
+
+from __future__ import annotations
+
+import copyreg
+import difflib
+import sys
+import types
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from functools import wraps
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from hfshard.errors import InvalidArgumentError
+from hfshard.state_dict import unwrap
+from hfshard.training.recomputation import recomputed
+
+_BASE: Final = "_hfshard_checkpointed_class"
+"""The attribute of a class of ours that holds the class that the module had before."""
+
+
+class GradientCheckpointing:
+    """What `enable_gradient_checkpointing` turned on.
+
+    Attributes:
+        names: The dotted names of the blocks whose activations are recomputed, in the model's order.
+    """
+
+    def __init__(self, blocks: dict[str, nn.Module], models: Iterable[nn.Module] = ()) -> None:
+        self.names = tuple(blocks)
+        self._blocks = blocks
+        self._models = tuple(models)
+
+    def __repr__(self) -> str:
+        return f"GradientCheckpointing(names={self.names!r})"
+
+    def remove(self) -> None:
+        """Turn it off again; a second call does nothing.
+
+        Raises:
+            InvalidArgumentError: Something (FSDP2's fully_shard) has changed a block's class since.
+        """
+        covered = [name for name, block in self._blocks.items() if _is_on(block) and _BASE not in vars(type(block))]
+        if covered:
+            raise InvalidArgumentError(
+                f"Gradient checkpointing of '{covered[0]}' can't be removed: its class was changed since, to "
+                f"{type(self._blocks[covered[0]]).__name__}. Remove it before fully_shard() and the like.",
+                fqn=covered[0],
+            )
+        for block in self._blocks.values():
+            if _is_on(block):
+                block.__class__ = getattr(type(block), _BASE)
+        for model in self._models:
+            _upstream_method(model, "disable")()
+        self._models = ()
+
+
+def enable_gradient_checkpointing(
+    model: nn.Module, modules: str | Iterable[str] | None = None
+) -> GradientCheckpointing:
+    """Recompute the activations of a model's blocks in the backward pass, in place of keeping them.
+
+    The gradients, the buffers (BatchNorm counts a step once) and the states of all random number generators are those
+    of training without it, bit for bit. It is never reentrant; it works where a block is called twice, and under
+    autocast. Blocks run as they are in eval mode and where no gradients are recorded. Parameter names do not change.
+
+    A transformers model keeps its own switch: the flags of its layers are set, which drop the cache (`use_cache`) as
+    they always do. `Trainer(gradient_checkpointing=True)` would set it anew, without what is done
+    here: leave that out. Under torch.compile, blocks run uncompiled.
+
+    Not seen, and so done twice: what a block changes in lists and dicts, in objects that are no modules, and in global
+    variables.
+
+    Args:
+        model: A transformers model, a module that holds some, an `nn.Sequential` of blocks, or any module together
+            with `modules`; wrapped by DistributedDataParallel or torch.compile or not. Changed in place.
+        modules: Dotted names of blocks, with wildcards in place of parts of a name: "blocks.*" is every child of
+            `blocks`, "*.layers.?" works too. None: the layers that transformers chose for its models, else the children
+            of a Sequential that have children themselves (one layer alone has nothing to save).
+
+    Returns:
+        A handle with the names of the blocks and a method `remove()`.
+
+    Raises:
+        InvalidArgumentError: The model has no such blocks, or can't recompute them; nothing was changed. Later, when
+            the block is called: it changes its input or a parameter in place; see `recomputation.py`.
+    """
+    model = unwrap(model)
+    if modules is None:
+        upstream = _transformers_models(model)
+        if upstream:
+            return _enable_upstream(upstream)
+        blocks = _children_with_children(model)
+    else:
+        blocks = _named_blocks(model, (modules,) if isinstance(modules, str) else tuple(modules))
+    for name, block in blocks.items():
+        _check_block(name, block, blocks)
+    for block in blocks.values():
+        if not _is_on(block):
+            block.__class__ = _checkpointed_class(type(block))
+    return GradientCheckpointing(blocks)
+
+
+def _children_with_children(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a Sequential."""
+    lists = [
+        name for name, module in model.named_modules() if name and isinstance(module, nn.ModuleList | nn.Sequential)
+    ]
+    hint = f" For example modules='{lists[0]}.*'." if lists else ""
+    if not isinstance(model, nn.Sequential):
+        raise InvalidArgumentError(
+            f"A {type(model).__name__} is no transformers model and no Sequential: name the blocks whose activations "
+            f"are to be recomputed, enable_gradient_checkpointing(model, modules=...).{hint}"
+        )
+    blocks = {name: child for name, child in model.named_children() if next(child.children(), None) is not None}
+    if not blocks:
+        raise InvalidArgumentError(
+            "This Sequential has no blocks: each child is a layer alone, whose input would be kept in place of its "
+            "activations, which saves nothing. Group its layers: nn.Sequential(nn.Sequential(...), nn.Sequential(...))."
+        )
+    return blocks
+
+
+def _named_blocks(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
+    """The modules that patterns name, in the model's order; a module of several names once."""
+    names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    chosen: set[str] = set()
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise InvalidArgumentError(f"modules= takes names such as 'blocks.*', not a {type(pattern).__name__}.")
+        found = {name for name in names if _matches(name, pattern)}
+        if not found:
+            near = difflib.get_close_matches(pattern, names, n=3)
+            hint = f"the nearest names are {', '.join(map(repr, near))}" if near else "see model.named_modules()"
+            raise InvalidArgumentError(
+                f"modules= names '{pattern}', and no module of this {type(model).__name__} is called so: {hint}.",
+                fqn=pattern,
+            )
+        chosen |= found
+    if not chosen:
+        raise InvalidArgumentError("modules= is empty: name at least one block, such as 'blocks.*'.")
+    first: dict[int, str] = {}
+    for name in names:
+        if name in chosen:
+            first.setdefault(id(names[name]), name)
+    return {name: names[name] for name in first.values()}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a dotted name is meant; a wildcard stands within one part."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _check_block(name: str, block: nn.Module, blocks: dict[str, nn.Module]) -> None:
+    """Refuse a block that can't be recomputed.
+
+    Raises:
+        InvalidArgumentError: It is never called, has a `forward` of its own, or holds another block.
+    """
+    if "forward" in vars(block) or isinstance(block, torch.jit.ScriptModule):
+        raise InvalidArgumentError(
+            f"'{name}' ({type(block).__name__}) has a forward of its own, from torch.compile, torch.jit or hooks "
+            "of accelerate: enable gradient checkpointing before those.",
+            fqn=name,
+        )
+    if type(block).forward is nn.Module.forward:
+        raise InvalidArgumentError(
+            f"modules= names '{name}', a {type(block).__name__}, which is never called itself: "
+            f"name what is in it, '{name}.*'.",
+            fqn=name,
+        )
+    others = {id(other): other_name for other_name, other in blocks.items()}
+    for inner_name, inner in block.named_modules():
+        is_layer = getattr(inner, "gradient_checkpointing", False) is True
+        if (inner is not block and (id(inner) in others or _is_on(inner))) or is_layer:
+            whole = f"{name}.{inner_name}".rstrip(".")
+            raise InvalidArgumentError(
+                f"'{name}' holds '{whole}', which is checkpointed as well: blocks within blocks would be recomputed "
+                "twice. Name one of the two.",
+                fqn=whole,
+            )
+
+
+def _is_on(module: nn.Module) -> bool:
+    return hasattr(type(module), _BASE)
+
+
+def _checkpointed_class(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass that recomputes: its instances are copied, pickled and replicated as those of the class itself.
+
+    A class, and no attribute of the instance: what copies a module's attributes (DataParallel) would go on calling the
+    module that it copied.
+    """
+    for known in base.__subclasses__():
+        if vars(known).get(_BASE) is base:
+            return known
+
+    @wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.training and torch.is_grad_enabled():
+            return recomputed(base.forward, self, *args, **kwargs)
+        return base.forward(self, *args, **kwargs)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        parts = base.__reduce_ex__(self, protocol)
+        if isinstance(parts, tuple) and parts[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return (_new_instance, (base,), *parts[2:])
+        return parts
+
+    space = {_BASE: base, "forward": forward, "__reduce_ex__": __reduce_ex__}
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    made: type[nn.Module] = types.new_class(base.__name__, (base,), exec_body=lambda body: body.update(space | names))
+    return made
+
+
+def _new_instance(base: type[nn.Module]) -> nn.Module:
+    """An empty module with gradient checkpointing: what a copy and a pickle begin with."""
+    made = _checkpointed_class(base)
+    return made.__new__(made)
+
+
+def _transformers_models(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost transformers models within a module, itself included; transformers is not imported for it."""
+    upstream = sys.modules.get("transformers.modeling_utils")
+    if upstream is None:
+        return {}
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        within = any(name.startswith(f"{outer}.") or not outer for outer in found)
+        if isinstance(module, upstream.PreTrainedModel) and not within:
+            found[name] = module
+    return found
+
+
+def _upstream_method(model: nn.Module, verb: str) -> Any:
+    """`gradient_checkpointing_enable` and `…_disable`, by the name that newer versions of transformers gave them."""
+    return getattr(model, f"activation_checkpointing_{verb}", None) or getattr(model, f"gradient_checkpointing_{verb}")
+
+
+def _enable_upstream(models: dict[str, nn.Module]) -> GradientCheckpointing:
+    """Turn on transformers' own, and let its layers call `recomputed` in place of torch's checkpoint.
+
+    Raises:
+        InvalidArgumentError: An architecture has none; nothing was changed.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for name, model in models.items():
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise _unsupported(name, model)
+    blocks: dict[str, nn.Module] = {}
+    for outer, model in models.items():
+        _upstream_method(model, "enable")({"use_reentrant": False, "preserve_rng_state": True})
+        # Only a reentrant checkpoint needs inputs with gradients; they make frozen first layers work for nothing.
+        model.disable_input_require_grads()  # type: ignore[operator]
+        callers = {
+            ".".join(filter(None, (outer, name))): module
+            for name, module in model.named_modules()
+            if hasattr(module, "_gradient_checkpointing_func")
+        }
+        if not callers:  # an architecture that sets a flag which nothing reads
+            GradientCheckpointing({}, models.values()).remove()
+            raise _unsupported(outer, model)
+        for caller in callers.values():
+            caller._gradient_checkpointing_func = recomputed
+        layers = {name: caller for name, caller in callers.items() if isinstance(caller, GradientCheckpointingLayer)}
+        for layer in layers.values():
+            _switch_off_within(layer)
+        blocks |= layers or callers  # a model with code of its own may checkpoint its layers from the stack of them
+    return GradientCheckpointing(blocks, models.values())
+
+
+def _unsupported(name: str, model: nn.Module) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{type(model).__name__} does not support gradient checkpointing in this version of transformers. "
+        "Name its blocks: enable_gradient_checkpointing(model, modules=...).",
+        fqn=name,
+    )
+
+
+def _switch_off_within(layer: nn.Module) -> None:
+    """No module within a layer needs the flag, and some do other things for it.
+
+    T5's attention lets its zero bias require a gradient, which a reentrant checkpoint needs: torch then takes another
+    attention kernel, and gradients differ in their last bits (1e-7 of 1) from training without checkpointing.
+    """
+    for module in layer.modules():
+        if module is not layer and getattr(module, "gradient_checkpointing", False) is True:
+            setattr(module, "gradient_checkpointing", False)  # noqa: B010  # no tensor and no module

@@ -1,0 +1,283 @@
+"""One call of a block whose activations are recomputed in the backward pass, exactly: as if it had run once.
+
+`torch.utils.checkpoint` runs the block a second time. What the first run read and changed is put before the second
+one, and taken away after it: buffers, attributes and `training` flags of the block's modules, and the generators of
+python and numpy, of the process and of the block. (torch itself does so for its own generators.) Where a second run
+would start from something else, and nothing can be put before it, an error says which tensor it is.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from hfshard.errors import InvalidArgumentError
+
+_SMALL_BYTES: Final = 65_536
+"""Buffers up to here are kept for the recomputation without asking whether they changed: it costs less than to ask, and
+writes through `.data`, which count no version, are seen. More than any BatchNorm has."""
+_TORCHS_OWN: Final = frozenset(vars(nn.Module()))
+"""Attributes that every module has: its tables of parameters, buffers and hooks, and `training`."""
+_ABSENT: Final = object()
+"""In place of a buffer or an attribute that is not there."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # dynamo would trace one run and not know of the other
+def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of modules now, keep no activations, and call it again when the backward pass needs them.
+
+    Args:
+        function: A module's method, or a partial of one; it is called with the arguments and nothing else.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        InvalidArgumentError: The function changes its inputs or its parameters, so that a second run could not be equal
+            to the first; or (in the backward pass) somebody else changed its parameters in between.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    while isinstance(function, partial):
+        inner: partial[Any] = function
+        function, args, kwargs = inner.func, (*inner.args, *args), {**inner.keywords, **kwargs}
+    blocks = _blocks(function, args)
+    before = _Before.of(blocks, (args, kwargs))
+    again = _SecondRun()
+
+    # All tensors go in by position: torch keeps the random state of the devices that it sees there, and no other.
+    count, names = len(args), tuple(kwargs)
+    values = (*args, *kwargs.values(), *_one_on_each_device(before, (args, kwargs)))
+
+    def run(*given: Any) -> Any:
+        return function(*given[:count], **dict(zip(names, given[count : count + len(names)])))
+
+    result = checkpoint(
+        run, *values, use_reentrant=False, preserve_rng_state=True, context_fn=lambda: (nullcontext(), again)
+    )
+    before.compare(again)
+    return result
+
+
+def _blocks(function: Callable[..., Any], args: tuple[Any, ...]) -> list[nn.Module]:
+    """The modules that a call runs: what the method is bound to, what it was given as `self`, what a closure holds."""
+    owner = getattr(function, "__self__", function)
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    blocks = [module for module in (owner, *args, *held) if isinstance(module, nn.Module)]
+    if not blocks:
+        raise InvalidArgumentError(
+            f"Gradient checkpointing of {function!r} can't be made exact: it is no method of a module. "
+            "Name the blocks instead: enable_gradient_checkpointing(model, modules=...)."
+        )
+    return blocks
+
+
+def _one_on_each_device(before: _Before, inputs: Any) -> list[Tensor]:
+    """An empty tensor on every device that the block has tensors on and its inputs are not on."""
+    seen = {leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
+    own = {tensor.device for _, tensor, _ in before.fixed} | {one.value.device for one in before.buffers}
+    return [torch.empty(0, device=device) for device in own - seen if device.type not in ("cpu", "meta")]
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """A buffer as it was before the first run."""
+
+    owner: nn.Module
+    name: str
+    value: Tensor
+    version: int | None
+    copy: Tensor
+
+    def is_same(self) -> bool:
+        """Whether the first run left it alone; small ones are not asked."""
+        if self.value.nbytes <= _SMALL_BYTES or self.owner._buffers.get(self.name) is not self.value:
+            return False
+        return version_of(self.value) == self.version and torch.equal(self.copy, self.value)
+
+
+@dataclass(slots=True)
+class _Generator:
+    """A random number generator that torch's checkpoint does not know of, and its state before the first run."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+    state: Any
+
+
+@dataclass(slots=True)
+class _Before:
+    """Everything that a first run may change, as it was before."""
+
+    modules: list[nn.Module]
+    buffers: list[_Buffer]
+    attributes: list[dict[str, Any]]
+    training: list[bool]
+    fixed: list[tuple[str, Tensor, int | None]]
+    """Tensors that no run may change: what it is in words, the tensor, its version."""
+    parameters: int
+    """How many of `fixed` are parameters; they come first."""
+    generators: list[_Generator]
+
+    @classmethod
+    def of(cls, blocks: list[nn.Module], inputs: Any) -> _Before:
+        modules = list({id(module): module for block in blocks for module in block.modules()}.values())
+        attributes = [_attributes(module) for module in modules]
+        parameters = list(_parameters(modules))
+        others = [("input", leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        others += [
+            (f"attribute '{name}' of a {type(module).__name__}", value)
+            for module, own in zip(modules, attributes)
+            for name, value in own.items()
+            if isinstance(value, Tensor)
+        ]
+        return cls(
+            modules=modules,
+            buffers=[
+                _Buffer(module, name, value, version_of(value), value.detach().clone())
+                for module in modules
+                for name, value in module._buffers.items()
+                if value is not None
+            ],
+            attributes=attributes,
+            training=[module.training for module in modules],
+            fixed=[(words, tensor, version_of(tensor)) for words, tensor in (*parameters, *others)],
+            parameters=len(parameters),
+            generators=list(_generators(attributes)),
+        )
+
+    def compare(self, again: _SecondRun) -> None:
+        """After the first run: tell the second one what the first one changed; refuse what can't be put back.
+
+        Raises:
+            InvalidArgumentError: It changed an input or a parameter.
+        """
+        for words, tensor, version in self.fixed:
+            if version_of(tensor) != version:
+                raise InvalidArgumentError(
+                    f"A block with gradient checkpointing, '{type(self.modules[0]).__name__}', changes its {words} "
+                    f"(shape {tuple(tensor.shape)}) in place when it is called, so the recomputation in the backward "
+                    "pass would start from other values and give other gradients. Write that operation out of place "
+                    "(inplace=False, x = x + y for x += y), or leave this block out of the checkpointed ones.",
+                    actual=words,
+                )
+        again.fixed = self.fixed[: self.parameters]
+        again.buffers = [(one.owner, one.name, one.copy) for one in self.buffers if not one.is_same()]
+        for module, attributes, training in zip(self.modules, self.attributes, self.training):
+            again.attributes.append((module, "training", training))
+            now = _attributes(module)
+            again.attributes += [
+                (module, name, _without_graph(attributes.get(name, _ABSENT)))
+                for name in {**attributes, **now}
+                if attributes.get(name, _ABSENT) is not now.get(name, _ABSENT)
+            ]
+        again.generators = [one for one in self.generators if not _is_same_state(one.state, one.get())]
+
+
+@dataclass(slots=True)
+class _SecondRun:
+    """The context of every recomputation of one call: everything is as before the first run, and put back after."""
+
+    fixed: list[tuple[str, Tensor, int | None]] = field(default_factory=list)
+    buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
+    attributes: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    generators: list[_Generator] = field(default_factory=list)
+    undo: list[list[Callable[[], None]]] = field(default_factory=list)
+
+    def __enter__(self) -> None:
+        for words, tensor, version in self.fixed:
+            if version_of(tensor) != version:
+                raise InvalidArgumentError(
+                    f"The {words} (shape {tuple(tensor.shape)}) of a block with gradient checkpointing was changed "
+                    "between the forward and the backward pass (optimizer.step() before the last backward()?): the "
+                    "recomputation would give the gradients of other weights. Call backward() first.",
+                    actual=words,
+                )
+        entries = [(module._buffers, name, copy.clone()) for module, name, copy in self.buffers]
+        entries += [(vars(module), name, value) for module, name, value in self.attributes]
+        undo: list[Callable[[], None]] = []
+        for home, name, value in entries:
+            undo.append(partial(_put, home, name, home.get(name, _ABSENT)))
+            _put(home, name, value)
+        for one in self.generators:
+            undo.append(partial(one.set, one.get()))
+            one.set(one.state)
+        self.undo.append(undo)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for step in reversed(self.undo.pop()):
+            step()
+
+
+def _put(home: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        home.pop(name, None)
+    else:
+        home[name] = value
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was changed in place, as torch counts it for autograd; None where it does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _parameters(modules: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of modules, and what they are in words."""
+    for module in modules:
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                yield f"parameter '{name}' of a {type(module).__name__}", tensor
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds besides what every module has."""
+    return {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
+
+
+def _without_graph(value: Any) -> Any:
+    """The value, without the graph that made it: a chain of those would keep every step alive."""
+    return value.detach() if isinstance(value, Tensor) and value.grad_fn is not None else value
+
+
+def _generators(attributes: Iterable[dict[str, Any]]) -> Iterator[_Generator]:
+    """The generators of python and numpy, and those that modules hold; a state that is read is a copy."""
+    yield _Generator(random.getstate, random.setstate, random.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        get = partial(numpy.random.get_state, legacy=False)
+        yield _Generator(get, numpy.random.set_state, get())
+    for value in (value for one in attributes for value in one.values()):
+        if isinstance(value, torch.Generator):
+            yield _Generator(value.get_state, value.set_state, value.get_state())
+        elif isinstance(value, random.Random):
+            yield _Generator(value.getstate, value.setstate, value.getstate())
+        elif numpy is not None and isinstance(value, numpy.random.RandomState):
+            get = partial(value.get_state, legacy=False)
+            yield _Generator(get, value.set_state, get())
+        elif numpy is not None and isinstance(value, numpy.random.Generator):
+            bits = value.bit_generator
+            get, put = partial(getattr, bits, "state"), partial(setattr, bits, "state")
+            yield _Generator(get, put, get())
+
+
+def _is_same_state(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return all(_is_same_state(value, other[name]) for name, value in one.items())
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    return bool(one.tobytes() == other.tobytes()) if hasattr(one, "tobytes") else bool(one == other)
