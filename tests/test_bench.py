@@ -88,7 +88,7 @@ def test_every_question_runs_with_every_peer(
 ) -> None:
     run([*place, "--device", "cuda"], child_environment)
     figures = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert list(figures) == ["save", "load", "reshard", "verify", "plan", "push", "memory", "gpu"]
+    assert list(figures) == ["save", "load", "reshard", "verify", "plan", "push", "memory", "training", "gpu"]
     not_run = {name for data in figures.values() for name in data["skipped"]}
     optional = ("fastsafetensors", "runai", "pinned copy", "transformers", "hfshard load", "hfshard save", "limit")
     assert [name for name in not_run if not name.startswith(optional)] == []
