@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a training checkpoint costs: the training loop's wait, memory and bytes, against torch.save of the same state."""
+"""What a training checkpoint costs: the wait of the loop, memory and bytes, against torch.save of the same state."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ def render(data: Data) -> str:
         if name in (SAVE, BLOCKING) and (runs := peer["runs"])
     ]
     parts = [
-        f"A Llama and its AdamW, {total / 10**9:.2f} GB of state. *call*: until the training loop goes on; *done*: until"
-        " the checkpoint is whole. A save of hfshard replaces one that stood there.",
+        f"A Llama and its AdamW, {total / 10**9:.2f} GB of state. *call*: until the training loop goes on; *done*:"
+        " until the checkpoint is whole. A save of hfshard replaces one that stood there.",
         table(data, list(data["peers"]), [("call", "call: "), ("done", "done: ")], "torch"),
         f"Bytes on the disk for each byte of state: {'; '.join(sizes)}.",
         skipped(data),
