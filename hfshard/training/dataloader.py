@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from hfshard.errors import HfshardError, InvalidArgumentError, StateDictMismatchError
+from hfshard.errors import HfshardError, InvalidArgumentError, StaleIteratorError, StateDictMismatchError
 from hfshard.training.fetching import Fed, SeededDataset, TaskFeed, identity
 from hfshard.training.loader_state import STATE_FORMAT, check_state, settings_of
 from hfshard.training.sampling import BatchOrder, EpochSampler, own_order, sampler_order
@@ -180,7 +180,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
         start = self._next_start
         if start is None:
             start = (self._epoch + 1, 0) if self._batch else (self._epoch, 0)
-        order = self._order(*start)
+        order = self.order(*start)
         if start == (self._epoch, self._batch):
             self._check_indexes(order)
         self._next_start = None
@@ -196,7 +196,8 @@ class ResumableDataLoader(DataLoader[_T_co]):
         self._turn += 1
         self._epoch, self._batch, self._checksum = epoch, batch, None
 
-    def _order(self, epoch: int, start: int) -> BatchOrder:
+    def order(self, epoch: int, start: int = 0) -> BatchOrder:
+        """The indexes of the batches of an epoch, from one on; moves nothing but the sampler's epoch."""
         if not self._is_own_order:
             sampler = self.sampler if self.batch_sampler is None else self.batch_sampler
             return sampler_order(sampler, self.seed, epoch, start)
@@ -254,7 +255,7 @@ class _Pass:
         if self._batches is None:
             raise StopIteration
         if self._turn != loader._turn:
-            raise HfshardError(
+            raise StaleIteratorError(
                 "This iterator of a ResumableDataLoader is no longer the newest: iter(), set_epoch() or"
                 " load_state_dict() was called after it began. The loader has one position, so read from the newest,"
                 " or make a loader for each."

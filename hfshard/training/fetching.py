@@ -80,6 +80,9 @@ class SeededDataset:
         finally:
             put_back(states)
 
+    def __len__(self) -> int:
+        return len(self._dataset)
+
     def _load(self, indexes: Any) -> Any:
         if not self._is_batched:
             items = self._dataset[indexes]

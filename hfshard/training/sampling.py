@@ -49,9 +49,10 @@ class EpochSampler(Sampler[int]):
         return len(self.data_source)
 
     def __iter__(self) -> Iterator[int]:
-        order = self.order(self.epoch)
+        order = self.order(self.epoch)  # when the first one is asked for: torch makes two iterators, and uses one
         self.epoch += 1
-        return (index for begin in range(0, len(order), _CHUNK) for index in order[begin : begin + _CHUNK].tolist())
+        for begin in range(0, len(order), _CHUNK):
+            yield from order[begin : begin + _CHUNK].tolist()
 
 
 class BatchOrder:

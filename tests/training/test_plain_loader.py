@@ -1,0 +1,71 @@
+"""The plain loader of a ResumableDataLoader gives its batches, whoever takes it apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from hfshard.training.plain_loader import plain_loader
+from tests.training.loader_child import BATCHES, SAMPLES, make
+from tests.training.test_dataloader import FORK, PERSISTENT, are_equal, rng_states
+
+
+@pytest.fixture(scope="module")
+def epochs() -> list[list[Tensor]]:
+    loader = make()
+    return [list(loader) for _ in range(3)]
+
+
+@pytest.mark.parametrize("arguments", [{}, FORK, PERSISTENT], ids=["no workers", "2 workers", "persistent workers"])
+def test_a_plain_loader_gives_the_same_batches(epochs: list[list[Tensor]], arguments: dict[str, Any]) -> None:
+    plain = plain_loader(make(**arguments))
+    assert type(plain) is DataLoader
+    assert (len(plain), len(plain.dataset)) == (BATCHES, SAMPLES)  # type: ignore[arg-type]
+    before = rng_states()
+    for epoch in epochs:
+        assert are_equal(list(plain), epoch)
+    assert rng_states() == before
+
+
+def test_it_begins_with_the_epoch_of_its_loader(epochs: list[list[Tensor]]) -> None:
+    loader = make()
+    loader.set_epoch(1)
+    assert are_equal(list(plain_loader(loader)), epochs[1])
+
+
+@pytest.mark.compat
+def test_accelerate_prepares_and_skips_it(epochs: list[list[Tensor]]) -> None:
+    from accelerate import Accelerator, skip_first_batches
+
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(plain_loader(make()))
+    before = rng_states()
+    for epoch in epochs[:2]:
+        assert are_equal(list(prepared), epoch)
+    assert rng_states() == before
+    again = accelerator.prepare(plain_loader(make(**FORK)))
+    again.set_epoch(1)
+    assert are_equal(list(skip_first_batches(again, 4)), epochs[1][4:])
+    again.set_epoch(2)
+    assert are_equal(list(again), epochs[2])
+
+
+@pytest.mark.compat
+def test_accelerate_shards_it_by_whole_batches(epochs: list[list[Tensor]]) -> None:
+    from accelerate.data_loader import prepare_data_loader, skip_first_batches
+
+    plain = plain_loader(make())
+    halves: list[list[Tensor]] = []
+    for rank in range(2):
+        half = prepare_data_loader(plain, num_processes=2, process_index=rank)
+        half.set_epoch(1)
+        halves.append(list(half))
+        half.set_epoch(1)
+        assert are_equal(list(skip_first_batches(half, 1)), halves[-1][1:])
+    assert are_equal(halves[0], epochs[1][0::2])
+    assert are_equal(halves[1], epochs[1][1::2])
+    assert torch.equal(halves[1][2], epochs[1][5])
