@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hfshard.training.dataloader import ResumableDataLoader
     from hfshard.training.gradient_checkpointing import enable_gradient_checkpointing
-    from hfshard.training.manager import CheckpointManager, RestoredStep
+    from hfshard.training.manager import CheckpointManager
     from hfshard.training.state import TrainingState
+    from hfshard.training.step import RestoredStep
 
 __all__ = [
     "CheckpointManager",
-    "ResumableDataLoader",
     "RestoredStep",
+    "ResumableDataLoader",
     "TrainingState",
     "enable_gradient_checkpointing",
 ]
@@ -23,7 +24,7 @@ __all__ = [
 _HOMES = {
     "CheckpointManager": "manager",
     "ResumableDataLoader": "dataloader",
-    "RestoredStep": "manager",
+    "RestoredStep": "step",
     "TrainingState": "state",
     "enable_gradient_checkpointing": "gradient_checkpointing",
 }

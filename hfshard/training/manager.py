@@ -7,24 +7,20 @@ import os
 import shutil
 import weakref
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any
 
 import torch
 
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.errors import (
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-    HfshardError,
-    InvalidArgumentError,
-)
+from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.progress import bytes_bar
 from hfshard.size import parse_size
 from hfshard.storage.durable import make_directories
 from hfshard.storage.integrity import Checksum, check_checksum
 from hfshard.training.background import Background
 from hfshard.training.collecting import Collected, collect
-from hfshard.training.manifest import Manifest, check_files, plain_metrics
+from hfshard.training.finding import Level, checked, manifests_in, newest_whole, of_step, problems_of
+from hfshard.training.manifest import Manifest, plain_metrics
 from hfshard.training.restoring import prepare
 from hfshard.training.rotation import MetricMode, best_of, check_rotation, steps_to_remove
 from hfshard.training.run_directory import (
@@ -39,26 +35,10 @@ from hfshard.training.run_directory import (
 from hfshard.training.run_lock import RunLock
 from hfshard.training.snapshot import Snapshots
 from hfshard.training.state import TrainingState
+from hfshard.training.step import RestoredStep, checked_step
 from hfshard.training.writing import Linkable, check_names, write_checkpoint
 
 logger = logging.getLogger(__name__)
-
-Level = Literal["structure", "full"]
-
-_MAX_STEP: Final = 10**18 - 1
-"""Of a directory's name."""
-
-
-class RestoredStep(int):
-    """The step that was restored, as an int, with what else was saved with it."""
-
-    path: str
-    """The checkpoint's directory."""
-    extra: Any
-    """What was passed to `save`."""
-    metrics: dict[str, float]
-    differences: tuple[str, ...]
-    """With strict=False: what did not fit and was left as it was built, in words."""
 
 
 class CheckpointManager:
@@ -106,15 +86,15 @@ class CheckpointManager:
         check_rotation(max_to_keep, keep_best, metric_mode, keep_every)
         parse_size(max_shard_size)
         check_checksum(checksum)
-        self.root = os.fspath(root)
+        self.root = os.path.abspath(os.fspath(root))  # a run that changes its directory saves where it did
         self.max_to_keep, self.keep_best, self.metric_mode = max_to_keep, keep_best, metric_mode
         self.keep_every, self.max_shard_size, self.checksum = keep_every, max_shard_size, checksum
         self.push_to_hub, self.progress = push_to_hub, progress
         self._lock: RunLock | None = None
         self._background = Background()
         self._snapshots = Snapshots()
-        self._newest: Found | None = None
-        """The checkpoint that this manager saved last."""
+        self._is_swept = False
+        """Whether nothing is left of saves that were killed or failed."""
 
     def save(
         self,
@@ -151,8 +131,7 @@ class CheckpointManager:
             OSError: The disk failed. All older checkpoints are there, and the next save may succeed.
         """
         self._background.wait()
-        if type(step) is not int or not 0 <= step <= _MAX_STEP:
-            raise InvalidArgumentError(f"step must be a number from 0 on, and is {step!r}.")
+        step = checked_step(step)
         _refuse_several_processes()
         metrics = plain_metrics(metric, self.keep_best)
         collected = collect(state, extra, max_shard_size or self.max_shard_size, self.checksum, self.progress)
@@ -190,8 +169,8 @@ class CheckpointManager:
         """
         if step is not None:
             self._background.wait()
-            found = self._found(step)
-            return self._restored(found, self._checked(found, verify), state, strict=strict)
+            found = of_step(self.root, step)
+            return self._restored(found, checked(found, verify, self.progress), state, strict=strict)
         restored = self.restore_latest(state, strict=strict, verify=verify)
         if restored is None:
             raise CheckpointNotFoundError(
@@ -215,7 +194,7 @@ class CheckpointManager:
             StateDictMismatchError: As in `restore`.
         """
         self._background.wait()
-        newest = self._newest_whole(verify)
+        newest = newest_whole(self.root, verify, self.progress)
         return None if newest is None else self._restored(*newest, state, strict=strict)
 
     def latest_step(self, verify: Level | None = None) -> int | None:
@@ -227,7 +206,7 @@ class CheckpointManager:
         """
         self._background.wait()
         if verify is not None:
-            newest = self._newest_whole(verify)
+            newest = newest_whole(self.root, verify, self.progress)
             return None if newest is None else newest[0].step
         return next((one.step for one in found_in(self.root) if one.manifest is not None), None)
 
@@ -236,19 +215,19 @@ class CheckpointManager:
         if self.keep_best is None:
             raise InvalidArgumentError("The manager has no metric: CheckpointManager(..., keep_best='eval_loss').")
         self._background.wait()
-        best = best_of(self._manifests(), self.keep_best, self.metric_mode)
+        best = best_of(manifests_in(self.root), self.keep_best, self.metric_mode)
         return None if best is None else best.step
 
     def all_steps(self) -> list[int]:
         """The steps of all checkpoints that were finished, in ascending order."""
         self._background.wait()
-        return sorted(manifest.step for manifest in self._manifests())
+        return sorted(manifest.step for manifest in manifests_in(self.root))
 
     def path_of(self, step: int) -> str:
         """Where the checkpoint of a step lies, or would."""
         return checkpoint_path(self.root, step)
 
-    def verify(self, step: int | None = None, *, level: Level = "full") -> dict[int, list[DamagedCheckpointError]]:
+    def verify(self, step: int | None = None, *, level: Level = "full") -> dict[int, list[HfshardError]]:
         """Check every file of one checkpoint, or of all.
 
         Args:
@@ -262,8 +241,8 @@ class CheckpointManager:
             CheckpointNotFoundError: There is no checkpoint of this step.
         """
         self._background.wait()
-        found = found_in(self.root) if step is None else [self._found(step)]
-        return {one.step: self._problems(one, level) for one in sorted(found, key=lambda one: one.step)}
+        found = found_in(self.root) if step is None else [of_step(self.root, step)]
+        return {one.step: problems_of(one, level) for one in sorted(found, key=lambda one: one.step)}
 
     def wait_until_finished(self) -> None:
         """Wait for a save that is under way, and raise its error if it failed."""
@@ -288,13 +267,14 @@ class CheckpointManager:
 
     def _begin(self) -> None:
         """At the first save: make the directory, lock it, remove what killed saves left."""
-        if self._lock is not None:
-            return
-        make_directories(self.root)
-        lock = RunLock(self.root)
-        weakref.finalize(self, lock.release)
-        sweep(self.root)
-        self._lock = lock
+        if self._lock is None or not self._lock.is_held:  # a forked process has to ask for itself
+            make_directories(self.root)
+            self._lock = RunLock(self.root)
+            weakref.finalize(self, self._lock.release)
+            self._is_swept = False
+        if not self._is_swept:
+            sweep(self.root)
+            self._is_swept = True
 
     def _write(
         self, step: int, collected: Collected, metrics: dict[str, float], files: dict[str, bytes], progress: bool | None
@@ -314,72 +294,25 @@ class CheckpointManager:
                 manifest = write_checkpoint(directory, collected, manifest, files, linkable, on_bytes)
             path = put_in_place(directory, self.root, step)
         except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
+            self._is_swept = False
+            shutil.rmtree(directory, ignore_errors=True)  # the next save tries again
             raise
         logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, collected.nbytes, path)
         self._rotate([one for one in found if one.step != step] + [Found(path, step, manifest)])
 
     def _rotate(self, found: list[Found]) -> None:
-        whole = {one.step: one for one in found if one.manifest is not None}
-        for step in steps_to_remove(
-            [one.manifest for one in whole.values() if one.manifest is not None],
+        steps = steps_to_remove(
+            [one.manifest for one in found if one.manifest is not None],
             max_to_keep=self.max_to_keep,
             keep_best=self.keep_best,
             metric_mode=self.metric_mode,
             keep_every=self.keep_every,
-        ):
-            remove(whole[step], self.root)
-
-    # Finding
-
-    def _manifests(self) -> list[Manifest]:
-        return [one.manifest for one in found_in(self.root) if one.manifest is not None]
-
-    def _found(self, step: int) -> Found:
-        found = found_in(self.root)
-        if of_step := [one for one in found if one.step == step]:
-            return max(of_step, key=lambda one: one.manifest is not None)  # another tool's may lie beside it
-        steps = ", ".join(str(one.step) for one in found) or "none"
-        raise CheckpointNotFoundError(
-            f"There is no checkpoint of step {step} in '{self.root}'. It has: {steps}.", path=self.root
         )
-
-    def _checked(self, found: Found, verify: Level) -> Manifest:
-        if verify not in ("structure", "full"):
-            raise InvalidArgumentError(f"verify must be 'structure' or 'full', and is {verify!r}.")
-        if found.manifest is None:
-            raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
-        total = sum(record.size or 0 for record in found.manifest.files.values())
-        with bytes_bar("Verifying", total, self.progress if verify == "full" else False) as on_bytes:
-            check_files(found.path, found.manifest, is_full=verify == "full", on_bytes=on_bytes)
-        return found.manifest
-
-    def _newest_whole(self, verify: Level) -> tuple[Found, Manifest] | None:
-        found = found_in(self.root)
         for one in found:
-            try:
-                return one, self._checked(one, verify)
-            except HfshardError as error:
-                if isinstance(error, InvalidArgumentError):
-                    raise
-                logger.warning("The checkpoint '%s' is passed over: %s", one.path, error)
-        if found:
-            raise DamagedCheckpointError(
-                f"None of the {len(found)} checkpoints in '{self.root}' is whole: see the warnings for what is wrong "
-                "with each. To start anew, give the manager another directory.",
-                path=self.root,
-            )
-        return None
+            if one.manifest is not None and one.step in steps:
+                remove(one, self.root)
 
-    def _problems(self, found: Found, level: Level) -> list[DamagedCheckpointError]:
-        problems: list[DamagedCheckpointError] = []
-        if found.manifest is not None:
-            check_files(found.path, found.manifest, is_full=level == "full", on_problem=problems.append)
-        elif isinstance(found.problem, DamagedCheckpointError):
-            problems.append(found.problem)
-        elif found.problem is not None:
-            raise found.problem
-        return problems
+    # Restoring
 
     def _restored(self, found: Found, manifest: Manifest, state: TrainingState, *, strict: bool) -> RestoredStep:
         restoration = prepare(state, found.path, manifest, strict=strict)

@@ -1,0 +1,92 @@
+"""Finds the checkpoints of a run, and tells the whole ones from the damaged ones."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from hfshard.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    HfshardError,
+    InvalidArgumentError,
+)
+from hfshard.progress import bytes_bar
+from hfshard.training.manifest import Manifest, check_files
+from hfshard.training.run_directory import Found, found_in
+
+logger = logging.getLogger(__name__)
+
+Level = Literal["structure", "full"]
+
+
+def manifests_in(root: str) -> list[Manifest]:
+    """Of all checkpoints that were finished, the one that was saved last first."""
+    return [one.manifest for one in found_in(root) if one.manifest is not None]
+
+
+def of_step(root: str, step: int) -> Found:
+    """The checkpoint of a step, damaged or not.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+    """
+    found = found_in(root)
+    if candidates := [one for one in found if one.step == step]:
+        return max(candidates, key=lambda one: one.manifest is not None)  # another tool's may lie beside it
+    steps = ", ".join(str(one.step) for one in found) or "none"
+    raise CheckpointNotFoundError(f"There is no checkpoint of step {step} in '{root}'. It has: {steps}.", path=root)
+
+
+def checked(found: Found, verify: Level, progress: bool | None = None) -> Manifest:
+    """The manifest of a checkpoint whose files are those that were saved.
+
+    Args:
+        found: The checkpoint.
+        verify: "structure": sizes, headers and samples; "full": every byte.
+        progress: A bar, for "full".
+
+    Raises:
+        DamagedCheckpointError, UnsafePathError: They are not.
+    """
+    if verify not in ("structure", "full"):
+        raise InvalidArgumentError(f"verify must be 'structure' or 'full', and is {verify!r}.")
+    if found.manifest is None:
+        raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
+    total = sum(record.size or 0 for record in found.manifest.files.values())
+    with bytes_bar("Verifying", total, progress if verify == "full" else False) as on_bytes:
+        check_files(found.path, found.manifest, is_full=verify == "full", on_bytes=on_bytes)
+    return found.manifest
+
+
+def newest_whole(root: str, verify: Level, progress: bool | None = None) -> tuple[Found, Manifest] | None:
+    """The checkpoint that was saved last and is whole, with a warning for each that is passed over; None in an empty run.
+
+    Raises:
+        DamagedCheckpointError: All of them are damaged.
+    """
+    found = found_in(root)
+    for one in found:
+        try:
+            return one, checked(one, verify, progress)
+        except HfshardError as error:
+            if isinstance(error, InvalidArgumentError):
+                raise
+            logger.warning("The checkpoint '%s' is passed over: %s", one.path, error)
+    if found:
+        raise DamagedCheckpointError(
+            f"None of the {len(found)} checkpoints in '{root}' is whole: see the warnings for what is wrong "
+            "with each. To start anew, give the manager another directory.",
+            path=root,
+        )
+    return None
+
+
+def problems_of(found: Found, level: Level) -> list[HfshardError]:
+    """All that is wrong with a checkpoint."""
+    problems: list[HfshardError] = []
+    if found.manifest is not None:
+        check_files(found.path, found.manifest, is_full=level == "full", on_problem=problems.append)
+    elif found.problem is not None:
+        problems.append(found.problem)
+    return problems
