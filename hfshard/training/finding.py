@@ -60,7 +60,7 @@ def checked(found: Found, verify: Level, progress: bool | None = None) -> Manife
 
 
 def newest_whole(root: str, verify: Level, progress: bool | None = None) -> tuple[Found, Manifest] | None:
-    """The checkpoint that was saved last and is whole, with a warning for each that is passed over; None in an empty run.
+    """The whole checkpoint that was saved last, with a warning for each that is passed over; None in an empty run.
 
     Raises:
         DamagedCheckpointError: All of them are damaged.

@@ -77,6 +77,7 @@ def plan_optimizer(
     Raises:
         StateDictMismatchError: It is of another class, or its groups have other parameters.
     """
+    _check_form(saved)
     found = type(optimizer).__qualname__
     if saved["class"] != found:
         raise StateDictMismatchError(
@@ -112,6 +113,19 @@ def plan_optimizer(
                 optimizer.state[parameter] = _exact(optimizer.state[parameter], exact)
 
     return update
+
+
+def _check_form(saved: dict[str, Any]) -> None:
+    """Refuse what `pack_optimizer` does not write, before anything is changed by it.
+
+    Raises:
+        TypeError, KeyError: It is something else.
+    """
+    options = [group["options"] for group in saved["groups"]]
+    dicts = [saved["state"], saved["others"], saved["more"], *saved["state"].values(), *options]
+    names = [name for group in saved["groups"] for name in group["params"]]
+    if not all(isinstance(one, dict) for one in dicts) or not all(isinstance(name, str) for name in names):
+        raise TypeError("a state, a group or its options are no dicts, or a parameter's name is no text")
 
 
 def _position_names(

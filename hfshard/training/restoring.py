@@ -85,11 +85,11 @@ def prepare(state: TrainingState, directory: str, manifest: Manifest, *, strict:
             if name == "model":
                 value |= _part(directory, manifest, MODEL_BASE)
             restoration.updates += _plan(name, state.kinds[name], part, value, names, directory, restoration, strict)
-        except StateDictMismatchError as error:
-            if strict:
+        except HfshardError as error:
+            if strict or not isinstance(error, StateDictMismatchError):
                 raise
             restoration.differences.append(error.message)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise DamagedCheckpointError(
                 f"'{path}' is damaged: the state of '{name}' is not what hfshard writes ({error!r:.200}). {_REMEDY}",
                 path=path,
