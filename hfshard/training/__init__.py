@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hfshard.training.dataloader import ResumableDataLoader
     from hfshard.training.gradient_checkpointing import enable_gradient_checkpointing
+    from hfshard.training.gradients import Gradients
     from hfshard.training.manager import CheckpointManager
     from hfshard.training.state import TrainingState
     from hfshard.training.step import RestoredStep
+    from hfshard.training.trainer_callback import CheckpointCallback
 
 __all__ = [
+    "CheckpointCallback",
     "CheckpointManager",
+    "Gradients",
     "RestoredStep",
     "ResumableDataLoader",
     "TrainingState",
@@ -22,8 +26,10 @@ __all__ = [
 
 # Lazy (PEP 562), as in the package itself.
 _HOMES = {
+    "CheckpointCallback": "trainer_callback",
     "CheckpointManager": "manager",
     "ResumableDataLoader": "dataloader",
+    "Gradients": "gradients",
     "RestoredStep": "step",
     "TrainingState": "state",
     "enable_gradient_checkpointing": "gradient_checkpointing",

@@ -1,0 +1,65 @@
+"""The gradients of a model, for checkpoints that are taken between the micro-batches of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from hfshard.errors import StateDictMismatchError
+from hfshard.state_dict import parameter_names
+
+
+class Gradients:
+    """Saves and restores `.grad` of every parameter, by name.
+
+        state = TrainingState(model=model, optimizer=optimizer, gradients=Gradients(model))
+
+    Only who saves while gradients accumulate needs it: after `optimizer.step()` the next backward begins anew. It makes
+    a checkpoint larger by the gradients that there are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Watch a model.
+
+        Args:
+            model: Any module; wrappers are looked through.
+        """
+        self._model = model
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Name -> gradient, of the parameters that have one; the tensors themselves."""
+        return {name: one.grad for name, one in self._parameters().items() if one.grad is not None}
+
+    def check_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Refuse gradients of another model; nothing is changed.
+
+        Raises:
+            StateDictMismatchError: A parameter is not there, or has another shape.
+        """
+        parameters = self._parameters()
+        for name, gradient in state_dict.items():
+            if name not in parameters or parameters[name].shape != gradient.shape:
+                found = list(parameters[name].shape) if name in parameters else "no such parameter"
+                raise StateDictMismatchError(
+                    f"The checkpoint has a gradient of '{name}' of shape {list(gradient.shape)}, and the model has "
+                    f"{found}. Build the model as in the run that was saved.",
+                    fqn=name,
+                    unexpected_keys=(name,),
+                )
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Give each parameter its gradient back, and none to those that had none.
+
+        Raises:
+            StateDictMismatchError: As `check_state_dict`.
+        """
+        self.check_state_dict(state_dict)
+        for name, parameter in self._parameters().items():
+            gradient = state_dict.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        names = parameter_names(self._model)
+        return {names[id(parameter)]: parameter for parameter in self._model.parameters()}
