@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_readme_has_examples_and_two_commands() -> None:
-    assert len(PYTHON_EXAMPLES) == 4
+    assert len(PYTHON_EXAMPLES) == 5
     assert [block.count("\n") for block in BASH_EXAMPLES[:2]] == [1, 1]
 
 
@@ -41,6 +42,8 @@ def test_examples_run_as_they_stand(minilm: Path, directory: Path, child_environ
     sizes = sorted((directory / "out" / name).stat().st_size for name in shards)
     assert 46_881_792 < sizes[-1] < 46_881_792 + 2 * 4096
     assert sizes[-2] <= 20_971_520
+    # 3 epochs of 8 steps, saved at 6, 12, 18 and 24: the last three stay, and the one with the lowest loss.
+    assert {f"checkpoint-000000{step}" for step in (12, 18, 24)} <= set(os.listdir(directory / "run"))
 
 
 @pytest.mark.parametrize("command", ["quickstart.py", "test"])
