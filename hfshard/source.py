@@ -140,7 +140,7 @@ def opened_by_ranges(
 ) -> Iterator[OpenCheckpoint]:
     """Open the checkpoint of a repo of the Hub, of which only some tensors are brought, and nothing into the cache."""
     from hfshard.hub import ranges
-    from hfshard.hub.pull import resolve_for_reading
+    from hfshard.hub.fetching import resolve_for_reading
 
     listing = resolve_for_reading(source.path, source.revision, source.token)
     with ranges.opened_by_ranges(

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from hfshard.constants import README
 from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteChangedError
 from hfshard.hub.address import directory_of
-from hfshard.hub.listing import Listing, PushResult, StaleParentError
+from hfshard.hub.listing import Listing, PushResult, RemoteFile, StaleParentError
 from hfshard.hub.local_files import directory_contents
 from hfshard.hub.push_plan import (
     SHARD,
@@ -79,6 +79,8 @@ class PushRequest:
     """In the repo."""
     card: Callable[[Callable[[], bytes] | None], bytes | None] | None = None
     """Makes the README.md: it is given what reads the one that stands there, if one does; None leaves it as it is."""
+    stale: Callable[[Mapping[str, RemoteFile], Callable[[str], bytes]], Collection[str]] | None = None
+    """Says what else goes: it is given the files in the folder by name, and what reads a small one of them."""
     progress: bool | None = None
 
 
@@ -212,6 +214,10 @@ def _plan(hub: Hub, request: PushRequest, remote: Listing) -> PushPlan:
     there = {path.removeprefix(folder): path for path in remote.files if _is_in(path, folder)}
     owned, kept = _indexed(hub, request, remote, there)
     stale = stale_names(there, local, request.variants, owned - kept) - kept
+    if request.stale is not None:
+        files = {name: remote.files[path] for name, path in there.items()}
+        more = request.stale(files, lambda name: hub.read(there[name], remote.commit))
+        stale |= (there.keys() & more) - local
     contents = {folder + name: content for name, content in request.contents.items()}
     contents |= _card(hub, request, remote)
     return plan_push(contents, remote, [there[name] for name in stale])

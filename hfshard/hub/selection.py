@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -89,9 +89,13 @@ class Chosen:
     files: tuple[str, ...]
     """Paths in the repo: config, entry, shards."""
     kind: Kind | None
-    """What it is entered by; None: an adapter without a model."""
+    """What it is entered by; None: it is no model, but an adapter, say."""
     absent: tuple[str, ...]
     """Paths that readers look for, and that are known not to be there."""
+
+
+Pick = Callable[[View], Chosen]
+"""Finds in a view what is wanted, and brings it; raises CheckpointNotFoundError where it is not there."""
 
 
 def choose(view: View, wanted: Wanted) -> Chosen:

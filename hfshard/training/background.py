@@ -57,9 +57,9 @@ class Background:
 
 
 def _wait_for_all() -> None:
-    for one in list(_running):
-        if one._thread is not None:
-            one._thread.join()
+    while threads := [one._thread for one in list(_running) if one._thread is not None and one._thread.is_alive()]:
+        for thread in threads:
+            thread.join()  # and look again: a save may have begun a push
 
 
 def _forget_in_child() -> None:

@@ -7,7 +7,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 
@@ -20,7 +20,9 @@ from hfshard.storage.integrity import Checksum, check_checksum
 from hfshard.training.background import Background
 from hfshard.training.collecting import Collected, collect
 from hfshard.training.finding import Level, checked, manifests_in, newest_whole, of_step, problems_of
+from hfshard.training.hub_runs import PushOptions, choose_to_push, found_at, push_all, push_found
 from hfshard.training.manifest import Manifest, plain_metrics
+from hfshard.training.publisher import Publisher
 from hfshard.training.restoring import prepare
 from hfshard.training.rotation import MetricMode, best_of, check_rotation, steps_to_remove
 from hfshard.training.run_directory import (
@@ -37,6 +39,10 @@ from hfshard.training.snapshot import Snapshots
 from hfshard.training.state import TrainingState
 from hfshard.training.step import RestoredStep, checked_step
 from hfshard.training.writing import Linkable, check_names, write_checkpoint
+
+if TYPE_CHECKING:
+    from hfshard.hub.listing import PushResult
+    from hfshard.training.hub_runs import PushArguments
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +70,7 @@ class CheckpointManager:
         max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
         *,
         checksum: Checksum = "xxh3",
-        push_to_hub: str | None = None,
+        push_to_hub: str | os.PathLike[str] | None = None,
         progress: bool | None = None,
     ) -> None:
         """Name the run; nothing is made or read yet.
@@ -77,11 +83,13 @@ class CheckpointManager:
             keep_every: Checkpoints of steps that it divides stay too.
             max_shard_size: As in `save_model`, for model, optimizer and everything else.
             checksum: "xxh3" (at the memory's speed) or "sha256" (the Hub's own).
-            push_to_hub: A repo to push each checkpoint to, when it is saved.
+            push_to_hub: "org/name", or a path or file:// URL of a directory hub (with "@branch", if not main): each
+                checkpoint is pushed there when it is saved; by a thread, where the save does not block. A push that
+                fails is a warning, and `wait_until_finished` raises it.
             progress: A bar on stderr while a blocking save or a restore runs: None: on a terminal.
 
         Raises:
-            InvalidArgumentError, InvalidSizeError: An argument that can't be served.
+            InvalidArgumentError, InvalidSizeError, HubNotFoundError: An argument that can't be served.
         """
         check_rotation(max_to_keep, keep_best, metric_mode, keep_every)
         parse_size(max_shard_size)
@@ -92,6 +100,7 @@ class CheckpointManager:
         self.push_to_hub, self.progress = push_to_hub, progress
         self._lock: RunLock | None = None
         self._background = Background()
+        self._publisher = Publisher(push_to_hub, progress) if push_to_hub is not None else None
         self._snapshots = Snapshots()
         self._is_swept = False
         """Whether nothing is left of saves that were killed or failed."""
@@ -138,38 +147,45 @@ class CheckpointManager:
         check_names(files or {}, collected)
         self._begin()
         if blocking:
-            self._write(step, collected, metrics, dict(files or {}), self.progress)
+            self._write(step, collected, metrics, dict(files or {}), self.progress, blocking=True)
         else:
             copied, small = self._snapshots.copy_of(collected), dict(files or {})
             what = f"Saving the checkpoint of step {step} into '{self.root}'"
-            self._background.start(lambda: self._write(step, copied, metrics, small, progress=False), what)
+            self._background.start(lambda: self._write(step, copied, metrics, small, False, blocking=False), what)
         return checkpoint_path(self.root, step)
 
     def restore(
         self,
         state: TrainingState,
-        step: int | None = None,
+        step: int | str | os.PathLike[str] | None = None,
         *,
         strict: bool = True,
         verify: Level = "full",
+        token: str | bool | None = None,
     ) -> RestoredStep:
         """Restore the state as it was at a step, to the bit, or raise and change nothing.
 
         Args:
             state: Built as for the run that was saved; it is changed. Random number generators too.
-            step: Which checkpoint; None: the one that was saved last.
+            step: Which checkpoint; None: the one that was saved last. Or one from elsewhere: the path of its directory;
+                or "org/name" on the Hub, or a path or file:// URL of a directory hub, with "@revision" if not main.
             strict: Refuse any difference; False: restore what fits, and report the rest.
             verify: "full": every byte is compared with its checksum before anything is changed; "structure": sizes,
                 headers and samples.
+            token: For the Hub, as in huggingface_hub.
 
         Raises:
             CheckpointNotFoundError: There is none.
+            HubError: It can't be fetched from the Hub.
             DamagedCheckpointError: It is damaged. (Without a step, damaged ones are passed over with a warning.)
             StateDictMismatchError: The state is another one; the message says what, and what to do.
         """
         if step is not None:
             self._background.wait()
-            found = of_step(self.root, step)
+            if isinstance(step, str | os.PathLike):
+                found = found_at(step, token=token, progress=self.progress)
+            else:
+                found = of_step(self.root, step)
             return self._restored(found, checked(found, verify, self.progress), state, strict=strict)
         restored = self.restore_latest(state, strict=strict, verify=verify)
         if restored is None:
@@ -244,14 +260,77 @@ class CheckpointManager:
         found = found_in(self.root) if step is None else [of_step(self.root, step)]
         return {one.step: problems_of(one, level) for one in sorted(found, key=lambda one: one.step)}
 
-    def wait_until_finished(self) -> None:
-        """Wait for a save that is under way, and raise its error if it failed."""
-        self._background.wait()
+    @overload
+    def push(
+        self,
+        repo_id: str | os.PathLike[str],
+        step: int | Literal["best"] | None = None,
+        **options: Unpack[PushArguments],
+    ) -> PushResult: ...
 
-    def close(self) -> None:
-        """Wait for a save that is under way, and let other managers save into the directory."""
+    @overload
+    def push(
+        self, repo_id: str | os.PathLike[str], step: Literal["all"], **options: Unpack[PushArguments]
+    ) -> list[PushResult]: ...
+
+    def push(
+        self,
+        repo_id: str | os.PathLike[str],
+        step: int | Literal["best", "all"] | None = None,
+        *,
+        revision: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        commit_message: str | None = None,
+        create_pr: bool = False,
+        progress: bool | None = None,
+    ) -> PushResult | list[PushResult]:
+        """Push a checkpoint as one commit, its files at the top of the repo: stock transformers loads the model there.
+
+        It is compared with its manifest first. What the hub has is not sent, and what the checkpoint that was pushed
+        before left there goes in the same commit; README and other files stay. An unchanged push makes no commit.
+
+        Args:
+            repo_id: "org/name", made if it is missing; or a path or file:// URL of a directory that serves as a hub.
+            step: Which one; None: the one that was saved last; "best": see `best_step`; "all": all in the order in
+                which they were saved, a commit each, but those that the branch has had.
+            revision, private, token, create_pr: As in `push_checkpoint`.
+            commit_message: None: "Checkpoint at step 1200".
+            progress: A bar on stderr: None: as the manager's.
+
+        Returns:
+            The commit, and whether it is a new one; for "all" a list of those that were made.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            DamagedCheckpointError: It is damaged; nothing was pushed.
+            HubError: As `push_checkpoint` raises it.
+        """
+        self._background.wait()
+        if self._publisher is not None:
+            self._publisher.join()
+        progress = self.progress if progress is None else progress
+        options = PushOptions(revision, private, token, commit_message, create_pr, progress)
+        if step == "all":
+            return push_all(found_in(self.root), repo_id, options)
+        wanted = self.best_step() if step == "best" else step
+        return push_found(choose_to_push(self.root, wanted, is_best=step == "best"), repo_id, options)
+
+    def wait_until_finished(self) -> None:
+        """Wait for a save and a push that are under way, and raise the error of the last one if it failed."""
         try:
             self._background.wait()
+        finally:
+            if self._publisher is not None:
+                self._publisher.join()
+                if self._lock is not None:
+                    self._rotate(found_in(self.root))  # what was being pushed stayed
+                self._publisher.wait()
+
+    def close(self) -> None:
+        """Do as `wait_until_finished`, and let other managers save into the directory."""
+        try:
+            self.wait_until_finished()
         finally:
             if self._lock is not None:
                 self._lock.release()
@@ -277,7 +356,14 @@ class CheckpointManager:
             self._is_swept = True
 
     def _write(
-        self, step: int, collected: Collected, metrics: dict[str, float], files: dict[str, bytes], progress: bool | None
+        self,
+        step: int,
+        collected: Collected,
+        metrics: dict[str, float],
+        files: dict[str, bytes],
+        progress: bool | None,
+        *,
+        blocking: bool,
     ) -> None:
         found = found_in(self.root)
         manifests = [one.manifest for one in found if one.manifest is not None]
@@ -298,7 +384,10 @@ class CheckpointManager:
             shutil.rmtree(directory, ignore_errors=True)  # the next save tries again
             raise
         logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, collected.nbytes, path)
-        self._rotate([one for one in found if one.step != step] + [Found(path, step, manifest)])
+        saved = Found(path, step, manifest)
+        self._rotate([one for one in found if one.step != step] + [saved])
+        if self._publisher is not None:
+            self._publisher.publish(saved, blocking=blocking)
 
     def _rotate(self, found: list[Found]) -> None:
         steps = steps_to_remove(
@@ -308,8 +397,9 @@ class CheckpointManager:
             metric_mode=self.metric_mode,
             keep_every=self.keep_every,
         )
+        in_use = self._publisher.steps_in_use if self._publisher is not None else set()
         for one in found:
-            if one.manifest is not None and one.step in steps:
+            if one.manifest is not None and one.step in steps and one.step not in in_use:
                 remove(one, self.root)
 
     # Restoring

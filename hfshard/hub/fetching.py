@@ -1,0 +1,190 @@
+"""Fetches files of one commit of a repo into the cache: asks once which there are, or makes do with what is there."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from hfshard.errors import CheckpointNotFoundError, HubConnectionError, HubNotFoundError
+from hfshard.hub.cache import RepoCache, is_commit
+from hfshard.hub.client import listing_of, offline_variable, retry_after, speaking
+from hfshard.hub.listing import Listing
+from hfshard.hub.selection import Chosen, Pick, Wanted, other_files
+from hfshard.hub.transport import RETRY_SECONDS, Patience, Remote
+from hfshard.hub.views import Cached, NotCachedError, OnHub
+
+logger = logging.getLogger(__name__)
+
+
+def fetch(
+    repo_id: str,
+    pick: Pick,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
+    others: Wanted | None = None,
+    progress: bool | None = None,
+) -> Chosen:
+    """Bring what somebody picks into the cache, as `fetch_checkpoint` does; `others`: what lies beside this, too."""
+    fetching = Fetching(repo_id, revision, token, cache_dir, progress, force=force_download)
+    if is_offline(local_files_only):
+        return fetching.from_cache(pick, local_files_only=local_files_only)
+    if is_commit(revision) and not force_download and others is None:
+        try:
+            return pick(Cached(fetching.cache, str(revision), repo_id, is_sure=True))
+        except NotCachedError as error:
+            logger.debug("%s: the Hub is asked.", error)
+    return fetching.from_hub(pick, others=others)
+
+
+def resolve(
+    repo_id: str, revision: str | None, token: str | bool | None = None, *, retries: int = len(RETRY_SECONDS)
+) -> Listing:
+    """The commit that a revision is at, and its files, by one request.
+
+    Args:
+        repo_id: "org/name".
+        revision: A branch, tag, commit, or "refs/pr/1". None: main.
+        token: As in huggingface_hub.
+        retries: How often to ask again where the Hub can't be reached, or asks to wait.
+
+    Raises:
+        HubNotFoundError, HubAccessError, HubConnectionError, HubError: See `client.speaking`.
+    """
+    api, patience = HfApi(token=token, library_name="hfshard"), Patience(failures=retries)
+    while True:
+        try:
+            with speaking(repo_id, token, revision=revision):
+                return listing_of(api, repo_id, revision)
+        except HubConnectionError as error:
+            cause = error.__cause__
+            if not patience.can_wait(retry_after(cause.response) if isinstance(cause, HfHubHTTPError) else None):
+                raise
+
+
+def resolve_for_reading(repo_id: str, revision: str | None, token: str | bool | None) -> Listing:
+    """`resolve` for a name that a user gave.
+
+    Raises:
+        HubNotFoundError: It is no repo_id.
+        HubConnectionError: Offline mode is on, or it can't be reached.
+    """
+    check_repo_id(repo_id)
+    return resolve(repo_id, revision, token, retries=0 if constants.is_offline_mode() else len(RETRY_SECONDS))
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Refuse what can't be the name of a repo.
+
+    Raises:
+        HubNotFoundError: Says so.
+    """
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise HubNotFoundError(
+            f"'{repo_id}' is no directory, and no repo_id: write org/name. {error}", path=repo_id
+        ) from error
+
+
+class Fetching:
+    """One fetch of a repo's files into its cache."""
+
+    def __init__(
+        self,
+        repo_id: str,
+        revision: str | None,
+        token: str | bool | None,
+        cache_dir: str | os.PathLike[str] | None,
+        progress: bool | None,
+        *,
+        force: bool,
+    ) -> None:
+        check_repo_id(repo_id)
+        self.repo_id, self.revision, self.token = repo_id, revision, token
+        self.progress, self.force = progress, force
+        self.cache = RepoCache(repo_id, cache_dir)
+        self.was_asked = False
+        """Whether the Hub told which files there are."""
+
+    def from_hub(self, pick: Pick, *, others: Wanted | None = None) -> Chosen:
+        """Ask the Hub, and bring what is not in the cache."""
+        try:
+            listing = self._listing(pick)
+        except HubConnectionError as error:
+            chosen = self._despite(error, pick)
+            if chosen is None:
+                raise
+            return chosen
+        self.was_asked = True
+        view = OnHub(Remote(self.repo_id, listing, self.token), self.cache, force=self.force, progress=self.progress)
+        chosen = pick(view)
+        if others is not None:
+            view.bring(other_files({path: file.size for path, file in listing.files.items()}, others))
+        for path in chosen.absent:
+            self.cache.mark_missing(listing.commit, path)
+        self.cache.remember(self.revision, listing.commit)
+        return chosen
+
+    def from_cache(self, pick: Pick, *, local_files_only: bool) -> Chosen:
+        """Ask nobody.
+
+        Raises:
+            CheckpointNotFoundError: Not all is there.
+        """
+        why = (
+            "local_files_only=True allows no download"
+            if local_files_only
+            else f"offline mode is on ({offline_variable()})"
+        )
+        how = "without local_files_only" if local_files_only else f"with {offline_variable()} unset"
+        revision = self.revision or constants.DEFAULT_REVISION
+        todo = f"Run it once {how}; to see the files of the repo, run: hf models ls {self.repo_id}"
+        commit = self.cache.commit_of(revision)
+        if commit is None or not os.path.isdir(self.cache.snapshot(commit)):
+            raise CheckpointNotFoundError(
+                f"'{self.repo_id}' at revision '{revision}' is not in the cache '{self.cache.root}', and {why}. {todo}",
+                path=self.repo_id,
+            )
+        try:
+            return pick(Cached(self.cache, commit, self.repo_id, is_sure=False, todo=f"{why}. {todo}"))
+        except NotCachedError as error:
+            raise CheckpointNotFoundError(f"{error}, and {why}. {todo}", path=self.repo_id) from error
+
+    def _listing(self, pick: Pick) -> Listing:
+        """Ask at once; where the cache has all that is wanted, once is enough."""
+        try:
+            return resolve(self.repo_id, self.revision, self.token, retries=0)
+        except HubConnectionError as error:
+            if self._cached(pick) is not None:
+                raise
+            logger.info("%s It is tried again.", error)
+        return resolve(self.repo_id, self.revision, self.token)
+
+    def _despite(self, error: HubConnectionError, pick: Pick) -> Chosen | None:
+        chosen = self._cached(pick)
+        if chosen is not None:
+            logger.warning("%s What the cache has of it is used: commit %s.", error, chosen.commit)
+        return chosen
+
+    def _cached(self, pick: Pick) -> Chosen | None:
+        """What the cache has, where that is all of it."""
+        commit = self.cache.commit_of(self.revision)
+        if commit is None or self.force:
+            return None
+        try:
+            return pick(Cached(self.cache, commit, self.repo_id, is_sure=False))
+        except (NotCachedError, CheckpointNotFoundError):
+            return None
+
+
+def is_offline(local_files_only: bool) -> bool:
+    """Whether nobody may be asked."""
+    return local_files_only or bool(constants.is_offline_mode())

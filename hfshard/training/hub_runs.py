@@ -1,0 +1,328 @@
+"""Runs on hubs: a checkpoint pushed as one commit, and fetched whole where no run directory is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Event
+from typing import TYPE_CHECKING, Final, TypedDict
+
+from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
+from hfshard.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    HubError,
+    InvalidArgumentError,
+    UnsafePathError,
+)
+from hfshard.hub.address import directory_of
+from hfshard.hub.directory_marker import is_marked
+from hfshard.progress import bytes_bar
+from hfshard.source import Source
+from hfshard.storage.content import BytesContent, Content, FileContent, in_threads
+from hfshard.storage.index import FileRecord
+from hfshard.storage.integrity import sha256_of
+from hfshard.storage.names import MODEL_BASE, WeightNames
+from hfshard.storage.regular_file import read_small
+from hfshard.storage.shard_file import ShardFile
+from hfshard.training.collecting import PARTS
+from hfshard.training.finding import of_step
+from hfshard.training.manifest import MANIFEST, Manifest, check_files, read_manifest
+from hfshard.training.run_directory import Found, found_in
+
+if TYPE_CHECKING:
+    from hfshard.hub.listing import PushResult, RemoteFile
+    from hfshard.hub.selection import Chosen, View
+
+# What speaks to the Hub is imported when it is needed: huggingface_hub takes time to import.
+
+logger = logging.getLogger(__name__)
+
+_KEPT: Final = frozenset({README, ".gitattributes", ".gitignore"})
+"""Files that stay on a hub, though the checkpoint that was pushed before had them: people edit them there."""
+
+
+class PushArguments(TypedDict, total=False):
+    """Keyword arguments of `CheckpointManager.push`."""
+
+    revision: str | None
+    private: bool | None
+    token: str | bool | None
+    commit_message: str | None
+    create_pr: bool
+    progress: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class PushOptions:
+    """How checkpoints are pushed; as in `push_checkpoint`."""
+
+    revision: str | None = None
+    private: bool | None = None
+    token: str | bool | None = None
+    commit_message: str | None = None
+    create_pr: bool = False
+    progress: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A checkpoint whose every byte was compared, with the hashes that a hub goes by."""
+
+    manifest: Manifest
+    raw: bytes
+    """The bytes of the manifest."""
+    contents: dict[str, Content]
+
+
+def choose_to_push(root: str, step: int | None, *, is_best: bool) -> Found:
+    """The checkpoint of a step; None: the one that was saved last, damaged or not, or where the best is wanted, none.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+    """
+    if step is not None:
+        return of_step(root, step)
+    if is_best:
+        raise CheckpointNotFoundError(
+            f"No checkpoint in '{root}' has the metric that the best is chosen by. Pass it when you save: "
+            "manager.save(step, state, metric=...).",
+            path=root,
+        )
+    found = found_in(root)
+    if not found:
+        raise CheckpointNotFoundError(f"There is no checkpoint in '{root}'. Check the path.", path=root)
+    return found[0]
+
+
+def push_found(found: Found, repo_id: str | os.PathLike[str], options: PushOptions) -> PushResult:
+    """Push one checkpoint as one commit: its files lie at the top of the repo, and those of the one before go.
+
+    Raises:
+        DamagedCheckpointError: A file is not what was saved; nothing was sent.
+        HubError: As `push_checkpoint` raises it.
+    """
+    return _push(_ready(found, options.progress), repo_id, options)
+
+
+def push_all(found: Sequence[Found], repo_id: str | os.PathLike[str], options: PushOptions) -> list[PushResult]:
+    """Push checkpoints in the order in which they were saved, a commit each, but those that the branch has had.
+
+    Which these are, the branch's newest tells: where it is one of them, it and those before; where it is another
+    one, whatever is neither of a later save nor of a higher step.
+
+    Args:
+        found: In any order.
+        repo_id, options: As in `push_found`.
+
+    Returns:
+        What came of those that were pushed.
+
+    Raises:
+        InvalidArgumentError: A pull request has one commit.
+        HubError: The branch is at a checkpoint that is none of these, and newer than all.
+        Everything that `push_found` raises; all are compared with their manifests before the first is pushed.
+    """
+    if options.create_pr:
+        raise InvalidArgumentError("A pull request is for one checkpoint: give its step, or push all to a branch.")
+    ready = [_ready(one, options.progress) for one in found]
+    in_order = sorted(ready, key=lambda one: one.manifest.sequence)
+    return [_push(one, repo_id, options) for one in _newer_than_remote(in_order, repo_id, options)]
+
+
+def _newer_than_remote(in_order: list[_Ready], repo_id: str | os.PathLike[str], options: PushOptions) -> list[_Ready]:
+    from hfshard.hub.push import open_hub
+
+    hub = open_hub(repo_id, private=options.private, token=options.token)
+    remote = hub.listing(options.revision) or hub.listing(None)  # a new branch begins at main
+    if remote is None or MANIFEST not in remote.files:
+        return in_order
+    raw = hub.read(MANIFEST, remote.commit)
+    if any(one.raw == raw for one in in_order):
+        return in_order[[one.raw for one in in_order].index(raw) + 1 :]
+    try:
+        newest = Manifest.from_json(raw, MANIFEST)
+    except (DamagedCheckpointError, UnsafePathError) as error:
+        logger.warning("'%s' on '%s' can't be read, and all checkpoints are pushed: %s", MANIFEST, repo_id, error)
+        return in_order
+    newer = [one for one in in_order if one.manifest.sequence > newest.sequence or one.manifest.step > newest.step]
+    if in_order and not newer:
+        raise HubError(
+            f"'{os.fspath(repo_id)}' is at the checkpoint of step {newest.step}, which is none of these and newer than "
+            "all of them. Push to another revision; or, to put one in its place, give its step.",
+            path=os.fspath(repo_id),
+            actual=newest.step,
+        )
+    return newer
+
+
+def _ready(found: Found, progress: bool | None) -> _Ready:
+    """Compare all files with the manifest, and hash what a hub wants hashed, in one reading of the large ones."""
+    if found.manifest is None:
+        raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
+    directory = found.path
+    raw, _ = read_small(os.path.join(directory, MANIFEST), directory, MAX_INDEX_BYTES)
+    manifest = Manifest.from_json(raw, os.path.join(directory, MANIFEST))
+    check_files(directory, manifest, is_full=False)
+    total = sum(record.size or 0 for record in manifest.files.values())
+    with bytes_bar("Verifying", total, progress) as on_bytes:
+        made = in_threads(partial(_content, directory, on_bytes=on_bytes), manifest.files.items(), FILES_AT_ONCE)
+    return _Ready(manifest, raw, {MANIFEST: BytesContent(raw), **dict(zip(manifest.files, made, strict=True))})
+
+
+def _content(directory: str, item: tuple[str, FileRecord], stop: Event, on_bytes: Callable[[int], object]) -> Content:
+    name, record = item
+    path, sha256 = os.path.join(directory, name), record.sha256
+    if name.endswith(SAFETENSORS_SUFFIX) and not stop.is_set():
+        shard = ShardFile(path, directory)
+        try:
+            if sha256 is None or shard.is_ours:  # a file that holds its own checksum was hashed without it
+                sha256 = shard.checked_sha256(record)
+            else:
+                shard.check_digest(record)
+        finally:
+            shard.close()
+    on_bytes(record.size or 0)
+    return FileContent(path, os.stat(path).st_size, sha256)
+
+
+def _push(ready: _Ready, repo_id: str | os.PathLike[str], options: PushOptions) -> PushResult:
+    from hfshard.hub.push import PushRequest, push
+
+    has_model = any(_is_of(MODEL_BASE, name) for name in ready.contents)
+    request = PushRequest(
+        ready.contents,
+        frozenset({None}) if has_model else frozenset(),
+        options.commit_message or f"Checkpoint at step {ready.manifest.step}",
+        revision=options.revision,
+        create_pr=options.create_pr,
+        stale=partial(_stale, ready),
+        progress=options.progress,
+    )
+    return push(request, repo_id, private=options.private, token=options.token)
+
+
+def _stale(ready: _Ready, there: Mapping[str, RemoteFile], read: Callable[[str], bytes]) -> set[str]:
+    """What the checkpoint that was pushed before left: by the names of its weights, and what else its manifest names.
+
+    What its manifest names, and somebody has changed since, is theirs, and stays.
+    """
+    parts = [base for base in PARTS if any(_is_of(base, name) for name in ready.contents)]
+    stale = {name for name in there if name not in ready.contents and any(_is_of(base, name) for base in parts)}
+    left = there.keys() - stale - ready.contents.keys() - _KEPT
+    if MANIFEST not in there or not left:
+        return stale
+    try:
+        before = Manifest.from_json(read(MANIFEST), MANIFEST)
+    except (DamagedCheckpointError, UnsafePathError) as error:
+        logger.warning("'%s' on the hub can't be read, and what it may name is left alone: %s", MANIFEST, error)
+        return stale
+    return stale | {
+        name for name in left & before.files.keys() if _is_as_recorded(there[name], before.files[name], name, read)
+    }
+
+
+def _is_of(base: str, name: str) -> bool:
+    names = WeightNames(base=base)
+    return name in (names.single, names.index) or names.is_shard(name)
+
+
+def _is_as_recorded(file: RemoteFile, record: FileRecord, name: str, read: Callable[[str], bytes]) -> bool:
+    if file.size != record.size:
+        return False
+    if name.endswith(SAFETENSORS_SUFFIX):
+        return True  # of the same size, and its checksum is of another kind
+    return (file.sha256 or sha256_of(read(name))) == record.sha256
+
+
+def found_at(place: str | os.PathLike[str], *, token: str | bool | None = None, progress: bool | None = None) -> Found:
+    """The checkpoint in a directory, in a directory hub, or in a repo of the Hub, from where it is fetched whole.
+
+    Args:
+        place: A path or file:// URL, or "org/name"; of a hub with "@revision", if not main.
+        token: As in huggingface_hub.
+        progress: A bar.
+
+    Raises:
+        CheckpointNotFoundError: There is none; also where there is a model alone.
+        HubNotFoundError, HubAccessError, HubConnectionError, HubError: The repo can't be read.
+        DamagedCheckpointError, UnsafePathError: It is damaged.
+    """
+    path, revision = split_address(place)
+    local = Source(path, revision=revision).local_place()
+    if local is not None:
+        directory = local.directory
+        _refuse_other_directories(directory)
+    else:
+        from hfshard.hub.fetching import fetch
+
+        directory = fetch(path, _pick, revision=revision, token=token, progress=progress).directory
+    manifest = read_manifest(directory)
+    return Found(directory, manifest.step, manifest)
+
+
+def split_address(place: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """A path or repo_id, and the revision behind the "@".
+
+    A path may have an "@" of its own: it is one of a revision where a directory hub's path ends before it.
+
+    Raises:
+        InvalidArgumentError: There is nothing before or behind the "@", or it is a URL of another kind.
+    """
+    text, directory = os.fspath(place), directory_of(place)
+    if directory is None:
+        at = -1 if os.path.isdir(text) else text.find("@")
+        return (text, None) if at < 0 else _split_at(text, at)
+    directory = os.path.abspath(directory)
+    ends = [at for at, character in enumerate(directory) if character == "@"]
+    hubs = [at for at in ends if is_marked(directory[:at])]
+    return (directory, None) if not hubs or os.path.isdir(directory) else _split_at(directory, hubs[0])
+
+
+def check_repo(repo_id: str) -> None:
+    """Refuse what can't be the name of a repo of the Hub.
+
+    Raises:
+        HubNotFoundError: Says so.
+    """
+    from hfshard.hub.fetching import check_repo_id
+
+    check_repo_id(repo_id)
+
+
+def _split_at(text: str, at: int) -> tuple[str, str]:
+    if not text[:at] or not text[at + 1 :]:
+        raise InvalidArgumentError(f"'{text}' must be a place and a revision, such as org/name@main.")
+    return text[:at], text[at + 1 :]
+
+
+def _pick(view: View) -> Chosen:
+    """All files of a training checkpoint."""
+    from hfshard.hub.selection import Chosen
+
+    if not view.has(MANIFEST):
+        what, todo = view.described()
+        raise _no_checkpoint(what, f"{todo}. A model alone is loaded by hfshard.load_model.")
+    view.bring([MANIFEST])
+    files = [MANIFEST, *read_manifest(view.snapshot()).files]
+    view.bring(files)
+    return Chosen(view.snapshot(), view.commit, tuple(files), None, ())
+
+
+def _no_checkpoint(what: str, todo: str, path: str | None = None) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(f"{what} holds no training checkpoint: there is no {MANIFEST}. {todo}", path=path)
+
+
+def _refuse_other_directories(directory: str) -> None:
+    if os.path.lexists(os.path.join(directory, MANIFEST)):
+        return
+    checkpoints = [one.path for one in found_in(directory)]
+    todo = (
+        f"It is a run: give one of its checkpoints, such as '{checkpoints[0]}'."
+        if checkpoints
+        else "If it holds a model, hfshard.load_model loads that."
+    )
+    raise _no_checkpoint(f"'{directory}'", todo, directory)
