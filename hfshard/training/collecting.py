@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from hfshard.training.optimizer import pack_optimizer
 from hfshard.training.padded_json import padded_json
 from hfshard.training.rng import rng_state
 from hfshard.training.scheduler import pack_scheduler
-from hfshard.training.state import TrainingState
+from hfshard.training.state import Kind, TrainingState
 from hfshard.training.tree import pack
 
 TREE_FORMAT: Final = 1
@@ -45,13 +45,42 @@ class Collected:
         return sum(tensor_nbytes(tensor) for request in self.requests.values() for tensor in request.tensors.values())
 
 
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What one rank adds to a checkpoint: its random state and the positions of its loaders."""
+
+    tree: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+def collect_rank(state: TrainingState, rank: int) -> RankPart:
+    """Look at what this rank has for itself; nothing is changed, drawn or copied.
+
+    Raises:
+        UnstorableTensorError: As `collect`.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    prefix = f"rank{rank}"
+    loaders = {
+        name: {"kind": "loader", "state": pack(part.state_dict(), f"{prefix}/{name}", tensors)}
+        for name, part in state.of_kind("loader").items()
+    }
+    return RankPart({"rng": pack(rng_state(), f"{prefix}/rng", tensors), "components": loaders}, tensors)
+
+
 def collect(
-    state: TrainingState, extra: Any, max_shard_size: int | str, checksum: Checksum | None, progress: bool | None
+    state: TrainingState,
+    ranks: Sequence[RankPart],
+    extra: Any,
+    max_shard_size: int | str,
+    checksum: Checksum | None,
+    progress: bool | None,
 ) -> Collected:
     """Look at every part of a training state; nothing is changed, drawn or copied.
 
     Args:
         state: The parts.
+        ranks: What each rank has for itself.
         extra: More to be stored: what `tree.pack` takes.
         max_shard_size: Of each set of tensors.
         checksum: Of each file.
@@ -62,33 +91,46 @@ def collect(
         InvalidArgumentError: An optimizer has a parameter without a name.
     """
     limit = parse_size(max_shard_size)
-    model, names = state.components.get("model"), state.parameter_names()
     optimizer_tensors: dict[str, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}
-    components: dict[str, Any] = {}
-    for name, part in state.components.items():
-        kind = state.kinds[name]
-        tree: Any
-        if name == "model":
-            tree = pack(_no_tensors(collect_state_dict(part)), name, tensors)
-        elif kind == "optimizer" and name == "optimizer":
-            tree = pack_optimizer(part, names, name, optimizer_tensors)
-        elif kind == "optimizer":
-            tree = pack_optimizer(part, names, name, tensors, f"{name}/")
-        elif kind == "scheduler":
-            tree = pack_scheduler(part, name, tensors)
-        else:
-            tree = pack(collect_state_dict(part) if kind == "module" else part.state_dict(), name, tensors)
-        components[name] = {"kind": kind, "state": tree}
-    rng, extras = pack(rng_state(), "rng", tensors), pack(extra, "extra", tensors)
-    raw = padded_json({"format": TREE_FORMAT, "components": components, "rng": rng, "extra": extras})
+    names = state.parameter_names()
+    components = {
+        name: {"kind": kind, "state": _packed(name, kind, state, names, optimizer_tensors, tensors)}
+        for name, kind in state.kinds.items()
+        if kind != "loader"
+    }
+    for part in ranks:
+        tensors |= part.tensors
+    extras = pack(extra, "extra", tensors)
+    trees = [part.tree for part in ranks]
+    raw = padded_json({"format": TREE_FORMAT, "components": components, "ranks": trees, "extra": extras})
     requests = {}
-    if model is not None:
+    if (model := state.components.get("model")) is not None:
         requests[MODEL_BASE] = _model_request(model, limit, checksum, progress)
-    for part_name, given in (("optimizer", optimizer_tensors), ("state", tensors)):
+    for base, given in (("optimizer", optimizer_tensors), ("state", tensors)):
         if given:
-            requests[part_name] = _request(part_name, given, limit, checksum)
+            requests[base] = _request(base, given, limit, checksum)
     return Collected(requests, raw)
+
+
+def _packed(
+    name: str,
+    kind: Kind,
+    state: TrainingState,
+    names: Mapping[int, str],
+    optimizer_tensors: dict[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
+) -> Any:
+    part = state.components[name]
+    if name == "model":
+        return pack(_no_tensors(collect_state_dict(part)), name, tensors)
+    if kind == "optimizer" and name == "optimizer":
+        return pack_optimizer(part, names, name, optimizer_tensors)
+    if kind == "optimizer":
+        return pack_optimizer(part, names, name, tensors, f"{name}/")
+    if kind == "scheduler":
+        return pack_scheduler(part, name, tensors)
+    return pack(collect_state_dict(part) if kind == "module" else part.state_dict(), name, tensors)
 
 
 def _model_request(model: torch.nn.Module, limit: int, checksum: Checksum | None, progress: bool | None) -> SaveRequest:

@@ -22,7 +22,8 @@ from hfshard.storage.strict_json import parse_json_object
 from hfshard.training.collecting import TREE_FORMAT
 from hfshard.training.manifest import Manifest
 from hfshard.training.optimizer import plan_optimizer
-from hfshard.training.rng import check_rng_state, set_rng_state
+from hfshard.training.ranks import ALONE, Ranks
+from hfshard.training.rng import check_rng_state, reseed, set_rng_state
 from hfshard.training.scheduler import plan_scheduler
 from hfshard.training.state import Kind, TrainingState
 from hfshard.training.tree import unpack
@@ -34,7 +35,7 @@ Update = Callable[[], None]
 
 _REMEDY = "Restore another checkpoint, or download it again."
 
-_ORDER: Mapping[Kind, int] = {"stateful": 0, "module": 1, "optimizer": 2, "scheduler": 3}
+_ORDER: Mapping[Kind, int] = {"stateful": 0, "loader": 0, "module": 1, "optimizer": 2, "scheduler": 3}
 """What is loaded when: objects of the user's own first, as their load_state_dict may refuse; a scheduler after its
 optimizer; random number generators last, as any of them may draw."""
 
@@ -47,16 +48,18 @@ class Restoration:
     differences: list[str] = field(default_factory=list)
     """What does not fit, in words; with strict nothing is restored then."""
     extra: Any = None
-    rng: Any = None
+    set_rng: Update = lambda: None
 
     def apply(self) -> None:
         """Load everything; the random number generators last."""
         for update in self.updates:
             update()
-        set_rng_state(self.rng)
+        self.set_rng()
 
 
-def prepare(state: TrainingState, directory: str, manifest: Manifest, *, strict: bool) -> Restoration:
+def prepare(
+    state: TrainingState, directory: str, manifest: Manifest, *, strict: bool, ranks: Ranks = ALONE
+) -> Restoration:
     """Read a checkpoint whose files were checked, and compare it with a training state, which is not changed.
 
     Args:
@@ -64,6 +67,7 @@ def prepare(state: TrainingState, directory: str, manifest: Manifest, *, strict:
         directory: The checkpoint's.
         manifest: Its own.
         strict: Refuse any difference; else what differs stays as it was built, and is reported.
+        ranks: Which one this process is.
 
     Raises:
         StateDictMismatchError: strict, and something differs.
@@ -71,20 +75,19 @@ def prepare(state: TrainingState, directory: str, manifest: Manifest, *, strict:
     """
     path = os.path.join(directory, TREE)
     tree = _read_tree(path, directory)
-    tensors = {base: _part(directory, manifest, base) for base in ("optimizer", "state")}
-    saved = tree["components"]
+    own = tree["ranks"][ranks.rank if ranks.rank < len(tree["ranks"]) else 0]
+    saved = {**tree["components"], **own["components"]}
     restoration = Restoration()
     _check_components(state, saved, directory, restoration, strict=strict)
-    names = state.parameter_names()
+    rest, names = _part(directory, manifest, "state"), state.parameter_names()
     common = [name for name in state.components if name in saved]
     for name in sorted(common, key=lambda name: _ORDER[state.kinds[name]]):
-        part = state.components[name]
-        held = tensors["optimizer"] if name == "optimizer" else tensors["state"]
-        value = unpack(saved[name]["state"], held, path)
+        part, kind = state.components[name], state.kinds[name]
+        value = unpack(saved[name]["state"], _part(directory, manifest, name) if name == "optimizer" else rest, path)
         try:
             if name == "model":
                 value |= _part(directory, manifest, MODEL_BASE)
-            restoration.updates += _plan(name, state.kinds[name], part, value, names, directory, restoration, strict)
+            restoration.updates.append(_plan(name, kind, part, value, names, directory, restoration, strict))
         except HfshardError as error:
             if strict or not isinstance(error, StateDictMismatchError):
                 raise
@@ -94,9 +97,27 @@ def prepare(state: TrainingState, directory: str, manifest: Manifest, *, strict:
                 f"'{path}' is damaged: the state of '{name}' is not what hfshard writes ({error!r:.200}). {_REMEDY}",
                 path=path,
             ) from error
-    restoration.rng, restoration.extra = unpack([tree["rng"], tree["extra"]], tensors["state"], path)
-    check_rng_state(restoration.rng, path)
+    rng, restoration.extra = unpack([own["rng"], tree["extra"]], rest, path)
+    check_rng_state(rng, path)
+    restoration.set_rng = _rng_update(rng, len(tree["ranks"]), ranks, directory)
     return restoration
+
+
+def _rng_update(rng: dict[str, Any], saved_ranks: int, ranks: Ranks, directory: str) -> Update:
+    if saved_ranks == ranks.world_size:
+        return lambda: set_rng_state(rng)
+
+    def update() -> None:
+        logger.warning(
+            "The checkpoint '%s' is of %d ranks, and here are %d: their random number generators are seeded anew, "
+            "the same way each time.",
+            directory,
+            saved_ranks,
+            ranks.world_size,
+        )
+        reseed(rng, ranks.rank, ranks.world_size)
+
+    return update
 
 
 def _read_tree(path: str, directory: str) -> dict[str, Any]:
@@ -109,12 +130,14 @@ def _read_tree(path: str, directory: str) -> dict[str, Any]:
             "Run: pip install --upgrade hfshard",
             path=path,
         )
-    components = tree.get("components")
-    if (
-        not isinstance(components, dict)
-        or not {"rng", "extra"} <= tree.keys()
-        or not all(isinstance(one, dict) and "state" in one for one in components.values())
-    ):
+    ranks = tree.get("ranks")
+    is_whole = "extra" in tree and isinstance(ranks, list) and len(ranks) > 0
+    parts = [tree, *(ranks or [])] if is_whole else []
+    for part in parts:
+        components = part.get("components") if isinstance(part, dict) else None
+        is_whole = is_whole and isinstance(components, dict) and (part is tree or "rng" in part)
+        is_whole = is_whole and all(isinstance(one, dict) and "state" in one for one in (components or {}).values())
+    if not is_whole:
         raise DamagedCheckpointError(f"'{path}' is damaged: it lacks a component's state. {_REMEDY}", path=path)
     return tree
 
@@ -166,17 +189,17 @@ def _plan(
     directory: str,
     restoration: Restoration,
     strict: bool,
-) -> list[Update]:
+) -> Update:
     if kind == "module":
-        return [_plan_module(name, part, value, directory, restoration, strict=strict)]
+        return _plan_module(name, part, value, directory, restoration, strict=strict)
     if kind == "optimizer":
-        return [plan_optimizer(part, value, names, name, directory)]
+        return plan_optimizer(part, value, names, name, directory)
     if kind == "scheduler":
-        return [plan_scheduler(part, value, name, directory)]
+        return plan_scheduler(part, value, name, directory)
     check = getattr(part, "check_state_dict", None)
     if callable(check):
         check(value)
-    return [lambda: _load_stateful(name, part, value, directory)]
+    return lambda: _load_stateful(name, part, value, directory)
 
 
 def _plan_module(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 import sys
@@ -81,6 +82,16 @@ def set_rng_state(state: dict[str, Any]) -> None:
             device.set_rng_state(one, number)
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
+
+
+def reseed(state: dict[str, Any], rank: int, world_size: int) -> None:
+    """Seed all generators by a state of another number of ranks: the same for the same state, another on each rank."""
+    word = hashlib.sha256(f"{rank} of {world_size}".encode() + state["torch"].numpy().tobytes()).digest()
+    seed = int.from_bytes(word[:8], "little") >> 1  # what torch takes: 63 bits
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed & 0xFFFF_FFFF)
+    torch.manual_seed(seed)
 
 
 def _python_state(state: dict[str, Any]) -> tuple[Any, ...]:

@@ -7,12 +7,14 @@ from typing import Any, Final, Literal
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.state_dict import parameter_names
 from hfshard.training.scheduler import is_scheduler
 
-Kind = Literal["module", "optimizer", "scheduler", "stateful"]
+Kind = Literal["module", "optimizer", "scheduler", "loader", "stateful"]
+"""Of a part. In a run of several ranks each saves its own loaders; all else is the same on every rank."""
 
 _RESERVED: Final = frozenset({"rng", "extra"})
 """Names under which a checkpoint keeps what is no component."""
@@ -93,6 +95,8 @@ def _kind_of(name: str, part: Any) -> Kind:
     if is_scheduler(part):
         return "scheduler"
     if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None)):
+        if name == "loader" or isinstance(part, DataLoader):
+            return "loader"
         return "scheduler" if name == "scheduler" else "stateful"
     hint = " hfshard.training.ResumableDataLoader takes the same arguments, and has." if name == "loader" else ""
     raise InvalidArgumentError(

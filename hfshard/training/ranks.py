@@ -1,0 +1,70 @@
+"""The processes of a run that hold the same model (DDP): what each adds to a checkpoint, and one outcome for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import torch
+
+from hfshard.errors import HfshardError
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those of its run; alone, all calls are local."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    @classmethod
+    def current(cls) -> Ranks:
+        """Of torch.distributed's default group, if there is one."""
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return cls()
+        return cls(distributed.get_rank(), distributed.get_world_size())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes."""
+        return self.rank == 0
+
+    def gather(self, value: _Value) -> list[_Value]:
+        """The values of all ranks, in their order, on the first; an empty list on the others. Every rank must call."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.is_first else None
+        torch.distributed.gather_object(value, values)
+        return values or []
+
+    def share(self, value: _Value) -> _Value:
+        """The first rank's value, on every rank. Every rank must call."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        torch.distributed.broadcast_object_list(box)
+        return box[0]
+
+    def agree(self, error: BaseException | None) -> None:
+        """Go on only where no rank has an error. Every rank must call.
+
+        Raises:
+            The rank's own error; where it has none, but another has, a HfshardError that tells of it.
+        """
+        if self.world_size > 1:
+            told = self.share(_first_of(self.gather(None if error is None else f"{type(error).__name__}: {error}")))
+            if error is None and told is not None:
+                rank, text = told
+                raise HfshardError(f"Rank {rank} of {self.world_size} failed, and so did all: {text}")
+        if error is not None:
+            raise error
+
+
+ALONE: Final = Ranks()
+
+
+def _first_of(errors: list[str | None]) -> tuple[int, str] | None:
+    return next(((rank, text) for rank, text in enumerate(errors) if text is not None), None)
