@@ -1,0 +1,299 @@
+"""Loaders of others resume with the same batches and the same random numbers, or say why they can't."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.training import ResumableDataLoader
+from hfshard.training.foreign_loader import LoaderWatch, rearm_after_iter, watched
+from hfshard.training.rng import rng_state, set_rng_state
+from hfshard.training.tree import pack, unpack
+
+# torchdata 0.11 with torch 2.13.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+EPOCHS = 2
+SAMPLES = 7
+BATCHES = 4
+"""Of 2 samples each; the last one has 1."""
+
+
+class Indexes(Dataset[Tensor]):
+    def __init__(self, is_drawing: bool = False) -> None:
+        self.is_drawing = is_drawing
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index), torch.rand(()).item() if self.is_drawing else 0.0], dtype=torch.float64)
+
+
+class Stream(IterableDataset[Tensor]):
+    """Counts and draws, and resumes by itself."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.next < SAMPLES:
+            self.next += 1
+            yield torch.tensor([float(self.next), torch.rand(()).item()], dtype=torch.float64)
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class Skipping(DataLoader[Tensor]):
+    """What users write around torch's: it counts batches, and loads those before once more."""
+
+    taken = 0
+
+    def __iter__(self) -> Any:
+        return Counted(super().__iter__(), self)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+class Counted:
+    def __init__(self, batches: Iterator[Tensor], loader: Skipping) -> None:
+        self.batches, self.loader = batches, loader
+        for _ in range(loader.taken):
+            next(batches)
+
+    def __iter__(self) -> Counted:
+        return self
+
+    def __next__(self) -> Tensor:
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            self.loader.taken = 0
+            raise
+        self.loader.taken += 1
+        return batch
+
+
+class Generating(Skipping):
+    """The same as a generator, which does nothing at `iter()`."""
+
+    def __iter__(self) -> Any:
+        batches = DataLoader.__iter__(self)  # type: ignore[no-untyped-call]
+        for _ in range(self.taken):
+            next(batches)
+        for batch in batches:
+            self.taken += 1
+            yield batch
+        self.taken = 0
+
+
+def torchdata(dataset: Any, *arguments: Any, **more: Any) -> Any:
+    module = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    return module.StatefulDataLoader(dataset, *arguments, **more)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "a user's": lambda: Skipping(Indexes(True), 2, True),
+    "a user's, with a generator": lambda: Generating(Indexes(), 2, True),
+    "torchdata": lambda: torchdata(Indexes(True), 2, True),
+    "torchdata, in order": lambda: torchdata(Indexes(True), 2),
+    "torchdata, a sampler of torch": lambda: torchdata(Indexes(), 2, sampler=RandomSampler(Indexes())),
+    "torchdata, 2 workers": lambda: torchdata(Indexes(), 2, True, num_workers=2),
+    "torchdata, persistent workers": lambda: torchdata(Indexes(), 2, True, num_workers=2, persistent_workers=True),
+    "torchdata, a stream": lambda: torchdata(Stream(), 2),
+}
+
+
+class Run:
+    """A training loop over a loader, which draws for itself and can be saved in every place."""
+
+    def __init__(self, make: Callable[[], Any], seed: int, saved: dict[str, Any] | None = None) -> None:
+        torch.manual_seed(seed)
+        self.watch: LoaderWatch = watched(make())
+        self.seen: list[list[float]] = []
+        self.saved: list[dict[str, Any]] = []
+        self.first_epoch = 0
+        if saved is not None:
+            self.first_epoch = saved["epoch"]
+            self.watch.check_state_dict(saved["loader"])
+            self.watch.load_state_dict(saved["loader"])
+            restore = lambda: set_rng_state(saved["rng"])  # noqa: E731
+            restore()
+            self.watch.rearm(restore)
+
+    def save(self, epoch: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            state = {"loader": self.watch.state_dict(), "rng": rng_state(), "epoch": epoch}
+        tensors: dict[str, Tensor] = {}
+        packed = pack(state, "state", tensors)
+        kept = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.saved.append({"step": len(self.seen), **unpack(copy.deepcopy(packed), kept, "file")})
+
+    def go(self, *, is_saving: bool) -> list[list[float]]:
+        for epoch in range(self.first_epoch, EPOCHS):
+            for batch in self.watch.loader:
+                self.seen.append([*batch.flatten().tolist(), torch.rand(()).item()])
+                if is_saving:
+                    self.save(epoch)
+            self.seen.append([-1.0, torch.rand(()).item()])  # at the end of each epoch
+            if is_saving:
+                self.save(epoch + 1)
+        return self.seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_from_every_place_is_exact(kind: str) -> None:
+    straight = Run(KINDS[kind], 1).go(is_saving=False)
+    assert len(straight) == EPOCHS * (BATCHES + 1)
+    saving = Run(KINDS[kind], 1)
+    saving.save(0)
+    assert saving.go(is_saving=True) == straight
+    assert [saved["step"] for saved in saving.saved] == list(range(len(straight) + 1))
+    for saved in saving.saved[:: 4 if "workers" in kind else 1]:
+        torch.manual_seed(saved["step"])
+        # Before its first iter(), torchdata's loader takes the seed that it is built with from the script.
+        resumed = Run(KINDS[kind], 1 if saved["step"] == 0 else 7, saved)
+        assert resumed.go(is_saving=False) == straight[saved["step"] :], f"from step {saved['step']}"
+
+
+@pytest.mark.parametrize("kind", ["a user's", "torchdata"])
+def test_a_save_after_a_restore_and_before_iter_is_the_same_checkpoint(kind: str) -> None:
+    saving = Run(KINDS[kind], 1)
+    straight = saving.go(is_saving=True)
+    for saved in saving.saved:
+        again = Run(KINDS[kind], 7, saved)
+        again.save(saved["epoch"])
+        resumed = Run(KINDS[kind], 8, again.saved[0])
+        assert resumed.go(is_saving=False) == straight[saved["step"] :]
+
+
+def test_torchdata_says_whether_its_epoch_is_over() -> None:
+    loader = torchdata(Indexes(), 2)
+    for _ in loader:
+        assert loader.state_dict()["_iterator_finished"] is False
+    assert loader.state_dict()["_iterator_finished"] is True
+    assert torchdata(Indexes(), 2)._iterator is None
+
+
+def test_workers_are_a_warning_within_an_epoch() -> None:
+    watch = watched(torchdata(Indexes(), 2, num_workers=1))
+    iterator = iter(watch.loader)
+    next(iterator)
+    with pytest.warns(UserWarning, match="The StatefulDataLoader has worker processes.* a resume in the middle"):
+        watch.state_dict()
+    watch.state_dict()  # once is enough
+    list(iterator)
+
+
+def test_drawing_in_a_generator_is_a_warning_within_an_epoch() -> None:
+    watch = watched(Generating(Indexes(True), 2, True))
+    iterator = iter(watch.loader)
+    next(iterator)
+    watch.state_dict()  # it is seen from the second batch on: the first one may draw an order
+    next(iterator)
+    with pytest.warns(UserWarning, match="The Generating draws random numbers while it fetches batches"):
+        watch.state_dict()
+
+
+class Slotted:
+    """Its objects can't have another class."""
+
+    __slots__ = ("__dict__", "__weakref__")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+def test_a_loader_that_can_not_be_followed_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fixed(Slotted):
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise TypeError(name)
+
+    with pytest.warns(UserWarning, match="The Fixed can't be followed"):
+        watched(Fixed()).state_dict()
+
+
+def test_a_watched_loader_is_what_it_was() -> None:
+    loader = Skipping(Indexes(), 2)
+    watch = watched(loader)
+    assert watched(loader) is watch
+    assert watched(watch) is watch
+    assert watch.loader is loader
+    assert isinstance(loader, Skipping)
+    assert (type(loader).__name__, type(loader).__module__) == ("Skipping", __name__)
+    assert (loader.batch_size, len(loader)) == (2, BATCHES)
+    assert iter(loader).loader is loader
+    for other in (pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)):
+        assert type(other) is Skipping
+    iterator = iter(loader)
+    next(iterator)
+    assert watch.state_dict()["is_within"]
+    list(iter(loader))
+    list(iterator)
+    assert not watch.state_dict()["is_within"]
+
+
+def test_rng_is_put_back_after_the_next_iter_and_no_other() -> None:
+    loader = Skipping(Indexes(), 2)
+    calls: list[int] = []
+    rearm_after_iter(loader, lambda: calls.append(1))
+    assert calls == []
+    iter(loader)
+    assert calls == [1]
+    iter(loader)
+    assert calls == [1]
+    generating = Generating(Indexes(), 2)
+    rearm_after_iter(generating, lambda: calls.append(2))
+    iterator = iter(generating)
+    assert calls == [1]
+    next(iterator), next(iterator)
+    assert calls == [1, 2]
+
+
+def test_ours_needs_no_watch() -> None:
+    loader = ResumableDataLoader(Indexes(), 2)
+    assert watched(loader) is loader
+    rearm_after_iter(loader, lambda: pytest.fail("it draws from no RNG"))
+    assert len(list(loader)) == BATCHES
+    nothing = object()
+    assert watched(nothing) is nothing
+
+
+def test_the_state_of_another_kind_of_loader_is_refused() -> None:
+    watch = watched(Skipping(Indexes(), 2))
+    with pytest.raises(StateDictMismatchError, match="is a Skipping, and the checkpoint has the state of another kind"):
+        watch.check_state_dict(ResumableDataLoader(Indexes(), 2).state_dict())
+    ours = ResumableDataLoader(Indexes(), 2)
+    with pytest.raises(StateDictMismatchError, match="no state of a ResumableDataLoader"):
+        ours.check_state_dict(watch.state_dict())
+
+
+@pytest.mark.compat
+def test_a_loader_of_accelerate_is_refused() -> None:
+    from accelerate import Accelerator
+
+    prepared = Accelerator(cpu=True).prepare(DataLoader(Indexes(), 2))
+    with pytest.raises(InvalidArgumentError, match=r"DataLoaderShard of Accelerate.*plain_loader"):
+        watched(prepared)
