@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
-import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
-
-import torch
 
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
-from hfshard.progress import bytes_bar
 from hfshard.size import parse_size
-from hfshard.storage.durable import make_directories
 from hfshard.storage.integrity import Checksum, check_checksum
-from hfshard.training.background import Background
-from hfshard.training.collecting import Collected, collect
-from hfshard.training.finding import Level, checked, manifests_in, newest_whole, of_step, problems_of
-from hfshard.training.hub_runs import PushOptions, choose_to_push, found_at, push_all, push_found
-from hfshard.training.manifest import Manifest, plain_metrics
+from hfshard.training.collecting import RankPart, collect, collect_rank
+from hfshard.training.finding import Level, manifests_in, newest_whole, of_step, problems_of
+from hfshard.training.hub_runs import PushOptions, choose_to_push, push_all, push_found
+from hfshard.training.manifest import plain_metrics
 from hfshard.training.publisher import Publisher
-from hfshard.training.restoring import prepare
-from hfshard.training.rotation import MetricMode, best_of, check_rotation, steps_to_remove
-from hfshard.training.run_directory import (
-    Found,
-    checkpoint_path,
-    found_in,
-    put_in_place,
-    remove,
-    sweep,
-    writing_path,
-)
-from hfshard.training.run_lock import RunLock
-from hfshard.training.snapshot import Snapshots
+from hfshard.training.ranks import Ranks
+from hfshard.training.resuming import choose, resume
+from hfshard.training.rotation import MetricMode, Rotation, best_of
+from hfshard.training.run_directory import checkpoint_path, found_in
+from hfshard.training.run_writer import RunWriter
 from hfshard.training.state import TrainingState
 from hfshard.training.step import RestoredStep, checked_step
-from hfshard.training.writing import Linkable, check_names, write_checkpoint
+from hfshard.training.writing import check_names
 
 if TYPE_CHECKING:
     from hfshard.hub.listing import PushResult
     from hfshard.training.hub_runs import PushArguments
-
-logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
@@ -91,19 +73,15 @@ class CheckpointManager:
         Raises:
             InvalidArgumentError, InvalidSizeError, HubNotFoundError: An argument that can't be served.
         """
-        check_rotation(max_to_keep, keep_best, metric_mode, keep_every)
+        rotation = Rotation(max_to_keep, keep_best, metric_mode, keep_every)
         parse_size(max_shard_size)
         check_checksum(checksum)
         self.root = os.path.abspath(os.fspath(root))  # a run that changes its directory saves where it did
         self.max_to_keep, self.keep_best, self.metric_mode = max_to_keep, keep_best, metric_mode
         self.keep_every, self.max_shard_size, self.checksum = keep_every, max_shard_size, checksum
         self.push_to_hub, self.progress = push_to_hub, progress
-        self._lock: RunLock | None = None
-        self._background = Background()
-        self._publisher = Publisher(push_to_hub, progress) if push_to_hub is not None else None
-        self._snapshots = Snapshots()
-        self._is_swept = False
-        """Whether nothing is left of saves that were killed or failed."""
+        publisher = Publisher(push_to_hub, progress) if push_to_hub is not None else None
+        self._writer = RunWriter(self.root, rotation, publisher, progress)
 
     def save(
         self,
@@ -139,20 +117,15 @@ class CheckpointManager:
             NotEnoughSpaceError: Before the first byte is written.
             OSError: The disk failed. All older checkpoints are there, and the next save may succeed.
         """
-        self._background.wait()
-        step = checked_step(step)
-        _refuse_several_processes()
-        metrics = plain_metrics(metric, self.keep_best)
-        collected = collect(state, extra, max_shard_size or self.max_shard_size, self.checksum, self.progress)
-        check_names(files or {}, collected)
-        self._begin()
-        if blocking:
-            self._write(step, collected, metrics, dict(files or {}), self.progress, blocking=True)
-        else:
-            copied, small = self._snapshots.copy_of(collected), dict(files or {})
-            what = f"Saving the checkpoint of step {step} into '{self.root}'"
-            self._background.start(lambda: self._write(step, copied, metrics, small, False, blocking=False), what)
-        return checkpoint_path(self.root, step)
+        ranks = Ranks.current()
+        part: RankPart | Exception
+        try:
+            part = collect_rank(state, ranks.rank)
+        except Exception as error:  # noqa: BLE001 - raised by the first rank, so that all know
+            part = error
+        given = ranks.gather((step, part))
+        limit = max_shard_size or self.max_shard_size
+        return ranks.first(lambda: self._save_all(given, state, metric, extra, limit, files or {}, blocking=blocking))
 
     def restore(
         self,
@@ -180,14 +153,11 @@ class CheckpointManager:
             DamagedCheckpointError: It is damaged. (Without a step, damaged ones are passed over with a warning.)
             StateDictMismatchError: The state is another one; the message says what, and what to do.
         """
+        self._writer.wait()
         if step is not None:
-            self._background.wait()
-            if isinstance(step, str | os.PathLike):
-                found = found_at(step, token=token, progress=self.progress)
-            else:
-                found = of_step(self.root, step)
-            return self._restored(found, checked(found, verify, self.progress), state, strict=strict)
-        restored = self.restore_latest(state, strict=strict, verify=verify)
+            restored = resume(state, lambda: choose(self.root, step, verify, token, self.progress), strict=strict)
+        else:
+            restored = self.restore_latest(state, strict=strict, verify=verify)
         if restored is None:
             raise CheckpointNotFoundError(
                 f"There is no checkpoint in '{self.root}'. Check the path, or train from the beginning.", path=self.root
@@ -209,9 +179,8 @@ class CheckpointManager:
             DamagedCheckpointError: All checkpoints are damaged.
             StateDictMismatchError: As in `restore`.
         """
-        self._background.wait()
-        newest = newest_whole(self.root, verify, self.progress)
-        return None if newest is None else self._restored(*newest, state, strict=strict)
+        self._writer.wait()
+        return resume(state, lambda: newest_whole(self.root, verify, self.progress), strict=strict)
 
     def latest_step(self, verify: Level | None = None) -> int | None:
         """The step of the checkpoint that was saved last; None where there is none.
@@ -220,7 +189,7 @@ class CheckpointManager:
             verify: Check its files as `restore` does: then damaged ones are passed over with a warning. None: only
                 that it was finished.
         """
-        self._background.wait()
+        self._writer.wait()
         if verify is not None:
             newest = newest_whole(self.root, verify, self.progress)
             return None if newest is None else newest[0].step
@@ -230,13 +199,13 @@ class CheckpointManager:
         """The step of the checkpoint with the best value of the metric that `keep_best` names; None where none has."""
         if self.keep_best is None:
             raise InvalidArgumentError("The manager has no metric: CheckpointManager(..., keep_best='eval_loss').")
-        self._background.wait()
+        self._writer.wait()
         best = best_of(manifests_in(self.root), self.keep_best, self.metric_mode)
         return None if best is None else best.step
 
     def all_steps(self) -> list[int]:
         """The steps of all checkpoints that were finished, in ascending order."""
-        self._background.wait()
+        self._writer.wait()
         return sorted(manifest.step for manifest in manifests_in(self.root))
 
     def path_of(self, step: int) -> str:
@@ -256,7 +225,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: There is no checkpoint of this step.
         """
-        self._background.wait()
+        self._writer.wait()
         found = found_in(self.root) if step is None else [of_step(self.root, step)]
         return {one.step: problems_of(one, level) for one in sorted(found, key=lambda one: one.step)}
 
@@ -306,9 +275,7 @@ class CheckpointManager:
             DamagedCheckpointError: It is damaged; nothing was pushed.
             HubError: As `push_checkpoint` raises it.
         """
-        self._background.wait()
-        if self._publisher is not None:
-            self._publisher.join()
+        self._writer.wait_for_all()
         progress = self.progress if progress is None else progress
         options = PushOptions(revision, private, token, commit_message, create_pr, progress)
         if step == "all":
@@ -318,23 +285,11 @@ class CheckpointManager:
 
     def wait_until_finished(self) -> None:
         """Wait for a save and a push that are under way, and raise the error of the last one if it failed."""
-        try:
-            self._background.wait()
-        finally:
-            if self._publisher is not None:
-                self._publisher.join()
-                if self._lock is not None:
-                    self._rotate(found_in(self.root))  # what was being pushed stayed
-                self._publisher.wait()
+        self._writer.wait_until_finished()
 
     def close(self) -> None:
         """Do as `wait_until_finished`, and let other managers save into the directory."""
-        try:
-            self.wait_until_finished()
-        finally:
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+        self._writer.close()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -342,85 +297,30 @@ class CheckpointManager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Saving
+    # How
 
-    def _begin(self) -> None:
-        """At the first save: make the directory, lock it, remove what killed saves left."""
-        if self._lock is None or not self._lock.is_held:  # a forked process has to ask for itself
-            make_directories(self.root)
-            self._lock = RunLock(self.root)
-            weakref.finalize(self, self._lock.release)
-            self._is_swept = False
-        if not self._is_swept:
-            sweep(self.root)
-            self._is_swept = True
-
-    def _write(
+    def _save_all(
         self,
-        step: int,
-        collected: Collected,
-        metrics: dict[str, float],
-        files: dict[str, bytes],
-        progress: bool | None,
+        given: Sequence[tuple[object, RankPart | Exception]],
+        state: TrainingState,
+        metric: float | Mapping[str, float] | None,
+        extra: Any,
+        limit: int | str,
+        files: Mapping[str, bytes],
         *,
         blocking: bool,
-    ) -> None:
-        found = found_in(self.root)
-        manifests = [one.manifest for one in found if one.manifest is not None]
-        newest = next((one for one in found if one.manifest is not None), None)
-        sequence = max((one.sequence for one in manifests), default=0) + 1
-        linkable = Linkable.of(newest.path, newest.manifest) if newest and newest.manifest else Linkable()
-        directory = writing_path(self.root, step)
-        if os.path.lexists(directory):
-            shutil.rmtree(directory)
-        os.mkdir(directory)
-        try:
-            with bytes_bar("Saving", collected.nbytes, progress) as on_bytes:
-                manifest = Manifest(step, sequence, metrics)
-                manifest = write_checkpoint(directory, collected, manifest, files, linkable, on_bytes)
-            path = put_in_place(directory, self.root, step)
-        except BaseException:
-            self._is_swept = False
-            shutil.rmtree(directory, ignore_errors=True)  # the next save tries again
-            raise
-        logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, collected.nbytes, path)
-        saved = Found(path, step, manifest)
-        self._rotate([one for one in found if one.step != step] + [saved])
-        if self._publisher is not None:
-            self._publisher.publish(saved, blocking=blocking)
-
-    def _rotate(self, found: list[Found]) -> None:
-        steps = steps_to_remove(
-            [one.manifest for one in found if one.manifest is not None],
-            max_to_keep=self.max_to_keep,
-            keep_best=self.keep_best,
-            metric_mode=self.metric_mode,
-            keep_every=self.keep_every,
-        )
-        in_use = self._publisher.steps_in_use if self._publisher is not None else set()
-        for one in found:
-            if one.manifest is not None and one.step in steps and one.step not in in_use:
-                remove(one, self.root)
-
-    # Restoring
-
-    def _restored(self, found: Found, manifest: Manifest, state: TrainingState, *, strict: bool) -> RestoredStep:
-        restoration = prepare(state, found.path, manifest, strict=strict)
-        for difference in restoration.differences:
-            logger.warning("%s", difference)
-        restoration.apply()
-        restored = RestoredStep(manifest.step)
-        restored.path, restored.extra, restored.metrics = found.path, restoration.extra, manifest.metrics
-        restored.differences = tuple(restoration.differences)
-        logger.info("Restored the checkpoint of step %d from '%s'.", manifest.step, found.path)
-        return restored
-
-
-def _refuse_several_processes() -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise InvalidArgumentError(
-            "A CheckpointManager saves the state of one process, and this run has "
-            f"{distributed.get_world_size()}: the random state and data position of the others would be lost. "
-            "Save the model alone on rank 0: hfshard.save_model(model, directory, is_main_process=rank == 0)."
-        )
+    ) -> str:
+        """On the first rank: what all ranks gave, and everything that is the same on them."""
+        self._writer.wait()
+        step = checked_step(given[0][0])
+        for rank, (other, part) in enumerate(given):
+            if isinstance(part, Exception):
+                raise part
+            if other != step:
+                raise InvalidArgumentError(f"Rank {rank} saves step {other!r}, and rank 0 step {step}.")
+        metrics = plain_metrics(metric, self.keep_best)
+        parts = [part for _, part in given if isinstance(part, RankPart)]
+        collected = collect(state, parts, extra, limit, self.checksum, self.progress)
+        check_names(files, collected)
+        self._writer.save(step, collected, metrics, dict(files), blocking=blocking)
+        return checkpoint_path(self.root, step)

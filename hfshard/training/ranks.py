@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -47,6 +48,26 @@ class Ranks:
         box = [value]
         torch.distributed.broadcast_object_list(box)
         return box[0]
+
+    def first(self, work: Callable[[], _Value]) -> _Value:
+        """Do something on the first rank, and have what it returns on every one. Every rank must call.
+
+        Raises:
+            What it raises; on the other ranks a HfshardError that tells of it.
+        """
+        value: Any = None
+        error: BaseException | None = None
+        if self.is_first:
+            try:
+                value = work()
+            except BaseException as caught:  # noqa: BLE001 - raised below: the others wait for a word
+                error = caught
+        value, told = self.share((value, None if error is None else f"{type(error).__name__}: {error}"))
+        if error is not None:
+            raise error
+        if told is not None:
+            raise HfshardError(f"Rank 0 of {self.world_size} failed, and so did all: {told}")
+        return value  # type: ignore[no-any-return]
 
     def agree(self, error: BaseException | None) -> None:
         """Go on only where no rank has an error. Every rank must call.

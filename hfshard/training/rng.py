@@ -22,7 +22,11 @@ def rng_state() -> dict[str, Any]:
     """The state of all generators, of tensors and plain values (see `tree.py`); nothing is drawn."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.uint32), "gauss": gauss},
+        "python": {
+            "version": version,
+            "words": torch.tensor(words, dtype=torch.uint32).view(torch.int32),
+            "gauss": gauss,
+        },
         "torch": torch.get_rng_state(),
     }
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -96,4 +100,4 @@ def reseed(state: dict[str, Any], rank: int, world_size: int) -> None:
 
 def _python_state(state: dict[str, Any]) -> tuple[Any, ...]:
     python = state["python"]
-    return python["version"], tuple(python["words"].tolist()), python["gauss"]
+    return python["version"], tuple(python["words"].view(torch.uint32).tolist()), python["gauss"]

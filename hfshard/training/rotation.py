@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from hfshard.errors import InvalidArgumentError
@@ -25,43 +26,40 @@ def best_of(manifests: Sequence[Manifest], metric: str, mode: MetricMode) -> Man
     return min(known, key=lambda one: (sign * one.metrics[metric], one.sequence), default=None)
 
 
-def steps_to_remove(
-    manifests: Sequence[Manifest],
-    *,
-    max_to_keep: int | None,
-    keep_best: str | None,
-    metric_mode: MetricMode,
-    keep_every: int | None,
-) -> list[int]:
-    """The steps whose checkpoints go.
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Which checkpoints of a run stay."""
 
-    Args:
-        manifests: Of the whole checkpoints, in any order.
-        max_to_keep: How many of the last ones stay; None: all.
-        keep_best: A metric: the checkpoint with its best value stays too.
-        metric_mode: As in `best_of`.
-        keep_every: Checkpoints of steps that it divides stay too, and do not count.
-    """
-    if max_to_keep is None:
-        return []
-    in_order = sorted(manifests, key=lambda one: one.sequence)
-    best = best_of(manifests, keep_best, metric_mode) if keep_best is not None else None
-    passing = [one for one in in_order if not (keep_every and one.step % keep_every == 0)]
-    return [one.step for one in passing[:-max_to_keep] if one is not best and one is not in_order[-1]]
+    max_to_keep: int | None = None
+    """How many of the last ones; None: all."""
+    keep_best: str | None = None
+    """A metric: the checkpoint with its best value stays too."""
+    metric_mode: MetricMode = "min"
+    """As in `best_of`."""
+    keep_every: int | None = None
+    """Checkpoints of steps that it divides stay too, and do not count."""
 
+    def __post_init__(self) -> None:
+        """Refuse what would keep nothing, or what nobody knows.
 
-def check_rotation(max_to_keep: object, keep_best: object, metric_mode: object, keep_every: object) -> None:
-    """Refuse arguments that would keep nothing, or that nobody knows.
+        Raises:
+            InvalidArgumentError: The first of them that is wrong.
+        """
+        for name, value in (("max_to_keep", self.max_to_keep), ("keep_every", self.keep_every)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise InvalidArgumentError(f"{name} must be a number of at least 1, or None, and is {value!r}.")
+        if self.keep_best is not None and not (isinstance(self.keep_best, str) and self.keep_best):
+            raise InvalidArgumentError(
+                f"keep_best is the name of a metric, such as 'eval_loss', or None, and is {self.keep_best!r}."
+            )
+        if self.metric_mode not in ("min", "max"):
+            raise InvalidArgumentError(f"metric_mode must be 'min' or 'max', and is {self.metric_mode!r}.")
 
-    Raises:
-        InvalidArgumentError: The first of them that is wrong.
-    """
-    for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise InvalidArgumentError(f"{name} must be a number of at least 1, or None, and is {value!r}.")
-    if keep_best is not None and not (isinstance(keep_best, str) and keep_best):
-        raise InvalidArgumentError(
-            f"keep_best is the name of a metric, such as 'eval_loss', or None, and is {keep_best!r}."
-        )
-    if metric_mode not in ("min", "max"):
-        raise InvalidArgumentError(f"metric_mode must be 'min' or 'max', and is {metric_mode!r}.")
+    def steps_to_remove(self, manifests: Sequence[Manifest]) -> list[int]:
+        """The steps whose checkpoints go, of all whole ones of a run, in any order."""
+        if self.max_to_keep is None:
+            return []
+        in_order = sorted(manifests, key=lambda one: one.sequence)
+        best = best_of(manifests, self.keep_best, self.metric_mode) if self.keep_best is not None else None
+        passing = [one for one in in_order if not (self.keep_every and one.step % self.keep_every == 0)]
+        return [one.step for one in passing[: -self.max_to_keep] if one is not best and one is not in_order[-1]]

@@ -1,0 +1,77 @@
+"""Resumes a run from one checkpoint: the first rank chooses and checks it, and all ranks restore it, or none does."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+from hfshard.training.finding import Level, checked, of_step
+from hfshard.training.hub_runs import found_at
+from hfshard.training.manifest import Manifest
+from hfshard.training.ranks import Ranks
+from hfshard.training.restoring import Restoration, prepare
+from hfshard.training.run_directory import Found, look_at
+from hfshard.training.state import TrainingState
+from hfshard.training.step import RestoredStep
+
+logger = logging.getLogger(__name__)
+
+
+def choose(
+    root: str, step: int | str | os.PathLike[str], verify: Level, token: str | bool | None, progress: bool | None
+) -> tuple[Found, Manifest]:
+    """The checkpoint that was asked for, checked: of a step of the run, or from elsewhere.
+
+    Raises:
+        CheckpointNotFoundError: It is not there.
+        HubError: It can't be fetched.
+        DamagedCheckpointError: It is damaged.
+    """
+    if isinstance(step, str | os.PathLike):
+        found = found_at(step, token=token, progress=progress)
+    else:
+        found = of_step(root, step)
+    return found, checked(found, verify, progress)
+
+
+def resume(
+    state: TrainingState, chosen: Callable[[], tuple[Found, Manifest] | None], *, strict: bool
+) -> RestoredStep | None:
+    """Restore a checkpoint; every rank calls, and sees its directory.
+
+    Args:
+        state: Changed, if nothing is in the way on any rank.
+        chosen: Called on the first rank; None: there is no checkpoint.
+        strict: Refuse any difference.
+
+    Raises:
+        StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
+    """
+    ranks = Ranks.current()
+    found_there = ranks.first(chosen)
+    if found_there is None:
+        return None
+    found, manifest = found_there
+    restoration, error = Restoration(), None
+    try:
+        if not ranks.is_first:
+            found = look_at(found.path, found.step)
+            manifest = checked(found, "structure")
+        restoration = prepare(state, found.path, manifest, strict=strict, ranks=ranks)
+    except Exception as caught:  # noqa: BLE001 - raised by what follows, when all ranks know
+        error = caught
+    ranks.agree(error)
+    for difference in restoration.differences:
+        logger.warning("%s", difference)
+    try:
+        restoration.apply()
+    except Exception as caught:  # noqa: BLE001 - as above
+        error = caught
+    ranks.agree(error)
+    restored = RestoredStep(manifest.step)
+    restored.path, restored.extra, restored.metrics = found.path, restoration.extra, manifest.metrics
+    restored.differences = tuple(restoration.differences)
+    if ranks.is_first:
+        logger.info("Restored the checkpoint of step %d from '%s'.", manifest.step, found.path)
+    return restored

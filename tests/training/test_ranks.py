@@ -1,0 +1,145 @@
+"""Runs of several processes with the same model (DDP over gloo): saved by all, resumed by all, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler, TensorDataset
+
+from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
+from tests.training import processes
+
+STEPS, SAVED_AT, WORLD_SIZE = 6, 3, 2
+
+
+def join(place: Path, rank: int, world_size: int) -> None:
+    store = torch.distributed.FileStore(str(place / "store"), world_size)
+    timeout = timedelta(seconds=30)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def train(
+    place: Path, run: Path, name: str, rank: int, world_size: int, kill_at: int | None, *, blocking: bool
+) -> None:
+    """Some steps of a model whose dropout, noise and data are others on each rank; what came out goes into a file."""
+    if world_size > 1:
+        join(place, rank, world_size)
+    random.seed(rank), np.random.seed(rank), torch.manual_seed(0 if kill_at is not None or name == "straight" else 9)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    model = DistributedDataParallel(model) if world_size > 1 else model
+    torch.manual_seed(100 * rank)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    data = TensorDataset(torch.arange(48.0).reshape(12, 4))
+    sampler = DistributedSampler(data, world_size, rank, seed=1)
+    loader = ResumableDataLoader(data, batch_size=1, sampler=sampler)
+    state = TrainingState(model=model, optimizer=optimizer, loader=loader)
+    manager = CheckpointManager(run)
+    step = int(manager.restore_latest(state, strict=world_size > 1) or 0)
+    losses: list[float] = []
+    batches = iter(loader)
+    while step < STEPS:
+        [batch] = next(batches)
+        loss = (model(batch).mean() - random.random() - float(np.random.rand())) ** 2
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        step += 1
+        if step == SAVED_AT and name != "straight":
+            manager.save(step, state, extra={"losses": losses}, blocking=blocking)
+            manager.wait_until_finished()
+        if step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    weights = {key: value.tolist() for key, value in model.state_dict().items()}
+    found = {
+        "losses": losses,
+        "weights": weights,
+        "next": [random.random(), float(np.random.rand()), *torch.rand(2).tolist()],
+    }
+    (place / f"{name}-{rank}.json").write_text(json.dumps(found))
+
+
+def run_ranks(place: Path, run: Path, name: str, world_size: int, *args: Any, **options: Any) -> list[processes.End]:
+    (place / "store").unlink(missing_ok=True)
+    with ThreadPoolExecutor(world_size) as pool:
+        ends = [
+            pool.submit(
+                processes.run, place / f"{name}-{rank}.txt", _train, place, run, name, rank, world_size, args, options
+            )
+            for rank in range(world_size)
+        ]
+        return [end.result() for end in ends]
+
+
+def _train(
+    place: Path, run: Path, name: str, rank: int, world_size: int, args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    torch.set_num_threads(1)
+    train(place, run, name, rank, world_size, *args, **options)
+
+
+def results(place: Path, name: str, world_size: int) -> list[dict[str, Any]]:
+    return [json.loads((place / f"{name}-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_two_ranks_resume_each_with_its_own_random_state_and_data(tmp_path: Path, blocking: bool) -> None:
+    run = tmp_path / "run"
+    straight = run_ranks(tmp_path, run, "straight", WORLD_SIZE, None, blocking=blocking)
+    assert [end.status for end in straight] == [0, 0], straight
+    killed = run_ranks(tmp_path, run, "killed", WORLD_SIZE, SAVED_AT + 1, blocking=blocking)
+    # The one that dies second may die of the death of the other, in the middle of a collective.
+    statuses = [end.status for end in killed]
+    assert -signal.SIGKILL in statuses and 0 not in statuses and None not in statuses, killed
+    resumed = run_ranks(tmp_path, run, "resumed", WORLD_SIZE, None, blocking=blocking)
+    assert [end.status for end in resumed] == [0, 0], resumed
+    expected, found = results(tmp_path, "straight", WORLD_SIZE), results(tmp_path, "resumed", WORLD_SIZE)
+    assert expected[0]["losses"] != expected[1]["losses"]
+    for rank in range(WORLD_SIZE):
+        assert found[rank]["losses"] == expected[rank]["losses"][SAVED_AT:]
+        assert found[rank]["weights"] == expected[rank]["weights"]
+        assert found[rank]["next"] == expected[rank]["next"]
+    assert [path.name for path in run.iterdir()] == ["checkpoint-00000003"]
+
+
+def test_another_number_of_ranks_is_seeded_anew_the_same_way_each_time(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_ranks(tmp_path, run, "killed", WORLD_SIZE, SAVED_AT + 1, blocking=True)
+    for name in ("once", "again"):
+        [end] = run_ranks(tmp_path, run, name, 1, None, blocking=True)
+        assert end.status == 0, end
+        assert "is of 2 ranks, and here are 1: their random number generators are seeded anew" in end.words
+    [once], [again] = results(tmp_path, "once", 1), results(tmp_path, "again", 1)
+    assert once == again
+
+
+def fail_on_one(place: Path, run: Path, rank: int) -> None:
+    join(place, rank, WORLD_SIZE)
+    model = nn.Linear(2, 2)
+    extra = {"strange": object()} if rank == 0 else None
+    try:
+        CheckpointManager(run).save(1, TrainingState(model=model), extra=extra)
+    except Exception as error:
+        (place / f"error-{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+
+
+def test_an_error_of_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with ThreadPoolExecutor(WORLD_SIZE) as pool:
+        list(pool.map(lambda rank: processes.run(tmp_path / f"{rank}.txt", fail_on_one, tmp_path, run, rank), range(2)))
+    first, second = ((tmp_path / f"error-{rank}.txt").read_text() for rank in range(2))
+    assert first.startswith("UnstorableTensorError: 'extra/strange' is a object: it has no form")
+    assert second.startswith("HfshardError: Rank 0 of 2 failed, and so did all: UnstorableTensorError: 'extra/strange'")
+    assert not run.exists()
