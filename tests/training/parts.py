@@ -1,0 +1,303 @@
+"""What the runs are made of: tiny models, data, losses, and stateful objects as users write them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict, deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import Dataset
+
+SAMPLES = 10
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(OrderedDict(first=nn.Linear(4, 8), act=nn.Tanh(), last=nn.Linear(8, 1)))
+
+
+def mlp_bf16() -> nn.Module:
+    return mlp().to(torch.bfloat16)
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1))
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def with_spectral_norm() -> nn.Module:
+    """A parametrization: its power iteration moves buffers at every forward."""
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 1))
+
+
+def frozen() -> nn.Module:
+    model = mlp()
+    model.get_submodule("first").requires_grad_(False)
+    return model
+
+
+class Unused(nn.Module):
+    """A head that no loss ever reaches, and a frozen scale between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.head = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.body(x) * self.scale
+
+
+class Alternating(nn.Module):
+    """Two branches that take turns, so that each has a gradient now and then only."""
+
+    turn: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([mlp(), mlp()])
+        self.register_buffer("turn", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.turn += 1
+        return self.branches[int(self.turn) % 2](x)
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.mix = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.head(torch.tanh(self.mix(self.embed(ids))))
+
+
+class Sparse(nn.Module):
+    """An embedding with sparse gradients, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4, sparse=True)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.embed(ids).sum(-1)
+
+
+class Complex(nn.Module):
+    """Weights with an imaginary part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 1, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+class Honest(nn.Module):
+    """A child that is really called `module`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = mlp()
+        self.head = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.module(x))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=8, tie_word_embeddings=True, attention_dropout=0.1,
+    )  # fmt: skip
+    model: nn.Module = LlamaForCausalLM(config).train()
+    return model
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+class Points(Dataset[Pair]):
+    """Numbers that no two samples share."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Pair:
+        x = torch.sin(torch.arange(1.0, 5.0) * (index + 1))
+        return x, x.sum().reshape(1) * 0.5
+
+
+class Augmented(Points):
+    """Samples with noise, as a transform draws it: from python's, numpy's or torch's global generator."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def __getitem__(self, index: int) -> Pair:
+        x, y = super().__getitem__(index)
+        noise = 0.0
+        if self.source in ("python", "all"):
+            noise += random.random()
+        if self.source in ("numpy", "all"):
+            noise += float(np.random.rand())
+        if self.source in ("torch", "all"):
+            noise += float(torch.rand(()))
+        return x + noise, y
+
+
+class Tokens(Dataset[torch.Tensor]):
+    """Short sequences of ids."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index % 6, (index * 3 + 1) % 6, (index // 2) % 6])
+
+
+def squared_error(model: nn.Module, batch: Pair) -> torch.Tensor:
+    x, y = batch
+    dtype = next(model.parameters()).dtype
+    out = model(x if dtype.is_complex else x.to(dtype))
+    return nn.functional.mse_loss(out.float(), y)
+
+
+def mixed_up(model: nn.Module, batch: Pair) -> torch.Tensor:
+    """Augmentation in the main process, from all three generators."""
+    x, y = batch
+    share = random.random() * float(np.random.beta(0.4, 0.4))
+    x = x * (1 - share) + x[torch.randperm(len(x))] * share
+    return nn.functional.mse_loss(model(x + 0.1 * torch.randn_like(x)), y)
+
+
+def next_token(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(ids[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def sum_of_rows(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(ids) ** 2).sum()
+    return loss
+
+
+def causal_lm(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def overflowing(model: nn.Module, batch: Pair) -> torch.Tensor:
+    """Infinite where one certain sample is in the batch, so that a GradScaler skips the step and backs off."""
+    loss = squared_error(model, batch)
+    third = torch.sin(torch.tensor(3.0))
+    return loss * torch.inf if bool((batch[0][:, 0] == third).any()) else loss
+
+
+def ema(model: nn.Module) -> dict[str, Any]:
+    return {"ema": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))}
+
+
+def ema_with_buffers(model: nn.Module) -> dict[str, Any]:
+    return {"ema": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)}
+
+
+class Shadow:
+    """An average of the weights that a user wrote himself: a dict of tensors, in twice the precision."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = {name: tensor.detach().double() for name, tensor in model.named_parameters()}
+        self.updates = 0
+
+    def update(self, model: nn.Module, step: int, loss: float) -> None:
+        self.updates += 1
+        for name, tensor in model.named_parameters():
+            self.weights[name].lerp_(tensor.detach().double(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights, self.updates = state["weights"], state["updates"]
+
+
+class Diary:
+    """A user's object that keeps whatever Python has, and hands out its own containers rather than copies."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values: dict[str, Any] = {
+            "last": deque(maxlen=3), "all": deque(), "seen": Counter(), "by_step": {}, "sum": np.zeros(2),
+            "best": np.inf, "worst": -np.inf, "unknown": float("nan"), "minus_zero": -0.0, "pair": (1, (2.5, None)),
+            "none": None, "big": 2**70, "text": "ä\u2028\x00\n", "ordered": OrderedDict(b=1, a=2),
+            "tensor": torch.zeros(3),
+            "nested": [{"deep": [torch.ones(2, dtype=torch.float16), {"er": (True, False)}]}], "empty": [{}, [], ()],
+            "ints": np.arange(3, dtype=np.int16), "single": np.float32(0.1), "flag": np.bool_(True),
+        }  # fmt: skip
+
+    def update(self, model: nn.Module, step: int, loss: float) -> None:
+        values = self.values
+        values["last"].append(loss)
+        values["all"].append((step, loss))
+        values["seen"][step % 3] += 1
+        values["by_step"][step] = {"loss": loss, -step: [step]}
+        values["sum"] += (step, loss)
+        values["best"] = min(values["best"], loss)
+        values["tensor"] += loss
+        values["nested"][0]["deep"][0] *= 0.5
+        values["ordered"].move_to_end("b" if step % 2 else "a")
+        values["single"] = np.float32(values["single"] + np.float32(loss))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state
+
+
+def shadow(model: nn.Module) -> dict[str, Any]:
+    return {"shadow": Shadow(model)}
+
+
+def diary(model: nn.Module) -> dict[str, Any]:
+    return {"diary": Diary(model)}
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    return {**ema(model), **shadow(model), **diary(model)}
+
+
+class Stateful:
+    """A loader that is not ours: it counts its batches itself, and starts in the middle of an epoch when told to."""
+
+    def __init__(self, data: Dataset[Pair]) -> None:
+        self.data, self.epoch, self.batch = data, 0, 0
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.batch < SAMPLES // 2:
+            self.batch += 1
+            pairs = [self.data[index] for index in order[2 * self.batch - 2 : 2 * self.batch]]
+            yield torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+        self.epoch, self.batch = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "batch": self.batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.batch = state["epoch"], state["batch"]

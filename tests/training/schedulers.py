@@ -1,0 +1,231 @@
+"""Every scheduler of torch and transformers, and those that users write: name -> how it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer, lr_scheduler, swa_utils
+from torch.optim.lr_scheduler import LRScheduler
+
+TOTAL = 24
+"""Steps: more than a test takes."""
+
+
+def tenth(step: int) -> float:
+    return 1 / (1 + 0.1 * step)
+
+
+def grown(step: int) -> float:
+    return 1.05 - 0.01 * step
+
+
+class Counting:
+    """A callable with a state of its own: what it answers depends on how often it was asked."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.answers: dict[int, float] = {}
+
+    def __call__(self, step: float) -> float:
+        self.calls += 1
+        self.answers = {self.calls % 2: 0.97**self.calls}
+        return self.answers[self.calls % 2]
+
+
+class Watching:
+    """A callable that holds the optimizer, and looks into its state; the pickle of one holds both."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.calls = 0
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        return 1 / (1 + len(self.optimizer.state) + 0.1 * self.calls)
+
+
+class Cyclic:
+    """An object one of whose methods is the scale of a CyclicLR."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def scale(self, x: float) -> float:
+        return math.exp(-self.rate * x)
+
+
+class OwnScheduler(LRScheduler):
+    """A user's: which of its methods it uses stands in an attribute, as a bound method."""
+
+    def __init__(self, optimizer: Optimizer, total: int) -> None:
+        self.total = total
+        self.fn = self._cos
+        self.history: list[float] = []
+        super().__init__(optimizer)
+
+    def _cos(self, step: int) -> float:
+        return 0.5 * (1 + math.cos(math.pi * step / self.total))
+
+    def get_lr(self) -> list[Any]:
+        self.history = [*self.history[-4:], self.fn(self.last_epoch)]
+        return [base * self.fn(self.last_epoch) for base in self.base_lrs]
+
+
+class PlainScheduler:
+    """A user's that inherits from nothing, and keeps the optimizer's own groups in its state."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.count = 0
+        self.worst = -math.inf
+        self.bounds = {0: (0.1, 0.2), 1: (math.inf, 3)}
+
+    def step(self) -> None:
+        self.count += 1
+        self.worst = max(self.worst, *(group["lr"] for group in self.optimizer.param_groups))
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.93
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "worst": self.worst, "bounds": self.bounds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count, self.worst, self.bounds = state["count"], state["worst"], state["bounds"]
+
+
+def _lambdas(optimizer: Optimizer, make: Callable[[], Any]) -> LRScheduler:
+    return lr_scheduler.LambdaLR(optimizer, [make() for _ in optimizer.param_groups])
+
+
+def _sequential(optimizer: Optimizer) -> LRScheduler:
+    parts = [
+        lr_scheduler.LinearLR(optimizer, total_iters=3),
+        lr_scheduler.CosineAnnealingLR(optimizer, T_max=4),
+        lr_scheduler.ExponentialLR(optimizer, gamma=0.9),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3, 7])
+
+
+def _sequential_stateful(optimizer: Optimizer) -> LRScheduler:
+    parts = [
+        lr_scheduler.LambdaLR(optimizer, [Counting(), Watching(optimizer)]),
+        lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=2),
+        OwnScheduler(optimizer, TOTAL),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[4, 8])
+
+
+def _chained(optimizer: Optimizer) -> Any:
+    parts = [
+        lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=4),
+        lr_scheduler.MultiStepLR(optimizer, [3, 6, 6, 9]),
+        lr_scheduler.LambdaLR(optimizer, Counting()),
+    ]
+    return lr_scheduler.ChainedScheduler(parts)
+
+
+def _one_cycle(**options: Any) -> Callable[[Optimizer], LRScheduler]:
+    return partial(lr_scheduler.OneCycleLR, max_lr=[0.05, 0.02], total_steps=TOTAL, **options)
+
+
+def _cyclic(**options: Any) -> Callable[[Optimizer], LRScheduler]:
+    return partial(lr_scheduler.CyclicLR, base_lr=0.01, max_lr=0.05, step_size_up=2, step_size_down=3, **options)
+
+
+def of_transformers(name: str, **options: Any) -> Callable[[Optimizer], Any]:
+    def make(optimizer: Optimizer) -> Any:
+        from transformers import optimization
+
+        return getattr(optimization, name)(optimizer, **options)
+
+    return make
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a scheduler is made, and what its step takes."""
+
+    make: Callable[[Optimizer], Any]
+    takes_loss: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    """More for the case."""
+
+
+_WARM = {"num_warmup_steps": 3}
+_WARM_TOTAL = {"num_warmup_steps": 3, "num_training_steps": TOTAL}
+
+TORCH: dict[str, Kind] = {
+    "lambda-function": Kind(partial(lr_scheduler.LambdaLR, lr_lambda=tenth), options={"compat": True}),
+    "lambda-lambda": Kind(partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.9**step)),
+    "lambda-mixed-list": Kind(lambda optimizer: lr_scheduler.LambdaLR(optimizer, [Counting(), tenth])),
+    "lambda-callable": Kind(partial(_lambdas, make=Counting), options={"compat": True}),
+    "lambda-bound-method": Kind(partial(_lambdas, make=lambda: Cyclic(0.1).scale)),
+    "lambda-holds-optimizer": Kind(lambda optimizer: lr_scheduler.LambdaLR(optimizer, Watching(optimizer))),
+    "multiplicative": Kind(partial(lr_scheduler.MultiplicativeLR, lr_lambda=grown)),
+    "multiplicative-callable": Kind(lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, [Counting(), grown])),
+    "step": Kind(partial(lr_scheduler.StepLR, step_size=3)),
+    "multi-step": Kind(partial(lr_scheduler.MultiStepLR, milestones=[2, 5, 5, 8])),
+    "constant": Kind(partial(lr_scheduler.ConstantLR, total_iters=5)),
+    "linear": Kind(partial(lr_scheduler.LinearLR, total_iters=9)),
+    "exponential": Kind(partial(lr_scheduler.ExponentialLR, gamma=0.9)),
+    "polynomial": Kind(partial(lr_scheduler.PolynomialLR, total_iters=14, power=2.0)),
+    "cosine": Kind(partial(lr_scheduler.CosineAnnealingLR, T_max=5, eta_min=1e-4)),
+    "cosine-warm-restarts": Kind(partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3, T_mult=2)),
+    "cyclic-triangular": Kind(_cyclic(mode="triangular"), options={"compat": True}),
+    "cyclic-triangular2": Kind(_cyclic(mode="triangular2")),
+    "cyclic-exp-range": Kind(_cyclic(mode="exp_range", gamma=0.95)),
+    "cyclic-function": Kind(_cyclic(scale_fn=tenth)),
+    "cyclic-lambda": Kind(_cyclic(scale_fn=lambda x: 0.8**x, scale_mode="iterations")),
+    "cyclic-bound-method": Kind(_cyclic(scale_fn=Cyclic(0.3).scale)),
+    "cyclic-callable": Kind(lambda optimizer: _cyclic(scale_fn=Counting())(optimizer)),
+    "one-cycle-cos": Kind(_one_cycle()),
+    "one-cycle-linear": Kind(_one_cycle(anneal_strategy="linear")),
+    "one-cycle-three-phases": Kind(_one_cycle(three_phase=True)),
+    "one-cycle-linear-three-phases": Kind(_one_cycle(anneal_strategy="linear", three_phase=True, cycle_momentum=False)),
+    "plateau": Kind(partial(lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.7), True, {"compat": True}),
+    "plateau-max": Kind(
+        partial(lr_scheduler.ReduceLROnPlateau, mode="max", patience=1, cooldown=1, min_lr=[1e-3, 1e-4]), True
+    ),
+    "sequential": Kind(_sequential, options={"compat": True}),
+    "sequential-stateful": Kind(_sequential_stateful),
+    "chained": Kind(_chained, options={"compat": True}),
+    "swa": Kind(partial(swa_utils.SWALR, swa_lr=0.05, anneal_epochs=6)),
+    "swa-linear": Kind(lambda optimizer: swa_utils.SWALR(optimizer, [0.05, 0.01], 6, "linear")),  # type: ignore[arg-type]
+}
+
+USERS: dict[str, Kind] = {
+    "own-bound-method": Kind(partial(OwnScheduler, total=TOTAL), options={"compat": True}),
+    "own-without-base": Kind(PlainScheduler),
+}
+
+TRANSFORMERS: dict[str, Kind] = {
+    "hf-constant": Kind(of_transformers("get_constant_schedule")),
+    "hf-constant-warmup": Kind(of_transformers("get_constant_schedule_with_warmup", **_WARM)),
+    "hf-linear": Kind(of_transformers("get_linear_schedule_with_warmup", **_WARM_TOTAL), options={"compat": True}),
+    "hf-cosine": Kind(of_transformers("get_cosine_schedule_with_warmup", **_WARM_TOTAL)),
+    "hf-cosine-restarts": Kind(
+        of_transformers("get_cosine_with_hard_restarts_schedule_with_warmup", num_cycles=3, **_WARM_TOTAL)
+    ),
+    "hf-polynomial": Kind(of_transformers("get_polynomial_decay_schedule_with_warmup", power=2.0, **_WARM_TOTAL)),
+    "hf-inverse-sqrt": Kind(of_transformers("get_inverse_sqrt_schedule", **_WARM)),
+    "hf-cosine-min-lr": Kind(
+        of_transformers("get_cosine_with_min_lr_schedule_with_warmup", min_lr=1e-4, **_WARM_TOTAL)
+    ),
+    "hf-cosine-min-lr-rate": Kind(
+        of_transformers("get_cosine_with_min_lr_schedule_with_warmup_lr_rate", min_lr_rate=0.1, **_WARM_TOTAL)
+    ),
+    "hf-wsd": Kind(of_transformers("get_wsd_schedule", num_decay_steps=6, num_stable_steps=4, **_WARM)),
+    "hf-wsd-1-sqrt": Kind(
+        of_transformers("get_wsd_schedule", num_decay_steps=6, num_stable_steps=4, decay_type="1-sqrt", **_WARM)
+    ),
+    "hf-plateau": Kind(of_transformers("get_reduce_on_plateau_schedule", patience=1), True),
+    "hf-greedy": Kind(
+        of_transformers("get_greedy_schedule", patience=1, factor=0.9, smooth=True, window_size=3, reset_start=2), True
+    ),
+}
+
+ALL: dict[str, Kind] = TORCH | USERS | TRANSFORMERS
