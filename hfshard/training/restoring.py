@@ -20,6 +20,7 @@ from hfshard.storage.names import MODEL_BASE, WeightNames
 from hfshard.storage.regular_file import read_small
 from hfshard.storage.strict_json import parse_json_object
 from hfshard.training.collecting import TREE_FORMAT
+from hfshard.training.foreign_loader import LoaderWatch
 from hfshard.training.manifest import Manifest
 from hfshard.training.optimizer import plan_optimizer
 from hfshard.training.ranks import ALONE, Ranks
@@ -49,12 +50,16 @@ class Restoration:
     """What does not fit, in words; with strict nothing is restored then."""
     extra: Any = None
     set_rng: Update = lambda: None
+    watches: list[LoaderWatch] = field(default_factory=list)
+    """Loaders that are not ours: their next `iter()` draws, and what it draws is put back."""
 
     def apply(self) -> None:
         """Load everything; the random number generators last."""
         for update in self.updates:
             update()
         self.set_rng()
+        for watch in self.watches:
+            watch.rearm(self.set_rng)
 
 
 def prepare(
@@ -99,6 +104,7 @@ def prepare(
             ) from error
     rng, restoration.extra = unpack([own["rng"], tree["extra"]], rest, path)
     check_rng_state(rng, path)
+    restoration.watches = [one for name in common if isinstance(one := state.components[name], LoaderWatch)]
     restoration.set_rng = _rng_update(rng, len(tree["ranks"]), ranks, directory)
     return restoration
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.state_dict import parameter_names
+from hfshard.training.foreign_loader import watched
 from hfshard.training.scheduler import is_scheduler
 
 Kind = Literal["module", "optimizer", "scheduler", "loader", "stateful"]
@@ -53,8 +54,12 @@ class TrainingState:
         """
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "scaler": scaler}
         given |= stateful
-        self.components: dict[str, Any] = {name: unwrapped(part) for name, part in given.items() if part is not None}
-        self.kinds: dict[str, Kind] = {name: _kind_of(name, part) for name, part in self.components.items()}
+        parts = {name: unwrapped(part) for name, part in given.items() if part is not None}
+        self.kinds: dict[str, Kind] = {name: _kind_of(name, part) for name, part in parts.items()}
+        self.components: dict[str, Any] = {
+            name: watched(part) if self.kinds[name] == "loader" else part for name, part in parts.items()
+        }
+        """By name; a loader that is not ours is followed from now on (see `foreign_loader.py`)."""
 
     def of_kind(self, kind: Kind) -> dict[str, Any]:
         """The parts of one kind, by name."""
