@@ -36,7 +36,6 @@ class Publisher:
         self._lock = threading.Lock()
         self._pushing: Found | None = None
         self._waiting: Found | None = None
-        self._is_working = False
         self._error: Exception | None = None
         """Of the last push."""
 
@@ -56,10 +55,12 @@ class Publisher:
             self._push(found, self._options)
             return
         with self._lock:
-            was_working, self._is_working, self._waiting = self._is_working, True, found
-        if not was_working:
-            self._thread.wait()
-            self._thread.start(self._work, f"Pushing to '{self._repo_id}'")
+            if self._pushing is not None:
+                self._waiting = found
+                return
+            self._pushing = found
+        self._thread.wait()
+        self._thread.start(self._work, f"Pushing to '{self._repo_id}'")
 
     def join(self) -> None:
         """Wait for what is under way."""
@@ -73,14 +74,12 @@ class Publisher:
             raise error
 
     def _work(self) -> None:
-        while (found := self._next()) is not None:
+        found = self._pushing
+        while found is not None:
             self._push(found, replace(self._options, progress=False))
-
-    def _next(self) -> Found | None:
-        with self._lock:
-            self._pushing, self._waiting = self._waiting, None
-            self._is_working = self._pushing is not None
-            return self._pushing
+            with self._lock:
+                found = self._pushing = self._waiting
+                self._waiting = None
 
     def _push(self, found: Found, options: PushOptions) -> None:
         try:
