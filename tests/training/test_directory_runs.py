@@ -21,8 +21,6 @@ from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.hub_runs import split_address
 from tests.hub.push_lab import contents
 
-pytestmark = pytest.mark.compat
-
 
 class Run:
     """A model of 41 numbers in training."""
@@ -79,6 +77,7 @@ def titles(hub: str | Path, revision: str = "main") -> list[str]:
     return found
 
 
+@pytest.mark.compat
 def test_run_goes_to_a_directory_hub_and_resumes_from_any_of_its_commits(
     tmp_path: Path, losses: list[torch.Tensor]
 ) -> None:
@@ -208,6 +207,7 @@ def test_failed_pushes_stop_nothing_and_waiting_raises_the_last(
     assert titles(hub) == ["Checkpoint at step 1"]
 
 
+@pytest.mark.compat
 def test_end_of_the_process_waits_for_the_last_push(tmp_path: Path, child_environment: dict[str, str]) -> None:
     code = f"""
 import torch
