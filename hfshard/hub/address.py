@@ -42,3 +42,27 @@ def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
     if repo_id.startswith(_PATH_STARTS) or repo_id in (".", "..") or is_marked(repo_id):
         return os.path.expanduser(repo_id)
     return None
+
+
+def split_address(place: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """A path or repo_id, and the revision behind the "@".
+
+    A path may have an "@" of its own: it is one of a revision where a directory hub's path ends before it.
+
+    Raises:
+        InvalidArgumentError: There is nothing before or behind the "@", or it is a URL of another kind.
+    """
+    text, directory = os.fspath(place), directory_of(place)
+    if directory is None:
+        at = -1 if os.path.isdir(text) else text.find("@")
+        return (text, None) if at < 0 else _split_at(text, at)
+    directory = os.path.abspath(directory)
+    ends = [at for at, character in enumerate(directory) if character == "@"]
+    hubs = [at for at in ends if is_marked(directory[:at])]
+    return (directory, None) if not hubs or os.path.isdir(directory) else _split_at(directory, hubs[0])
+
+
+def _split_at(text: str, at: int) -> tuple[str, str]:
+    if not text[:at] or not text[at + 1 :]:
+        raise InvalidArgumentError(f"'{text}' must be a place and a revision, such as org/name@main.")
+    return text[:at], text[at + 1 :]

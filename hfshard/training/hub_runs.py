@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Event
-from typing import TYPE_CHECKING, Final, TypedDict
+from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
 from hfshard.errors import (
@@ -18,8 +18,7 @@ from hfshard.errors import (
     InvalidArgumentError,
     UnsafePathError,
 )
-from hfshard.hub.address import directory_of
-from hfshard.hub.directory_marker import is_marked
+from hfshard.hub.address import split_address
 from hfshard.progress import bytes_bar
 from hfshard.source import Source
 from hfshard.storage.content import BytesContent, Content, FileContent, in_threads
@@ -32,6 +31,7 @@ from hfshard.training.collecting import PARTS
 from hfshard.training.finding import of_step
 from hfshard.training.manifest import MANIFEST, Manifest, check_files, read_manifest
 from hfshard.training.run_directory import Found, found_in
+from hfshard.training.step import checked_step
 
 if TYPE_CHECKING:
     from hfshard.hub.listing import PushResult, RemoteFile
@@ -78,24 +78,34 @@ class _Ready:
     contents: dict[str, Content]
 
 
-def choose_to_push(root: str, step: int | None, *, is_best: bool) -> Found:
-    """The checkpoint of a step; None: the one that was saved last, damaged or not, or where the best is wanted, none.
+def push_run(
+    root: str,
+    repo_id: str | os.PathLike[str],
+    step: int | Literal["best", "all"] | None,
+    best_step: Callable[[], int | None],
+    options: PushOptions,
+) -> PushResult | list[PushResult]:
+    """Push one checkpoint of a run, or all; see `CheckpointManager.push`.
 
     Raises:
         CheckpointNotFoundError: There is none.
+        Everything that `push_found` and `push_all` raise.
     """
-    if step is not None:
-        return of_step(root, step)
-    if is_best:
+    found = found_in(root)
+    if not found:
+        raise CheckpointNotFoundError(f"There is no checkpoint in '{root}'. Check the path.", path=root)
+    if step == "all":
+        return push_all(found, repo_id, options)
+    if step is None:
+        return push_found(found[0], repo_id, options)  # damaged or not: never an older one without a word
+    wanted = best_step() if step == "best" else checked_step(step)
+    if wanted is None:
         raise CheckpointNotFoundError(
             f"No checkpoint in '{root}' has the metric that the best is chosen by. Pass it when you save: "
             "manager.save(step, state, metric=...).",
             path=root,
         )
-    found = found_in(root)
-    if not found:
-        raise CheckpointNotFoundError(f"There is no checkpoint in '{root}'. Check the path.", path=root)
-    return found[0]
+    return push_found(of_step(root, wanted), repo_id, options)
 
 
 def push_found(found: Found, repo_id: str | os.PathLike[str], options: PushOptions) -> PushResult:
@@ -264,24 +274,6 @@ def found_at(place: str | os.PathLike[str], *, token: str | bool | None = None, 
     return Found(directory, manifest.step, manifest)
 
 
-def split_address(place: str | os.PathLike[str]) -> tuple[str, str | None]:
-    """A path or repo_id, and the revision behind the "@".
-
-    A path may have an "@" of its own: it is one of a revision where a directory hub's path ends before it.
-
-    Raises:
-        InvalidArgumentError: There is nothing before or behind the "@", or it is a URL of another kind.
-    """
-    text, directory = os.fspath(place), directory_of(place)
-    if directory is None:
-        at = -1 if os.path.isdir(text) else text.find("@")
-        return (text, None) if at < 0 else _split_at(text, at)
-    directory = os.path.abspath(directory)
-    ends = [at for at, character in enumerate(directory) if character == "@"]
-    hubs = [at for at in ends if is_marked(directory[:at])]
-    return (directory, None) if not hubs or os.path.isdir(directory) else _split_at(directory, hubs[0])
-
-
 def check_repo(repo_id: str) -> None:
     """Refuse what can't be the name of a repo of the Hub.
 
@@ -291,12 +283,6 @@ def check_repo(repo_id: str) -> None:
     from hfshard.hub.fetching import check_repo_id
 
     check_repo_id(repo_id)
-
-
-def _split_at(text: str, at: int) -> tuple[str, str]:
-    if not text[:at] or not text[at + 1 :]:
-        raise InvalidArgumentError(f"'{text}' must be a place and a revision, such as org/name@main.")
-    return text[:at], text[at + 1 :]
 
 
 def _pick(view: View) -> Chosen:

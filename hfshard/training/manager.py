@@ -12,7 +12,7 @@ from hfshard.size import parse_size
 from hfshard.storage.integrity import Checksum, check_checksum
 from hfshard.training.collecting import RankPart, collect, collect_rank
 from hfshard.training.finding import Level, manifests_in, newest_whole, of_step, problems_of
-from hfshard.training.hub_runs import PushOptions, choose_to_push, push_all, push_found
+from hfshard.training.hub_runs import PushOptions, push_run
 from hfshard.training.manifest import plain_metrics
 from hfshard.training.publisher import Publisher
 from hfshard.training.ranks import Ranks
@@ -260,7 +260,8 @@ class CheckpointManager:
         before left there goes in the same commit; README and other files stay. An unchanged push makes no commit.
 
         Args:
-            repo_id: "org/name", made if it is missing; or a path or file:// URL of a directory that serves as a hub.
+            repo_id: "org/name", made if it is missing; or a path or file:// URL of a directory that serves as a hub. Of
+                several ranks, which all call, the first one pushes.
             step: Which one; None: the one that was saved last; "best": see `best_step`; "all": all in the order in
                 which they were saved, a commit each, but those that the branch has had.
             revision, private, token, create_pr: As in `push_checkpoint`.
@@ -278,10 +279,7 @@ class CheckpointManager:
         self._writer.wait_for_all()
         progress = self.progress if progress is None else progress
         options = PushOptions(revision, private, token, commit_message, create_pr, progress)
-        if step == "all":
-            return push_all(found_in(self.root), repo_id, options)
-        wanted = self.best_step() if step == "best" else step
-        return push_found(choose_to_push(self.root, wanted, is_best=step == "best"), repo_id, options)
+        return Ranks.current().first(lambda: push_run(self.root, repo_id, step, self.best_step, options))
 
     def wait_until_finished(self) -> None:
         """Wait for a save and a push that are under way, and raise the error of the last one if it failed."""

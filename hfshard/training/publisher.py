@@ -7,9 +7,9 @@ import os
 import threading
 from dataclasses import replace
 
-from hfshard.hub.address import directory_of
+from hfshard.hub.address import directory_of, split_address
 from hfshard.training.background import Background
-from hfshard.training.hub_runs import PushOptions, check_repo, push_found, split_address
+from hfshard.training.hub_runs import PushOptions, check_repo, push_found
 from hfshard.training.run_directory import Found
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from hfshard.errors import CheckpointNotFoundError, HfshardError, HubNotFoundError, InvalidArgumentError
+from hfshard.hub.address import split_address
 from hfshard.hub.directory_hub import DirectoryHub
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.hub_runs import split_address
 from tests.hub.push_lab import contents
 
 
