@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hfshard.training.accelerate import prepare_loader, prepared_state
     from hfshard.training.dataloader import ResumableDataLoader
     from hfshard.training.gradient_checkpointing import enable_gradient_checkpointing
     from hfshard.training.gradients import Gradients
@@ -22,6 +23,8 @@ __all__ = [
     "ResumableDataLoader",
     "TrainingState",
     "enable_gradient_checkpointing",
+    "prepare_loader",
+    "prepared_state",
 ]
 
 # Lazy (PEP 562), as in the package itself.
@@ -33,6 +36,8 @@ _HOMES = {
     "RestoredStep": "step",
     "TrainingState": "state",
     "enable_gradient_checkpointing": "gradient_checkpointing",
+    "prepare_loader": "accelerate",
+    "prepared_state": "accelerate",
 }
 
 
