@@ -16,7 +16,7 @@ from bench.measuring import ChildFailedError, run_child
 from bench.models import total_bytes
 from bench.question import Context, Peer, Question
 
-QUESTIONS = ("save", "load", "reshard", "verify", "plan", "push", "memory", "training", "gpu")
+QUESTIONS = ("save", "load", "reshard", "verify", "plan", "push", "memory", "training", "loader", "gpu")
 
 
 def question_of(name: str) -> Question:
