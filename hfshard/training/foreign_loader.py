@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.training.dataloader import ResumableDataLoader
 from hfshard.training.rng import check_rng_state, rng_state, set_rng_state
-from hfshard.training.seeding import untouched
 
 _TORCHDATA: Final = "torchdata.stateful_dataloader"
 _FINISHED: Final = "_iterator_finished"
@@ -99,8 +98,9 @@ class LoaderWatch:
         if _is_torchdata(self.loader) and getattr(self.loader, "_iterator", None) is None:
             # Its state_dict() would make an iterator, which draws, and which the next iter() would use.
             return {"loader": None, "is_within": False} if self._loaded is None else dict(self._loaded)
-        with untouched():
-            state = self.loader.state_dict()
+        before = rng_state()
+        state = self.loader.state_dict()
+        set_rng_state(before)
         is_within = self._is_running
         if _is_torchdata(self.loader) and isinstance(state, Mapping) and _FINISHED in state:
             is_within = not state[_FINISHED]

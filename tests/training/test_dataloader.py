@@ -31,7 +31,7 @@ from torch.utils.data import (
 from hfshard.errors import HfshardError, InvalidArgumentError, StaleIteratorError, StateDictMismatchError
 from hfshard.training import ResumableDataLoader
 from hfshard.training.sampling import EpochSampler
-from hfshard.training.seeding import seeds_for
+from hfshard.training.seeding import current_states, put_back, reseed, seeds_for
 from tests.training import processes
 from tests.training.loader_child import BATCHES, EPOCHS, SAMPLES, Augmented, collate, make, run
 
@@ -135,6 +135,20 @@ def test_iterating_changes_no_rng_of_the_process(arguments: dict[str, Any], samp
     for _ in loader:
         assert rng_states() == before
     assert rng_states() == before
+
+
+def test_the_normal_number_that_numpy_keeps_is_seen() -> None:
+    assert hasattr(np.random.get_state.__self__, "_bit_generator")  # type: ignore[attr-defined]
+    np.random.seed(1)
+    for kept in (True, False, True):
+        np.random.randn()
+        before = rng_states()
+        states = current_states()
+        assert (states.numpy_normal is not None) is kept
+        assert rng_states() == before
+        reseed(seeds_for(2), np.random.MT19937())
+        put_back(states)
+        assert rng_states() == before
 
 
 def test_rng_is_put_back_after_an_error_of_the_dataset() -> None:
