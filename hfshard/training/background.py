@@ -32,9 +32,10 @@ class Background:
                 logger.error("%s failed: %s", what, error)
                 self._error = error
 
-        self._thread = threading.Thread(target=run, name="hfshard-save")
+        thread = threading.Thread(target=run, name="hfshard-save")
+        thread.start()
+        self._thread = thread
         _running.add(self)
-        self._thread.start()
 
     @property
     def is_running(self) -> bool:

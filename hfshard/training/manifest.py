@@ -10,7 +10,7 @@ from threading import Event
 from typing import Final, TypeGuard
 
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, MAX_OTHER_BYTES, SAFETENSORS_SUFFIX
-from hfshard.errors import DamagedCheckpointError, IntegrityError
+from hfshard.errors import DamagedCheckpointError, IntegrityError, InvalidArgumentError, UnsafePathError
 from hfshard.storage.content import in_threads, stoppable
 from hfshard.storage.header import remedy
 from hfshard.storage.index import FileRecord, parse_record
@@ -67,11 +67,11 @@ class Manifest:
                 "Run: pip install --upgrade hfshard",
                 path=path,
             )
-        if checksum != sha256_of(dump_json(body)):
+        if checksum != _checksum_of(body):
             raise IntegrityError(f"'{path}' is damaged: its checksum is not that of its contents. {_REMEDY}", path=path)
         step, sequence, files = body.get("step"), body.get("sequence"), body.get("files")
         metrics = unpack(body.get("metrics"), {}, path)
-        if not (_is_count(step) and _is_count(sequence) and isinstance(files, dict) and isinstance(metrics, dict)):
+        if not (_is_count(step) and _is_count(sequence) and isinstance(files, dict) and _are_metrics(metrics)):
             raise DamagedCheckpointError(
                 f"'{path}' is damaged: it lacks a step, files or metrics. {_REMEDY}", path=path
             )
@@ -135,14 +135,34 @@ def _check_file(
         shard = ShardFile(path, directory)
         try:
             shard.check_record(record, sample=True)
+            _check_own_digests(shard, record)
             if is_full:
                 shard.check_digest(record, stoppable(on_bytes, stop), to_cache=True)
         finally:
             shard.close()
+    except UnsafePathError as error:
+        problem = DamagedCheckpointError(error.message, path=path, actual=error.actual)
+        if on_problem is None:
+            raise problem from error
+        on_problem(problem)
     except DamagedCheckpointError as error:
         if on_problem is None:
             raise
         on_problem(error)
+
+
+def _check_own_digests(shard: ShardFile, record: FileRecord) -> None:
+    """Compare what a single file says of itself: its checksum is made without that, and readers rely on it."""
+    for kind in ("sample", "xxh3", "sha256"):
+        stated, expected = getattr(shard.own.digests, kind), getattr(record, kind)
+        if stated is not None and stated != expected:
+            raise IntegrityError(
+                f"'{shard.path}' is not the file that was saved: it says that its {kind} is {stated}, and {expected} "
+                f"was recorded. {remedy(shard.path)}",
+                path=shard.path,
+                expected=expected,
+                actual=stated,
+            )
 
 
 def _check_small(path: str, directory: str, record: FileRecord) -> None:
@@ -169,11 +189,32 @@ def shard_record(record: FileRecord) -> FileRecord:
 
 
 def plain_metrics(metric: float | Mapping[str, float] | None, name: str | None) -> dict[str, float]:
-    """The metrics of a save by name; one number is the metric that the best checkpoint is chosen by."""
+    """The metrics of a save by name; one number is the metric that the best checkpoint is chosen by.
+
+    Raises:
+        InvalidArgumentError: A value is no number.
+    """
     if metric is None:
         return {}
     given = metric if isinstance(metric, Mapping) else {name or "metric": metric}
-    return {str(key): float(value) for key, value in given.items()}
+    metrics = {}
+    for key, value in given.items():
+        try:
+            metrics[str(key)] = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise InvalidArgumentError(f"The metric {str(key)!r} must be a number, and is {value!r:.100}.") from error
+    return metrics
+
+
+def _checksum_of(body: dict[str, object]) -> str | None:
+    try:
+        return sha256_of(dump_json(body))
+    except ValueError:  # a number such as 1e999, which is none in JSON
+        return None
+
+
+def _are_metrics(value: object) -> bool:
+    return isinstance(value, dict) and all(type(key) is str and type(one) is float for key, one in value.items())
 
 
 def _is_count(value: object) -> TypeGuard[int]:

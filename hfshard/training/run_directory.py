@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass
 from typing import Final
 
-from hfshard.errors import HfshardError
+from hfshard.errors import DamagedCheckpointError, HfshardError
 from hfshard.storage.durable import sync_directory
 from hfshard.training.manifest import Manifest, read_manifest
 
@@ -44,7 +44,11 @@ def writing_path(root: str, step: int) -> str:
 
 
 def found_in(root: str) -> list[Found]:
-    """Every checkpoint in a run directory, damaged ones too, the one that was saved last first."""
+    """Every checkpoint in a run directory, damaged ones too, the one that was saved last first.
+
+    Where a manifest can't be read, nothing tells when it was saved: such a checkpoint comes before all others, so that
+    it is never passed over without a word.
+    """
     found = []
     names = sorted(os.listdir(root)) if os.path.isdir(root) else []
     steps = {int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))}
@@ -54,38 +58,43 @@ def found_in(root: str) -> list[Found]:
         if match is None or not os.path.isdir(path) or (name.startswith(".") and int(match[1]) in steps):
             continue
         found.append(look_at(path, int(match[1])))
-    newest = max((one.manifest.sequence for one in found if one.manifest is not None), default=0)
+    return sorted(found, key=_age, reverse=True)
 
-    def age(one: Found) -> tuple[int, int]:
-        # Where the manifest is gone only the step tells: after the checkpoints of lower steps.
-        before = [other.manifest.sequence for other in found if other.manifest and other.step <= one.step]
-        sequence = one.manifest.sequence if one.manifest else max(before, default=newest)
-        return sequence, one.step
 
-    return sorted(found, key=age, reverse=True)
+def _age(one: Found) -> tuple[bool, int, int]:
+    return one.manifest is None, one.manifest.sequence if one.manifest else 0, one.step
 
 
 def look_at(path: str, step: int) -> Found:
-    """One checkpoint, by its manifest."""
+    """One checkpoint, by its manifest, which must be of the step that the directory is called by."""
     try:
         manifest = read_manifest(path)
+        if manifest.step != step:
+            raise DamagedCheckpointError(
+                f"'{path}' holds the checkpoint of step {manifest.step}. Give it its name back: "
+                f"'{os.path.basename(checkpoint_path('', manifest.step))}', or move it elsewhere.",
+                path=path,
+                expected=step,
+                actual=manifest.step,
+            )
     except HfshardError as error:
         return Found(path, step, None, error)
-    return Found(path, manifest.step, manifest)
+    return Found(path, step, manifest)
 
 
 def sweep(root: str) -> None:
     """Remove what killed saves left, and put back what they had moved aside; the caller has the run's lock."""
-    for name in sorted(os.listdir(root)):
-        path = os.path.join(root, name)
-        replaced = _REPLACED.fullmatch(name)
-        if replaced is not None and not os.path.exists(target := checkpoint_path(root, int(replaced[1]))):
+    for one in found_in(root):  # of several of one step the one that was saved last
+        target = checkpoint_path(root, one.step)
+        if _REPLACED.fullmatch(os.path.basename(one.path)) and not os.path.lexists(target):
             logger.info("Putting '%s' back, which a killed save was about to replace.", target)
-            os.rename(path, target)
+            os.rename(one.path, target)
             sync_directory(root)
-        elif replaced is not None or _WRITING.fullmatch(name) or _REMOVED.fullmatch(name):
+    for name in sorted(os.listdir(root)):
+        if any(pattern.fullmatch(name) for pattern in (_WRITING, _REPLACED, _REMOVED)):
+            path = os.path.join(root, name)
             logger.info("Removing '%s', left by a save that was killed.", path)
-            shutil.rmtree(path)
+            _remove_tree(path)
 
 
 def put_in_place(written: str, root: str, step: int) -> str:
@@ -94,33 +103,52 @@ def put_in_place(written: str, root: str, step: int) -> str:
     Returns:
         Where it lies.
     """
-    target = checkpoint_path(root, step)
-    replaced = os.path.join(root, f".replaced-{step}-{os.getpid()}")
-    had_one = os.path.lexists(target)
-    if had_one:
-        os.rename(target, replaced)
-        sync_directory(root)
+    target, aside = checkpoint_path(root, step), None
     try:
+        if os.path.lexists(target):
+            aside = _free_name(root, "replaced", step)
+            os.rename(target, aside)
+            sync_directory(root)
         os.rename(written, target)
     except BaseException:
-        if had_one and not os.path.lexists(target):
-            os.rename(replaced, target)
+        if aside is not None and os.path.lexists(aside) and not os.path.lexists(target):
+            os.rename(aside, target)
         raise
     sync_directory(root)
-    if had_one:
-        _remove_tree(replaced)
+    if aside is not None:
+        _remove(aside, root, step)
     return target
 
 
 def remove(found: Found, root: str) -> None:
-    """Remove a checkpoint: it is out of sight at once, and its files go then."""
-    aside = os.path.join(root, f".removed-{found.step}-{os.getpid()}")
-    os.rename(found.path, aside)
+    """Remove a checkpoint: it is out of sight at once, and its files go then. What can't be removed is warned of."""
+    _remove(found.path, root, found.step)
+
+
+def _remove(path: str, root: str, step: int) -> None:
+    aside = _free_name(root, "removed", step)
+    try:
+        os.rename(path, aside)
+        sync_directory(root)  # else a power cut could leave it in its place with half of its files
+    except OSError as error:
+        logger.warning("'%s' can't be removed (%s); the next save tries again.", path, error)
+        return
     _remove_tree(aside)
+
+
+def _free_name(root: str, what: str, step: int) -> str:
+    """A name that nothing has: what could not be removed may still be there from before."""
+    number = os.getpid()
+    while os.path.lexists(path := os.path.join(root, f".{what}-{step}-{number}")):
+        number += 1
+    return path
 
 
 def _remove_tree(path: str) -> None:
     try:
-        shutil.rmtree(path)
+        if os.path.islink(path) or not os.path.isdir(path):
+            os.unlink(path)
+        else:
+            shutil.rmtree(path)
     except OSError as error:
         logger.warning("'%s' can't be removed (%s); the next run tries again.", path, error)

@@ -40,6 +40,11 @@ class RunLock:
             raise
         _held.add(self)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this process has it: one that was forked has not."""
+        return self._fd >= 0
+
     def release(self) -> None:
         """Give it back; nothing where that was done, or in a process that was forked."""
         if self._fd >= 0:

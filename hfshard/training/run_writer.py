@@ -32,7 +32,7 @@ class RunWriter:
         self._background = Background()
         self._snapshots = Snapshots()
         self._is_swept = False
-        """Whether nothing is left of saves that were killed or failed."""
+        """Whether nothing is left of saves that were killed or failed; Ctrl-C may end one anywhere."""
 
     def save(
         self, step: int, collected: Collected, metrics: dict[str, float], files: dict[str, bytes], *, blocking: bool
@@ -102,21 +102,20 @@ class RunWriter:
         sequence = max((one.sequence for one in manifests), default=0) + 1
         linkable = Linkable.of(newest.path, newest.manifest) if newest and newest.manifest else Linkable()
         directory = writing_path(self.root, step)
-        if os.path.lexists(directory):
-            shutil.rmtree(directory)
-        os.mkdir(directory)
+        self._is_swept = False
         try:
+            os.mkdir(directory)
             with bytes_bar("Saving", collected.nbytes, progress) as on_bytes:
                 manifest = Manifest(step, sequence, metrics)
                 manifest = write_checkpoint(directory, collected, manifest, files, linkable, on_bytes)
             path = put_in_place(directory, self.root, step)
         except BaseException:
-            self._is_swept = False
             shutil.rmtree(directory, ignore_errors=True)  # the next save tries again
             raise
         logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, collected.nbytes, path)
         saved = Found(path, step, manifest)
         self._rotate([one for one in found if one.step != step] + [saved])
+        self._is_swept = True
         if self._publisher is not None:
             self._publisher.publish(saved, blocking=blocking)
 
