@@ -99,6 +99,7 @@ def open_checkpoint(
     on_bytes: Callable[[int], object] | None = None,
     files_of: FilesOf | None = None,
     base: str = MODEL_BASE,
+    entry: str | None = None,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint: everything that costs nothing is checked, and with verify="full" every byte.
 
@@ -113,6 +114,7 @@ def open_checkpoint(
         on_bytes: Told the bytes that were checked, from any thread.
         files_of: Where there is an index: which of its files to open and check; the others need not be there.
         base: Begins the names of its files.
+        entry: Name of the index or single file to enter by, whatever else lies there. None: as transformers finds it.
 
     Raises:
         CheckpointNotFoundError: No weights there.
@@ -121,7 +123,7 @@ def open_checkpoint(
     """
     if verify not in ("none", "structure", "full", "sha256"):
         raise InvalidArgumentError(f"verify must be 'none', 'structure' or 'full' (or 'sha256'), and is {verify!r}.")
-    checkpoint = _open_until_whole(directory, WeightNames(variant, base), use_safetensors, verify, files_of)
+    checkpoint = _open_until_whole(directory, WeightNames(variant, base), use_safetensors, verify, files_of, entry)
     try:
         if verify in ("full", "sha256"):
             check_digests(checkpoint.entry, checkpoint.index, checkpoint.shards, on_bytes)
@@ -131,14 +133,19 @@ def open_checkpoint(
 
 
 def _open_until_whole(
-    directory: str, names: WeightNames, use_safetensors: bool | None, verify: Verify, files_of: FilesOf | None
+    directory: str,
+    names: WeightNames,
+    use_safetensors: bool | None,
+    verify: Verify,
+    files_of: FilesOf | None,
+    entry: str | None,
 ) -> OpenCheckpoint:
     last: HfshardError | None = None
     for _ in range(CHANGED_RETRIES):
-        explicit = None
+        explicit = entry
         before = stamp_of(directory, names, explicit)
         try:
-            explicit = explicit_of(read_config(directory), directory, names)
+            explicit = entry or explicit_of(read_config(directory), directory, names)
             before = (*before, *stamp_of(directory, names, explicit)[len(before) :])
             located = locate_entry(directory, names, use_safetensors, explicit)
             checkpoint = _open_once(directory, names, located, verify, files_of)

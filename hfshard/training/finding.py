@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Literal
 
 from hfshard.errors import (
@@ -12,6 +13,8 @@ from hfshard.errors import (
     InvalidArgumentError,
 )
 from hfshard.progress import bytes_bar
+from hfshard.storage.names import WeightNames
+from hfshard.training.collecting import PARTS
 from hfshard.training.manifest import Manifest, check_files
 from hfshard.training.run_directory import Found, found_in
 
@@ -87,6 +90,24 @@ def problems_of(found: Found, level: Level) -> list[HfshardError]:
     problems: list[HfshardError] = []
     if found.manifest is not None:
         check_files(found.path, found.manifest, is_full=level == "full", on_problem=problems.append)
+        problems += _strays(found.path, found.manifest)
     elif found.problem is not None:
         problems.append(found.problem)
+    return problems
+
+
+def _strays(directory: str, manifest: Manifest) -> list[HfshardError]:
+    """Files that are not the checkpoint's, and that other tools would load in its place; a restore does not."""
+    problems: list[HfshardError] = []
+    for base in PARTS:
+        names = WeightNames(base=base)
+        path = os.path.join(directory, names.single)
+        if names.single not in manifest.files and os.path.lexists(path):
+            problems.append(
+                DamagedCheckpointError(
+                    f"'{path}' is not of the checkpoint, and other tools load it in place of the files that are. "
+                    "Move it elsewhere.",
+                    path=path,
+                )
+            )
     return problems

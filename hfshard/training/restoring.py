@@ -151,9 +151,10 @@ def _read_tree(path: str, directory: str) -> dict[str, Any]:
 def _part(directory: str, manifest: Manifest, base: str) -> dict[str, torch.Tensor]:
     """The tensors of one set, in memory of their own: a mapped file would keep its space when it is rotated away."""
     names = WeightNames(base=base)
-    if names.single not in manifest.files and names.index not in manifest.files:
+    entry = next((name for name in (names.single, names.index) if name in manifest.files), None)
+    if entry is None:
         return {}
-    with open_checkpoint(directory, use_safetensors=True, base=base) as checkpoint:
+    with open_checkpoint(directory, use_safetensors=True, base=base, entry=entry) as checkpoint:
         return read_tensors(checkpoint, None, "cpu", "auto" if base == MODEL_BASE else "pread")
 
 
