@@ -88,7 +88,7 @@ def _blocks(function: Callable[..., Any], args: tuple[Any, ...]) -> list[nn.Modu
 def _one_on_each_device(before: _Before, inputs: Any) -> list[Tensor]:
     """An empty tensor on every device that the block has tensors on and its inputs are not on."""
     seen = {leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
-    own = {tensor.device for _, tensor, _ in before.fixed} | {one.value.device for one in before.buffers}
+    own = {tensor.device for _, tensor, _ in before.fixed} | {one.value.device for one in before.buffers.values()}
     return [torch.empty(0, device=device) for device in own - seen if device.type not in ("cpu", "meta")]
 
 
@@ -96,17 +96,39 @@ def _one_on_each_device(before: _Before, inputs: Any) -> list[Tensor]:
 class _Buffer:
     """A buffer as it was before the first run."""
 
-    owner: nn.Module
-    name: str
     value: Tensor
     version: int | None
     copy: Tensor
 
     def is_same(self) -> bool:
-        """Whether the first run left it alone; small ones are not asked."""
-        if self.value.nbytes <= _SMALL_BYTES or self.owner._buffers.get(self.name) is not self.value:
+        """Whether the first run left its numbers alone; small ones are not asked."""
+        if self.value.nbytes <= _SMALL_BYTES:
             return False
         return version_of(self.value) == self.version and torch.equal(self.copy, self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a table of a module held before the first run."""
+
+    table: dict[str, Any]
+    name: str
+    value: Any
+    copy: Tensor | None = None
+    """To be put there in its place, copied each time: its numbers from before the first run."""
+
+    def put(self, copies: dict[int, Tensor]) -> Callable[[], None] | None:
+        """Put it there, and return what undoes that; None where it is there. A buffer of two names is copied once."""
+        there = self.table.get(self.name, _ABSENT)
+        value = self.value
+        if self.copy is not None:
+            if id(value) not in copies:
+                copies[id(value)] = self.copy.clone()
+            value = copies[id(value)]
+        if value is there:
+            return None
+        _put(self.table, self.name, value)
+        return partial(_put, self.table, self.name, there)
 
 
 @dataclass(slots=True)
@@ -123,7 +145,10 @@ class _Before:
     """Everything that a first run may change, as it was before."""
 
     modules: list[nn.Module]
-    buffers: list[_Buffer]
+    tables: list[tuple[dict[str, Any], dict[str, Any]]]
+    """Of parameters and buffers: the table itself, and what was in it."""
+    buffers: dict[int, _Buffer]
+    """By the id of the tensor."""
     attributes: list[dict[str, Any]]
     training: list[bool]
     fixed: list[tuple[str, Tensor, int | None]]
@@ -146,12 +171,13 @@ class _Before:
         ]
         return cls(
             modules=modules,
-            buffers=[
-                _Buffer(module, name, value, version_of(value), value.detach().clone())
+            tables=[(table, dict(table)) for one in modules for table in (one._parameters, one._buffers)],
+            buffers={
+                id(value): _Buffer(value, version_of(value), value.detach().clone())
                 for module in modules
-                for name, value in module._buffers.items()
+                for value in module._buffers.values()
                 if value is not None
-            ],
+            },
             attributes=attributes,
             training=[module.training for module in modules],
             fixed=[(words, tensor, version_of(tensor)) for words, tensor in (*parameters, *others)],
@@ -175,15 +201,18 @@ class _Before:
                     actual=words,
                 )
         again.fixed = self.fixed[: self.parameters]
-        again.buffers = [(one.owner, one.name, one.copy) for one in self.buffers if not one.is_same()]
+        copies = {key: one.copy for key, one in self.buffers.items() if not one.is_same()}
+        for table, held in self.tables:
+            for name in {**held, **table}:
+                value = held.get(name, _ABSENT)
+                again.entries.append(_Entry(table, name, value, copies.get(id(value))))
         for module, attributes, training in zip(self.modules, self.attributes, self.training):
-            again.attributes.append((module, "training", training))
+            again.entries.append(_Entry(vars(module), "training", training))
             now = _attributes(module)
-            again.attributes += [
-                (module, name, _without_graph(attributes.get(name, _ABSENT)))
-                for name in {**attributes, **now}
-                if attributes.get(name, _ABSENT) is not now.get(name, _ABSENT)
-            ]
+            for name in {**attributes, **now}:
+                value = attributes.get(name, _ABSENT)
+                if value is not now.get(name, _ABSENT):
+                    again.entries.append(_Entry(vars(module), name, _without_graph(value)))
         again.generators = [one for one in self.generators if not _is_same_state(one.state, one.get())]
 
 
@@ -192,8 +221,7 @@ class _SecondRun:
     """The context of every recomputation of one call: everything is as before the first run, and put back after."""
 
     fixed: list[tuple[str, Tensor, int | None]] = field(default_factory=list)
-    buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
-    attributes: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    entries: list[_Entry] = field(default_factory=list)
     generators: list[_Generator] = field(default_factory=list)
     undo: list[list[Callable[[], None]]] = field(default_factory=list)
 
@@ -206,12 +234,8 @@ class _SecondRun:
                     "recomputation would give the gradients of other weights. Call backward() first.",
                     actual=words,
                 )
-        entries = [(module._buffers, name, copy.clone()) for module, name, copy in self.buffers]
-        entries += [(vars(module), name, value) for module, name, value in self.attributes]
-        undo: list[Callable[[], None]] = []
-        for home, name, value in entries:
-            undo.append(partial(_put, home, name, home.get(name, _ABSENT)))
-            _put(home, name, value)
+        copies: dict[int, Tensor] = {}
+        undo = [step for entry in self.entries if (step := entry.put(copies)) is not None]
         for one in self.generators:
             undo.append(partial(one.set, one.get()))
             one.set(one.state)
@@ -224,11 +248,11 @@ class _SecondRun:
             step()
 
 
-def _put(home: dict[str, Any], name: str, value: Any) -> None:
+def _put(table: dict[str, Any], name: str, value: Any) -> None:
     if value is _ABSENT:
-        home.pop(name, None)
+        table.pop(name, None)
     else:
-        home[name] = value
+        table[name] = value
 
 
 def version_of(tensor: Tensor) -> int | None:
