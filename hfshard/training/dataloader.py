@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from hfshard.errors import HfshardError, InvalidArgumentError, StaleIteratorError, StateDictMismatchError
 from hfshard.training.fetching import Fed, SeededDataset, TaskFeed, identity
-from hfshard.training.loader_state import STATE_FORMAT, check_state, settings_of
+from hfshard.training.loader_state import STATE_FORMAT, check_state, checked_int, checked_seed, settings_of
 from hfshard.training.sampling import BatchOrder, EpochSampler, own_order, sampler_order
 from hfshard.training.seeding import seeds_for
 
@@ -79,7 +79,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
         in_order: bool = True,
         seed: int = 0,
     ) -> None:
-        self.seed = _checked_seed(seed, generator)
+        self.seed = checked_seed(seed, generator)
         if isinstance(dataset, IterableDataset):
             raise InvalidArgumentError(
                 f"A ResumableDataLoader needs a dataset with indexes, and {type(dataset).__name__} is an"
@@ -139,8 +139,9 @@ class ResumableDataLoader(DataLoader[_T_co]):
         Args:
             epoch: From 0.
         """
-        if not isinstance(epoch, int) or epoch < 0:
-            raise InvalidArgumentError(f"An epoch is an int from 0 on, not {epoch!r}.", actual=epoch)
+        epoch = checked_int(epoch, "epoch")
+        if epoch < 0:
+            raise InvalidArgumentError(f"The epoch of a ResumableDataLoader is from 0 on, not {epoch}.", actual=epoch)
         if epoch != self._epoch:
             self._go_to(epoch, 0)
             self._next_start = None
@@ -284,16 +285,3 @@ class _Pass:
         self._batches = None
         self._loader._go_to(self._loader.epoch + 1, 0)
         self._loader._next_start = None
-
-
-def _checked_seed(seed: int, generator: torch.Generator | None) -> int:
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise InvalidArgumentError(f"The seed of a ResumableDataLoader is an int, not {seed!r}.", actual=seed)
-    if generator is None:
-        return seed
-    if seed:
-        raise InvalidArgumentError(
-            f"A ResumableDataLoader takes seed={seed} or a generator, whose seed here is {generator.initial_seed()},"
-            " not both."
-        )
-    return int(generator.initial_seed())

@@ -1,13 +1,16 @@
-"""What a ResumableDataLoader's state holds beside the position, and whether a state fits a loader."""
+"""What a ResumableDataLoader's state holds beside the position, and whether a state and numbers fit a loader."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
+import torch
 from torch.utils.data import DataLoader
 
-from hfshard.errors import StateDictMismatchError
+from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 
 STATE_FORMAT: Final = 1
 _PLACES: Final = ("epoch", "batch")
@@ -87,3 +90,24 @@ def _length(sized: Any) -> int | None:
         return len(sized)
     except (TypeError, NotImplementedError):
         return None
+
+
+def checked_seed(seed: int, generator: torch.Generator | None) -> int:
+    """The seed as a plain int; a generator's where there is one."""
+    seed = checked_int(seed, "seed")
+    if generator is None:
+        return seed
+    if seed:
+        raise InvalidArgumentError(
+            f"A ResumableDataLoader takes seed={seed} or a generator, whose seed here is {generator.initial_seed()},"
+            " not both."
+        )
+    return int(generator.initial_seed())
+
+
+def checked_int(value: Any, name: str) -> int:
+    """Numbers of numpy and tensors, too, as plain ints: they are stored."""
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            return operator.index(value)
+    raise InvalidArgumentError(f"The {name} of a ResumableDataLoader is an int, not {value!r}.", actual=value)

@@ -76,6 +76,8 @@ class BatchOrder:
 
     def __next__(self) -> Any:
         indexes = next(self._batches)
+        if isinstance(indexes, Iterator):  # can be read once only, and workers can't be sent one
+            indexes = list(indexes)
         if self.checksum is not None:
             try:
                 numbers = array("q", (indexes,) if isinstance(indexes, int) else indexes)

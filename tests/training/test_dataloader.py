@@ -244,8 +244,12 @@ def test_set_epoch_goes_to_the_beginning_of_an_epoch() -> None:
     loader.set_epoch(2)  # the one that was left: from its beginning, but a checkpoint before is where it was left
     assert (loader.epoch, loader.batch) == (2, 1)
     assert as_lists(loader) == whole[2]
-    with pytest.raises(InvalidArgumentError, match="An epoch is an int from 0 on, not -1"):
+    with pytest.raises(InvalidArgumentError, match="epoch of a ResumableDataLoader is from 0 on, not -1"):
         loader.set_epoch(-1)
+    with pytest.raises(InvalidArgumentError, match=r"epoch of a ResumableDataLoader is an int, not 1\.0"):
+        loader.set_epoch(1.0)  # type: ignore[arg-type]
+    loader.set_epoch(np.int64(7))  # type: ignore[arg-type]
+    assert type(loader.state_dict()["epoch"]) is int
 
 
 def test_an_iterator_that_was_not_used_costs_no_epoch() -> None:
@@ -307,6 +311,13 @@ class Endless(Sampler[int]):
             yield (random.randrange(SAMPLES) + int(torch.randint(SAMPLES, ()))) % SAMPLES
 
 
+class Once(Sampler[Iterator[int]]):
+    """Its batches can be read once only."""
+
+    def __iter__(self) -> Iterator[Iterator[int]]:
+        return (iter(random.sample(range(SAMPLES), 3)) for _ in range(4))
+
+
 SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "SequentialSampler": lambda: {"batch_size": 4, "sampler": SequentialSampler(range(SAMPLES))},
     "RandomSampler": lambda: {"batch_size": 4, "sampler": RandomSampler(range(SAMPLES))},
@@ -330,6 +341,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "BatchSampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(SAMPLES)), 4, True)},
     "a batch sampler of changing length": lambda: {"batch_sampler": Lengths()},
     "a list": lambda: {"batch_size": 2, "sampler": [3, 1, 4, 1, 5, 9, 2, 6]},
+    "batches that can be read once": lambda: {"batch_sampler": Once()},
     "no batches": lambda: {"batch_size": None, "sampler": RandomSampler(range(SAMPLES))},
     "no batches, own order": lambda: {"batch_size": None, "shuffle": True},
     "drop_last": lambda: {"batch_size": 4, "shuffle": True, "drop_last": True},
@@ -584,6 +596,18 @@ def test_a_dataset_that_stops_by_itself_does_not_end_the_epoch(workers: int) -> 
         next(iterator)
     assert (loader.epoch, loader.batch) == (0, 2)
     assert len(list(iterator)) == 3  # a worker with work left takes 5 s to end
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arguments", [{}, FORK], ids=["no workers", "2 workers"])
+def test_batches_are_pinned_and_the_random_state_of_a_gpu_stays(
+    straight: list[list[Tensor]], arguments: dict[str, Any]
+) -> None:
+    before = torch.cuda.get_rng_state()
+    batches = list(make(pin_memory=True, **arguments))
+    assert all(batch.is_pinned() for batch in batches)
+    assert are_equal(batches, straight[0])
+    assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
 def test_an_empty_loader_counts_its_epochs() -> None:

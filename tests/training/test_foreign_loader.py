@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import pickle
 import random
+import signal
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +20,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
-from hfshard.training import ResumableDataLoader
+from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
 from hfshard.training.foreign_loader import LoaderWatch, rearm_after_iter, watched
 from hfshard.training.rng import rng_state, set_rng_state
 from hfshard.training.tree import pack, unpack
+from tests.training import processes
 
 # torchdata 0.11 with torch 2.13.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -175,6 +179,43 @@ def test_a_resume_from_every_place_is_exact(kind: str) -> None:
         # Before its first iter(), torchdata's loader takes the seed that it is built with from the script.
         resumed = Run(KINDS[kind], 1 if saved["step"] == 0 else 7, saved)
         assert resumed.go(is_saving=False) == straight[saved["step"] :], f"from step {saved['step']}"
+
+
+def train(directory: Path, kind: str, stop: int | None) -> None:
+    """Resume what is there, note what is seen, and save after each batch and epoch; at the stop, die of SIGKILL."""
+    os.setpgrp()
+    warnings.simplefilter("ignore", UserWarning)
+    torch.manual_seed(1 if stop is not None else 7)
+    loader = KINDS[kind]()
+    state = TrainingState(loader=loader)
+    manager = CheckpointManager(directory / "run", max_to_keep=2)
+    start = manager.restore_latest(state)
+    seen, epoch = (start.extra["seen"], start.extra["epoch"]) if start is not None else ([], 0)
+
+    def save() -> None:
+        manager.save(len(seen), state, extra={"seen": seen, "epoch": epoch})
+        if len(seen) == stop:
+            os.killpg(0, signal.SIGKILL)
+
+    while epoch < EPOCHS:
+        for batch in loader:
+            seen.append([*batch.flatten().tolist(), torch.rand(()).item()])
+            save()
+        seen.append([-1.0, torch.rand(()).item()])
+        epoch += 1
+        save()
+    torch.save(seen, directory / "seen.pt")
+
+
+@pytest.mark.parametrize(("kind", "stop"), [("a user's", 2), ("torchdata", 3), ("torchdata, 2 workers", 6)])
+def test_killed_and_resumed_by_the_manager_is_exact(tmp_path: Path, kind: str, stop: int) -> None:
+    KINDS[kind]()  # skips here where torchdata is not installed
+    straight = Run(KINDS[kind], 1).go(is_saving=False)
+    end = processes.run(tmp_path / "words", train, tmp_path, kind, stop)
+    assert end.status == -signal.SIGKILL, end.words
+    end = processes.run(tmp_path / "words", train, tmp_path, kind, None)
+    assert end.status == 0, end.words
+    assert torch.load(tmp_path / "seen.pt") == straight
 
 
 @pytest.mark.parametrize("kind", ["a user's", "torchdata"])

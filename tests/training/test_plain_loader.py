@@ -1,4 +1,4 @@
-"""The plain loader of a ResumableDataLoader gives its batches, whoever takes it apart."""
+"""The plain loader of a ResumableDataLoader gives its batches to Accelerate, and ours those of a collator."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
+from hfshard.training import ResumableDataLoader
 from hfshard.training.plain_loader import plain_loader
 from tests.training.loader_child import BATCHES, SAMPLES, make
 from tests.training.test_dataloader import FORK, PERSISTENT, are_equal, rng_states
@@ -69,3 +70,43 @@ def test_accelerate_shards_it_by_whole_batches(epochs: list[list[Tensor]]) -> No
     assert are_equal(halves[0], epochs[1][0::2])
     assert are_equal(halves[1], epochs[1][1::2])
     assert torch.equal(halves[1][2], epochs[1][5])
+
+
+class Sentences(Dataset[dict[str, list[int]]]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"input_ids": [3 + (index + place) % 20 for place in range(16)]}
+
+
+@pytest.mark.compat
+def test_the_masks_of_a_collator_of_transformers_are_the_same_again() -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[MASK]", *map(str, range(20))])}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="[UNK]")),
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        mask_token="[MASK]",
+    )
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.5)
+
+    def make_masked(**arguments: Any) -> ResumableDataLoader[Any]:
+        return ResumableDataLoader(Sentences(), 4, True, collate_fn=collator, **arguments)
+
+    loader = make_masked()
+    iterator = iter(loader)
+    first, state, rest = next(iterator), loader.state_dict(), list(iterator)
+    assert (first["input_ids"] == words["[MASK]"]).any()
+    torch.manual_seed(5)
+    resumed = make_masked(**FORK)
+    resumed.load_state_dict(state)
+    again = list(resumed)
+    assert len(again) == len(rest) == 2
+    for one, other in zip(again, rest):
+        assert torch.equal(one["input_ids"], other["input_ids"])
+        assert torch.equal(one["labels"], other["labels"])
