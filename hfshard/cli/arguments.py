@@ -21,6 +21,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_inspect(commands)
     _add_verify(commands)
+    _add_checkpoints(commands)
     _add_reshard(commands)
     _add_convert(commands)
     _add_push(commands)
@@ -44,8 +45,9 @@ def _add_inspect(commands: Any) -> None:
 def _add_verify(commands: Any) -> None:
     verify = commands.add_parser(
         "verify",
-        help="check every file of a checkpoint; exit 0: whole, 1: damaged",
-        description="Check every file of a checkpoint. Exit 0: it is whole, 1: it is damaged, 2: bad usage.",
+        help="check every file of a checkpoint, or of a training run's; exit 0: whole, 1: damaged",
+        description="Check every file of a checkpoint; of a training checkpoint the optimizer's and all others too; of "
+        "a run all checkpoints. Exit 0: it is whole, 1: it is damaged, 2: bad usage.",
     )
     _add_directory(verify)
     _add_variant(verify)
@@ -57,6 +59,23 @@ def _add_verify(commands: Any) -> None:
         help="full: every byte against its checksum (default); structure: all that costs no reading",
     )
     _add_no_progress(verify)
+
+
+def _add_checkpoints(commands: Any) -> None:
+    checkpoints = commands.add_parser(
+        "checkpoints",
+        help="list the checkpoints of a training run; exit 0: none is damaged, 1: one is",
+        description="Show the checkpoints of a training run in the order in which they were saved, and what is wrong "
+        "with any. Exit 0: none is damaged, 1: one is, or there is none, 2: bad usage.",
+    )
+    _add_directory(checkpoints, "the run's directory")
+    checkpoints.add_argument("--verify", action="store_true", help="compare every byte with its checksum")
+    checkpoints.add_argument("--best", metavar="METRIC", help="mark the one with the best value of this metric")
+    checkpoints.add_argument(
+        "--metric-mode", choices=("min", "max"), default="min", help="which value is best (default: %(default)s)"
+    )
+    _add_format(checkpoints)
+    _add_no_progress(checkpoints)
 
 
 def _add_reshard(commands: Any) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import prod
 from typing import Any, Final
 
 from hfshard.cli.inspection import FileEntry, Inspection, TensorEntry, inspect_checkpoint
 from hfshard.cli.output import bar, print_json, print_message, print_text, printable, table
+from hfshard.cli.training_reports import is_checkpoint, is_training, reports
 from hfshard.errors import readable
 from hfshard.size import format_size
-from hfshard.verify import VerifyReport, verify_checkpoint
+from hfshard.verify import Problem, VerifyReport, verify_checkpoint
 
 _LARGEST: Final = 5
 """Tensors that `inspect` shows without `--tensors`."""
@@ -42,6 +44,8 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Check a checkpoint, and name everything that is wrong with it; 0 when it is whole, 1 when not."""
+    if is_training(arguments.directory):
+        return _verify_training(arguments)
     report = verify_checkpoint(
         arguments.directory,
         variant=arguments.variant,
@@ -49,15 +53,41 @@ def verify(arguments: argparse.Namespace) -> int:
         progress=False if arguments.no_progress else None,
     )
     if arguments.format == "json":
-        print_json({**asdict(report), "ok": report.ok, "level": arguments.level})
-    else:
-        for problem in report.problems:
-            tensor = "" if problem.tensor is None else f", tensor {readable(problem.tensor)}"
-            print_text(f"DAMAGED  {printable(problem.file + tensor)}\n         {printable(problem.message)}")
+        print_json(_as_json(report, arguments))
+    _show(report, arguments)
+    return 0 if report.ok else 1
+
+
+def _verify_training(arguments: argparse.Namespace) -> int:
+    """Check one training checkpoint, or all of a run and the model beside them."""
+    found = list(reports(arguments))
+    is_ok = all(report.ok for report in found)
+    if arguments.format == "json":
+        shown = [_as_json(report, arguments) for report in found]
+        whole = {"directory": arguments.directory, "ok": is_ok, "level": arguments.level, "checkpoints": shown}
+        print_json(shown[0] if is_checkpoint(arguments.directory) else whole)
+    for report in found:
+        _show(report, arguments)
+    return 0 if is_ok else 1
+
+
+def _as_json(report: VerifyReport, arguments: argparse.Namespace) -> dict[str, Any]:
+    return {**asdict(report), "ok": report.ok, "level": arguments.level}
+
+
+def _show(report: VerifyReport, arguments: argparse.Namespace) -> None:
+    if arguments.format != "json":
+        print_problems(report.problems)
         print_text(printable(f"{report.directory}: {_verdict(report)}"))
     for warning in report.warnings:
         print_message(f"warning: {warning}")
-    return 0 if report.ok else 1
+
+
+def print_problems(problems: Sequence[Problem]) -> None:
+    """Show what is wrong, file by file."""
+    for problem in problems:
+        tensor = "" if problem.tensor is None else f", tensor {readable(problem.tensor)}"
+        print_text(f"DAMAGED  {printable(problem.file + tensor)}\n         {printable(problem.message)}")
 
 
 def _headline(found: Inspection) -> str:

@@ -56,11 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     # Only now: `hfshard --help` does not wait for torch.
-    from hfshard.cli import commands, hub_commands, reshard_commands
+    from hfshard.cli import commands, hub_commands, reshard_commands, training_commands
 
     run = {
         "inspect": commands.inspect,
         "verify": commands.verify,
+        "checkpoints": training_commands.checkpoints,
         "reshard": reshard_commands.reshard,
         "convert": reshard_commands.convert,
         "push": hub_commands.push,

@@ -1,0 +1,131 @@
+"""The command that shows the checkpoints of a training run: checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from hfshard.cli.commands import print_problems
+from hfshard.cli.output import print_json, print_message, print_text, table
+from hfshard.cli.training_reports import as_problems, is_checkpoint, report_of
+from hfshard.errors import CheckpointNotFoundError
+from hfshard.size import format_size
+from hfshard.training.manifest import MANIFEST, Manifest
+from hfshard.training.rotation import best_of
+from hfshard.training.run_directory import Found, found_in
+from hfshard.verify import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One checkpoint of a run, as it is shown."""
+
+    path: str
+    step: int
+    sequence: int | None
+    saved: datetime | None
+    size: int | None
+    metrics: dict[str, float]
+    files: int | None
+    is_latest: bool
+    is_best: bool
+    is_verified: bool
+    problems: tuple[Problem, ...]
+
+    @property
+    def state(self) -> str:
+        """What there is to say of it."""
+        words = ["DAMAGED"] if self.problems else ["whole"] if self.is_verified else []
+        words += ["latest"] if self.is_latest else []
+        return ", ".join(words + (["best"] if self.is_best else []))
+
+
+def checkpoints(arguments: argparse.Namespace) -> int:
+    """Show the checkpoints of a run; 0 when none is damaged, 1 when one is, or there is none."""
+    entries = _entries(arguments)
+    if arguments.format == "json":
+        print_json({"directory": arguments.directory, "checkpoints": [_as_json(entry) for entry in entries]})
+    else:
+        print_text(_table(entries))
+        if problems := [problem for entry in entries for problem in entry.problems]:
+            print_text()
+            print_problems(problems)
+    known = sorted({name for entry in entries for name in entry.metrics})
+    if arguments.best is not None and arguments.best not in known:
+        print_message(
+            f"note: no checkpoint has the metric '{arguments.best}'. They have: {', '.join(known) or 'none'}."
+        )
+    return 1 if any(entry.problems for entry in entries) else 0
+
+
+def _entries(arguments: argparse.Namespace) -> list[_Entry]:
+    """In the order in which they were saved; those that do not tell at the end."""
+    root = arguments.directory
+    if is_checkpoint(root):
+        raise CheckpointNotFoundError(
+            f"'{root}' is one checkpoint, not a run. To check it, run: hfshard verify {root}", path=root
+        )
+    found = found_in(root)[::-1]
+    if not found:
+        raise CheckpointNotFoundError(f"There is no training checkpoint in '{root}'. Check the path.", path=root)
+    problems = {one.path: _problems_of(one, arguments) for one in found}
+    whole = [one.manifest for one in found if one.manifest is not None and not problems[one.path]]
+    latest = max((one.sequence for one in whole), default=None)
+    best = best_of(whole, arguments.best, arguments.metric_mode) if arguments.best is not None else None
+    return [_entry(one, problems[one.path], latest, best, is_verified=arguments.verify) for one in found]
+
+
+def _problems_of(found: Found, arguments: argparse.Namespace) -> tuple[Problem, ...]:
+    if found.manifest is None:
+        return tuple(as_problems([found.problem] if found.problem is not None else [], found.path))
+    if not arguments.verify:
+        return ()
+    return report_of(found.path, "full", progress=False if arguments.no_progress else None).problems
+
+
+def _entry(
+    found: Found, problems: tuple[Problem, ...], latest: int | None, best: Manifest | None, *, is_verified: bool
+) -> _Entry:
+    manifest = found.manifest
+    if manifest is None:
+        return _Entry(found.path, found.step, None, None, None, {}, None, False, False, is_verified, problems)
+    own = os.stat(os.path.join(found.path, MANIFEST))
+    return _Entry(
+        found.path,
+        found.step,
+        manifest.sequence,
+        datetime.fromtimestamp(own.st_mtime, UTC),
+        own.st_size + sum(record.size or 0 for record in manifest.files.values()),
+        manifest.metrics,
+        len(manifest.files) + 1,
+        manifest.sequence == latest and not problems,
+        manifest is best,
+        is_verified,
+        problems,
+    )
+
+
+def _table(entries: Sequence[_Entry]) -> str:
+    rows = [
+        [
+            str(entry.step),
+            "" if entry.sequence is None else str(entry.sequence),
+            "" if entry.saved is None else f"{entry.saved:%Y-%m-%d %H:%M}",
+            "" if entry.size is None else format_size(entry.size),
+            "" if entry.files is None else str(entry.files),
+            ", ".join(f"{name} {value:.6g}" for name, value in sorted(entry.metrics.items())),
+            entry.state,
+        ]
+        for entry in entries
+    ]
+    return table([">step", ">save", "saved (UTC)", ">size", ">files", "metrics", ""], rows)
+
+
+def _as_json(entry: _Entry) -> dict[str, Any]:
+    saved = None if entry.saved is None else entry.saved.isoformat()
+    metrics = {name: value if abs(value) < float("inf") else str(value) for name, value in entry.metrics.items()}
+    return {**asdict(entry), "saved": saved, "metrics": metrics, "is_damaged": bool(entry.problems)}

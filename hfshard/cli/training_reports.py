@@ -1,0 +1,84 @@
+"""What `hfshard verify` says of training checkpoints: all their files, not the model's alone."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+
+from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
+from hfshard.errors import CheckpointNotFoundError, HfshardError
+from hfshard.progress import bytes_bar
+from hfshard.storage.names import INDEX_FILE, MODEL_BASE, WeightNames
+from hfshard.training.manifest import MANIFEST, Manifest, check_files, read_manifest
+from hfshard.training.run_directory import found_in
+from hfshard.training.writing import TREE
+from hfshard.verify import Problem, VerifyReport, verify_checkpoint
+
+
+def is_checkpoint(directory: str) -> bool:
+    """Whether a directory is, or was, a training checkpoint."""
+    return any(os.path.lexists(os.path.join(directory, name)) for name in (MANIFEST, TREE))
+
+
+def is_training(directory: str) -> bool:
+    """Whether it is a training checkpoint, or a run that has one."""
+    return is_checkpoint(directory) or any(is_checkpoint(one.path) for one in found_in(directory))
+
+
+def reports(arguments: argparse.Namespace) -> Iterator[VerifyReport]:
+    """What is to be said of a training checkpoint, or of each of a run and of a model beside them."""
+    level, progress = arguments.level, False if arguments.no_progress else None
+    if is_checkpoint(arguments.directory):
+        yield report_of(arguments.directory, level, progress=progress)
+        return
+    for one in found_in(arguments.directory)[::-1]:
+        yield report_of(one.path, level, progress=progress)
+    try:
+        yield verify_checkpoint(arguments.directory, level=level, progress=progress)
+    except CheckpointNotFoundError:
+        return  # a run directory need not hold a model
+
+
+def report_of(directory: str, level: str, *, progress: bool | None) -> VerifyReport:
+    """Check every file that the manifest of a training checkpoint names; of damaged weights, name the tensors."""
+    try:
+        manifest = read_manifest(directory)
+    except HfshardError as error:
+        return VerifyReport(directory, (MANIFEST,), tuple(as_problems([error], directory)), (), 0)
+    errors: list[HfshardError] = []
+    total = sum(record.size or 0 for record in manifest.files.values())
+    with bytes_bar("Verifying", total, progress if level == "full" else False) as on_bytes:
+        check_files(directory, manifest, is_full=level == "full", on_bytes=on_bytes, on_problem=errors.append)
+    problems = _with_tensors(as_problems(errors, directory), directory, manifest, level)
+    warnings = tuple(
+        f"'{name}' in '{directory}' belongs to no checkpoint: its manifest does not name it."
+        for name in sorted(os.listdir(directory))
+        if _is_weights(name) and name not in manifest.files
+    )
+    damaged = {os.path.basename(problem.file) for problem in problems}
+    compared = sum(record.size or 0 for name, record in manifest.files.items() if name not in damaged)
+    files = (*sorted(manifest.files), MANIFEST)
+    return VerifyReport(directory, files, tuple(problems), warnings, compared if level == "full" else 0)
+
+
+def _with_tensors(problems: list[Problem], directory: str, manifest: Manifest, level: str) -> list[Problem]:
+    """With what the model's own index knows of its damaged files."""
+    model = WeightNames(base=MODEL_BASE)
+    if model.index not in manifest.files or not any(model.is_shard(os.path.basename(one.file)) for one in problems):
+        return problems
+    known = verify_checkpoint(directory, level="full" if level == "full" else "structure", progress=False).problems
+    named = [problem for problem in known if problem.tensor is not None]
+    return [one for one in problems if one.file not in {problem.file for problem in named}] + named
+
+
+def as_problems(errors: Sequence[HfshardError], directory: str) -> list[Problem]:
+    """Errors of a check, as they are reported."""
+    return [
+        Problem(error.path or directory, error.fqn, error.message.replace(f", or run 'hfshard verify {directory}'", ""))
+        for error in errors
+    ]
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) or INDEX_FILE.fullmatch(name) is not None
