@@ -44,7 +44,8 @@ class ResumableDataLoader(DataLoader[_T_co]):
 
     A loop that is left early keeps its position for `state_dict`; the next `iter()` begins the next epoch, except
     after `load_state_dict`, which continues, and after `set_epoch`, which begins that epoch. There is one position,
-    and so only the newest iterator can be used.
+    and so only the newest iterator can be used. Code that builds a loader of its own from this one's parts, as
+    `Accelerator.prepare` does, is to be given `plain_loader(loader)` (see there).
 
     Args:
         generator: Only its `initial_seed()` is used, as the seed.
