@@ -32,6 +32,9 @@ _OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-")
 
 _INDEXES: Final = ("index", "bin_index")
 
+_TRAINING: Final = frozenset({"checkpoint.json", "training_state.json"})
+"""What makes a folder a training checkpoint, together with files that no model needs, and that do not come with one."""
+
 _CUSTOM_GENERATE: Final = "custom_generate/generate.py"
 """What transformers looks for where it may run a repo's code."""
 
@@ -155,14 +158,18 @@ def _small_files(view: View, wanted: Wanted, absent: list[str]) -> list[str]:
 def other_files(files: Mapping[str, int], wanted: Wanted) -> list[str]:
     """What lies beside the weights in the folder of a checkpoint: tokenizer, code, README.
 
+    Of a training checkpoint the model is taken alone, so that what comes is no damaged training checkpoint.
+
     Args:
         files: Path in the repo -> bytes.
         wanted: The checkpoint.
     """
     below = wanted.path("")
+    is_training = not wanted.allow_patterns and all(below + name in files for name in _TRAINING)
     found = [
         path
         for path, size in files.items()
+        if not (is_training and path.removeprefix(below) in _TRAINING)
         if path.startswith(below) and _is_beside(path.removeprefix(below), size, is_asked=bool(wanted.allow_patterns))
     ]
     return list(

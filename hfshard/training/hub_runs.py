@@ -15,6 +15,7 @@ from hfshard.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     HubError,
+    IntegrityError,
     InvalidArgumentError,
     UnsafePathError,
 )
@@ -28,7 +29,7 @@ from hfshard.storage.names import MODEL_BASE, WeightNames
 from hfshard.storage.regular_file import read_small
 from hfshard.storage.shard_file import ShardFile
 from hfshard.training.collecting import PARTS
-from hfshard.training.finding import of_step
+from hfshard.training.finding import Level, checked, of_step
 from hfshard.training.manifest import MANIFEST, Manifest, check_files, read_manifest
 from hfshard.training.run_directory import Found, found_in
 from hfshard.training.step import checked_step
@@ -248,11 +249,14 @@ def _is_as_recorded(file: RemoteFile, record: FileRecord, name: str, read: Calla
     return (file.sha256 or sha256_of(read(name))) == record.sha256
 
 
-def found_at(place: str | os.PathLike[str], *, token: str | bool | None = None, progress: bool | None = None) -> Found:
+def checked_at(
+    place: str | os.PathLike[str], verify: Level, *, token: str | bool | None = None, progress: bool | None = None
+) -> tuple[Found, Manifest]:
     """The checkpoint in a directory, in a directory hub, or in a repo of the Hub, from where it is fetched whole.
 
     Args:
         place: A path or file:// URL, or "org/name"; of a hub with "@revision", if not main.
+        verify: As in `finding.checked`.
         token: As in huggingface_hub.
         progress: A bar.
 
@@ -271,7 +275,20 @@ def found_at(place: str | os.PathLike[str], *, token: str | bool | None = None, 
 
         directory = fetch(path, _pick, revision=revision, token=token, progress=progress).directory
     manifest = read_manifest(directory)
-    return Found(directory, manifest.step, manifest)
+    found = Found(directory, manifest.step, manifest)
+    try:
+        return found, checked(found, verify, progress)
+    except IntegrityError as error:
+        if local is not None:
+            raise
+        at = f" --revision {revision}" if revision is not None else ""
+        raise IntegrityError(
+            f"{error.message} What is in the cache may be damaged; to fetch it anew, run: "
+            f"hfshard pull {path}{at} --include '*' --force-download",
+            path=error.path,
+            expected=error.expected,
+            actual=error.actual,
+        ) from error
 
 
 def check_repo(repo_id: str) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 from hfshard.training.finding import Level, checked, of_step
-from hfshard.training.hub_runs import found_at
+from hfshard.training.hub_runs import checked_at
 from hfshard.training.manifest import Manifest
 from hfshard.training.ranks import Ranks
 from hfshard.training.restoring import Restoration, prepare
@@ -29,9 +29,8 @@ def choose(
         DamagedCheckpointError: It is damaged.
     """
     if isinstance(step, str | os.PathLike):
-        found = found_at(step, token=token, progress=progress)
-    else:
-        found = of_step(root, step)
+        return checked_at(step, verify, token=token, progress=progress)
+    found = of_step(root, step)
     return found, checked(found, verify, progress)
 
 

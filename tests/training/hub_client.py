@@ -18,8 +18,9 @@ import torch
 from huggingface_hub import constants
 from transformers import BertModel
 
-import hfshard.hub.remote  # noqa: F401 - before the forks: what each would read and compile again
+import hfshard.hub.remote  # before the forks: what each would read and compile again
 from hfshard.errors import HfshardError
+from hfshard.hub.pull import pull_checkpoint
 from hfshard.training import CheckpointManager, TrainingState
 from tests.hub.forking import Keep, serve
 from tests.hub.push_models import digest_of, make_model
@@ -99,6 +100,11 @@ def restore(root: str, place: str, **options: Any) -> dict[str, Any]:
     return {"step": int(step), "restored": restored, "end": run.digest(), "path": step.path, "metrics": step.metrics}
 
 
+def pull(repo_id: str, directory: str | None = None, **options: Any) -> bool:
+    """`pull_checkpoint`; whether what came is whole."""
+    return hfshard.verify_checkpoint(pull_checkpoint(repo_id, directory, **options)).ok
+
+
 def load_stock(repo_id: str, **options: Any) -> str:
     """The digest of what stock transformers loads."""
     done: Any = BertModel.from_pretrained(repo_id, output_loading_info=True, **options)
@@ -107,7 +113,7 @@ def load_stock(repo_id: str, **options: Any) -> str:
     return digest_of(loaded.state_dict())
 
 
-TASKS: dict[str, Callable[..., Any]] = {task.__name__: task for task in (train, push, restore, load_stock)}
+TASKS: dict[str, Callable[..., Any]] = {task.__name__: task for task in (train, push, restore, pull, load_stock)}
 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:

@@ -285,6 +285,26 @@ def test_corrupt_byte_on_the_way_restores_nothing(lab: RunLab, repo: str, tmp_pa
     assert lab.resume(repo, tmp_path)["restored"] == lab.digests["2"]
 
 
+def test_what_rotted_in_the_cache_is_told_and_fetched_anew_when_asked_for(
+    lab: RunLab, repo: str, tmp_path: Path
+) -> None:
+    lab.push(repo, 2)
+    path = Path(lab.resume(f"{repo}@main", tmp_path)["path"]) / "optimizer.safetensors"
+    blob = path.resolve()
+    assert blob != path  # the cache's own, to which the snapshot has a link
+    raw = bytearray(blob.read_bytes())
+    raw[-1] ^= 1
+    blob.write_bytes(raw)
+    outcome = lab.refused_resume(f"{repo}@main", tmp_path)
+    assert outcome.error == "IntegrityError"
+    assert outcome.message.endswith(
+        f"to fetch it anew, run: hfshard pull {repo} --revision main --include '*' --force-download"
+    )
+    cache = {"HF_HUB_CACHE": str(tmp_path)}
+    lab.done("pull", repo, revision="main", allow_patterns="*", force_download=True, settings=cache)
+    assert lab.resume(repo, tmp_path)["restored"] == lab.digests["2"]
+
+
 def test_file_that_somebody_changed_on_the_hub_restores_nothing(lab: RunLab, repo: str, tmp_path: Path) -> None:
     lab.push(repo, 2)
     raw = bytearray(lab.checkpoint(2)["state.safetensors"])
@@ -339,6 +359,16 @@ def test_what_the_manifest_before_names_goes_unless_it_was_changed_or_is_a_users
     lab.push(repo, 2)
     left = {name: files[name] for name in ("vocab.txt", "README.md", "notes.txt")}
     assert lab.held(repo) == {**lab.checkpoint(2), **left}
+
+
+def test_pull_brings_the_model_alone_or_all_that_is_asked_for(lab: RunLab, repo: str, tmp_path: Path) -> None:
+    lab.push(repo, 3)
+    lab.view(repo).commit({"tokenizer.json": b"{}\n"}, "Add the tokenizer")
+    assert lab.done("pull", repo, tmp_path / "model").result is True
+    model = {name: raw for name, raw in lab.checkpoint(3).items() if name.startswith(("model", "config"))}
+    assert contents(tmp_path / "model") == {**model, "tokenizer.json": b"{}\n"}
+    assert lab.done("pull", repo, tmp_path / "all", allow_patterns="*").result is True
+    assert contents(tmp_path / "all") == {**lab.checkpoint(3), "tokenizer.json": b"{}\n"}
 
 
 def test_saves_are_pushed_as_they_are_made(lab: RunLab, repo: str, tmp_path: Path) -> None:
