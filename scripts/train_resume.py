@@ -233,6 +233,8 @@ def run_all(work: Path, steps: int, save_every: int) -> tuple[Path, Path, int]:
         time.sleep(POLL_SECONDS)
     for process in (undisturbed, second):
         process.end(0)
+    if not killed_after:
+        sys.exit("The run ended before it had a checkpoint and could be killed: give it more --steps.")
     return straight.run, broken.run, killed_after
 
 

@@ -91,9 +91,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="hfshard-example-") as work:
         straight, broken = Path(work, "straight"), Path(work, "broken")
         undisturbed, killed = start(straight), start(broken, KILLED_AT)
-        print(f"exit code of the killed run: {killed.wait()}, after step {max(losses_of(broken))}")
-        if killed.returncode != -signal.SIGKILL or start(broken).wait() or undisturbed.wait():
-            print("A run ended otherwise than it should have.")
+        if killed.wait() != -signal.SIGKILL:
+            print(f"The run that should have been killed ended by itself, with code {killed.returncode}.")
+            undisturbed.wait()
+            return 1
+        print(f"killed by SIGKILL after step {max(losses_of(broken))}", flush=True)
+        codes = start(broken).wait(), undisturbed.wait()
+        if any(codes):
+            print(f"The resumed run ended with code {codes[0]}, the undisturbed one with {codes[1]}.")
             return 1
         ours, theirs = losses_of(broken), losses_of(straight)
         last = f"checkpoint-{STEPS:08d}/model.safetensors"
