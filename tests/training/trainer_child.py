@@ -1,4 +1,4 @@
-"""Trainings by transformers' Trainer, each in a process of its own: straight, killed, resumed, or without our callback."""
+"""Trainings by transformers' Trainer, each in a process of its own: straight, killed, resumed, without the callback."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def model(case: Case) -> BertForSequenceClassification:
         max_position_embeddings=8, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2,
     )  # fmt: skip
     built = BertForSequenceClassification(config)
-    return built.to(torch.bfloat16) if case.nadam_bf16 else built
+    return built.bfloat16() if case.nadam_bf16 else built
 
 
 def trainer(case: Case, directory: Path, **arguments: Any) -> Trainer:
