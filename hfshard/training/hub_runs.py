@@ -7,10 +7,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from threading import Event
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
-from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
+from hfshard.constants import README, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
@@ -20,17 +19,14 @@ from hfshard.errors import (
     UnsafePathError,
 )
 from hfshard.hub.address import split_address
-from hfshard.progress import bytes_bar
 from hfshard.source import Source
-from hfshard.storage.content import BytesContent, Content, FileContent, in_threads
 from hfshard.storage.index import FileRecord
 from hfshard.storage.integrity import sha256_of
 from hfshard.storage.names import MODEL_BASE, WeightNames
-from hfshard.storage.regular_file import read_small
-from hfshard.storage.shard_file import ShardFile
 from hfshard.training.collecting import PARTS
 from hfshard.training.finding import Level, checked, of_step
-from hfshard.training.manifest import MANIFEST, Manifest, check_files, read_manifest
+from hfshard.training.manifest import MANIFEST, Manifest, read_manifest
+from hfshard.training.pushable import Hashes, Pushable, read_manifest_of, read_whole
 from hfshard.training.run_directory import Found, found_in
 from hfshard.training.step import checked_step
 
@@ -69,16 +65,6 @@ class PushOptions:
     progress: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A checkpoint whose every byte was compared, with the hashes that a hub goes by."""
-
-    manifest: Manifest
-    raw: bytes
-    """The bytes of the manifest."""
-    contents: dict[str, Content]
-
-
 def push_run(
     root: str,
     repo_id: str | os.PathLike[str],
@@ -109,14 +95,16 @@ def push_run(
     return push_found(of_step(root, wanted), repo_id, options)
 
 
-def push_found(found: Found, repo_id: str | os.PathLike[str], options: PushOptions) -> PushResult:
+def push_found(
+    found: Found, repo_id: str | os.PathLike[str], options: PushOptions, hashes: Hashes | None = None
+) -> PushResult:
     """Push one checkpoint as one commit: its files lie at the top of the repo, and those of the one before go.
 
     Raises:
         DamagedCheckpointError: A file is not what was saved; nothing was sent.
         HubError: As `push_checkpoint` raises it.
     """
-    return _push(_ready(found, options.progress), repo_id, options)
+    return _push(read_whole(read_manifest_of(found), options.progress, hashes), repo_id, options)
 
 
 def push_all(found: Sequence[Found], repo_id: str | os.PathLike[str], options: PushOptions) -> list[PushResult]:
@@ -139,12 +127,15 @@ def push_all(found: Sequence[Found], repo_id: str | os.PathLike[str], options: P
     """
     if options.create_pr:
         raise InvalidArgumentError("A pull request is for one checkpoint: give its step, or push all to a branch.")
-    ready = [_ready(one, options.progress) for one in found]
-    in_order = sorted(ready, key=lambda one: one.manifest.sequence)
-    return [_push(one, repo_id, options) for one in _newer_than_remote(in_order, repo_id, options)]
+    in_order = sorted(map(read_manifest_of, found), key=lambda one: one.manifest.sequence)
+    hashes: Hashes = {}
+    newer = _newer_than_remote(in_order, repo_id, options)
+    return [_push(one, repo_id, options) for one in [read_whole(one, options.progress, hashes) for one in newer]]
 
 
-def _newer_than_remote(in_order: list[_Ready], repo_id: str | os.PathLike[str], options: PushOptions) -> list[_Ready]:
+def _newer_than_remote(
+    in_order: list[Pushable], repo_id: str | os.PathLike[str], options: PushOptions
+) -> list[Pushable]:
     from hfshard.hub.push import open_hub
 
     hub = open_hub(repo_id, private=options.private, token=options.token)
@@ -152,15 +143,16 @@ def _newer_than_remote(in_order: list[_Ready], repo_id: str | os.PathLike[str], 
     if remote is None or MANIFEST not in remote.files:
         return in_order
     raw = hub.read(MANIFEST, remote.commit)
-    if any(one.raw == raw for one in in_order):
-        return in_order[[one.raw for one in in_order].index(raw) + 1 :]
+    raws = [one.raw for one in in_order]
+    if raw in raws:
+        return in_order[raws.index(raw) + 1 :]
     try:
         newest = Manifest.from_json(raw, MANIFEST)
     except (DamagedCheckpointError, UnsafePathError) as error:
         logger.warning("'%s' on '%s' can't be read, and all checkpoints are pushed: %s", MANIFEST, repo_id, error)
         return in_order
     newer = [one for one in in_order if one.manifest.sequence > newest.sequence or one.manifest.step > newest.step]
-    if in_order and not newer:
+    if not newer:
         raise HubError(
             f"'{os.fspath(repo_id)}' is at the checkpoint of step {newest.step}, which is none of these and newer than "
             "all of them. Push to another revision; or, to put one in its place, give its step.",
@@ -170,60 +162,30 @@ def _newer_than_remote(in_order: list[_Ready], repo_id: str | os.PathLike[str], 
     return newer
 
 
-def _ready(found: Found, progress: bool | None) -> _Ready:
-    """Compare all files with the manifest, and hash what a hub wants hashed, in one reading of the large ones."""
-    if found.manifest is None:
-        raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
-    directory = found.path
-    raw, _ = read_small(os.path.join(directory, MANIFEST), directory, MAX_INDEX_BYTES)
-    manifest = Manifest.from_json(raw, os.path.join(directory, MANIFEST))
-    check_files(directory, manifest, is_full=False)
-    total = sum(record.size or 0 for record in manifest.files.values())
-    with bytes_bar("Verifying", total, progress) as on_bytes:
-        made = in_threads(partial(_content, directory, on_bytes=on_bytes), manifest.files.items(), FILES_AT_ONCE)
-    return _Ready(manifest, raw, {MANIFEST: BytesContent(raw), **dict(zip(manifest.files, made, strict=True))})
-
-
-def _content(directory: str, item: tuple[str, FileRecord], stop: Event, on_bytes: Callable[[int], object]) -> Content:
-    name, record = item
-    path, sha256 = os.path.join(directory, name), record.sha256
-    if name.endswith(SAFETENSORS_SUFFIX) and not stop.is_set():
-        shard = ShardFile(path, directory)
-        try:
-            if sha256 is None or shard.is_ours:  # a file that holds its own checksum was hashed without it
-                sha256 = shard.checked_sha256(record)
-            else:
-                shard.check_digest(record)
-        finally:
-            shard.close()
-    on_bytes(record.size or 0)
-    return FileContent(path, os.stat(path).st_size, sha256)
-
-
-def _push(ready: _Ready, repo_id: str | os.PathLike[str], options: PushOptions) -> PushResult:
+def _push(pushed: Pushable, repo_id: str | os.PathLike[str], options: PushOptions) -> PushResult:
     from hfshard.hub.push import PushRequest, push
 
-    has_model = any(_is_of(MODEL_BASE, name) for name in ready.contents)
+    has_model = any(_is_of(MODEL_BASE, name) for name in pushed.contents)
     request = PushRequest(
-        ready.contents,
+        pushed.contents,
         frozenset({None}) if has_model else frozenset(),
-        options.commit_message or f"Checkpoint at step {ready.manifest.step}",
+        options.commit_message or f"Checkpoint at step {pushed.manifest.step}",
         revision=options.revision,
         create_pr=options.create_pr,
-        stale=partial(_stale, ready),
+        stale=partial(_stale, pushed),
         progress=options.progress,
     )
     return push(request, repo_id, private=options.private, token=options.token)
 
 
-def _stale(ready: _Ready, there: Mapping[str, RemoteFile], read: Callable[[str], bytes]) -> set[str]:
+def _stale(pushed: Pushable, there: Mapping[str, RemoteFile], read: Callable[[str], bytes]) -> set[str]:
     """What the checkpoint that was pushed before left: by the names of its weights, and what else its manifest names.
 
     What its manifest names, and somebody has changed since, is theirs, and stays.
     """
-    parts = [base for base in PARTS if any(_is_of(base, name) for name in ready.contents)]
-    stale = {name for name in there if name not in ready.contents and any(_is_of(base, name) for base in parts)}
-    left = there.keys() - stale - ready.contents.keys() - _KEPT
+    parts = [base for base in PARTS if any(_is_of(base, name) for name in pushed.contents)]
+    stale = {name for name in there if name not in pushed.contents and any(_is_of(base, name) for base in parts)}
+    left = there.keys() - stale - pushed.contents.keys() - _KEPT
     if MANIFEST not in there or not left:
         return stale
     try:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from hfshard.hub.address import directory_of, split_address
 from hfshard.training.background import Background
 from hfshard.training.hub_runs import PushOptions, check_repo, push_found
+from hfshard.training.pushable import Hashes
 from hfshard.training.run_directory import Found
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class Publisher:
         if directory_of(self._repo_id) is None:
             check_repo(self._repo_id)
         self._options = PushOptions(revision=revision, progress=progress)
+        self._hashes: Hashes = {}
         self._thread = Background()
         self._lock = threading.Lock()
         self._pushing: Found | None = None
@@ -83,7 +85,7 @@ class Publisher:
 
     def _push(self, found: Found, options: PushOptions) -> None:
         try:
-            push_found(found, self._repo_id, options)
+            push_found(found, self._repo_id, options, self._hashes)
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
             logger.warning(
                 "The checkpoint of step %d is saved, but was not pushed to '%s': %s", found.step, self._repo_id, error

@@ -18,6 +18,7 @@ from torch import nn
 from hfshard.errors import CheckpointNotFoundError, HfshardError, HubNotFoundError, InvalidArgumentError
 from hfshard.hub.address import split_address
 from hfshard.hub.directory_hub import DirectoryHub
+from hfshard.storage.integrity import Checksum
 from hfshard.training import CheckpointManager, TrainingState
 from tests.hub.push_lab import contents
 
@@ -152,14 +153,19 @@ def test_state_without_a_model_leaves_the_model_that_is_there(tmp_path: Path) ->
     assert files == contents(tmp_path / "run" / "checkpoint-00000001")
 
 
-def test_sha256_checkpoints_are_pushed_with_the_hashes_of_their_bytes(
-    tmp_path: Path, losses: list[torch.Tensor]
+@pytest.mark.parametrize("checksum", ["sha256", "xxh3"])
+@pytest.mark.parametrize("limit", [200, "5GB"])
+def test_files_are_pushed_with_the_hashes_of_their_bytes(
+    tmp_path: Path, losses: list[torch.Tensor], checksum: Checksum, limit: int | str
 ) -> None:
-    with CheckpointManager(tmp_path / "run", max_shard_size=200, checksum="sha256") as manager:
-        trained(manager, 1)
-        manager.push(tmp_path / "hub")  # the hub compares each with what is announced
-    DirectoryHub.open(tmp_path / "hub").verify()
-    assert resumed(tmp_path, tmp_path / "hub", losses) == 1
+    hub = tmp_path / "hub"
+    with CheckpointManager(tmp_path / "run", max_shard_size=limit, checksum=checksum) as manager:
+        run = trained(manager, 1)
+        manager.save(2, run.state)  # files whose hashes are known from the one before
+        pushed = manager.push(hub, "all")
+    for one in pushed:
+        DirectoryHub.open(hub).verify(one.commit)
+    assert resumed(tmp_path, f"{hub}@{pushed[0].commit}", losses) == 1
 
 
 @contextmanager
