@@ -137,8 +137,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 class Points(Dataset[Pair]):
     """Numbers that no two samples share."""
 
+    def __init__(self, count: int = SAMPLES) -> None:
+        self.count = count
+
     def __len__(self) -> int:
-        return SAMPLES
+        return self.count
 
     def __getitem__(self, index: int) -> Pair:
         x = torch.sin(torch.arange(1.0, 5.0) * (index + 1))
@@ -149,6 +152,7 @@ class Augmented(Points):
     """Samples with noise, as a transform draws it: from python's, numpy's or torch's global generator."""
 
     def __init__(self, source: str) -> None:
+        super().__init__()
         self.source = source
 
     def __getitem__(self, index: int) -> Pair:

@@ -8,7 +8,7 @@ import random
 import signal
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -149,7 +149,7 @@ class Run:
             scaler=self.scaler, **more, **self.extras,
         )  # fmt: skip
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Generator[Batch, None, None]:
         """The loop over epochs and batches, as everybody writes it."""
         if self.loader is None:
             while True:
@@ -163,6 +163,10 @@ class Run:
             if self.case.save_at == "epoch":
                 self.save()
         raise AssertionError("that many epochs are no test")
+
+    def close(self) -> None:
+        """End the loop, and so its workers; torch waits ten seconds for those of a loop that is found as garbage."""
+        self.batches.close()
 
     def reach(self, phase: str) -> None:
         """Be killed, if it is to be here."""

@@ -183,4 +183,5 @@ def test_a_save_leaves_every_tensor_where_it_is(tmp_path: Path) -> None:
     before = [(id(tensor), tensor.data_ptr(), tensor._version, tensor.requires_grad) for tensor in tensors]
     with CheckpointManager(tmp_path / "run") as manager:
         manager.save(3, run.state())
+    run.close()
     assert [(id(tensor), tensor.data_ptr(), tensor._version, tensor.requires_grad) for tensor in tensors] == before
