@@ -25,7 +25,7 @@ if __name__ == "__main__":  # `bench` is a package of scripts/, hfshard is besid
 
 from bench.machine import describe
 from bench.resume_cases import CASES, CYCLES, MID_EPOCH, Case, NotApplicableError
-from bench.resume_task import Job
+from bench.resume_task import STEPS, Job
 
 HERE = Path(__file__).resolve().parent
 README_BEGIN = "<!-- measured: python scripts/bench/resume.py --readme -->"
@@ -105,7 +105,10 @@ class Runner:
         if "full_from" not in case.training:
             return outcome
         raised = next((line["full"] for line in read(directory / "killed.jsonl") if "full" in line), "raised nothing")
-        return Outcome(outcome.cell, f"the save: {raised}; then: {outcome.detail}")
+        cell = outcome.cell
+        if not cell.startswith("exact"):
+            cell += ", none is left" if len(checkpoints(directory)) == 1 else ", though one is left"
+        return Outcome(cell, f"the save: {raised}; then: {outcome.detail}")
 
     def _killed_run(self, case: Case) -> Path:
         key = json.dumps([case.training, case.times], sort_keys=True)
@@ -113,7 +116,9 @@ class Runner:
             directory = self._directory / f"run-{len(self._killed)}"
             directory.mkdir(parents=True)
             self._run(case, directory, phase="straight", save_every=None, kill_after=None, full_from=None)
-            self._run(case, directory, phase="killed")
+            killed = self._run(case, directory, phase="killed")
+            if error := next((line["error"] for line in killed if "error" in line), ""):
+                raise RuntimeError(f"{self._way}, {case.title}, before it was killed: {error}")
             self._killed[key] = directory
         return self._killed[key]
 
@@ -122,11 +127,15 @@ class Runner:
         return every if "full_from" in case.training else last - last % every
 
     def _growth(self, case: Case) -> Outcome:
-        directory = self._directory / "growing"
+        directory, other = self._directory / "growing", self._directory / "plain"
         directory.mkdir(parents=True)
+        other.mkdir()
+        once = {"save_every": 1, "kill_after": 1}
+        self._run(case, other, phase="killed", **once)
+        plain = size(newest(other))
         sizes, refused = [], ""
         for cycle in range(CYCLES):
-            times = {"save_every": 1, "kill_after": cycle + 1, "resume": cycle > 0, "user_schedule": True}
+            times = {**once, "kill_after": cycle + 1, "resume": cycle > 0, "user_schedule": True}
             lines = self._run(case, directory, phase=f"cycle-{cycle}", unsafe=bool(refused), **times)
             error = first_line(next((line["error"] for line in lines if "error" in line), ""))
             if error and (refused or not cycle):
@@ -135,12 +144,11 @@ class Runner:
                 refused = error
                 self._run(case, directory, phase=f"cycle-{cycle}", unsafe=True, **times)
             sizes.append(size(newest(directory)))
-        factor = sizes[-1] / sizes[0]
-        grown = "the same size" if sizes[-1] == sizes[0] else f"× {factor:.1f}"
-        detail = f"{sizes[0]} bytes after the first save, {sizes[-1]} after {CYCLES}"
+        detail = f"{plain} bytes with one of torch's; {sizes[0]} after the first save, {sizes[-1]} after {CYCLES}"
+        grown = f"× {sizes[-1] / plain:.2f}"
         if refused:
-            return Outcome(f"crash; {grown} where pickles are trusted", f"{detail}; {refused}")
-        return Outcome(grown, detail)
+            return Outcome(f"crash ({grown} where pickles are trusted)", f"{detail}; {refused}")
+        return Outcome(f"exact, {grown}", detail)
 
     def _run(self, case: Case, directory: Path, *, unsafe: bool = False, **fields: Any) -> list[dict[str, Any]]:
         from bench import resume_peers
@@ -172,9 +180,14 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def checkpoints(directory: Path) -> list[Path]:
+    """All checkpoints of whatever way, whole or not."""
+    return [path for path in directory.rglob("checkpoint[-_.]*") if path.suffix == ".pt" or path.is_dir()]
+
+
 def newest(directory: Path) -> Path:
-    """The newest checkpoint of whatever way."""
-    found = [path for path in directory.rglob("checkpoint[-_.]*") if path.suffix == ".pt" or path.is_dir()]
+    """The newest of them."""
+    found = checkpoints(directory)
     if not found:
         raise FileNotFoundError(f"no checkpoint in {directory}")
     return max(found, key=lambda path: int("".join(filter(str.isdigit, path.name)) or 0))
@@ -201,7 +214,7 @@ def judge(straight: list[dict[str, Any]], resumed: list[dict[str, Any]], saved: 
         return Outcome("silently wrong" if is_damaged else f"differs from step {wrong}", start)
     ends = [next(line["end"] for line in lines if "end" in line) for lines in (straight, resumed)]
     if unequal := [key for key in ends[0] if ends[0][key] != ends[1][key]]:
-        words = f"{' and '.join(unequal)} differ in the end"
+        words = f"{', '.join(unequal)} not equal in the end"
         return Outcome("silently wrong" if is_damaged else words, f"{start}; {words}")
     if first == 1:
         return Outcome("starts anew", start)
@@ -226,8 +239,8 @@ def render(results: dict[str, Any]) -> str:
         [
             "# Resumes, measured",
             "",
-            f"Written by `python scripts/bench/resume.py`, {results['date']}. A training of 15 steps (6 in an epoch)",
-            "is run straight; run again, saving, until a SIGKILL; and resumed from its newest checkpoint in a new",
+            f"Written by `python scripts/bench/resume.py`, {results['date']}. A training of {STEPS} steps (6 an epoch) is",
+            "run straight; run again, saving, until a SIGKILL; and resumed from its newest checkpoint in a new",
             "process. *Exact* is: weights after every step, optimizer state with dtypes, learning rate and RNGs at the",
             "end are the straight run's, bit for bit. Each way is written as its own documentation writes it:",
             "[resume_peers.py](resume_peers.py). *Error* names the checkpoint or its file, *crash* does not; after",

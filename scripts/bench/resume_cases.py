@@ -30,7 +30,6 @@ class Case:
     times: dict[str, int] = field(default_factory=lambda: dict(MID_EPOCH))
     damage: Damage | None = None
     grows: bool = False
-    in_readme: bool = True
 
 
 def _no_optimizer(newest: Path) -> None:
@@ -80,18 +79,22 @@ def _halve(path: Path) -> None:
         file.truncate(path.stat().st_size // 2)
 
 
+IN_ORDER = {"shuffle": False}
+"""Where every way is exact but for what the case is about."""
+
 CASES = {
-    "shuffle": Case("shuffled, saved at the end of an epoch", times=EPOCH_END),
-    "mid-epoch": Case("shuffled, saved amid an epoch"),
-    "dropout": Case("dropout", {"dropout": 0.2}),
+    "in-order": Case("data in order, saved amid an epoch", IN_ORDER),
+    "shuffle": Case("data shuffled, saved at the end of an epoch", times=EPOCH_END),
+    "mid-epoch": Case("data shuffled, saved amid an epoch"),
+    "dropout": Case("dropout, data in order", {"dropout": 0.2, **IN_ORDER}),
     "augmentation": Case("augmentation by Python's, numpy's and torch's RNG", {"augment": True}),
     "workers": Case("the same in 2 workers", {"augment": True, "workers": 2}),
-    "nadam": Case("NAdam, bfloat16 parameters", {"nadam_bf16": True}),
-    "reordered": Case("parameters in another order after the restart", {"reordered": True}),
-    "user-schedule": Case("a scheduler that holds its own method; size after 10 saves", grows=True),
-    "no-optimizer": Case("the optimizer's file is missing", damage=_no_optimizer),
-    "flip-optimizer": Case("a bit of the optimizer's file is flipped", damage=_flip_in_optimizer),
-    "flip-weights": Case("a bit of the newest weights is flipped", damage=_flip_in_weights),
-    "partial": Case("the newest checkpoint is partial", damage=_partial),
-    "full-disk": Case("the disk is full, and one checkpoint is kept", {"keep_one": True, "full_from": 8}),
+    "nadam": Case("NAdam, bfloat16 parameters", {"nadam_bf16": True, **IN_ORDER}),
+    "reordered": Case("parameters in another order after the restart", {"reordered": True, **IN_ORDER}),
+    "user-schedule": Case("a scheduler that holds its own method; size after 10 saves", IN_ORDER, grows=True),
+    "no-optimizer": Case("the optimizer's file is missing", IN_ORDER, damage=_no_optimizer),
+    "flip-optimizer": Case("a bit of the optimizer's file is flipped", IN_ORDER, damage=_flip_in_optimizer),
+    "flip-weights": Case("a bit of the newest weights is flipped", IN_ORDER, damage=_flip_in_weights),
+    "partial": Case("the newest checkpoint is partial", IN_ORDER, damage=_partial),
+    "full-disk": Case("the disk is full, and one checkpoint is kept", {"keep_one": True, "full_from": 8, **IN_ORDER}),
 }

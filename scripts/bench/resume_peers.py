@@ -34,7 +34,7 @@ def run(job: Job) -> None:
 def _torch_save(job: Job, record: Record) -> None:
     # pytorch.org/tutorials: "Saving and loading a general checkpoint".
     parts = build(job)
-    loader = DataLoader(parts.data, batch_size=BATCH_SIZE, shuffle=True, num_workers=job.workers)
+    loader = DataLoader(parts.data, batch_size=BATCH_SIZE, shuffle=job.shuffle, num_workers=job.workers)
     step = 0
     if job.resume:
         path = job.directory / "checkpoint.pt" if job.keep_one else _newest(job.directory, "*.pt")
@@ -90,6 +90,7 @@ def _trainer(job: Job, record: Record, *, ours: bool = False) -> None:
             save_steps=job.save_every or STEPS,
             save_total_limit=1 if job.keep_one else None,
             dataloader_num_workers=job.workers,
+            train_sampling_strategy="random" if job.shuffle else "sequential",
             seed=17,
             use_cpu=True,
             report_to=[],
@@ -110,7 +111,7 @@ def _trainer(job: Job, record: Record, *, ours: bool = False) -> None:
         resume = checkpoints.latest() or False
     try:
         trainer.train(resume_from_checkpoint=resume)
-    except (OSError, RuntimeError) as error:  # a RuntimeError is torch.save's
+    except Exception as error:  # noqa: BLE001 - each library has its own for a full disk
         _note_full(job, record, error)
     record.finish(parts)
 
@@ -128,7 +129,7 @@ def _accelerate(job: Job, record: Record, *, ours: bool = False) -> None:
     if ours:
         _accelerate_ours(job, record, parts, accelerator)
         return
-    loader = DataLoader(parts.data, batch_size=BATCH_SIZE, shuffle=True, num_workers=job.workers)
+    loader = DataLoader(parts.data, batch_size=BATCH_SIZE, shuffle=job.shuffle, num_workers=job.workers)
     model, optimizer, loader, scheduler = accelerator.prepare(parts.model, parts.optimizer, loader, parts.scheduler)
     step = 0
     if job.resume:
@@ -159,7 +160,9 @@ def _accelerate(job: Job, record: Record, *, ours: bool = False) -> None:
 def _accelerate_ours(job: Job, record: Record, parts: Parts, accelerator: Any) -> None:
     from hfshard.training import CheckpointManager, ResumableDataLoader, prepare_loader, prepared_state
 
-    plain = ResumableDataLoader(parts.data, batch_size=BATCH_SIZE, shuffle=True, num_workers=job.workers, seed=17)
+    plain = ResumableDataLoader(
+        parts.data, batch_size=BATCH_SIZE, shuffle=job.shuffle, num_workers=job.workers, seed=17
+    )
     loader = prepare_loader(accelerator, plain)
     model, optimizer, scheduler = accelerator.prepare(parts.model, parts.optimizer, parts.scheduler)
     manager = CheckpointManager(job.directory / "run", max_to_keep=1 if job.keep_one else None)
@@ -187,7 +190,9 @@ def _hfshard(job: Job, record: Record) -> None:
     from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
 
     parts = build(job)
-    loader = ResumableDataLoader(parts.data, batch_size=BATCH_SIZE, shuffle=True, num_workers=job.workers, seed=17)
+    loader = ResumableDataLoader(
+        parts.data, batch_size=BATCH_SIZE, shuffle=job.shuffle, num_workers=job.workers, seed=17
+    )
     manager = CheckpointManager(job.directory / "run", max_to_keep=1 if job.keep_one else None)
     state = TrainingState(model=parts.model, optimizer=parts.optimizer, scheduler=parts.scheduler, loader=loader)
     step = int(manager.restore_latest(state) or 0)
@@ -249,7 +254,7 @@ def _perhaps_full(job: Job, step: int, record: Record) -> Iterator[None]:
     _fill_disk()
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 - each library has its own for a full disk
         _note_full(job, record, error)
     record.note(full="a save on the full disk raised nothing")
     os._exit(1)

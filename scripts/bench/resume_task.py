@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 
 SAMPLES, BATCH_SIZE = 24, 4
 STEPS_PER_EPOCH = SAMPLES // BATCH_SIZE
-STEPS = 15
-"""Two epochs and a half."""
+STEPS = 27
+"""Four epochs and a half."""
 WIDTH = 64
 """Wide enough that every file of a checkpoint is larger than DISK_BYTES."""
 DISK_BYTES = 12 * 1024
@@ -43,6 +43,7 @@ class Job:
     """The first step at which the disk is full."""
     resume: bool = False
     keep_one: bool = False
+    shuffle: bool = True
     workers: int = 0
     dropout: float = 0.0
     augment: bool = False
