@@ -10,8 +10,9 @@ from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.progress import bytes_bar
 from hfshard.storage.names import INDEX_FILE, MODEL_BASE, WeightNames
-from hfshard.training.manifest import MANIFEST, Manifest, check_files, read_manifest
-from hfshard.training.run_directory import found_in
+from hfshard.training.finding import Level, problems_of
+from hfshard.training.manifest import MANIFEST, Manifest, read_manifest
+from hfshard.training.run_directory import Found, found_in
 from hfshard.training.writing import TREE
 from hfshard.verify import Problem, VerifyReport, verify_checkpoint
 
@@ -33,41 +34,43 @@ def reports(arguments: argparse.Namespace) -> Iterator[VerifyReport]:
         yield report_of(arguments.directory, level, progress=progress)
         return
     for one in found_in(arguments.directory)[::-1]:
-        yield report_of(one.path, level, progress=progress)
+        if one.problem is not None:
+            yield VerifyReport(one.path, (MANIFEST,), tuple(as_problems([one.problem], one.path)), (), 0)
+        else:
+            yield report_of(one.path, level, progress=progress)
     try:
         yield verify_checkpoint(arguments.directory, level=level, progress=progress)
     except CheckpointNotFoundError:
         return  # a run directory need not hold a model
 
 
-def report_of(directory: str, level: str, *, progress: bool | None) -> VerifyReport:
+def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyReport:
     """Check every file that the manifest of a training checkpoint names; of damaged weights, name the tensors."""
     try:
         manifest = read_manifest(directory)
     except HfshardError as error:
         return VerifyReport(directory, (MANIFEST,), tuple(as_problems([error], directory)), (), 0)
-    errors: list[HfshardError] = []
     total = sum(record.size or 0 for record in manifest.files.values())
     with bytes_bar("Verifying", total, progress if level == "full" else False) as on_bytes:
-        check_files(directory, manifest, is_full=level == "full", on_bytes=on_bytes, on_problem=errors.append)
+        errors = problems_of(Found(directory, manifest.step, manifest), level, on_bytes)
     problems = _with_tensors(as_problems(errors, directory), directory, manifest, level)
+    damaged = {os.path.basename(problem.file) for problem in problems}
     warnings = tuple(
         f"'{name}' in '{directory}' belongs to no checkpoint: its manifest does not name it."
-        for name in sorted(os.listdir(directory))
-        if _is_weights(name) and name not in manifest.files
+        for name in sorted(set(os.listdir(directory)) - manifest.files.keys() - damaged)
+        if _is_weights(name)
     )
-    damaged = {os.path.basename(problem.file) for problem in problems}
     compared = sum(record.size or 0 for name, record in manifest.files.items() if name not in damaged)
     files = (*sorted(manifest.files), MANIFEST)
     return VerifyReport(directory, files, tuple(problems), warnings, compared if level == "full" else 0)
 
 
-def _with_tensors(problems: list[Problem], directory: str, manifest: Manifest, level: str) -> list[Problem]:
+def _with_tensors(problems: list[Problem], directory: str, manifest: Manifest, level: Level) -> list[Problem]:
     """With what the model's own index knows of its damaged files."""
     model = WeightNames(base=MODEL_BASE)
     if model.index not in manifest.files or not any(model.is_shard(os.path.basename(one.file)) for one in problems):
         return problems
-    known = verify_checkpoint(directory, level="full" if level == "full" else "structure", progress=False).problems
+    known = verify_checkpoint(directory, level=level, progress=False).problems
     named = [problem for problem in known if problem.tensor is not None]
     return [one for one in problems if one.file not in {problem.file for problem in named}] + named
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Literal
 
 from hfshard.errors import (
@@ -85,11 +86,11 @@ def newest_whole(root: str, verify: Level, progress: bool | None = None) -> tupl
     return None
 
 
-def problems_of(found: Found, level: Level) -> list[HfshardError]:
-    """All that is wrong with a checkpoint."""
+def problems_of(found: Found, level: Level, on_bytes: Callable[[int], object] | None = None) -> list[HfshardError]:
+    """All that is wrong with a checkpoint; `on_bytes` is told the bytes that were hashed, from any thread."""
     problems: list[HfshardError] = []
     if found.manifest is not None:
-        check_files(found.path, found.manifest, is_full=level == "full", on_problem=problems.append)
+        check_files(found.path, found.manifest, is_full=level == "full", on_bytes=on_bytes, on_problem=problems.append)
         problems += _strays(found.path, found.manifest)
     elif found.problem is not None:
         problems.append(found.problem)

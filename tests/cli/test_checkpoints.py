@@ -159,6 +159,14 @@ def test_verify_names_the_damaged_tensor_of_the_model(root: Path, call: Call) ->
     assert out.endswith("DAMAGED: 1 problem in 1 file\n")
 
 
+def test_verify_names_a_file_that_other_tools_would_load_instead(root: Path, call: Call) -> None:
+    path = root / "checkpoint-00000020" / "model.safetensors"
+    shutil.copy(root / "checkpoint-00000010" / "model.safetensors", path)
+    code, out, err = call("verify", path.parent)
+    assert (code, err) == (1, "")
+    assert f"DAMAGED  {path}\n         '{path}' is not of the checkpoint, and other tools load it" in out
+
+
 def test_verify_of_a_lost_manifest_is_no_whole_model(root: Path, call: Call) -> None:
     path = root / "checkpoint-00000010" / "checkpoint.json"
     path.unlink()
@@ -189,6 +197,14 @@ def test_verify_of_a_run_reports_each_checkpoint_and_the_model_beside(root: Path
     shown = json.loads(out)
     assert (code, shown["ok"], shown["level"]) == (1, False, "full")
     assert [one["ok"] for one in shown["checkpoints"]] == [True, True, False, True]
+
+
+def test_checkpoint_of_another_steps_name_is_damage(root: Path, call: Call) -> None:
+    (root / "checkpoint-00000010").rename(root / "checkpoint-00000040")
+    for command in ("verify", "checkpoints"):
+        code, out, _ = call(command, root)
+        assert code == 1
+        assert f"'{root}/checkpoint-00000040' holds the checkpoint of step 10." in out
 
 
 def test_verify_leaves_runs_of_other_tools_alone(tmp_path: Path, call: Call) -> None:
