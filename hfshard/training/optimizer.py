@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -104,9 +105,12 @@ def plan_optimizer(
         {**now, **_moved_like(before["options"], now), **_kept_options(now), "params": now["params"]}
         for now, before in zip(current["param_groups"], matched)
     ]
+    loaded = {**saved["more"], "state": state, "param_groups": groups}
+    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        copy.copy(optimizer).load_state_dict(loaded)  # a twin: it has the parameters, and a state of its own
 
     def update() -> None:
-        optimizer.load_state_dict({**saved["more"], "state": state, "param_groups": groups})
+        optimizer.load_state_dict(loaded)
         for parameter in _parameters(optimizer):
             exact = saved["state"].get(names[id(parameter)])
             if exact is not None and parameter in optimizer.state:
@@ -121,9 +125,12 @@ def _check_form(saved: dict[str, Any]) -> None:
     Raises:
         TypeError, KeyError: It is something else.
     """
-    options = [group["options"] for group in saved["groups"]]
-    dicts = [saved["state"], saved["others"], saved["more"], *saved["state"].values(), *options]
-    names = [name for group in saved["groups"] for name in group["params"]]
+    groups = saved["groups"]
+    if not isinstance(groups, list) or not all(isinstance(group["params"], list) for group in groups):
+        raise TypeError("the groups, or the names of a group's parameters, are no list")
+    dicts = [saved["state"], saved["others"], saved["more"], *saved["state"].values()]
+    dicts += [group["options"] for group in groups]
+    names = [name for group in groups for name in group["params"]]
     if not all(isinstance(one, dict) for one in dicts) or not all(isinstance(name, str) for name in names):
         raise TypeError("a state, a group or its options are no dicts, or a parameter's name is no text")
 

@@ -22,6 +22,7 @@ from hfshard.storage.strict_json import parse_json_object
 from hfshard.training.collecting import TREE_FORMAT
 from hfshard.training.foreign_loader import LoaderWatch
 from hfshard.training.manifest import Manifest
+from hfshard.training.objects import StatefulUpdate, load_objects
 from hfshard.training.optimizer import plan_optimizer
 from hfshard.training.ranks import ALONE, Ranks
 from hfshard.training.rng import check_rng_state, reseed, set_rng_state
@@ -48,13 +49,20 @@ class Restoration:
     updates: list[Update] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     """What does not fit, in words; with strict nothing is restored then."""
+    objects: list[StatefulUpdate] = field(default_factory=list)
+    """Of the user's own, which may refuse."""
     extra: Any = None
     set_rng: Update = lambda: None
     watches: list[LoaderWatch] = field(default_factory=list)
     """Loaders that are not ours: their next `iter()` draws, and what it draws is put back."""
 
     def apply(self) -> None:
-        """Load everything; the random number generators last."""
+        """Load everything; the random number generators last.
+
+        Raises:
+            StateDictMismatchError: An object of the user's refused; nothing was changed.
+        """
+        load_objects(self.objects)
         for update in self.updates:
             update()
         self.set_rng()
@@ -92,7 +100,11 @@ def prepare(
         try:
             if name == "model":
                 value |= _part(directory, manifest, MODEL_BASE)
-            restoration.updates.append(_plan(name, kind, part, value, names, directory, restoration, strict))
+            if kind in ("stateful", "loader"):
+                _check_object(name, part, value, directory)
+                restoration.objects.append(StatefulUpdate(name, part, value, directory))
+            else:
+                restoration.updates.append(_plan(name, kind, part, value, names, directory, restoration, strict))
         except HfshardError as error:
             if strict or not isinstance(error, StateDictMismatchError):
                 raise
@@ -169,7 +181,10 @@ def _check_components(
             )
         elif saved[name].get("kind") != state.kinds[name]:
             kind, now = saved[name].get("kind"), state.kinds[name]
-            restoration.differences.append(f"'{name}' was of the kind {kind!r:.50} in '{directory}', and is a {now}.")
+            restoration.differences.append(
+                f"'{name}' was of the kind {kind!r:.50} in '{directory}', and is a {now}. Pass what it was, or "
+                "strict=False to leave it as it was built."
+            )
     for name in saved:
         if name not in state.components:
             restoration.differences.append(
@@ -201,12 +216,7 @@ def _plan(
         return _plan_module(name, part, value, directory, restoration, strict=strict)
     if kind == "optimizer":
         return plan_optimizer(part, value, names, name, directory)
-    if kind == "scheduler":
-        return plan_scheduler(part, value, name, directory)
-    check = getattr(part, "check_state_dict", None)
-    if callable(check):
-        check(value)
-    return lambda: _load_stateful(name, part, value, directory)
+    return plan_scheduler(part, value, name, directory)
 
 
 def _plan_module(
@@ -242,15 +252,16 @@ def _plan_module(
     return lambda: assign(module, tensors)
 
 
-def _load_stateful(name: str, part: Any, value: Any, directory: str) -> None:
+def _check_object(name: str, part: Any, value: Any, directory: str) -> None:
+    check = getattr(part, "check_state_dict", None)
+    if not callable(check):
+        return
     try:
-        part.load_state_dict(value)
-    except HfshardError:
-        raise
-    except Exception as error:
+        check(value)
+    except StateDictMismatchError as error:
         raise StateDictMismatchError(
-            f"'{name}' ({type(part).__name__}) refused its state in the checkpoint '{directory}': {error}. "
-            "The model, the optimizer and the random number generators were not restored. Build it as in the run that "
-            "was saved.",
+            f"'{name}' does not fit the checkpoint '{directory}', and nothing was restored: {error.message}",
             path=directory,
+            expected=error.expected,
+            actual=error.actual,
         ) from error

@@ -54,12 +54,12 @@ def check_rng_state(state: Any, file: str) -> None:
 
             numpy.random.RandomState().set_state(state["numpy"])
         torch.Generator().set_state(state["torch"])
-        of_devices = [one for kind in _DEVICES for one in state.get(kind, [])] + [
-            state[key] for key in state if key == "mps"
-        ]
-        if not all(isinstance(one, torch.Tensor) and one.dtype == torch.uint8 for one in of_devices):
+        lists = [state.get(kind, []) for kind in _DEVICES]
+        of_devices = [one for states in lists for one in states] + [state[key] for key in state if key == "mps"]
+        is_known = all(isinstance(one, torch.Tensor) and one.dtype == torch.uint8 for one in of_devices)
+        if not is_known or not all(isinstance(states, list) for states in lists):
             raise TypeError("the state of a device's generator is no tensor of bytes")
-    except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+    except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise DamagedCheckpointError(
             f"'{file}' is damaged: its state of the random number generators is not one ({error!r:.200}). "
             "Restore another checkpoint, or download it again.",

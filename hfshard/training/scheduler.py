@@ -66,6 +66,8 @@ def plan_scheduler(scheduler: Any, saved: dict[str, Any], name: str, path: str) 
     Raises:
         StateDictMismatchError: It is of another class, or lacks an object that was marked.
     """
+    if not isinstance(saved["state"], dict):
+        raise TypeError("the state of a scheduler is no dict")
     found = type(scheduler).__qualname__
     if saved["class"] != found:
         raise StateDictMismatchError(

@@ -75,7 +75,7 @@ def unpack(tree: Any, tensors: Mapping[str, torch.Tensor], file: str) -> Any:
     """
     try:
         return _unpacked(tree, tensors)
-    except (KeyError, ValueError, TypeError, OverflowError, AttributeError, RecursionError) as error:
+    except (LookupError, ValueError, TypeError, OverflowError, AttributeError, RuntimeError) as error:
         raise DamagedCheckpointError(
             f"'{file}' is damaged: a value in it is not what hfshard writes ({error!r:.200}). "
             "Restore another checkpoint, or download it again.",
