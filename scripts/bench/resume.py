@@ -214,7 +214,7 @@ def judge(straight: list[dict[str, Any]], resumed: list[dict[str, Any]], saved: 
         return Outcome("silently wrong" if is_damaged else f"differs from step {wrong}", start)
     ends = [next(line["end"] for line in lines if "end" in line) for lines in (straight, resumed)]
     if unequal := [key for key in ends[0] if ends[0][key] != ends[1][key]]:
-        words = f"{', '.join(unequal)} not equal in the end"
+        words = f"weights exact, {' and '.join(unequal)} not"
         return Outcome("silently wrong" if is_damaged else words, f"{start}; {words}")
     if first == 1:
         return Outcome("starts anew", start)
@@ -239,8 +239,8 @@ def render(results: dict[str, Any]) -> str:
         [
             "# Resumes, measured",
             "",
-            f"Written by `python scripts/bench/resume.py`, {results['date']}. A training of {STEPS} steps (6 an epoch) is",
-            "run straight; run again, saving, until a SIGKILL; and resumed from its newest checkpoint in a new",
+            f"Written by `python scripts/bench/resume.py`, {results['date']}. A training of {STEPS} steps (6 an epoch)",
+            "is run straight; run again, saving, until a SIGKILL; and resumed from its newest checkpoint in a new",
             "process. *Exact* is: weights after every step, optimizer state with dtypes, learning rate and RNGs at the",
             "end are the straight run's, bit for bit. Each way is written as its own documentation writes it:",
             "[resume_peers.py](resume_peers.py). *Error* names the checkpoint or its file, *crash* does not; after",

@@ -159,7 +159,7 @@ class Record:
             end={
                 "optimizer": digest(slots),
                 "lr": repr(parts.optimizer.param_groups[0]["lr"]),
-                "rng": digest([("torch", torch.get_rng_state())]) + str(random.random()) + str(np.random.random()),
+                "RNGs": digest([("torch", torch.get_rng_state())]) + str(random.random()) + str(np.random.random()),
             }
         )
 
