@@ -75,9 +75,12 @@ def push_run(
     """Push one checkpoint of a run, or all; see `CheckpointManager.push`.
 
     Raises:
+        InvalidArgumentError: It can't be a step.
         CheckpointNotFoundError: There is none.
         Everything that `push_found` and `push_all` raise.
     """
+    if isinstance(step, str) and step not in ("best", "all"):
+        raise InvalidArgumentError(f"step must be a number, 'best', 'all' or None, and is {step!r}.")
     found = found_in(root)
     if not found:
         raise CheckpointNotFoundError(f"There is no checkpoint in '{root}'. Check the path.", path=root)
@@ -223,10 +226,13 @@ def checked_at(
         progress: A bar.
 
     Raises:
+        InvalidArgumentError: It can't be a place.
         CheckpointNotFoundError: There is none; also where there is a model alone.
         HubNotFoundError, HubAccessError, HubConnectionError, HubError: The repo can't be read.
         DamagedCheckpointError, UnsafePathError: It is damaged.
     """
+    if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
+        raise InvalidArgumentError(f"'{place}' is neither a place nor a step: give a step as a number, {int(place)}.")
     path, revision = split_address(place)
     local = Source(path, revision=revision).local_place()
     if local is not None:
