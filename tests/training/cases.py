@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from hfshard.training import enable_gradient_checkpointing
-from tests.training import optimizers, parts, schedulers
-from tests.training.runs import Case, play
+from tests.training import companions, optimizers, parts, schedulers
+from tests.training.runs import Case
 
 
 def _checkpointed(make: Any) -> nn.Module:
@@ -36,7 +35,7 @@ _LLAMA = {"data": parts.Tokens, "loss": parts.causal_lm}
 LOOP: dict[str, dict[str, Any]] = {
     "in-order": {"loader": {"shuffle": False}},
     "no-loader": {"data": None},
-    "other-loader": {"own_loader": parts.Stateful},
+    "other-loader": {"own_loader": companions.Stateful},
     "drop-last": {"loader": {"batch_size": 3, "drop_last": True}},
     "ragged-last-batch": {"loader": {"batch_size": 3}},
     "mid-epoch": {"kill": (8, "backward"), "save_every": 1, "compat": True},
@@ -82,19 +81,29 @@ LOOP: dict[str, dict[str, Any]] = {
     "frozen-not-in-optimizer": {"model": parts.frozen, "optimizer": optimizers.only_trainable},
     "unused": {"model": parts.Unused},
     "alternating-gradients": {"model": parts.Alternating},
+    "extra-state": {"model": parts.Remembering},
     "child-called-module": {"model": parts.Honest},
-    "ema": {"extras": parts.ema, "compat": True},
-    "ema-batch-norm-buffers": {"model": parts.with_batch_norm, "extras": parts.ema_with_buffers},
-    "ema-of-the-user": {"extras": parts.shadow},
-    "stateful-diary": {"extras": parts.diary, "compat": True},
+    "ema": {"extras": companions.ema, "compat": True},
+    "ema-batch-norm-buffers": {"model": parts.with_batch_norm, "extras": companions.ema_with_buffers},
+    "ema-of-the-user": {"extras": companions.shadow},
+    "stateful-diary": {"extras": companions.diary, "compat": True},
+    "generators-of-the-user": {"extras": companions.generators},
+    "rotated-to-one": {"manager": {"max_to_keep": 1}, "compat": True},
+    "rotated-to-one-frozen": {"manager": {"max_to_keep": 1}, "model": parts.frozen},
+    "sharded": {"manager": {"max_shard_size": "8KB", "max_to_keep": 2, "checksum": "sha256"}, "extras": companions.ema},
+    "killed-while-saving": {"kill": (5, "saving"), "compat": True},
+    "killed-while-saving-rotated": {
+        "kill": (7, "saving"), "manager": {"max_to_keep": 1}, "extras": companions.everything,
+    },
+    "killed-while-saving-async": {"kill": (6, "saving"), "manager": {"max_to_keep": 1}, "blocking": False},
     "async": {"blocking": False, "compat": True},
     "async-every-2-killed-after-save": {"blocking": False, "save_every": 2, "kill": (8, "saved")},
     "async-everything": {
-        "blocking": False, "model": parts.with_dropout, "extras": parts.everything, **_augmented("all", 2),
+        "blocking": False, "model": parts.with_dropout, "extras": companions.everything, **_augmented("all", 2),
         "scheduler": schedulers.TORCH["cyclic-callable"].make, "optimizer": optimizers.two_groups,
     },
     "everything": {
-        "model": parts.with_batch_norm, "extras": parts.everything, **_augmented("all", 2, **_PERSISTENT), **_SCALED,
+        "model": parts.with_batch_norm, **_augmented("all", 2, **_PERSISTENT), **_SCALED, "extras": companions.everything,
         "scheduler": schedulers.TORCH["sequential-stateful"].make, "optimizer": optimizers.two_groups, "accumulate": 2,
     },
 }  # fmt: skip
@@ -123,8 +132,3 @@ def _table() -> dict[str, Case]:
 
 
 CASES = _table()
-
-
-def play_named(name: str, role: str, root: Path, store: str) -> None:
-    """Do one of the runs of a case of the table: what a process is told to do."""
-    play(CASES[name], role, root, store)

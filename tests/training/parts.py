@@ -1,15 +1,14 @@
-"""What the runs are made of: tiny models, data, losses, and stateful objects as users write them."""
+"""What the runs are made of: tiny models, data and losses."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 
 SAMPLES = 10
@@ -94,6 +93,28 @@ class Sparse(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> Any:
         return self.embed(ids).sum(-1)
+
+
+class Remembering(nn.Module):
+    """State that is no tensor, by torch's own hooks for it; and a buffer that is not to be saved."""
+
+    scratch: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.seen: dict[int, float] = {}
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.seen[len(self.seen)] = float(x.sum())
+        return self.body(x) * (1 + 0.01 * len(self.seen))
 
 
 class Complex(nn.Module):
@@ -187,7 +208,8 @@ def squared_error(model: nn.Module, batch: Pair) -> torch.Tensor:
 def mixed_up(model: nn.Module, batch: Pair) -> torch.Tensor:
     """Augmentation in the main process, from all three generators."""
     x, y = batch
-    share = random.random() * float(np.random.beta(0.4, 0.4))
+    # One number of a pair each: Python and numpy keep the other for the next call.
+    share = random.random() * float(np.random.beta(0.4, 0.4)) + 0.01 * (random.gauss(0, 1) + float(np.random.randn()))
     x = x * (1 - share) + x[torch.randperm(len(x))] * share
     return nn.functional.mse_loss(model(x + 0.1 * torch.randn_like(x)), y)
 
@@ -212,96 +234,3 @@ def overflowing(model: nn.Module, batch: Pair) -> torch.Tensor:
     loss = squared_error(model, batch)
     third = torch.sin(torch.tensor(3.0))
     return loss * torch.inf if bool((batch[0][:, 0] == third).any()) else loss
-
-
-def ema(model: nn.Module) -> dict[str, Any]:
-    return {"ema": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))}
-
-
-def ema_with_buffers(model: nn.Module) -> dict[str, Any]:
-    return {"ema": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)}
-
-
-class Shadow:
-    """An average of the weights that a user wrote himself: a dict of tensors, in twice the precision."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.weights = {name: tensor.detach().double() for name, tensor in model.named_parameters()}
-        self.updates = 0
-
-    def update(self, model: nn.Module, step: int, loss: float) -> None:
-        self.updates += 1
-        for name, tensor in model.named_parameters():
-            self.weights[name].lerp_(tensor.detach().double(), 0.1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.weights, "updates": self.updates}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.weights, self.updates = state["weights"], state["updates"]
-
-
-class Diary:
-    """A user's object that keeps whatever Python has, and hands out its own containers rather than copies."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.values: dict[str, Any] = {
-            "last": deque(maxlen=3), "all": deque(), "seen": Counter(), "by_step": {}, "sum": np.zeros(2),
-            "best": np.inf, "worst": -np.inf, "unknown": float("nan"), "minus_zero": -0.0, "pair": (1, (2.5, None)),
-            "none": None, "big": 2**70, "text": "ä\u2028\x00\n", "ordered": OrderedDict(b=1, a=2),
-            "tensor": torch.zeros(3),
-            "nested": [{"deep": [torch.ones(2, dtype=torch.float16), {"er": (True, False)}]}], "empty": [{}, [], ()],
-            "ints": np.arange(3, dtype=np.int16), "single": np.float32(0.1), "flag": np.bool_(True),
-        }  # fmt: skip
-
-    def update(self, model: nn.Module, step: int, loss: float) -> None:
-        values = self.values
-        values["last"].append(loss)
-        values["all"].append((step, loss))
-        values["seen"][step % 3] += 1
-        values["by_step"][step] = {"loss": loss, -step: [step]}
-        values["sum"] += (step, loss)
-        values["best"] = min(values["best"], loss)
-        values["tensor"] += loss
-        values["nested"][0]["deep"][0] *= 0.5
-        values["ordered"].move_to_end("b" if step % 2 else "a")
-        values["single"] = np.float32(values["single"] + np.float32(loss))
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values = state
-
-
-def shadow(model: nn.Module) -> dict[str, Any]:
-    return {"shadow": Shadow(model)}
-
-
-def diary(model: nn.Module) -> dict[str, Any]:
-    return {"diary": Diary(model)}
-
-
-def everything(model: nn.Module) -> dict[str, Any]:
-    return {**ema(model), **shadow(model), **diary(model)}
-
-
-class Stateful:
-    """A loader that is not ours: it counts its batches itself, and starts in the middle of an epoch when told to."""
-
-    def __init__(self, data: Dataset[Pair]) -> None:
-        self.data, self.epoch, self.batch = data, 0, 0
-
-    def __iter__(self) -> Any:
-        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist()
-        while self.batch < SAMPLES // 2:
-            self.batch += 1
-            pairs = [self.data[index] for index in order[2 * self.batch - 2 : 2 * self.batch]]
-            yield torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
-        self.epoch, self.batch = self.epoch + 1, 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "batch": self.batch}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.batch = state["epoch"], state["batch"]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import warnings
+import threading
 import zlib
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,9 +16,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
+from hfshard.training import ResumableDataLoader, TrainingState
 from tests.training import fingerprint, parts
-from tests.training.torch_save import TorchSave
 
 STEPS = 12
 """2N. With 10 samples in batches of 2, two epochs end on the way."""
@@ -29,19 +26,10 @@ NEXT_LRS = 6
 NEXT_BATCHES = 3
 PHASES = ("batch", "backward", "optimizer", "scheduler", "saved")
 """Where in a step a run can be killed: after a batch was drawn, after the gradients are there, after the optimizer's
-step, after the scheduler's and before the save, right after the save."""
-OTHER_SEED = 1000
-"""A resumed run begins with other weights and other random numbers, so that all of them come from the checkpoint."""
+step, after the scheduler's and before the save, right after the save. "saving" is another: somewhere in the save."""
+LONGEST_SECONDS = 0.02
+"""From the beginning of a save to a kill in it: two small saves."""
 _SAFE_INTEGER = 2**31
-_NOT_OURS = (
-    # Of Python 3.12 and later: a DataLoader's workers are forked beside the thread of an async save.
-    ".*use of fork\\(\\) may lead to deadlocks.*",
-    # torch, about its own sparse gradients.
-    "Sparse invariant checks are implicitly disabled.*",
-    # torch, of a run whose first act after a restore is to end an epoch, and so to step the scheduler.
-    "Detected call of `lr_scheduler.step\\(\\)` before.*",
-)
-"""Warnings that a run may give; every other one is an error."""
 
 Batch = Any
 Kill = tuple[int, str]
@@ -89,6 +77,8 @@ class Case:
     save_at: str = "step"
     """Or "epoch"."""
     blocking: bool = True
+    manager: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the manager."""
     kill: Kill | None = None
     """After so many whole steps, in that phase of the next. None: drawn by the case's name."""
     compat: bool = False
@@ -175,6 +165,9 @@ class Run:
 
     def save(self) -> None:
         """As the case does it."""
+        if self.kill == (self.done, "saving"):
+            delay = random.Random(self.case.seed).uniform(0, LONGEST_SECONDS)
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
         if self.manager is not None:
             self.manager.save(self.done, self.state(), blocking=self.case.blocking)
 
@@ -258,42 +251,3 @@ class Run:
         for number in range(NEXT_BATCHES):
             found |= fingerprint.flatten(next(self.batches), f"next batch {number}")
         return found | {f"{path} after the batches": text for path, text in fingerprint.of_rngs()}
-
-
-STORES: dict[str, tuple[Callable[[Path], Manager], Callable[..., Any]]] = {
-    "hfshard": (CheckpointManager, TrainingState),
-    "torch.save": (TorchSave, dict),
-}
-"""Name -> what opens the store of a directory, and what makes a state of named objects."""
-
-
-def play(case: Case, role: str, root: Path, store: str = "hfshard") -> None:
-    """Do one of the runs of a case, in this process, and leave a report in `root`.
-
-    Args:
-        case: Which.
-        role: "straight" never saves, "saving" does, "killed" saves and does not come back, "resumed" goes on from the
-            newest.
-        root: Of the case: `run` holds the checkpoints, `<role>.json` is the report.
-        store: A key of `STORES`.
-    """
-    warnings.simplefilter("error")
-    for message in _NOT_OURS:
-        warnings.filterwarnings("ignore", message=message)
-    torch.set_num_threads(1)
-    open_store, as_state = STORES[store]
-    run = Run(case, seed=case.seed + OTHER_SEED * (role == "resumed"), as_state=as_state)
-    restored: int | None = None
-    if role == "straight":
-        run.train()
-    else:
-        manager = open_store(root / "run")
-        if role == "killed":
-            run.train(manager=manager, kill=case.death)
-            raise AssertionError(f"nobody killed it at {case.death}")
-        if role == "resumed":
-            restored = run.resume(manager)
-        run.train(manager=manager)
-        manager.close()
-    report = {"restored": restored, "steps": run.steps, "everything": run.everything()}
-    (root / f"{role}.json").write_text(json.dumps(report))

@@ -15,7 +15,8 @@ import torch
 
 from hfshard.training import CheckpointManager
 from tests.training import processes
-from tests.training.cases import CASES, play_named
+from tests.training.cases import CASES
+from tests.training.playing import play
 from tests.training.runs import STEPS, Case, Run
 
 BATCHES_PER_EPOCH = 5
@@ -51,15 +52,16 @@ def played(name: str, root: Path, roles: tuple[str, ...], store: str = "hfshard"
     reports: dict[str, dict[str, Any]] = {}
     for role in roles:
         words, is_new = root / f"{role}.txt", fresh and role != "straight"
-        ends[role] = processes.run(words, play_named, name, role, root, store, fresh=is_new)
-        if ends[role].status != (-signal.SIGKILL if role == "killed" else 0):
+        ends[role] = processes.run(words, play, name, role, root, store, fresh=is_new)
+        if ends[role].status != (-signal.SIGKILL if role.startswith("killed") else 0):
             break
-        if role != "killed":
+        if not role.startswith("killed"):
             reports[role] = json.loads((root / f"{role}.json").read_text())
     return Played(ends, reports)
 
 
 RESUMED = ("straight", "killed", "resumed")
+TWICE = ("straight", "killed", "killed again", "resumed")
 SAVING = ("straight", "saving")
 BROKEN = {
     "optimizer-nadam-bf16": "optimizer 1/state/first.weight/'mu_product': torch.float32",
@@ -99,12 +101,13 @@ def _last_saves(case: Case) -> set[int]:
     """The steps that may be the newest whole checkpoint of the killed run."""
     every = BATCHES_PER_EPOCH if case.save_at == "epoch" else case.save_every
     last = case.death[0] // every * every
+    if case.death[1] == "saving":
+        return set(range(last - 2 * every, STEPS + 1))
     return {last} if case.blocking else {last, last - every}
 
 
 def _assert_resumed_exactly(case: Case, played: Played) -> None:
-    assert list(played.ends) == list(RESUMED), played.ends
-    assert "resumed" in played.reports, played.ends["resumed"]
+    assert "resumed" in played.reports, played.ends
     assert played.reports["resumed"]["restored"] in _last_saves(case)
     differences = played.differences("straight", "resumed")
     assert not differences, f"killed at {case.death}: {len(differences)} differ: {differences[:_SHOWN]}"
@@ -120,6 +123,14 @@ def test_a_killed_run_resumes_to_the_bit_in_new_interpreters(name: str, jobs: Jo
     _assert_resumed_exactly(
         CASES[name], jobs[name, "test_a_killed_run_resumes_to_the_bit_in_new_interpreters"].result()
     )
+
+
+@pytest.mark.parametrize("name", ["everything", "async-everything", "saved-at-epoch-ends", "rotated-to-one"])
+def test_a_run_that_is_killed_twice_resumes_to_the_bit(name: str, jobs: Jobs) -> None:
+    played = jobs[name, "test_a_run_that_is_killed_twice_resumes_to_the_bit"].result()
+    assert "resumed" in played.reports, played.ends
+    assert played.reports["resumed"]["restored"] > CASES[name].death[0]
+    assert played.differences("straight", "resumed") == []
 
 
 @pytest.mark.parametrize(
@@ -145,6 +156,7 @@ def test_the_matrix_tells_an_exact_store_from_an_inexact_one(name: str, jobs: Jo
 HOW: dict[str, dict[str, Any]] = {
     test_a_killed_run_resumes_to_the_bit.__name__: {"roles": RESUMED},
     test_a_killed_run_resumes_to_the_bit_in_new_interpreters.__name__: {"roles": RESUMED, "fresh": True},
+    test_a_run_that_is_killed_twice_resumes_to_the_bit.__name__: {"roles": TWICE},
     test_saving_at_every_step_changes_no_number.__name__: {"roles": SAVING},
     test_the_matrix_tells_an_exact_store_from_an_inexact_one.__name__: {"roles": RESUMED, "store": "torch.save"},
 }

@@ -14,7 +14,7 @@ import torch
 class TorchSave:
     """All state dicts and the three generators in one pickle; it shows that the tests can fail."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, **options: Any) -> None:
         self.path = root / "checkpoint.pt"
         root.mkdir(exist_ok=True)
 
