@@ -103,7 +103,8 @@ LOOP: dict[str, dict[str, Any]] = {
         "scheduler": schedulers.TORCH["cyclic-callable"].make, "optimizer": optimizers.two_groups,
     },
     "everything": {
-        "model": parts.with_batch_norm, **_augmented("all", 2, **_PERSISTENT), **_SCALED, "extras": companions.everything,
+        **_augmented("all", 2, **_PERSISTENT), **_SCALED,
+        "model": parts.with_batch_norm, "extras": companions.everything,
         "scheduler": schedulers.TORCH["sequential-stateful"].make, "optimizer": optimizers.two_groups, "accumulate": 2,
     },
 }  # fmt: skip

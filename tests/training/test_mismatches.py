@@ -124,7 +124,8 @@ def _without_head(model: nn.Module) -> Optimizer:
 def _moved(model: nn.Module) -> Optimizer:
     first: Any = model.get_submodule("first")
     last: Any = model.get_submodule("last")
-    return torch.optim.AdamW([{"params": [first.weight]}, {"params": [first.bias, *last.parameters()], "lr": 0.01}])
+    rest: dict[str, Any] = {"params": [first.bias, *last.parameters()], "lr": 0.01}
+    return torch.optim.AdamW([{"params": [first.weight]}, rest])
 
 
 def _three(model: nn.Module) -> Optimizer:
