@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any, Final
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import HubStrategy
 
 from hfshard.errors import HfshardError, InvalidArgumentError
 from hfshard.training.dataloader import ResumableDataLoader
@@ -21,6 +19,15 @@ from hfshard.training.manager import CheckpointManager
 from hfshard.training.plain_loader import plain_loader
 from hfshard.training.rng import rng_state, set_rng_state
 from hfshard.training.state import TrainingState
+from hfshard.training.trainer_settings import (
+    REPLACED,
+    batch_seed,
+    data_of,
+    manager_for,
+    refuse,
+    refuse_other_data,
+    refuse_rotation,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +35,6 @@ STATE_FILE: Final = "trainer_state.json"
 """What Trainer reads its own progress from."""
 _STOCK_OPTIMIZER: Final = "optimizer.pt"
 """A directory that has it was saved by Trainer alone."""
-_REPLACED: Final = ("_save_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "get_train_dataloader")
-"""Methods of a Trainer that ours stand in for. The first three are its own affair: on another version of transformers,
-`attach` refuses where one is gone, and the tests fail where one is no longer called."""
 _LOSS: Final = "_tr_loss"
 """Since it was last logged."""
 _LOGGED: Final = "_globalstep_last_logged"
@@ -96,6 +100,8 @@ class CheckpointCallback(TrainerCallback):
         self._rng: dict[str, Any] | None = None
         """That of the checkpoint that is being resumed, until Trainer has fetched the batches in between."""
         self._progress: dict[str, Any] = {}
+        self._data: dict[str, int | None] = {}
+        """What the order of the batches depends on."""
         self._is_put_off = False
 
     def attach(self, trainer: Trainer) -> CheckpointCallback:
@@ -105,16 +111,16 @@ class CheckpointCallback(TrainerCallback):
             Itself.
 
         Raises:
-            InvalidArgumentError: The Trainer is set to something that would be done by half; it says which.
+            InvalidArgumentError: The Trainer is set to something that would be served by half; it says which.
         """
         if self._trainer is not None and self._trainer is not trainer:
             raise InvalidArgumentError("This CheckpointCallback is another Trainer's: make one for each.")
-        _refuse(trainer)
-        manager = self.manager if self.manager is not None else _manager_for(trainer.args, self._arguments)
-        _refuse_rotation(trainer.args, manager)
+        refuse(trainer)
+        manager = self.manager if self.manager is not None else manager_for(trainer.args, self._arguments)
+        refuse_rotation(trainer.args, manager)
         if self._trainer is None:
             replacements = (self._save, self._load, self._load_rng, self._train_dataloader)
-            for name, replacement in zip(_REPLACED, replacements):
+            for name, replacement in zip(REPLACED, replacements):
                 self._originals[name] = getattr(trainer, name)
                 setattr(trainer, name, replacement)
         self.manager, self._trainer = manager, trainer
@@ -154,7 +160,7 @@ class CheckpointCallback(TrainerCallback):
             step,
             self._training_state(),
             metric=self._metrics[1] if self._metrics[0] == step else None,
-            extra={"loss": getattr(trainer, _LOSS).item(), "logged": getattr(trainer, _LOGGED)},
+            extra={"loss": getattr(trainer, _LOSS).item(), "logged": getattr(trainer, _LOGGED), "data": self._data},
             blocking=self.blocking or trainer.control.should_training_stop,
             files=_small_files(trainer),
         )
@@ -163,10 +169,12 @@ class CheckpointCallback(TrainerCallback):
         if checkpoint is None or os.path.isfile(os.path.join(checkpoint, _STOCK_OPTIMIZER)):
             self._originals["_load_optimizer_and_scheduler"](checkpoint)
             return
-        manager, _ = self._attached()
+        manager, trainer = self._attached()
         path = os.path.realpath(checkpoint)
         is_verified = self._verified is not None and path == os.path.realpath(self._verified)
         restored = manager.restore(self._training_state(), path, verify="structure" if is_verified else "full")
+        if not trainer.args.ignore_data_skip:
+            refuse_other_data(restored.extra["data"], self._data, checkpoint)
         self._progress, self._rng = restored.extra, rng_state()
 
     def _load_rng(self, checkpoint: str | None) -> None:
@@ -180,10 +188,10 @@ class CheckpointCallback(TrainerCallback):
     def _train_dataloader(self) -> Any:
         loader = self._originals["get_train_dataloader"]()
         _, trainer = self._attached()
-        seed = trainer.args.seed if trainer.args.data_seed is None else trainer.args.data_seed
+        self._data = data_of(trainer.args, loader)
         if not self.seed_batches or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
             return loader
-        return trainer.accelerator.prepare_data_loader(_seeded(loader, seed))
+        return trainer.accelerator.prepare_data_loader(_seeded(loader, batch_seed(trainer.args)))
 
     # Events
 
@@ -257,75 +265,6 @@ class CheckpointCallback(TrainerCallback):
                 "A CheckpointCallback must know its Trainer: checkpoints.attach(trainer) before trainer.train()."
             )
         return self.manager, self._trainer
-
-
-def _manager_for(args: TrainingArguments, arguments: dict[str, Any]) -> CheckpointManager:
-    """One of what the Trainer's arguments say; those of the callback come before."""
-    known: dict[str, Any] = {}
-    if args.save_total_limit is not None and args.save_total_limit > 0:
-        known["max_to_keep"] = args.save_total_limit
-    if args.metric_for_best_model is not None:
-        known |= {"keep_best": _metric_name(args), "metric_mode": "max" if args.greater_is_better else "min"}
-    return CheckpointManager(str(args.output_dir), **{**known, **arguments})
-
-
-def _metric_name(args: TrainingArguments) -> str:
-    name = str(args.metric_for_best_model)
-    return name if name.startswith("eval_") else f"eval_{name}"
-
-
-def _refuse(trainer: Trainer) -> None:
-    """Refuse what would be served by half."""
-    args = trainer.args
-    if missing := [name for name in (*_REPLACED, "store_flos") if not hasattr(trainer, name)]:
-        raise InvalidArgumentError(
-            f"{type(trainer).__name__} has no {', '.join(missing)}: CheckpointCallback does not know this version of "
-            "transformers. Install one that is named in hfshard's requirements."
-        )
-    if args.world_size > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise InvalidArgumentError(
-            "CheckpointCallback saves the state of one process, and this Trainer runs in several (or with DeepSpeed or "
-            "FSDP). Train without it."
-        )
-    if args.save_only_model:
-        raise InvalidArgumentError(
-            "save_only_model=True leaves nothing to resume from: remove it, or train without the CheckpointCallback."
-        )
-    strategy = HubStrategy(args.hub_strategy)
-    if args.push_to_hub and strategy != HubStrategy.END:
-        raise InvalidArgumentError(
-            f"hub_strategy='{strategy.value}' would push what Trainer saves, which is nothing: set it to 'end', and "
-            "give CheckpointCallback push_to_hub='org/name' for a push of each checkpoint."
-        )
-    peft = sys.modules.get("peft")
-    if peft is not None and isinstance(trainer.model, peft.PeftModel):
-        raise InvalidArgumentError(
-            "CheckpointCallback saves whole models, and this one is a PeftModel, of which only the adapter is to be "
-            "saved. Train without it."
-        )
-
-
-def _refuse_rotation(args: TrainingArguments, manager: CheckpointManager) -> None:
-    """Refuse where Trainer's idea of what is kept is not the manager's."""
-    limit = args.save_total_limit
-    if limit is not None and limit > 0 and limit != manager.max_to_keep:
-        raise InvalidArgumentError(
-            f"save_total_limit={limit}, and the CheckpointManager has max_to_keep={manager.max_to_keep}: remove one, "
-            "or make them equal."
-        )
-    if not args.load_best_model_at_end:
-        return
-    if limit == 1:
-        raise InvalidArgumentError(
-            "With save_total_limit=1 and load_best_model_at_end=True, Trainer itself removes the last checkpoint in "
-            "the end. Give max_to_keep=1 to CheckpointCallback instead, which keeps the last and the best."
-        )
-    mode = "max" if args.greater_is_better else "min"
-    if manager.max_to_keep is not None and (manager.keep_best, manager.metric_mode) != (_metric_name(args), mode):
-        raise InvalidArgumentError(
-            "load_best_model_at_end=True needs a CheckpointManager that keeps the best checkpoint: "
-            f"CheckpointManager(..., keep_best='{_metric_name(args)}', metric_mode='{mode}')."
-        )
 
 
 def _seeded(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:

@@ -130,7 +130,7 @@ class Runner:
         directory, other = self._directory / "growing", self._directory / "plain"
         directory.mkdir(parents=True)
         other.mkdir()
-        once = {"save_every": 1, "kill_after": 1}
+        once: dict[str, Any] = {"save_every": 1, "kill_after": 1}
         self._run(case, other, phase="killed", **once)
         plain = size(newest(other))
         sizes, refused = [], ""

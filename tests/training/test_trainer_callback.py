@@ -19,7 +19,7 @@ from transformers import (
     TrainerState,
 )
 
-from hfshard.errors import DamagedCheckpointError, HfshardError, InvalidArgumentError
+from hfshard.errors import DamagedCheckpointError, HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.training import CheckpointCallback, CheckpointManager
 from tests.training.trainer_child import STEPS, Case, everything, trainer
 
@@ -243,6 +243,24 @@ def test_a_trainer_that_never_restores_the_rng_is_stopped(tmp_path: Path) -> Non
     vars(trained)["_load_rng_state"] = lambda checkpoint: None  # as where a version of transformers calls it otherwise
     with pytest.raises(HfshardError, match="no longer restores the random state"):
         trained.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": 12}, r"seed \(or data_seed\) was 11, and is 12"),
+        ({"per_device_train_batch_size": 2}, "number of batches in an epoch was 7, and is 13"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps was 1, and is 2"),
+    ],
+)
+def test_a_resume_to_other_batches_is_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    trained = trainer(CASE, tmp_path, **{"max_steps": 4, "save_strategy": "no", **arguments})
+    CheckpointCallback().attach(trained)
+    with pytest.raises(StateDictMismatchError, match=message):
+        trained.train(resume_from_checkpoint=True)
+    trained.args.ignore_data_skip = True
+    trained.train(resume_from_checkpoint=True)
 
 
 def test_a_second_training_of_the_same_trainer_goes_on(tmp_path: Path) -> None:

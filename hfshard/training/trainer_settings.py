@@ -1,0 +1,136 @@
+"""What a Trainer's arguments mean for its checkpoints, and those that would be served by half and so are refused."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import HubStrategy
+
+from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.training.manager import CheckpointManager
+
+REPLACED: Final = ("_save_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "get_train_dataloader")
+"""Methods of a Trainer that ours stand in for. The first three are its own affair: on another version of transformers,
+`refuse` finds that one is gone, and the tests fail where one is no longer called."""
+
+_DATA: Final = {
+    "seed": "seed (or data_seed)",
+    "shuffled_by": "seed that torch had when the loader was made",
+    "samples": "number of samples",
+    "batches": "number of batches in an epoch",
+    "accumulated": "gradient_accumulation_steps",
+}
+"""What has to be the same again for the same batches, and what a message calls it."""
+
+
+def manager_for(args: TrainingArguments, arguments: dict[str, Any]) -> CheckpointManager:
+    """One of what the Trainer's arguments say; those of the callback come before."""
+    known: dict[str, Any] = {}
+    if args.save_total_limit is not None and args.save_total_limit > 0:
+        known["max_to_keep"] = args.save_total_limit
+    if args.metric_for_best_model is not None:
+        known |= {"keep_best": _metric_name(args), "metric_mode": "max" if args.greater_is_better else "min"}
+    return CheckpointManager(str(args.output_dir), **{**known, **arguments})
+
+
+def _metric_name(args: TrainingArguments) -> str:
+    name = str(args.metric_for_best_model)
+    return name if name.startswith("eval_") else f"eval_{name}"
+
+
+def refuse(trainer: Trainer) -> None:
+    """Refuse what would be served by half."""
+    args = trainer.args
+    if missing := [name for name in (*REPLACED, "store_flos") if not hasattr(trainer, name)]:
+        raise InvalidArgumentError(
+            f"{type(trainer).__name__} has no {', '.join(missing)}: CheckpointCallback does not know this version of "
+            "transformers. Install one that is named in hfshard's requirements."
+        )
+    if args.world_size > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise InvalidArgumentError(
+            "CheckpointCallback saves the state of one process, and this Trainer runs in several (or with DeepSpeed or "
+            "FSDP). Train without it."
+        )
+    if args.save_only_model:
+        raise InvalidArgumentError(
+            "save_only_model=True leaves nothing to resume from: remove it, or train without the CheckpointCallback."
+        )
+    strategy = HubStrategy(args.hub_strategy)
+    if args.push_to_hub and strategy != HubStrategy.END:
+        raise InvalidArgumentError(
+            f"hub_strategy='{strategy.value}' would push what Trainer saves, which is nothing: set it to 'end', and "
+            "give CheckpointCallback push_to_hub='org/name' for a push of each checkpoint."
+        )
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(trainer.model, peft.PeftModel):
+        raise InvalidArgumentError(
+            "CheckpointCallback saves whole models, and this one is a PeftModel, of which only the adapter is to be "
+            "saved. Train without it."
+        )
+
+
+def refuse_rotation(args: TrainingArguments, manager: CheckpointManager) -> None:
+    """Refuse where Trainer's idea of what is kept is not the manager's."""
+    limit = args.save_total_limit
+    if limit is not None and limit > 0 and limit != manager.max_to_keep:
+        raise InvalidArgumentError(
+            f"save_total_limit={limit}, and the CheckpointManager has max_to_keep={manager.max_to_keep}: remove one, "
+            "or make them equal."
+        )
+    if not args.load_best_model_at_end:
+        return
+    if limit == 1:
+        raise InvalidArgumentError(
+            "With save_total_limit=1 and load_best_model_at_end=True, Trainer itself removes the last checkpoint in "
+            "the end. Give max_to_keep=1 to CheckpointCallback instead, which keeps the last and the best."
+        )
+    mode = "max" if args.greater_is_better else "min"
+    if manager.max_to_keep is not None and (manager.keep_best, manager.metric_mode) != (_metric_name(args), mode):
+        raise InvalidArgumentError(
+            "load_best_model_at_end=True needs a CheckpointManager that keeps the best checkpoint: "
+            f"CheckpointManager(..., keep_best='{_metric_name(args)}', metric_mode='{mode}')."
+        )
+
+
+def data_of(args: TrainingArguments, loader: Any) -> dict[str, int | None]:
+    """What the batches of a training and their order depend on."""
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    return {
+        "seed": batch_seed(args),
+        "shuffled_by": getattr(sampler, "initial_seed", None),  # of Accelerate's sampler
+        "samples": _length(loader.dataset),
+        "batches": _length(loader),
+        "accumulated": args.gradient_accumulation_steps,
+    }
+
+
+def batch_seed(args: TrainingArguments) -> int:
+    """The seed of what is drawn while data are loaded."""
+    return args.seed if args.data_seed is None else args.data_seed
+
+
+def refuse_other_data(was: dict[str, int | None], now: dict[str, int | None], checkpoint: str) -> None:
+    """Refuse to skip the batches that were trained on where those of now are others.
+
+    Raises:
+        StateDictMismatchError: It says which value was and is.
+    """
+    for name, title in _DATA.items():
+        if was.get(name) != now.get(name):
+            raise StateDictMismatchError(
+                f"The training of the checkpoint '{checkpoint}' had other batches than this one has: its {title} was "
+                f"{was.get(name)}, and is {now.get(name)}. Set it as it was; or set ignore_data_skip=True, which "
+                "begins the epoch anew.",
+                path=checkpoint,
+                expected=was.get(name),
+                actual=now.get(name),
+            )
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
