@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 
+from hfshard.errors import CheckpointChangedError
 from hfshard.training.finding import Level, checked, of_step
 from hfshard.training.hub_runs import checked_at
 from hfshard.training.manifest import Manifest
@@ -55,8 +56,7 @@ def resume(
     restoration, error = Restoration(), None
     try:
         if not ranks.is_first:
-            found = look_at(found.path, found.step)
-            manifest = checked(found, "structure")
+            found, manifest = _found_here(found, manifest, chosen)
         restoration = prepare(state, found.path, manifest, strict=strict, ranks=ranks)
     except Exception as caught:  # noqa: BLE001 - raised by what follows, when all ranks know
         error = caught
@@ -74,3 +74,21 @@ def resume(
     if ranks.is_first:
         logger.info("Restored the checkpoint of step %d from '%s'.", manifest.step, found.path)
     return restored
+
+
+def _found_here(
+    found: Found, manifest: Manifest, chosen: Callable[[], tuple[Found, Manifest] | None]
+) -> tuple[Found, Manifest]:
+    """The first rank's checkpoint as this rank sees it: in the same directory, or fetched to this machine."""
+    if os.path.isdir(found.path):
+        here = look_at(found.path, found.step)
+        return here, checked(here, "structure")
+    fetched = chosen()
+    if fetched is None or fetched[1] != manifest:
+        what = "no checkpoint" if fetched is None else f"another one, of step {fetched[1].step}"
+        raise CheckpointChangedError(
+            f"The first rank restores '{found.path}', and this rank, which has no such directory, finds {what}. Let all "
+            "ranks see the run's directory; or name a commit: manager.restore(state, 'org/name@commit').",
+            path=found.path,
+        )
+    return fetched
