@@ -16,6 +16,8 @@ from tests.training.cases import CASES
 from tests.training.runs import LONGEST_SECONDS, STEPS, Manager, Run
 from tests.training.torch_save import TorchSave
 
+FURTHEST, BACK = 9, 4
+"""Steps of a run that then returns to an older one."""
 OTHER_SEED = 1000
 """A resumed run begins with other weights and other random numbers, so that all of them come from the checkpoint."""
 _NOT_OURS = (
@@ -41,7 +43,7 @@ def play(name: str, role: str, root: Path, store: str = "hfshard") -> None:
     Args:
         name: Of the case.
         role: "straight" never saves, "saving" does, "killed" saves and does not come back, "resumed" goes on from the
-            newest; so does "killed again", and is.
+            newest; so does "killed again", and is; "rolled back" returns to an older one without an end.
         root: Of the case: `run` holds the checkpoints, `<role>.json` is the report.
         store: A key of `STORES`.
     """
@@ -59,6 +61,9 @@ def play(name: str, role: str, root: Path, store: str = "hfshard") -> None:
         manager = open_store(root / "run", **case.manager)
         if role in ("killed again", "resumed"):
             restored = run.resume(manager)
+        if role == "rolled back":
+            run.train(FURTHEST, manager=manager)
+            restored = run.roll_back(manager, BACK)
         death = {"killed": case.death, "killed again": (STEPS - 1, case.death[1])}.get(role)
         run.train(manager=manager, kill=death)
         manager.close()

@@ -44,6 +44,9 @@ class Manager(Protocol):
     def restore_latest(self, state: Any) -> int | None:
         """Restore the newest, if there is one."""
 
+    def restore(self, state: Any, step: int) -> int:
+        """Restore that one."""
+
     def close(self) -> None:
         """Finish what is under way."""
 
@@ -231,6 +234,13 @@ class Run:
         step = manager.restore_latest(self.state())
         self.done = 0 if step is None else int(step)
         return step
+
+    def roll_back(self, manager: Manager, step: int) -> int:
+        """Restore an older checkpoint into the objects that went on since, and begin the loop anew."""
+        self.close()
+        self.done = int(manager.restore(self.state(), step))
+        self.steps, self.batches = [], self._batches()
+        return self.done
 
     def everything(self) -> dict[str, str]:
         """All that the two runs must have in common at the end; it is the last thing to ask of a run."""

@@ -16,7 +16,7 @@ import torch
 from hfshard.training import CheckpointManager
 from tests.training import processes
 from tests.training.cases import CASES
-from tests.training.playing import play
+from tests.training.playing import BACK, play
 from tests.training.runs import STEPS, Case, Run
 
 BATCHES_PER_EPOCH = 5
@@ -69,6 +69,14 @@ BROKEN = {
     "optimizer-own-master-weights": "optimizer 1/state/first.weight/'master': torch.float32",
 }
 """What a run with torch.save gets wrong; the rest of such a run, and other such runs, are exact."""
+
+ROLLED_BACK = (
+    "everything", "stateful-diary", "extra-state", "alternating-gradients", "scaler-skips-steps", "optimizer-lbfgs",
+    "optimizer-own-master-weights", "optimizer-own-counter", "optimizer-adamw-three-groups", "optimizer-asgd-bf16",
+    "scheduler-lambda-callable", "scheduler-lambda-holds-optimizer", "scheduler-cyclic-callable", "scheduler-plateau",
+    "scheduler-sequential-stateful", "scheduler-chained", "scheduler-own-bound-method", "scheduler-hf-greedy",
+)  # fmt: skip
+"""What could keep something of the steps that are to be forgotten."""
 
 Jobs = dict[tuple[str, str], Future[Played]]
 
@@ -133,6 +141,14 @@ def test_a_run_that_is_killed_twice_resumes_to_the_bit(name: str, jobs: Jobs) ->
     assert played.differences("straight", "resumed") == []
 
 
+@pytest.mark.parametrize("name", ROLLED_BACK)
+def test_an_older_step_is_restored_into_objects_that_went_on(name: str, jobs: Jobs) -> None:
+    played = jobs[name, "test_an_older_step_is_restored_into_objects_that_went_on"].result()
+    assert "rolled back" in played.reports, played.ends
+    assert played.reports["rolled back"]["restored"] == BACK
+    assert played.differences("straight", "rolled back") == []
+
+
 @pytest.mark.parametrize(
     "name", ["dropout-2-workers-augmented", "everything", "async-everything", "optimizer-nadam-bf16"]
 )
@@ -157,6 +173,7 @@ HOW: dict[str, dict[str, Any]] = {
     test_a_killed_run_resumes_to_the_bit.__name__: {"roles": RESUMED},
     test_a_killed_run_resumes_to_the_bit_in_new_interpreters.__name__: {"roles": RESUMED, "fresh": True},
     test_a_run_that_is_killed_twice_resumes_to_the_bit.__name__: {"roles": TWICE},
+    test_an_older_step_is_restored_into_objects_that_went_on.__name__: {"roles": ("straight", "rolled back")},
     test_saving_at_every_step_changes_no_number.__name__: {"roles": SAVING},
     test_the_matrix_tells_an_exact_store_from_an_inexact_one.__name__: {"roles": RESUMED, "store": "torch.save"},
 }

@@ -38,5 +38,9 @@ class TorchSave:
         step: int = saved["step"]
         return step
 
+    def restore(self, state: dict[str, Any], step: int) -> int:
+        """There is only the newest."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Nothing is under way."""
