@@ -87,8 +87,8 @@ def _found_here(
     if fetched is None or fetched[1] != manifest:
         what = "no checkpoint" if fetched is None else f"another one, of step {fetched[1].step}"
         raise CheckpointChangedError(
-            f"The first rank restores '{found.path}', and this rank, which has no such directory, finds {what}. Let all "
-            "ranks see the run's directory; or name a commit: manager.restore(state, 'org/name@commit').",
+            f"The first rank restores '{found.path}', and this rank, which has no such directory, finds {what}. Let "
+            "all ranks see the run's directory; or name a commit: manager.restore(state, 'org/name@commit').",
             path=found.path,
         )
     return fetched
