@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +21,9 @@ _WRITING: Final = re.compile(r"\.tmp-(\d+)-(\d+)")
 _REPLACED: Final = re.compile(r"\.replaced-(\d+)-(\d+)")
 """A checkpoint that another save of the same step is taking the place of; it counts until that one is there."""
 _REMOVED: Final = re.compile(r"\.removed-(\d+)-(\d+)")
+
+_LOOKS: Final = 100
+"""How often a run is looked at anew, at most, while another process saves into it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +53,38 @@ def found_in(root: str) -> list[Found]:
     Where a manifest can't be read, nothing tells when it was saved: such a checkpoint comes before all others, so that
     it is never passed over without a word.
     """
-    found = []
-    names = sorted(os.listdir(root)) if os.path.isdir(root) else []
+    names: list[str] = []
+    found: list[Found] = []
+    for _ in range(_LOOKS):
+        names = _names_in(root)
+        found = [look_at(os.path.join(root, name), step) for name, step in _checkpoints(root, names)]
+        if _names_in(root) == names:
+            break
+    return sorted(found, key=_age, reverse=True)
+
+
+def has_changed(found: Found) -> bool:
+    """Whether something else, or nothing, stands now where a checkpoint was found: a run that saves has removed it."""
+    now = look_at(found.path, found.step).manifest
+    if now is None or found.manifest is None:
+        return now is not found.manifest or not os.path.isdir(found.path)
+    return (now.sequence, now.files) != (found.manifest.sequence, found.manifest.files)
+
+
+def _names_in(root: str) -> list[str]:
+    names = os.listdir(root) if os.path.isdir(root) else []
+    return sorted(name for name in names if _CHECKPOINT.fullmatch(name) or _REPLACED.fullmatch(name))
+
+
+def _checkpoints(root: str, names: list[str]) -> Iterator[tuple[str, int]]:
+    """Name and step of each directory among some names; what was moved aside only where nothing has its place."""
     steps = {int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))}
     for name in names:
         match = _CHECKPOINT.fullmatch(name) or _REPLACED.fullmatch(name)
-        path = os.path.join(root, name)
-        if match is None or not os.path.isdir(path) or (name.startswith(".") and int(match[1]) in steps):
-            continue
-        found.append(look_at(path, int(match[1])))
-    return sorted(found, key=_age, reverse=True)
+        if match is not None and os.path.isdir(os.path.join(root, name)):
+            step = int(match[1])
+            if not (name.startswith(".") and step in steps):
+                yield name, step
 
 
 def _age(one: Found) -> tuple[bool, int, int]:
