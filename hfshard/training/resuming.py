@@ -84,7 +84,7 @@ def _found_here(
         here = look_at(found.path, found.step)
         return here, checked(here, "structure")
     fetched = chosen()
-    if fetched is None or fetched[1] != manifest:
+    if fetched is None or fetched[1].to_json() != manifest.to_json():  # a metric that is NaN is no other one
         what = "no checkpoint" if fetched is None else f"another one, of step {fetched[1].step}"
         raise CheckpointChangedError(
             f"The first rank restores '{found.path}', and this rank, which has no such directory, finds {what}. Let "
