@@ -62,7 +62,9 @@ LOOP: dict[str, dict[str, Any]] = {
     "augmented-torch-2-workers": _augmented("torch", 2),
     "augmented-all-persistent": {**_augmented("all", 2, **_PERSISTENT), "compat": True},
     "augmented-all-1-worker": {**_augmented("all", 1), "save_every": 2},
-    "augmented-in-the-loop": {"loss": parts.mixed_up, "compat": True},
+    # After an odd number of steps, when Python and numpy each keep the second number of a pair.
+    "augmented-in-the-loop": {"loss": parts.mixed_up, "kill": (5, "backward"), "compat": True},
+    "augmented-in-the-loop-later": {"loss": parts.mixed_up, "kill": (8, "scheduler")},
     "dropout": {"model": parts.with_dropout, "compat": True},
     "dropout-2-workers-augmented": {"model": parts.with_dropout, "fresh": True, **_augmented("all", 2)},
     "batch-norm": {"model": parts.with_batch_norm, "compat": True},

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -73,6 +75,31 @@ class OwnScheduler(LRScheduler):
     def get_lr(self) -> list[Any]:
         self.history = [*self.history[-4:], self.fn(self.last_epoch)]
         return [base * self.fn(self.last_epoch) for base in self.base_lrs]
+
+
+class Crowded(LRScheduler):
+    """A user's, with whatever may lie in an attribute: objects with state, in lists too, functions, itself."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.curve = Counting()
+        self.curves: list[Any] = [Counting(), Cyclic(0.1)]
+        self.by_name: dict[str, Any] = {
+            "tenth": tenth,
+            "scale": Cyclic(0.2).scale,
+            "lambda": lambda x: x,
+            "partial": partial(tenth, 3),
+        }
+        self.recent: deque[float] = deque(maxlen=2)
+        self.array = np.ones(3)
+        self.watched, self.myself = optimizer, self
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        factor = self.curve(1) * self.curves[0](1) * self.by_name["tenth"](self.last_epoch)
+        self.curves[1].rate += 0.1
+        self.recent.append(factor * self.by_name["scale"](self.curves[1].rate))
+        self.array *= 0.99
+        return [base * sum(self.recent) * float(self.array[0]) for base in self.base_lrs]
 
 
 class PlainScheduler:
@@ -199,6 +226,7 @@ TORCH: dict[str, Kind] = {
 
 USERS: dict[str, Kind] = {
     "own-bound-method": Kind(partial(OwnScheduler, total=TOTAL), options={"compat": True}),
+    "own-crowded": Kind(Crowded),
     "own-without-base": Kind(PlainScheduler),
 }
 

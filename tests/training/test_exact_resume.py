@@ -75,6 +75,7 @@ ROLLED_BACK = (
     "optimizer-own-master-weights", "optimizer-own-counter", "optimizer-adamw-three-groups", "optimizer-asgd-bf16",
     "scheduler-lambda-callable", "scheduler-lambda-holds-optimizer", "scheduler-cyclic-callable", "scheduler-plateau",
     "scheduler-sequential-stateful", "scheduler-chained", "scheduler-own-bound-method", "scheduler-hf-greedy",
+    "scheduler-own-crowded",
 )  # fmt: skip
 """What could keep something of the steps that are to be forgotten."""
 
