@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -53,7 +54,8 @@ class CheckpointCallback(TrainerCallback):
 
     Each batch is loaded under seeds of (`data_seed` or `seed`, epoch, batch), so that what a dataset or a collator
     draws from python's, numpy's and torch's RNG is the same after a resume, for any number of workers. It is other
-    randomness than Trainer's own, which is not the same after a resume. An IterableDataset is left as it is.
+    randomness than Trainer's own, which is not the same after a resume. An IterableDataset is resumed as Trainer does
+    it; and what persistent workers draw for an evaluation is not the same after a resume.
 
     A save that is due at an epoch's last step waits for what is evaluated and logged at the epoch's end.
 
@@ -119,7 +121,7 @@ class CheckpointCallback(TrainerCallback):
         manager = self.manager if self.manager is not None else manager_for(trainer.args, self._arguments)
         refuse_rotation(trainer.args, manager)
         if self._trainer is None:
-            replacements = (self._save, self._load, self._load_rng, self._train_dataloader)
+            replacements = (self._save, self._load, self._load_rng, self._train_dataloader, self._eval_dataloader)
             for name, replacement in zip(REPLACED, replacements):
                 self._originals[name] = getattr(trainer, name)
                 setattr(trainer, name, replacement)
@@ -192,6 +194,13 @@ class CheckpointCallback(TrainerCallback):
         if not self.seed_batches or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
             return loader
         return trainer.accelerator.prepare_data_loader(_seeded(loader, batch_seed(trainer.args)))
+
+    def _eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """With persistent workers, iter() draws from the RNG when they start, which a resume does once more."""
+        loader = self._originals["get_eval_dataloader"](*args, **kwargs)
+        if loader.persistent_workers:
+            getattr(loader, "base_dataloader", loader).generator = torch.Generator()
+        return loader
 
     # Events
 
@@ -268,7 +277,10 @@ class CheckpointCallback(TrainerCallback):
 
 
 def _seeded(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    """The same batches in the same order, each loaded under seeds of its own; else RNGs are drawn from as before."""
+    """The same batches in the same order, each loaded under seeds of its own; else RNGs are drawn from as before.
+
+    Not so with persistent workers, for the reason that `_eval_dataloader` has.
+    """
     resumable = ResumableDataLoader(
         loader.dataset,
         batch_sampler=loader.batch_sampler,
@@ -285,7 +297,8 @@ def _seeded(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
         seed=seed,
     )
     plain = plain_loader(resumable)
-    plain.generator = loader.generator
+    if not loader.persistent_workers:
+        plain.generator = loader.generator
     return plain
 
 

@@ -11,7 +11,13 @@ from transformers.trainer_utils import HubStrategy
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.training.manager import CheckpointManager
 
-REPLACED: Final = ("_save_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "get_train_dataloader")
+REPLACED: Final = (
+    "_save_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "get_train_dataloader",
+    "get_eval_dataloader",
+)
 """Methods of a Trainer that ours stand in for. The first three are its own affair: on another version of transformers,
 `refuse` finds that one is gone, and the tests fail where one is no longer called."""
 

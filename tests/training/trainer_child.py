@@ -76,6 +76,18 @@ CASES = {
     "augmentation, in 2 workers after the resume": Case(
         13, (10,), {"save_steps": 5}, {"dataloader_num_workers": 2}, augmented=True
     ),
+    "2 persistent workers, evaluated": Case(
+        12,
+        (10,),
+        {
+            "save_steps": 5,
+            "eval_strategy": "steps",
+            "eval_steps": 4,
+            "dataloader_num_workers": 2,
+            "dataloader_persistent_workers": True,
+        },
+        augmented=True,
+    ),
     "NAdam in bfloat16, saved by a thread": Case(
         11, (9, 6), {"save_steps": 3}, callback={"blocking": False}, nadam_bf16=True
     ),
@@ -100,23 +112,18 @@ class Sentences(Dataset[dict[str, Any]]):
         if self.augmented:
             words[0], words[1] = random.randrange(1, WORDS), int(np.random.randint(1, WORDS))
             words[2] = torch.randint(1, WORDS, ())
-        return {"input_ids": words[: 3 + index % 4], "labels": self.labels[index]}
+        return {"input_ids": words[: 3 + index % 4], "labels": self.labels[index], "augmented": self.augmented}
 
 
-def padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """A batch, with one word in each masked by torch's RNG where the samples are augmented."""
+def collated(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """A batch; where augmented, a tenth of its words is masked, as for a masked language model, by torch's RNG."""
     longest = max(len(sample["input_ids"]) for sample in samples)
     rows = [torch.nn.functional.pad(sample["input_ids"], (0, longest - len(sample["input_ids"]))) for sample in samples]
-    labels = torch.tensor([sample["labels"] for sample in samples])
     words: Tensor = default_collate(rows)
-    return {"input_ids": words, "attention_mask": (words > 0).long(), "labels": labels}
-
-
-def masked(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """As a collator for masked language models: a tenth of the words is replaced."""
-    batch = padded(samples)
-    batch["input_ids"][torch.rand(batch["input_ids"].shape) < 0.1] = WORDS - 1
-    return batch
+    mask = (words > 0).long()
+    if samples[0]["augmented"]:
+        words[torch.rand(words.shape) < 0.1] = WORDS - 1
+    return {"input_ids": words, "attention_mask": mask, "labels": torch.tensor([one["labels"] for one in samples])}
 
 
 class Ending(TrainerCallback):
@@ -159,13 +166,14 @@ def trainer(case: Case, directory: Path, **arguments: Any) -> Trainer:
         "report_to": [],
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
+        "remove_unused_columns": False,
         **case.arguments,
         **arguments,
     }
     return Trainer(
         model=net,
         args=TrainingArguments(**known),
-        data_collator=masked if case.augmented else padded,
+        data_collator=collated,
         train_dataset=Sentences(case.augmented, seed=1),
         eval_dataset=Sentences(augmented=False, seed=2),
         optimizers=optimizers,
