@@ -8,6 +8,7 @@ import datetime
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -105,6 +106,7 @@ class Runner:
         if "full_from" not in case.training:
             return outcome
         raised = next((line["full"] for line in read(directory / "killed.jsonl") if "full" in line), "raised nothing")
+        raised = first_line(raised)
         cell = outcome.cell
         if not cell.startswith("exact"):
             cell += ", none is left" if len(checkpoints(directory)) == 1 else ", though one is left"
@@ -148,7 +150,7 @@ class Runner:
         grown = f"× {sizes[-1] / plain:.2f}"
         if refused:
             return Outcome(f"crash ({grown} where pickles are trusted)", f"{detail}; {refused}")
-        return Outcome(f"exact, {grown}", detail)
+        return Outcome(f"resumes, {grown}", detail)
 
     def _run(self, case: Case, directory: Path, *, unsafe: bool = False, **fields: Any) -> list[dict[str, Any]]:
         from bench import resume_peers
@@ -222,8 +224,9 @@ def judge(straight: list[dict[str, Any]], resumed: list[dict[str, Any]], saved: 
 
 
 def first_line(error: str) -> str:
-    """The beginning of an error's message."""
-    return error[:200].partition("\n")[0]
+    """The beginning of an error's message, without colours and the directory of this run."""
+    plain = re.sub(r"\x1b\[[0-9;]*m|/\S*hfshard-resume-[^/]*/", "", error)
+    return plain.partition("\n")[0][:160].strip()
 
 
 def render(results: dict[str, Any]) -> str:
