@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hfshard.storage.shard_writer import WRITERS_VARIABLE
 from tests.crash.judge import in_fork
 from tests.crash.points import INJECTIONS, TAKES_SPACE
 from tests.crash.tracer import Call, Run, hidden_writes, traced
@@ -236,7 +237,8 @@ def stop(point: Point, place: Path) -> Outcome:
         outcome = _stop(point, place)
         if outcome.category != "missed":
             return outcome
-    if point.call.name == "link" and outcome.status == "saved":  # no thread made so many links; nothing was stopped
+    is_of_several = point.call.name == "link" or os.environ[WRITERS_VARIABLE] != "1"
+    if is_of_several and outcome.status == "saved":  # no thread made so many of these calls, and nothing was stopped
         return Outcome(point, "new", status=outcome.status, is_drifted=True)
     return outcome
 
@@ -249,7 +251,8 @@ def _stop(point: Point, place: Path) -> Outcome:
         run, raised = copy_of(point.prepared.template, root), root / "raised"
         inject = f"{point.call.name}:{INJECTIONS[point.kind].format(k=point.call.k)}"
         # A thread's calls are counted anew, so that the next save of a manager that saves in one would be hit again.
-        goes_on = transition.new.blocking and point.kind in ("enospc", "eio", "int") and point.call.name != "link"
+        in_one_thread = transition.new.blocking and point.call.name != "link" and os.environ[WRITERS_VARIABLE] == "1"
+        goes_on = in_one_thread and point.kind in ("enospc", "eio", "int")
 
         def work() -> None:
             if goes_on:
