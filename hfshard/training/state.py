@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any, Final, Literal
 
@@ -17,7 +18,7 @@ from hfshard.training.scheduler import is_scheduler
 Kind = Literal["module", "optimizer", "scheduler", "loader", "stateful"]
 """Of a part. In a run of several ranks each saves its own loaders; all else is the same on every rank."""
 
-_RESERVED: Final = frozenset({"rng", "extra"})
+_RESERVED: Final = re.compile(r"rng|extra|rank\d+")
 """Names under which a checkpoint keeps what is no component."""
 
 
@@ -89,7 +90,7 @@ def unwrapped(part: Any) -> Any:
 
 
 def _kind_of(name: str, part: Any) -> Kind:
-    if name in _RESERVED:
+    if _RESERVED.fullmatch(name):
         raise InvalidArgumentError(f"'{name}' is what hfshard calls a part of its own: give yours another name.")
     if isinstance(part, nn.Module):
         return "module"
