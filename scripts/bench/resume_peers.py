@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import resource
 import traceback
@@ -24,6 +25,8 @@ def run(job: Job) -> None:
     os.dup2(log, 2)
     record = Record(job)
     warnings.simplefilter("always")
+    # As in a process that nobody forked; else workers come from a server of their own, which outlives a SIGKILL.
+    multiprocessing.set_start_method("fork", force=True)
     try:
         WAYS[job.way](job, record)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the result
