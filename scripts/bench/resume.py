@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
                 outcome = runner.outcome(CASES[name])
                 print(f"{way}: {CASES[name].title}: {outcome.cell}  [{outcome.detail}]", file=sys.stderr, flush=True)
                 results["cells"].setdefault(name, {})[way] = [outcome.cell, outcome.detail]
-                raw.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+                raw.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         options.out.write_text(render(results), encoding="utf-8")
     finally:
         shutil.rmtree(directory)
@@ -235,7 +235,8 @@ def render(results: dict[str, Any]) -> str:
     details = [
         f"- {CASES[name].title}, {way}: {cell}; {detail}"
         for name in CASES
-        for way, (cell, detail) in results["cells"].get(name, {}).items()
+        for way in WAYS
+        for cell, detail in [results["cells"].get(name, {}).get(way, ("", ""))]
         if detail and not detail.startswith("resumed after")
     ]
     return "\n".join(
