@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Literal
+from typing import Final, Literal
 
 from hfshard.errors import (
+    CheckpointChangedError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     HfshardError,
@@ -17,9 +18,12 @@ from hfshard.progress import bytes_bar
 from hfshard.storage.names import WeightNames
 from hfshard.training.collecting import PARTS
 from hfshard.training.manifest import Manifest, check_files
-from hfshard.training.run_directory import Found, found_in
+from hfshard.training.run_directory import Found, found_in, has_changed
 
 logger = logging.getLogger(__name__)
+
+_TRIES: Final = 50
+"""Beside a run that saves every moment and keeps one checkpoint."""
 
 Level = Literal["structure", "full"]
 
@@ -69,21 +73,38 @@ def newest_whole(root: str, verify: Level, progress: bool | None = None) -> tupl
     Raises:
         DamagedCheckpointError: All of them are damaged.
     """
-    found = found_in(root)
-    for one in found:
-        try:
-            return one, checked(one, verify, progress)
-        except HfshardError as error:
-            if isinstance(error, InvalidArgumentError):
+    for _ in range(_TRIES):
+        found = found_in(root)
+        damaged: list[tuple[Found, HfshardError]] = []
+        for one in found:
+            try:
+                manifest = checked(one, verify, progress)
+            except InvalidArgumentError:
                 raise
-            logger.warning("The checkpoint '%s' is passed over: %s", one.path, error)
-    if found:
-        raise DamagedCheckpointError(
-            f"None of the {len(found)} checkpoints in '{root}' is whole: see the warnings for what is wrong "
-            "with each. To start anew, give the manager another directory.",
-            path=root,
-        )
-    return None
+            except HfshardError as error:
+                if has_changed(one):  # a run that is saving there has removed it, and has a newer one
+                    break
+                damaged.append((one, error))
+            else:
+                _warn_of(damaged)
+                return one, manifest
+        else:
+            _warn_of(damaged)
+            if not found:
+                return None
+            raise DamagedCheckpointError(
+                f"None of the {len(found)} checkpoints in '{root}' is whole: see the warnings for what is wrong "
+                "with each. To start anew, give the manager another directory.",
+                path=root,
+            )
+    raise CheckpointChangedError(
+        f"The checkpoints in '{root}' were replaced while they were read. Try again.", path=root
+    )
+
+
+def _warn_of(damaged: list[tuple[Found, HfshardError]]) -> None:
+    for one, error in damaged:
+        logger.warning("The checkpoint '%s' is passed over: %s", one.path, error)
 
 
 def problems_of(found: Found, level: Level, on_bytes: Callable[[int], object] | None = None) -> list[HfshardError]:

@@ -114,7 +114,8 @@ def plan_optimizer(
         for parameter in _parameters(optimizer):
             exact = saved["state"].get(names[id(parameter)])
             if exact is not None and parameter in optimizer.state:
-                optimizer.state[parameter] = _exact(optimizer.state[parameter], exact)
+                slots = _exact(optimizer.state[parameter], exact)
+                optimizer.state[parameter] = {key: _lying_like(parameter, value) for key, value in slots.items()}
 
     return update
 
@@ -232,6 +233,14 @@ def _exact(loaded: Any, saved: Any) -> Any:
     if type(loaded) is tuple and type(saved) is tuple and len(loaded) == len(saved):
         return tuple(_exact(mine, theirs) for mine, theirs in zip(loaded, saved))
     return loaded
+
+
+def _lying_like(parameter: torch.Tensor, value: Any) -> Any:
+    """A state as large as its parameter in the same memory format: fused optimizers go by memory, not by indexes."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    alike = torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)
+    return alike.copy_(value) if alike.stride() == parameter.stride() else value
 
 
 def _listed(names: list[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from typing import Final
 
 from hfshard.errors import CheckpointChangedError
 from hfshard.training.finding import Level, checked, of_step
@@ -12,11 +13,14 @@ from hfshard.training.hub_runs import checked_at
 from hfshard.training.manifest import Manifest
 from hfshard.training.ranks import Ranks
 from hfshard.training.restoring import Restoration, prepare
-from hfshard.training.run_directory import Found, look_at
+from hfshard.training.run_directory import Found, has_changed, look_at
 from hfshard.training.state import TrainingState
 from hfshard.training.step import RestoredStep
 
 logger = logging.getLogger(__name__)
+
+_TRIES: Final = 50
+"""Beside a run that saves every moment and keeps one checkpoint."""
 
 
 def choose(
@@ -49,17 +53,22 @@ def resume(
         StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
     """
     ranks = Ranks.current()
-    found_there = ranks.first(chosen)
-    if found_there is None:
-        return None
-    found, manifest = found_there
-    restoration, error = Restoration(), None
-    try:
-        if not ranks.is_first:
-            found, manifest = _found_here(found, manifest, chosen)
-        restoration = prepare(state, found.path, manifest, strict=strict, ranks=ranks)
-    except Exception as caught:  # noqa: BLE001 - raised by what follows, when all ranks know
-        error = caught
+    for _ in range(_TRIES):
+        found_there = ranks.first(chosen)
+        if found_there is None:
+            return None
+        found, manifest = found_there
+        restoration, error = Restoration(), None
+        try:
+            if not ranks.is_first:
+                found, manifest = _found_here(found, manifest, chosen)
+            restoration = prepare(state, found.path, manifest, strict=strict, ranks=ranks)
+        except Exception as caught:  # noqa: BLE001 - raised by what follows, when all ranks know
+            error = caught
+        if not ranks.share(has_changed(found)):
+            break  # else a run that is saving there has removed or replaced it while it was read
+    else:
+        error = error or CheckpointChangedError(f"'{found.path}' was replaced while it was read. Try again.")
     ranks.agree(error)
     for difference in restoration.differences:
         logger.warning("%s", difference)

@@ -51,7 +51,8 @@ class TrainingState:
                 state_dict and load_state_dict.
 
         Raises:
-            InvalidArgumentError: A part has no state_dict, or an optimizer trains parameters of no module here.
+            InvalidArgumentError: A part has no state_dict. (An optimizer that trains parameters of no module here is
+                refused when it is saved or restored.)
         """
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "scaler": scaler}
         given |= stateful

@@ -132,7 +132,8 @@ class _Packing:
         if kind == "dict" and TYPE_KEY not in value and all(type(key) is str for key in value):
             names = {key: f"{path}/{_name_of(key)}" for key in value}
             tensors = {names[key]: item for key, item in value.items() if isinstance(item, torch.Tensor)}
-            if value and len(tensors) == len(value) and self.tensors.keys().isdisjoint(tensors):
+            is_plain = all(_order(tensor) is None for tensor in tensors.values())
+            if value and is_plain and len(tensors) == len(value) and self.tensors.keys().isdisjoint(tensors):
                 # A million of them have to fit: an optimizer's state of one parameter.
                 self.tensors |= {name: tensor.detach() for name, tensor in tensors.items()}
                 return _typed("tensors", at=path, keys=[self.text(key, path, depth) for key in value])
@@ -168,7 +169,8 @@ class _Packing:
         while name in self.tensors:  # keys such as 1 and "1"
             name, number = f"{path}~{number}", number + 1
         self.tensors[name] = value.detach()
-        return _typed("tensor", name=name)
+        order = _order(value)
+        return _typed("tensor", name=name) if order is None else _typed("tensor", name=name, order=order)
 
     def torch_name(self, value: torch.dtype | torch.device, path: str, depth: int) -> Any:
         return _typed(type(value).__name__, value=str(value).removeprefix("torch."))
@@ -189,7 +191,7 @@ class _Packing:
 
     def _other(self, value: Any, path: str, depth: int) -> Any:
         numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.ndarray):
+        if numpy is not None and type(value) is numpy.ndarray:  # a masked one is more than its values
             return self.array(value, path, depth)
         if numpy is not None and isinstance(value, numpy.generic):
             return self.scalar(value, path, depth)
@@ -235,6 +237,23 @@ def _refused(value: Any, path: str, why: str) -> UnstorableTensorError:
     )
 
 
+def _order(tensor: torch.Tensor) -> list[int] | None:
+    """The dimensions in the order in which the tensor lies in memory, where that is not their own (channels_last)."""
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dimension: -strides[dimension])
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def _ordered(tensor: torch.Tensor, order: list[int] | None) -> torch.Tensor:
+    """The same values, in memory as they lay: fused optimizers go through memory and not through indexes."""
+    if order is None:
+        return tensor
+    back = [order.index(dimension) for dimension in range(tensor.ndim)]
+    return tensor.permute(order).contiguous().permute(back)
+
+
 def _unpacked(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(tree, list):
         return [_unpacked(item, tensors) for item in tree]
@@ -244,7 +263,7 @@ def _unpacked(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return {key: _unpacked(item, tensors) for key, item in tree.items()}
     kind = tree[TYPE_KEY]
     if kind == "tensor":
-        return tensors[tree["name"]]
+        return _ordered(tensors[tree["name"]], tree.get("order"))
     if kind == "tensors":
         return {key: tensors[f"{tree['at']}/{_name_of(key)}"] for key in tree["keys"]}
     if kind in _SCALARS:

@@ -166,6 +166,13 @@ ALL: dict[str, dict[str, Any]] = {
     "lbfgs-wolfe": {"optimizer": over(optim.LBFGS, line_search_fn="strong_wolfe", max_iter=3), "closure": True},
     "hf-adafactor": {"optimizer": hf_adafactor()},
     "hf-adafactor-bf16": {"optimizer": hf_adafactor(lr=0.01, relative_step=False, beta1=0.9), **_BF16, "compat": True},
+    "adamw-channels-last": {"optimizer": parts.adamw, "model": parts.ChannelsLast},
+    "adamw-fused-channels-last": {"optimizer": over(optim.AdamW, lr=0.01, fused=True), "model": parts.ChannelsLast},
+    "sgd-fused-channels-last": {
+        "optimizer": over(optim.SGD, lr=0.05, momentum=0.9, fused=True),
+        "model": parts.ChannelsLast,
+    },
+    "adafactor-channels-last": {"optimizer": over(optim.Adafactor, lr=0.05), "model": parts.ChannelsLast},
     "own-master-weights": {"optimizer": over(MasterWeights, lr=0.01), **_BF16},
     "own-counter": {"optimizer": over(KeepsItsOwn, lr=0.05, momentum=0.9)},
 }

@@ -36,6 +36,18 @@ def with_spectral_norm() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 1))
 
 
+class ChannelsLast(nn.Module):
+    """Weights, and so the optimizer's averages, that do not lie in memory as their shapes say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 2).to(memory_format=torch.channels_last)
+        self.deeper = nn.Conv2d(3, 2, 2, padding=1).to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.deeper(torch.tanh(self.conv(x.reshape(-1, 1, 2, 2)))).mean((1, 2, 3)).unsqueeze(1)
+
+
 def frozen() -> nn.Module:
     model = mlp()
     model.get_submodule("first").requires_grad_(False)
