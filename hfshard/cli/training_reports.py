@@ -10,10 +10,10 @@ from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.progress import bytes_bar
 from hfshard.storage.names import INDEX_FILE, MODEL_BASE, WeightNames
-from hfshard.training.finding import Level, problems_of
-from hfshard.training.manifest import MANIFEST, Manifest, read_manifest
-from hfshard.training.run_directory import Found, found_in
-from hfshard.training.writing import TREE
+from hfshard.training.run.directory import Found, found_in
+from hfshard.training.run.finding import Level, problems_of
+from hfshard.training.run.manifest import MANIFEST, Manifest, read_manifest
+from hfshard.training.run.writing import TREE
 from hfshard.verify import Problem, VerifyReport, verify_checkpoint
 
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hfshard.training.accelerate import prepare_loader, prepared_state
-    from hfshard.training.dataloader import ResumableDataLoader
-    from hfshard.training.gradient_checkpointing import enable_gradient_checkpointing
-    from hfshard.training.gradients import Gradients
+    from hfshard.training.data.dataloader import ResumableDataLoader
+    from hfshard.training.data.plain_loader import plain_loader
     from hfshard.training.manager import CheckpointManager
+    from hfshard.training.parts.gradients import Gradients
+    from hfshard.training.recompute.gradient_checkpointing import enable_gradient_checkpointing
     from hfshard.training.state import TrainingState
     from hfshard.training.step import RestoredStep
     from hfshard.training.trainer_callback import CheckpointCallback
@@ -23,6 +24,7 @@ __all__ = [
     "ResumableDataLoader",
     "TrainingState",
     "enable_gradient_checkpointing",
+    "plain_loader",
     "prepare_loader",
     "prepared_state",
 ]
@@ -31,11 +33,12 @@ __all__ = [
 _HOMES = {
     "CheckpointCallback": "trainer_callback",
     "CheckpointManager": "manager",
-    "ResumableDataLoader": "dataloader",
-    "Gradients": "gradients",
+    "ResumableDataLoader": "data.dataloader",
+    "Gradients": "parts.gradients",
     "RestoredStep": "step",
     "TrainingState": "state",
-    "enable_gradient_checkpointing": "gradient_checkpointing",
+    "enable_gradient_checkpointing": "recompute.gradient_checkpointing",
+    "plain_loader": "data.plain_loader",
     "prepare_loader": "accelerate",
     "prepared_state": "accelerate",
 }

@@ -11,8 +11,8 @@ from accelerate.utils import DistributedType, send_to_device
 from torch import nn
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.training.dataloader import ResumableDataLoader
-from hfshard.training.gradients import Gradients
+from hfshard.training.data.dataloader import ResumableDataLoader
+from hfshard.training.parts.gradients import Gradients
 from hfshard.training.state import TrainingState
 
 

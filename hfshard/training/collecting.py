@@ -16,12 +16,12 @@ from hfshard.storage.integrity import Checksum
 from hfshard.storage.names import MODEL_BASE, WeightNames
 from hfshard.storage.tensor_bytes import tensor_nbytes
 from hfshard.tied import find_ties
-from hfshard.training.optimizer import pack_optimizer
-from hfshard.training.padded_json import padded_json
-from hfshard.training.rng import rng_state
-from hfshard.training.scheduler import pack_scheduler
+from hfshard.training.parts.optimizer import pack_optimizer
+from hfshard.training.parts.padded_json import padded_json
+from hfshard.training.parts.rng import rng_state
+from hfshard.training.parts.scheduler import pack_scheduler
+from hfshard.training.parts.tree import pack
 from hfshard.training.state import Kind, TrainingState
-from hfshard.training.tree import pack
 
 TREE_FORMAT: Final = 1
 """Of `training_state.json`."""

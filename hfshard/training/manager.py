@@ -11,22 +11,22 @@ from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumen
 from hfshard.size import parse_size
 from hfshard.storage.integrity import Checksum, check_checksum
 from hfshard.training.collecting import RankPart, collect, collect_rank
-from hfshard.training.finding import Level, manifests_in, newest_whole, of_step, problems_of
-from hfshard.training.hub_runs import PushOptions, push_run
-from hfshard.training.manifest import plain_metrics
-from hfshard.training.publisher import Publisher
 from hfshard.training.ranks import Ranks
 from hfshard.training.resuming import choose, resume
-from hfshard.training.rotation import MetricMode, Rotation, best_of
-from hfshard.training.run_directory import checkpoint_path, found_in
-from hfshard.training.run_writer import RunWriter
+from hfshard.training.run.directory import checkpoint_path, found_in
+from hfshard.training.run.finding import Level, manifests_in, newest_whole, of_step, problems_of
+from hfshard.training.run.hubs import PushOptions, push_run
+from hfshard.training.run.manifest import plain_metrics
+from hfshard.training.run.publisher import Publisher
+from hfshard.training.run.rotation import MetricMode, Rotation, best_of
+from hfshard.training.run.writer import RunWriter
+from hfshard.training.run.writing import check_names
 from hfshard.training.state import TrainingState
 from hfshard.training.step import RestoredStep, checked_step
-from hfshard.training.writing import check_names
 
 if TYPE_CHECKING:
     from hfshard.hub.listing import PushResult
-    from hfshard.training.hub_runs import PushArguments
+    from hfshard.training.run.hubs import PushArguments
 
 
 class CheckpointManager:

@@ -20,16 +20,16 @@ from hfshard.storage.names import MODEL_BASE, WeightNames
 from hfshard.storage.regular_file import read_small
 from hfshard.storage.strict_json import parse_json_object
 from hfshard.training.collecting import TREE_FORMAT
-from hfshard.training.foreign_loader import LoaderWatch
-from hfshard.training.manifest import Manifest
-from hfshard.training.objects import StatefulUpdate, load_objects
-from hfshard.training.optimizer import plan_optimizer
+from hfshard.training.data.foreign_loader import LoaderWatch
+from hfshard.training.parts.objects import StatefulUpdate, load_objects
+from hfshard.training.parts.optimizer import plan_optimizer
+from hfshard.training.parts.rng import check_rng_state, reseed, set_rng_state
+from hfshard.training.parts.scheduler import plan_scheduler
+from hfshard.training.parts.tree import unpack
 from hfshard.training.ranks import ALONE, Ranks
-from hfshard.training.rng import check_rng_state, reseed, set_rng_state
-from hfshard.training.scheduler import plan_scheduler
+from hfshard.training.run.manifest import Manifest
+from hfshard.training.run.writing import TREE
 from hfshard.training.state import Kind, TrainingState
-from hfshard.training.tree import unpack
-from hfshard.training.writing import TREE
 
 logger = logging.getLogger(__name__)
 

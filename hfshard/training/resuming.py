@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Final
 
 from hfshard.errors import CheckpointChangedError
-from hfshard.training.finding import Level, checked, of_step
-from hfshard.training.hub_runs import checked_at
-from hfshard.training.manifest import Manifest
 from hfshard.training.ranks import Ranks
 from hfshard.training.restoring import Restoration, prepare
-from hfshard.training.run_directory import Found, has_changed, look_at
+from hfshard.training.run.directory import Found, has_changed, look_at
+from hfshard.training.run.finding import Level, checked, of_step
+from hfshard.training.run.hubs import checked_at
+from hfshard.training.run.manifest import Manifest
 from hfshard.training.state import TrainingState
 from hfshard.training.step import RestoredStep
 

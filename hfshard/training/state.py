@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.state_dict import parameter_names
-from hfshard.training.foreign_loader import watched
-from hfshard.training.scheduler import is_scheduler
+from hfshard.training.data.foreign_loader import watched
+from hfshard.training.parts.scheduler import is_scheduler
 
 Kind = Literal["module", "optimizer", "scheduler", "loader", "stateful"]
 """Of a part. In a run of several ranks each saves its own loaders; all else is the same on every rank."""

@@ -15,10 +15,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 
 from hfshard.errors import HfshardError, InvalidArgumentError
-from hfshard.training.dataloader import ResumableDataLoader
+from hfshard.training.data.dataloader import ResumableDataLoader
+from hfshard.training.data.plain_loader import plain_loader
 from hfshard.training.manager import CheckpointManager
-from hfshard.training.plain_loader import plain_loader
-from hfshard.training.rng import rng_state, set_rng_state
+from hfshard.training.parts.rng import rng_state, set_rng_state
 from hfshard.training.state import TrainingState
 from hfshard.training.trainer_settings import (
     REPLACED,

@@ -30,8 +30,8 @@ from torch.utils.data import (
 
 from hfshard.errors import HfshardError, InvalidArgumentError, StaleIteratorError, StateDictMismatchError
 from hfshard.training import ResumableDataLoader
-from hfshard.training.sampling import EpochSampler
-from hfshard.training.seeding import current_states, put_back, reseed, seeds_for
+from hfshard.training.data.sampling import EpochSampler
+from hfshard.training.data.seeding import current_states, put_back, reseed, seeds_for
 from tests.training import processes
 from tests.training.loader_child import BATCHES, EPOCHS, SAMPLES, Augmented, collate, make, run
 

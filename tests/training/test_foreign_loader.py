@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
-from hfshard.training.foreign_loader import LoaderWatch, rearm_after_iter, watched
-from hfshard.training.rng import rng_state, set_rng_state
-from hfshard.training.tree import pack, unpack
+from hfshard.training.data.foreign_loader import LoaderWatch, rearm_after_iter, watched
+from hfshard.training.parts.rng import rng_state, set_rng_state
+from hfshard.training.parts.tree import pack, unpack
 from tests.training import processes
 
 # torchdata 0.11 with torch 2.13.

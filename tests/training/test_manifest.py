@@ -13,7 +13,7 @@ from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, Missing
 from hfshard.storage.index import FileRecord
 from hfshard.storage.integrity import sha256_of
 from hfshard.storage.strict_json import dump_json
-from hfshard.training.manifest import Manifest, check_files, plain_metrics, read_manifest, small_record
+from hfshard.training.run.manifest import Manifest, check_files, plain_metrics, read_manifest, small_record
 
 RAW = b'{"a": 1}\n'
 RECORD = FileRecord(9, sha256="e8c628edc9968ef0c668f54e0ba2636b35503357eb1aca0ddc828aeace432f67")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from hfshard.training import ResumableDataLoader
-from hfshard.training.plain_loader import plain_loader
+from hfshard.training.data.plain_loader import plain_loader
 from tests.training.loader_child import BATCHES, SAMPLES, make
 from tests.training.test_dataloader import FORK, PERSISTENT, are_equal, rng_states
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.manifest import Manifest
-from hfshard.training.rotation import Rotation
+from hfshard.training.run.manifest import Manifest
+from hfshard.training.run.rotation import Rotation
 from tests.training.crash_content import Counter, litter
 
 NAN, INF = math.nan, math.inf

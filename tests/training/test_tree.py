@@ -16,8 +16,8 @@ from hypothesis import given, settings
 
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
 from hfshard.storage.strict_json import parse_json_object
-from hfshard.training.padded_json import padded_json
-from hfshard.training.tree import KEPT, ObjectState, pack, unpack
+from hfshard.training.parts.padded_json import padded_json
+from hfshard.training.parts.tree import KEPT, ObjectState, pack, unpack
 from tests.state_dicts import DTYPES, bytes_of, random_tensor
 from tests.training import fingerprint, hostile
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hfshard.errors import HfshardError, StateDictMismatchError
-from hfshard.training.tree import pack, unpack
+from hfshard.training.parts.tree import pack, unpack
 
 logger = logging.getLogger(__name__)
 

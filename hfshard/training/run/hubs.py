@@ -24,10 +24,10 @@ from hfshard.storage.index import FileRecord
 from hfshard.storage.integrity import sha256_of
 from hfshard.storage.names import MODEL_BASE, WeightNames
 from hfshard.training.collecting import PARTS
-from hfshard.training.finding import Level, checked, of_step
-from hfshard.training.manifest import MANIFEST, Manifest, read_manifest
-from hfshard.training.pushable import Hashes, Pushable, read_manifest_of, read_whole
-from hfshard.training.run_directory import Found, found_in
+from hfshard.training.run.directory import Found, found_in
+from hfshard.training.run.finding import Level, checked, of_step
+from hfshard.training.run.manifest import MANIFEST, Manifest, read_manifest
+from hfshard.training.run.pushable import Hashes, Pushable, read_manifest_of, read_whole
 from hfshard.training.step import checked_step
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.training.manifest import Manifest
+from hfshard.training.run.manifest import Manifest
 
 MetricMode = Literal["min", "max"]
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Sampler
 
 from hfshard.errors import StateDictMismatchError
-from hfshard.training.seeding import PrivateRng, seeds_for
+from hfshard.training.data.seeding import PrivateRng, seeds_for
 
 _BURST: Final = 64
 """Batches that a sampler is asked for at a time, so that exchanging the RNG states costs 2 us a batch and not 150."""

@@ -17,8 +17,8 @@ from hfshard.errors import (
 from hfshard.progress import bytes_bar
 from hfshard.storage.names import WeightNames
 from hfshard.training.collecting import PARTS
-from hfshard.training.manifest import Manifest, check_files
-from hfshard.training.run_directory import Found, found_in, has_changed
+from hfshard.training.run.directory import Found, found_in, has_changed
+from hfshard.training.run.manifest import Manifest, check_files
 
 logger = logging.getLogger(__name__)
 

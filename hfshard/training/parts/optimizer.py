@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
-from hfshard.training.tree import pack
+from hfshard.training.parts.tree import pack
 
 Names = Mapping[int, str]
 """id of a parameter -> its name."""

@@ -14,8 +14,8 @@ from hfshard.storage.content import BytesContent, Content, FileContent, in_threa
 from hfshard.storage.index import FileRecord
 from hfshard.storage.regular_file import read_small
 from hfshard.storage.shard_file import ShardFile
-from hfshard.training.manifest import MANIFEST, Manifest, check_files
-from hfshard.training.run_directory import Found
+from hfshard.training.run.directory import Found
+from hfshard.training.run.manifest import MANIFEST, Manifest, check_files
 
 Hashes = dict[FileRecord, str]
 """What a manifest records of a file -> its sha256, as it was made before: frozen weights are not hashed again."""

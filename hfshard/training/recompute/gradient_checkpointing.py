@@ -16,7 +16,7 @@ from torch import nn
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.state_dict import unwrap
-from hfshard.training.recomputation import recomputed
+from hfshard.training.recompute.recomputation import recomputed
 
 _BASE: Final = "_hfshard_checkpointed_class"
 """The attribute of a class of ours that holds the class that the module had before."""

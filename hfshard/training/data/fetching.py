@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from hfshard.training.sampling import BatchOrder
-from hfshard.training.seeding import current_states, put_back, reseed, seeds_for
+from hfshard.training.data.sampling import BatchOrder
+from hfshard.training.data.seeding import current_states, put_back, reseed, seeds_for
 
 Task = tuple[int, int, Any]
 """Epoch, batch, and the indexes of its samples."""

@@ -8,10 +8,10 @@ import threading
 from dataclasses import replace
 
 from hfshard.hub.address import directory_of, split_address
-from hfshard.training.background import Background
-from hfshard.training.hub_runs import PushOptions, check_repo, push_found
-from hfshard.training.pushable import Hashes
-from hfshard.training.run_directory import Found
+from hfshard.training.run.background import Background
+from hfshard.training.run.directory import Found
+from hfshard.training.run.hubs import PushOptions, check_repo, push_found
+from hfshard.training.run.pushable import Hashes
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from hfshard.errors import DamagedCheckpointError, HfshardError
 from hfshard.storage.durable import sync_directory
-from hfshard.training.manifest import Manifest, read_manifest
+from hfshard.training.run.manifest import Manifest, read_manifest
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from typing import Any, Final
 from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
-from hfshard.training.dataloader import ResumableDataLoader
-from hfshard.training.rng import check_rng_state, rng_state, set_rng_state
+from hfshard.training.data.dataloader import ResumableDataLoader
+from hfshard.training.parts.rng import check_rng_state, rng_state, set_rng_state
 
 _TORCHDATA: Final = "torchdata.stateful_dataloader"
 _FINISHED: Final = "_iterator_finished"
@@ -39,7 +39,7 @@ def watched(loader: Any) -> Any:
     if "base_dataloader" in vars(loader):
         raise InvalidArgumentError(
             f"The loader is a {type(loader).__name__} of Accelerate, which fetches a batch more than it hands out, so"
-            " that no state of it is exact. Prepare hfshard.training.plain_loader.plain_loader(resumable_loader)"
+            " that no state of it is exact. Prepare hfshard.training.plain_loader(resumable_loader)"
             " instead, or leave the loader out of the TrainingState."
         )
     return getattr(type(loader), _WATCH, None) or LoaderWatch(loader)

@@ -19,8 +19,8 @@ from hfshard.storage.names import check_file_name
 from hfshard.storage.regular_file import read_small
 from hfshard.storage.shard_file import ShardFile
 from hfshard.storage.strict_json import dump_json, parse_json_object
-from hfshard.training.padded_json import padded_json
-from hfshard.training.tree import pack, unpack
+from hfshard.training.parts.padded_json import padded_json
+from hfshard.training.parts.tree import pack, unpack
 
 MANIFEST: Final = "checkpoint.json"
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from hfshard.training.dataloader import ResumableDataLoader
-from hfshard.training.fetching import SeededDataset, Task
+from hfshard.training.data.dataloader import ResumableDataLoader
+from hfshard.training.data.fetching import SeededDataset, Task
 
 
 class TaskBatches:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hfshard.errors import StateDictMismatchError
-from hfshard.training.tree import KEPT, Kept, ObjectState, pack
+from hfshard.training.parts.tree import KEPT, Kept, ObjectState, pack
 
 _NEVER_STORED: Final = (
     types.FunctionType,

@@ -9,15 +9,15 @@ import weakref
 
 from hfshard.progress import bytes_bar
 from hfshard.storage.durable import make_directories
-from hfshard.training.background import Background
 from hfshard.training.collecting import Collected
-from hfshard.training.manifest import Manifest
-from hfshard.training.publisher import Publisher
-from hfshard.training.rotation import Rotation
-from hfshard.training.run_directory import Found, found_in, put_in_place, remove, sweep, writing_path
-from hfshard.training.run_lock import RunLock
-from hfshard.training.snapshot import Snapshots
-from hfshard.training.writing import Linkable, write_checkpoint
+from hfshard.training.run.background import Background
+from hfshard.training.run.directory import Found, found_in, put_in_place, remove, sweep, writing_path
+from hfshard.training.run.lock import RunLock
+from hfshard.training.run.manifest import Manifest
+from hfshard.training.run.publisher import Publisher
+from hfshard.training.run.rotation import Rotation
+from hfshard.training.run.snapshot import Snapshots
+from hfshard.training.run.writing import Linkable, write_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from hfshard.storage.shard_file import ShardFile
 from hfshard.storage.shard_writer import ShardJob, blank_header, digest_shard, sample_of, write_shards
 from hfshard.storage.tensor_bytes import tensor_nbytes
 from hfshard.training.collecting import Collected
-from hfshard.training.manifest import MANIFEST, Manifest, shard_record, small_record
+from hfshard.training.run.manifest import MANIFEST, Manifest, shard_record, small_record
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from hfshard.errors import HfshardError, InvalidArgumentError, StaleIteratorError, StateDictMismatchError
-from hfshard.training.fetching import Fed, SeededDataset, TaskFeed, identity
-from hfshard.training.loader_state import STATE_FORMAT, check_state, checked_int, checked_seed, settings_of
-from hfshard.training.sampling import BatchOrder, EpochSampler, own_order, sampler_order
-from hfshard.training.seeding import seeds_for
+from hfshard.training.data.fetching import Fed, SeededDataset, TaskFeed, identity
+from hfshard.training.data.loader_state import STATE_FORMAT, check_state, checked_int, checked_seed, settings_of
+from hfshard.training.data.sampling import BatchOrder, EpochSampler, own_order, sampler_order
+from hfshard.training.data.seeding import seeds_for
 
 _T_co = TypeVar("_T_co", covariant=True)
 _END = (-1, None)
