@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from hfshard.errors import DirectoryLockedError
-from hfshard.training import CheckpointManager, TrainingState, run_lock
+from hfshard.training import CheckpointManager, TrainingState
+from hfshard.training.run import lock as run_lock
 from tests.conftest import REPOSITORY
 from tests.training import processes
 from tests.training.crash_content import Counter, litter, steps_in
