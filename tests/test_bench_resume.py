@@ -24,3 +24,10 @@ def test_no_resume_of_ours_was_inexact() -> None:
     assert len(cells) == 14
     assert len(ours) == 42
     assert set(ours) == {"exact", "exact, from the one before", "resumes, × 1.00"}
+
+
+def test_the_table_of_the_readme_is_that_of_the_results(child_environment: dict[str, str]) -> None:
+    command = [sys.executable, str(BENCH / "resume.py"), "--readme"]
+    done = subprocess.run(command, env=child_environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() and done.stdout.strip() in (REPOSITORY / "README.md").read_text(encoding="utf-8")
