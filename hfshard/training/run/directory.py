@@ -120,7 +120,10 @@ def sweep(root: str) -> None:
         if any(pattern.fullmatch(name) for pattern in (_WRITING, _REPLACED, _REMOVED)):
             path = os.path.join(root, name)
             logger.info("Removing '%s', left by a save that was killed.", path)
-            _remove_tree(path)
+            if (replaced := _REPLACED.fullmatch(name)) is not None:  # it must not come back when its successor goes
+                _remove(path, root, int(replaced[1]))
+            else:
+                _remove_tree(path)
 
 
 def put_in_place(written: str, root: str, step: int) -> str:
@@ -148,6 +151,10 @@ def put_in_place(written: str, root: str, step: int) -> str:
 
 def remove(found: Found, root: str) -> None:
     """Remove a checkpoint: it is out of sight at once, and its files go then. What can't be removed is warned of."""
+    for name in _names_in(root):  # what it replaced, and nobody could remove, must not come back in its place
+        replaced = _REPLACED.fullmatch(name)
+        if replaced is not None and int(replaced[1]) == found.step:
+            _remove(os.path.join(root, name), root, found.step)
     _remove(found.path, root, found.step)
 
 

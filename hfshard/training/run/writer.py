@@ -33,6 +33,8 @@ class RunWriter:
         self._snapshots = Snapshots()
         self._is_swept = False
         """Whether nothing is left of saves that were killed or failed; Ctrl-C may end one anywhere."""
+        self._sequence = 0
+        """The highest of the run, as far as it was seen: a manifest that can't be read for a moment has one, too."""
 
     def save(
         self, step: int, collected: Collected, metrics: dict[str, float], files: dict[str, bytes], *, blocking: bool
@@ -84,6 +86,7 @@ class RunWriter:
             self._is_swept = False
         if not self._is_swept:
             sweep(self.root)
+            self._sequence = _highest(found_in(self.root), self._sequence)
             self._is_swept = True
 
     def _write(
@@ -97,9 +100,8 @@ class RunWriter:
         blocking: bool,
     ) -> None:
         found = found_in(self.root)
-        manifests = [one.manifest for one in found if one.manifest is not None]
         newest = next((one for one in found if one.manifest is not None), None)
-        sequence = max((one.sequence for one in manifests), default=0) + 1
+        sequence = _highest(found, self._sequence) + 1
         linkable = Linkable.of(newest.path, newest.manifest) if newest and newest.manifest else Linkable()
         directory = writing_path(self.root, step)
         self._is_swept = False
@@ -108,6 +110,7 @@ class RunWriter:
             with bytes_bar("Saving", collected.nbytes, progress) as on_bytes:
                 manifest = Manifest(step, sequence, metrics)
                 manifest = write_checkpoint(directory, collected, manifest, files, linkable, on_bytes)
+            self._sequence = sequence
             path = put_in_place(directory, self.root, step)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)  # the next save tries again
@@ -125,3 +128,7 @@ class RunWriter:
         for one in found:
             if one.manifest is not None and one.step in steps and one.step not in in_use:
                 remove(one, self.root)
+
+
+def _highest(found: list[Found], known: int) -> int:
+    return max([known, *(one.manifest.sequence for one in found if one.manifest is not None)])
