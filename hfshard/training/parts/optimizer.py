@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.training.parts.same_class import check_class
 from hfshard.training.parts.tree import pack
 
 Names = Mapping[int, str]
@@ -79,15 +80,7 @@ def plan_optimizer(
         StateDictMismatchError: It is of another class, or its groups have other parameters.
     """
     _check_form(saved)
-    found = type(optimizer).__qualname__
-    if saved["class"] != found:
-        raise StateDictMismatchError(
-            f"'{component}' is {_a(found)}, and the checkpoint '{path}' has the state of {_a(saved['class'])}. "
-            "Build the optimizer as in the run that was saved, or pass strict=False to start this one anew.",
-            path=path,
-            expected=saved["class"],
-            actual=found,
-        )
+    check_class(saved["class"], optimizer, "optimizer", component, path)
     current = optimizer.state_dict()
     position_names = _position_names(optimizer, current, names, component)
     matched = _matched_groups(optimizer, saved["groups"], names, component, path)
@@ -254,7 +247,3 @@ def _were(names: list[str]) -> str:
 
 def _are(names: list[str]) -> str:
     return "is" if len(names) == 1 else "are"
-
-
-def _a(name: str) -> str:
-    return f"an {name}" if name[:1] in "AEIOU" else f"a {name}"

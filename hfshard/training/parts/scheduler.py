@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hfshard.errors import StateDictMismatchError
+from hfshard.training.parts.same_class import check_class
 from hfshard.training.parts.tree import KEPT, Kept, ObjectState, pack
 
 _NEVER_STORED: Final = (
@@ -68,15 +69,7 @@ def plan_scheduler(scheduler: Any, saved: dict[str, Any], name: str, path: str) 
     """
     if not isinstance(saved["state"], dict):
         raise TypeError("the state of a scheduler is no dict")
-    found = type(scheduler).__qualname__
-    if saved["class"] != found:
-        raise StateDictMismatchError(
-            f"'{name}' is a {found}, and the checkpoint '{path}' has the state of a {saved['class']}. "
-            "Build the scheduler as in the run that was saved, or pass strict=False to start this one anew.",
-            path=path,
-            expected=saved["class"],
-            actual=found,
-        )
+    check_class(saved["class"], scheduler, "scheduler", name, path)
     fresh = scheduler.state_dict()
     updates: list[Update] = []
     merged = _Merging(name, path, updates).merge(saved["state"], fresh, "")
