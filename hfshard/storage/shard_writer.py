@@ -64,7 +64,7 @@ def write_shards(
         OSError: The first error of any file; the others are stopped. What was written stays for the caller to remove.
     """
     stop = threading.Event()
-    _await_devices(jobs)
+    await_devices(jobs)
     threads = writer_threads()
     write = partial(_write_shard, checksum=checksum, on_bytes=on_bytes, stop=stop, behind=threads > 1)
     if min(threads, len(jobs)) <= 1:
@@ -83,7 +83,7 @@ def write_shards(
         return [future.result() for future in futures]
 
 
-def _await_devices(jobs: Sequence[ShardJob]) -> None:
+def await_devices(jobs: Sequence[ShardJob]) -> None:
     """Let what was begun on the GPUs be done: the threads that read the tensors know no stream but the default one."""
     if torch.cuda.is_initialized():
         tensors = (tensor for job in jobs for tensor in job.tensors.values())

@@ -56,6 +56,21 @@ def is_plain(value: Any, name: Any) -> TypeGuard[torch.Tensor]:
     )
 
 
+def _has_memory(value: torch.Tensor) -> bool:
+    """Whether a tensor's bytes are where it says; a subclass that wraps others may have none."""
+    if type(value) in _PLAIN_TYPES or value.numel() == 0:
+        return True
+    try:
+        return value.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+def is_plain_type(value: object) -> bool:
+    """Whether it is torch's own tensor, and no wrapper whose memory is elsewhere."""
+    return type(value) in _PLAIN_TYPES
+
+
 def tensor_nbytes(tensor: Storable) -> int:
     """Bytes that the tensor takes in a file."""
     if isinstance(tensor, StoredTensor):
@@ -207,7 +222,7 @@ def _problem(name: Any, value: Any) -> str | None:
         return "it is on the meta device and has no data. Load or initialise the model first."
     if value.layout != torch.strided or value.is_nested:
         return f"its layout is {value.layout}. Call .to_dense() on it first."
-    if hasattr(type(value), "__tensor_flatten__"):
+    if hasattr(type(value), "__tensor_flatten__") or not _has_memory(value):
         return f"it is a {type(value).__name__}, a wrapper around other tensors. Gather or dequantize it first."
     if value.dim() > MAX_DIMENSIONS:
         return f"it has {value.dim()} dimensions, and readers take {MAX_DIMENSIONS}. Reshape it."

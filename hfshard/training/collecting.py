@@ -15,6 +15,7 @@ from hfshard.state_dict import collect_state_dict, unwrap
 from hfshard.storage.integrity import Checksum
 from hfshard.storage.names import MODEL_BASE, WeightNames
 from hfshard.storage.tensor_bytes import tensor_nbytes
+from hfshard.storage.tensor_spec import tensor_specs
 from hfshard.tied import find_ties
 from hfshard.training.parts.optimizer import pack_optimizer
 from hfshard.training.parts.padded_json import padded_json
@@ -110,6 +111,8 @@ def collect(
     for base, given in (("optimizer", optimizer_tensors), ("state", tensors)):
         if given:
             requests[base] = _request(base, given, limit, checksum)
+    for request in requests.values():
+        tensor_specs(request.tensors)  # refuses what has no bytes, before anything is copied
     return Collected(requests, raw)
 
 

@@ -21,7 +21,7 @@ from hfshard.storage.regular_file import read_small
 from hfshard.storage.strict_json import parse_json_object
 from hfshard.training.collecting import TREE_FORMAT
 from hfshard.training.data.foreign_loader import LoaderWatch
-from hfshard.training.parts.objects import StatefulUpdate, load_objects
+from hfshard.training.parts.objects import StatefulUpdate, Update, load_all
 from hfshard.training.parts.optimizer import plan_optimizer
 from hfshard.training.parts.rng import check_rng_state, reseed, set_rng_state
 from hfshard.training.parts.scheduler import plan_scheduler
@@ -33,13 +33,10 @@ from hfshard.training.state import Kind, TrainingState
 
 logger = logging.getLogger(__name__)
 
-Update = Callable[[], None]
-
 _REMEDY = "Restore another checkpoint, or download it again."
 
-_ORDER: Mapping[Kind, int] = {"stateful": 0, "loader": 0, "module": 1, "optimizer": 2, "scheduler": 3}
-"""What is loaded when: objects of the user's own first, as their load_state_dict may refuse; a scheduler after its
-optimizer; random number generators last, as any of them may draw."""
+_ORDER: Mapping[Kind, int] = {"module": 0, "optimizer": 1, "scheduler": 2, "stateful": 3, "loader": 3}
+"""What is looked at when: where a model is another one, its optimizer is too, and the model's error says more."""
 
 
 @dataclass
@@ -52,7 +49,8 @@ class Restoration:
     objects: list[StatefulUpdate] = field(default_factory=list)
     """Of the user's own, which may refuse."""
     extra: Any = None
-    set_rng: Update = lambda: None
+    set_rng: Callable[[], None] = lambda: None
+    directory: str = ""
     watches: list[LoaderWatch] = field(default_factory=list)
     """Loaders that are not ours: their next `iter()` draws, and what it draws is put back."""
 
@@ -60,11 +58,10 @@ class Restoration:
         """Load everything; the random number generators last.
 
         Raises:
-            StateDictMismatchError: An object of the user's refused; nothing was changed.
+            StateDictMismatchError: Something refused; nothing was changed, but where a model's own hook refuses its
+                weights: that is said.
         """
-        load_objects(self.objects)
-        for update in self.updates:
-            update()
+        load_all(self.objects, self.updates, self.directory)
         self.set_rng()
         for watch in self.watches:
             watch.rearm(self.set_rng)
@@ -90,7 +87,7 @@ def prepare(
     tree = _read_tree(path, directory)
     own = tree["ranks"][ranks.rank if ranks.rank < len(tree["ranks"]) else 0]
     saved = {**tree["components"], **own["components"]}
-    restoration = Restoration()
+    restoration = Restoration(directory=directory)
     _check_components(state, saved, directory, restoration, strict=strict)
     rest, names = _part(directory, manifest, "state"), state.parameter_names()
     common = [name for name in state.components if name in saved]
@@ -121,7 +118,7 @@ def prepare(
     return restoration
 
 
-def _rng_update(rng: dict[str, Any], saved_ranks: int, ranks: Ranks, directory: str) -> Update:
+def _rng_update(rng: dict[str, Any], saved_ranks: int, ranks: Ranks, directory: str) -> Callable[[], None]:
     if saved_ranks == ranks.world_size:
         return lambda: set_rng_state(rng)
 
@@ -249,7 +246,7 @@ def _plan_module(
         restoration.differences.append(message)
         shaped = {key for key, _, _ in difference.mismatched}
         tensors = {key: tensor for key, tensor in tensors.items() if key in own and key not in shaped}
-    return lambda: assign(module, tensors)
+    return Update(name, lambda: assign(module, tensors))
 
 
 def _check_object(name: str, part: Any, value: Any, directory: str) -> None:

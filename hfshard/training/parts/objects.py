@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,20 +64,60 @@ class StatefulUpdate:
             logger.error("'%s' (%s) can't be put back as it was: %s", self.name, type(self.part).__name__, error)
 
 
-def load_objects(updates: Sequence[StatefulUpdate]) -> None:
-    """Load all of them, or none: of all but the last the state before is kept, and the last one is the largest.
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What is checked already, but may still raise: a hook or a load_state_dict of the user's own."""
+
+    name: str
+    """Of the part."""
+    load: Callable[[], None]
+    undo: Callable[[], None] | None = None
+    """Puts the part back as it was, whether it was loaded or not; None: it can't be, as of a model's weights."""
+
+
+def load_all(objects: Sequence[StatefulUpdate], updates: Sequence[Update], directory: str) -> None:
+    """Load everything, or nothing.
+
+    What comes last is what nothing is kept of, as it is large: the largest of the objects, and the models' weights.
+
+    Args:
+        objects: Of the user's own.
+        updates: What was checked; of models those without an undo.
+        directory: Of the checkpoint, for messages.
 
     Raises:
         StateDictMismatchError: One refused.
     """
-    done: list[tuple[StatefulUpdate, Any]] = []
-    in_order = sorted(updates, key=lambda one: one.nbytes)
+    undo: list[Callable[[], None]] = []
+    in_order = sorted(objects, key=lambda one: one.nbytes)
     try:
-        for number, one in enumerate(in_order, start=1):
-            if number < len(in_order):
-                done.append((one, one.now()))
+        for one in in_order[:-1]:
+            undo.append(partial(one.put_back, one.now()))
+            one.load()
+        for update in updates:
+            if update.undo is not None:
+                undo.append(update.undo)
+                _load(update, directory)
+        for one in in_order[-1:]:
             one.load()
     except BaseException:
-        for one, before in reversed(done):
-            one.put_back(before)
+        for put_back in reversed(undo):
+            put_back()
         raise
+    for update in updates:
+        if update.undo is None:
+            _load(update, directory)
+
+
+def _load(update: Update, directory: str) -> None:
+    try:
+        update.load()
+    except HfshardError:
+        raise
+    except Exception as error:
+        what = "Nothing was restored" if update.undo is not None else "It may be half restored, and others are restored"
+        raise StateDictMismatchError(
+            f"'{update.name}' refused its state in the checkpoint '{directory}': {error}. {what}. "
+            "Build it as in the run that was saved.",
+            path=directory,
+        ) from error

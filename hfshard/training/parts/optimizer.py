@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.training.parts.objects import Update
 from hfshard.training.parts.same_class import check_class
 from hfshard.training.parts.tree import pack
 
@@ -63,9 +64,7 @@ def pack_optimizer(
     }
 
 
-def plan_optimizer(
-    optimizer: Optimizer, saved: dict[str, Any], names: Names, component: str, path: str
-) -> Callable[[], None]:
+def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, component: str, path: str) -> Update:
     """Check a state against an optimizer, and return what loads it.
 
     Args:
@@ -102,7 +101,9 @@ def plan_optimizer(
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
         copy.copy(optimizer).load_state_dict(loaded)  # a twin: it has the parameters, and a state of its own
 
-    def update() -> None:
+    before = dict(vars(optimizer))
+
+    def load() -> None:
         optimizer.load_state_dict(loaded)
         for parameter in _parameters(optimizer):
             exact = saved["state"].get(names[id(parameter)])
@@ -110,7 +111,7 @@ def plan_optimizer(
                 slots = _exact(optimizer.state[parameter], exact)
                 optimizer.state[parameter] = {key: _lying_like(parameter, value) for key, value in slots.items()}
 
-    return update
+    return Update(component, load, lambda: vars(optimizer).update(before))
 
 
 def _check_form(saved: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ def rng_state() -> dict[str, Any]:
     state: dict[str, Any] = {
         "python": {
             "version": version,
-            "words": torch.tensor(words, dtype=torch.uint32).view(torch.int32),
+            "words": torch.tensor(words, dtype=torch.uint32, device="cpu").view(torch.int32),
             "gauss": gauss,
         },
         "torch": torch.get_rng_state(),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
 import weakref
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hfshard.errors import StateDictMismatchError
+from hfshard.training.parts.objects import Update
 from hfshard.training.parts.same_class import check_class
 from hfshard.training.parts.tree import KEPT, Kept, ObjectState, pack
 
@@ -32,9 +33,10 @@ _NEVER_STORED: Final = (
 )
 """What a scheduler gets from its constructor, and keeps when it is restored into: torch's own rule for LambdaLR."""
 
-_MISSING: Final = object()
+_BUILTIN_VALUES: Final = (enum.Enum, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, BaseException)
+"""A subclass of one has a value besides its attributes."""
 
-Update = Callable[[], None]
+_MISSING: Final = object()
 
 
 def is_scheduler(value: object) -> bool:
@@ -71,30 +73,49 @@ def plan_scheduler(scheduler: Any, saved: dict[str, Any], name: str, path: str) 
         raise TypeError("the state of a scheduler is no dict")
     check_class(saved["class"], scheduler, "scheduler", name, path)
     fresh = scheduler.state_dict()
-    updates: list[Update] = []
-    merged = _Merging(name, path, updates).merge(saved["state"], fresh, "")
+    held: list[tuple[Any, dict[str, Any]]] = []
+    merged = _Merging(name, path, held).merge(saved["state"], fresh, "")
+    before = [(one, dict(vars(one))) for one in [scheduler, *(one for one, _ in held)]]
 
-    def update() -> None:
-        for one in updates:
-            one()
+    def load() -> None:
+        for one, attributes in held:
+            vars(one).update(attributes)
         scheduler.load_state_dict(merged)
 
-    return update
+    def undo() -> None:
+        for one, attributes in before:
+            vars(one).clear()
+            vars(one).update(attributes)
+
+    return Update(name, load, undo)
 
 
 def _stand_in(value: Any) -> Kept | ObjectState | None:
     if isinstance(value, _NEVER_STORED):
         return KEPT
-    if hasattr(value, "__dict__"):
-        return ObjectState(type(value).__qualname__, dict(vars(value)))
-    return None
+    return ObjectState(type(value).__qualname__, dict(vars(value))) if _is_its_attributes(value) else None
+
+
+def _is_its_attributes(value: Any) -> bool:
+    """Whether the attributes are all that an object holds: not of an enum, a random.Random, or a dict's subclass."""
+    kind = type(value)
+    has_own_state = any(
+        getattr(kind, method, default) is not default
+        for method, default in (
+            ("__reduce__", object.__reduce__),
+            ("__reduce_ex__", object.__reduce_ex__),
+            ("__getstate__", object.__getstate__),
+        )
+    )
+    has_slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+    return hasattr(value, "__dict__") and not (has_own_state or has_slots or isinstance(value, _BUILTIN_VALUES))
 
 
 class _Merging:
     """Puts the fresh scheduler's own objects where the saved state has marks."""
 
-    def __init__(self, name: str, path: str, updates: list[Update]) -> None:
-        self.name, self.path, self.updates = name, path, updates
+    def __init__(self, name: str, path: str, held: list[tuple[Any, dict[str, Any]]]) -> None:
+        self.name, self.path, self.held = name, path, held
 
     def merge(self, saved: Any, fresh: Any, at: str) -> Any:
         if isinstance(saved, Kept):
@@ -122,7 +143,7 @@ class _Merging:
             found = "nothing" if fresh is _MISSING else f"a {type(fresh).__qualname__}"
             raise self._differs(at, f"a {saved.class_name}", found)
         attributes = self.merge(saved.attributes, dict(vars(fresh)), at)
-        self.updates.append(lambda: vars(fresh).update(attributes))
+        self.held.append((fresh, attributes))
         return fresh
 
     def _differs(self, at: str, expected: str, actual: str) -> StateDictMismatchError:

@@ -9,14 +9,14 @@ from functools import partial
 from threading import Event
 from typing import Final, TypeGuard
 
-from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, MAX_OTHER_BYTES, SAFETENSORS_SUFFIX
+from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, IntegrityError, InvalidArgumentError, UnsafePathError
-from hfshard.storage.content import in_threads, stoppable
+from hfshard.storage.content import in_threads, sha256_of_reader, stoppable
 from hfshard.storage.header import remedy
 from hfshard.storage.index import FileRecord, parse_record
 from hfshard.storage.integrity import sha256_of
 from hfshard.storage.names import check_file_name
-from hfshard.storage.regular_file import read_small
+from hfshard.storage.regular_file import open_regular, read_small
 from hfshard.storage.shard_file import ShardFile
 from hfshard.storage.strict_json import dump_json, parse_json_object
 from hfshard.training.parts.padded_json import padded_json
@@ -166,9 +166,10 @@ def _check_own_digests(shard: ShardFile, record: FileRecord) -> None:
 
 
 def _check_small(path: str, directory: str, record: FileRecord) -> None:
-    raw, _ = read_small(path, directory, MAX_OTHER_BYTES)
-    found = sha256_of(raw)
-    if (len(raw), found) != (record.size, record.sha256):
+    with os.fdopen(open_regular(path, directory), "rb") as reader:  # of any size, and no text: a tokenizer's model
+        size = os.fstat(reader.fileno()).st_size
+        found = sha256_of_reader(reader) if size == record.size else f"that of {size} bytes"
+    if found != record.sha256:
         raise IntegrityError(
             f"'{path}' is not the file that was saved: its sha256 is {found}, and {record.sha256} was recorded. "
             f"{remedy(path)}",

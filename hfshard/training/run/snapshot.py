@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from hfshard.storage.stored_tensor import Storable
+from hfshard.storage.tensor_bytes import is_plain_type
 from hfshard.training.collecting import Collected
 
 _THREADS: Final = 4
@@ -59,11 +60,12 @@ class Snapshots:
 def _buffer_for(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
     if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
         return old
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type != "cpu")
 
 
 def _copy(buffer: torch.Tensor, tensor: torch.Tensor) -> None:
-    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    is_plain = is_plain_type(tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
+    is_plain = is_plain and not (tensor.is_conj() or tensor.is_neg())
     if is_plain:  # as it lies, past the caches: torch's own copy takes half as long again
         ctypes.memmove(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)
         return

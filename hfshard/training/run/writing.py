@@ -10,7 +10,14 @@ from functools import partial
 from threading import Event
 from typing import Final
 
-from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, GENERATION_CONFIG_NAME, INDEX_SUFFIX, SAFETENSORS_SUFFIX
+from hfshard.constants import (
+    CONFIG_NAME,
+    FILES_AT_ONCE,
+    GENERATION_CONFIG_NAME,
+    INDEX_SUFFIX,
+    MAX_INDEX_BYTES,
+    SAFETENSORS_SUFFIX,
+)
 from hfshard.errors import HfshardError, InvalidArgumentError
 from hfshard.staging import index_of, plan_request, shard_jobs
 from hfshard.storage.content import in_threads
@@ -18,7 +25,7 @@ from hfshard.storage.durable import require_space, sync_directory, write_file
 from hfshard.storage.index import FileRecord
 from hfshard.storage.integrity import Checksum
 from hfshard.storage.shard_file import ShardFile
-from hfshard.storage.shard_writer import ShardJob, blank_header, digest_shard, sample_of, write_shards
+from hfshard.storage.shard_writer import ShardJob, await_devices, blank_header, digest_shard, sample_of, write_shards
 from hfshard.storage.tensor_bytes import tensor_nbytes
 from hfshard.training.collecting import Collected
 from hfshard.training.run.manifest import MANIFEST, Manifest, shard_record, small_record
@@ -82,6 +89,7 @@ def write_checkpoint(
         jobs |= zip(names, shard_jobs(plans[base], request, paths))
         small |= {**request.extras, **({CONFIG_NAME: request.config} if request.config is not None else {})}
     checksum = next((request.checksum for request in collected.requests.values()), None)
+    await_devices(list(jobs.values()))  # a step that is still under way there is none of the files before
     records = _link(jobs, checksum, linkable)
     left = {name: job for name, job in jobs.items() if name not in records}
     require_space(
@@ -107,11 +115,16 @@ def write_checkpoint(
 
 
 def check_names(files: Mapping[str, bytes], collected: Collected) -> None:
-    """Refuse names of small files that lead elsewhere, or that are a checkpoint's own.
+    """Refuse names of small files that lead elsewhere, or that are a checkpoint's own; and what no restore would read.
 
     Raises:
-        InvalidArgumentError: The first such name.
+        InvalidArgumentError: The first such name, or there are too many plain values.
     """
+    if len(collected.tree) > MAX_INDEX_BYTES:
+        raise InvalidArgumentError(
+            f"The plain values of the state take {len(collected.tree):,} bytes, and a restore reads "
+            f"{MAX_INDEX_BYTES:,}. Put long lists of numbers into tensors."
+        )
     own = {MANIFEST, TREE, CONFIG_NAME, GENERATION_CONFIG_NAME}
     for request in collected.requests.values():
         own |= request.extras.keys()

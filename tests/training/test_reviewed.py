@@ -1,0 +1,133 @@
+"""What a review found: states that would have come back wrong, or not at all."""
+
+from __future__ import annotations
+
+import enum
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from hfshard.errors import StateDictMismatchError, UnstorableTensorError
+from hfshard.training import CheckpointManager, TrainingState
+
+
+class Phase(enum.Enum):
+    WARM = "warm"
+    DECAY = "decay"
+
+
+class Holds(LRScheduler):
+    """A scheduler that holds an object."""
+
+    def __init__(self, optimizer: Any, held: object) -> None:
+        self.held = held
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        return self.base_lrs
+
+
+class Counted(dict[str, int]):
+    """More than its attributes."""
+
+
+@pytest.mark.parametrize("held", [Phase.WARM, random.Random(0), Counted(a=7)], ids=["enum", "random", "dict"])
+def test_an_object_that_is_more_than_its_attributes_is_refused_in_a_scheduler(tmp_path: Path, held: object) -> None:
+    model = nn.Linear(2, 2)
+    scheduler = Holds(torch.optim.SGD(model.parameters(), lr=0.1), held)
+    with pytest.raises(UnstorableTensorError, match="'scheduler/held' is a "):
+        CheckpointManager(tmp_path).save(1, TrainingState(model=model, scheduler=scheduler))
+    assert list(tmp_path.iterdir()) == []
+
+
+class Wrapper(torch.Tensor):
+    """Its values lie in another tensor, and it has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(function)
+
+
+class Keeps:
+    """Any object with one tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        self.tensor = state_dict["tensor"]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("tensor", [Wrapper(torch.ones(4)), torch.eye(3).to_sparse()], ids=["wrapper", "sparse"])
+def test_a_tensor_without_bytes_is_refused_before_it_is_copied(
+    tmp_path: Path, tensor: torch.Tensor, blocking: bool
+) -> None:
+    with pytest.raises(UnstorableTensorError, match="Can't store 'keeps/tensor'"):
+        CheckpointManager(tmp_path).save(1, TrainingState(keeps=Keeps(tensor)), blocking=blocking)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_default_device_is_none_of_a_saves(tmp_path: Path) -> None:
+    keeps = Keeps(torch.arange(5.0))
+    with CheckpointManager(tmp_path) as manager:
+        with torch.device("meta"):
+            manager.save(1, TrainingState(keeps=keeps), blocking=False)
+        manager.wait_until_finished()
+        keeps.tensor = torch.zeros(5)
+        manager.restore_latest(TrainingState(keeps=keeps))
+    assert keeps.tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_small_file_may_be_binary(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainingState(model=nn.Linear(2, 2)), files={"spiece.model": b"\x0a\x00\xff\x00"})
+        assert manager.restore_latest(TrainingState(model=nn.Linear(2, 2))) == 1
+        (tmp_path / "checkpoint-00000001" / "spiece.model").write_bytes(b"\x0a\x00\xff\x01")
+        [problem] = manager.verify(1)[1]
+    assert "spiece.model' is not the file that was saved: its sha256 is " in str(problem)
+
+
+class Refuses(Holds):
+    """A scheduler that refuses its state."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        raise ValueError("I am another one")
+
+
+def test_a_scheduler_that_refuses_leaves_all_as_it_was(tmp_path: Path) -> None:
+    def build(kind: type[Holds]) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return {"model": model, "optimizer": optimizer, "scheduler": kind(optimizer, None)}
+
+    saved, built = build(Refuses), build(Refuses)
+    saved["model"](torch.ones(1, 2)).sum().backward()
+    saved["optimizer"].step()
+    saved["scheduler"].step()
+    weights = {name: one.clone() for name, one in built["model"].state_dict().items()}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainingState(**saved))
+        with pytest.raises(StateDictMismatchError, match=r"'scheduler' refused its state .*Nothing was restored"):
+            manager.restore_latest(TrainingState(**built))
+    assert built["scheduler"].last_epoch == 0
+    assert not built["optimizer"].state
+    assert all(torch.equal(one, weights[name]) for name, one in built["model"].state_dict().items())
