@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -111,20 +111,27 @@ def plan_specs(
     aliases: Mapping[str, str] | None = None,
     single_metadata_bytes: int = 1024,
     shard_metadata_bytes: int = _SHARD_METADATA_BYTES,
+    apart: Collection[str] = (),
 ) -> ShardPlan:
-    """`plan_shards` for tensors of which only the specs are known."""
+    """`plan_shards` for tensors of which only the specs are known; no file holds those of `apart` and others too."""
     if packing not in ("greedy", "balanced"):
         raise InvalidArgumentError(f"packing must be 'greedy' or 'balanced', and is {packing!r}.")
     sizes = _entry_sizes(specs)
     whole = _file_bytes(sum(sizes) + single_metadata_bytes, sum(spec.nbytes for spec in specs))
     groups: list[list[int]]
-    if whole <= max_shard_bytes or len(specs) <= 1:
-        groups = [list(range(len(specs)))]
-    else:
+    parts = [[i for i, spec in enumerate(specs) if (spec.name in apart) is is_apart] for is_apart in (False, True)]
+    if all(parts) or (whole > max_shard_bytes and len(specs) > 1):
         pack = _pack_greedy if packing == "greedy" else _pack_balanced
-        groups = pack([spec.nbytes for spec in specs], sizes, _Room(max_shard_bytes, shard_metadata_bytes))
-        if len(groups) == 1:  # it fits as a shard, but not with the metadata of a single file
-            groups = [groups[0][:1], groups[0][1:]]
+        room = _Room(max_shard_bytes, shard_metadata_bytes)
+        groups = [
+            [part[i] for i in group]
+            for part in parts
+            for group in pack([specs[i].nbytes for i in part], [sizes[i] for i in part], room)
+        ]
+    else:
+        groups = [list(range(len(specs)))]
+    if len(groups) == 1 and whole > max_shard_bytes and len(specs) > 1:
+        groups = [groups[0][:1], groups[0][1:]]  # it fits as a shard, but not with the metadata of a single file
     files = [names.single] if len(groups) == 1 else names.shards(len(groups))
     shards = tuple(
         PlannedShard(file, tuple(specs[i] for i in sorted(group))) for file, group in zip(files, groups, strict=True)

@@ -46,6 +46,8 @@ class SaveRequest:
     extras: Mapping[str, bytes] = field(default_factory=dict)
     others: Mapping[str, BesideFile] = field(default_factory=dict)
     """Files of another directory that go along: they are copied, and are no part of the checkpoint."""
+    apart: frozenset[str] = frozenset()
+    """Tensors that have files of their own: the others change together, or these do."""
     progress: bool | None = None
 
     @property
@@ -78,6 +80,7 @@ def plan_request(request: SaveRequest) -> ShardPlan:
         aliases=request.aliases,
         single_metadata_bytes=room + digests + _json_bytes(own) + _json_bytes(dict(request.metadata)),
         shard_metadata_bytes=room,
+        apart=request.apart,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from hfshard.save import is_pretrained, request_of
 from hfshard.size import parse_size
 from hfshard.staging import SaveRequest
-from hfshard.state_dict import collect_state_dict, unwrap
+from hfshard.state_dict import collect_state_dict, parameter_names, unwrap
 from hfshard.storage.integrity import Checksum
 from hfshard.storage.names import MODEL_BASE, WeightNames
 from hfshard.storage.tensor_bytes import tensor_nbytes
@@ -29,6 +29,10 @@ TREE_FORMAT: Final = 1
 
 PARTS: Final = (MODEL_BASE, "optimizer", "state")
 """The sets of tensors, by how the names of their files begin."""
+
+
+_FROZEN_SHARE: Final = 0.1
+"""Of a model's bytes: with less there is nothing to be had from files of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +146,18 @@ def _model_request(model: torch.nn.Module, limit: int, checksum: Checksum | None
     own = None
     if not is_pretrained(unwrap(model)):
         own = {name: value for name, value in collect_state_dict(model).items() if isinstance(value, torch.Tensor)}
-    return request_of(model, own, limit, None, save_original_format=False, checksum=checksum, progress=progress)
+    request = request_of(model, own, limit, None, save_original_format=False, checksum=checksum, progress=progress)
+    return replace(request, apart=_frozen(model, request))
+
+
+def _frozen(model: torch.nn.Module, request: SaveRequest) -> frozenset[str]:
+    """The weights that are not trained, if they are a good part of all: their files are linked, not written again."""
+    names = parameter_names(model)
+    frozen = frozenset(names[id(one)] for one in model.parameters() if not one.requires_grad) & request.tensors.keys()
+    total = sum(map(tensor_nbytes, request.tensors.values()))
+    return (
+        frozen if sum(tensor_nbytes(request.tensors[name]) for name in frozen) >= _FROZEN_SHARE * total else frozenset()
+    )
 
 
 def _request(

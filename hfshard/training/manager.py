@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
@@ -13,10 +14,10 @@ from hfshard.storage.integrity import Checksum, check_checksum
 from hfshard.training.collecting import RankPart, collect, collect_rank
 from hfshard.training.ranks import Ranks
 from hfshard.training.resuming import choose, resume
-from hfshard.training.run.directory import checkpoint_path, found_in
+from hfshard.training.run.directory import Found, checkpoint_path, found_in
 from hfshard.training.run.finding import Level, manifests_in, newest_whole, of_step, problems_of
 from hfshard.training.run.hubs import PushOptions, push_run
-from hfshard.training.run.manifest import plain_metrics
+from hfshard.training.run.manifest import Manifest, plain_metrics
 from hfshard.training.run.publisher import Publisher
 from hfshard.training.run.rotation import MetricMode, Rotation, best_of
 from hfshard.training.run.writer import RunWriter
@@ -27,6 +28,8 @@ from hfshard.training.step import RestoredStep, checked_step
 if TYPE_CHECKING:
     from hfshard.hub.listing import PushResult
     from hfshard.training.run.hubs import PushArguments
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
@@ -59,7 +62,7 @@ class CheckpointManager:
 
         Args:
             root: The run's directory, made at the first save.
-            max_to_keep: How many of the last checkpoints stay; None: all.
+            max_to_keep: How many of the last checkpoints stay; None: all. A save needs the disk for one more.
             keep_best: The name of a metric: the checkpoint with its best value stays too.
             metric_mode: "min" or "max": which value is best. NaN never is.
             keep_every: Checkpoints of steps that it divides stay too.
@@ -76,7 +79,9 @@ class CheckpointManager:
         rotation = Rotation(max_to_keep, keep_best, metric_mode, keep_every)
         parse_size(max_shard_size)
         check_checksum(checksum)
-        self.root = os.path.abspath(os.fspath(root))  # a run that changes its directory saves where it did
+        self.root = os.path.abspath(
+            os.path.expanduser(os.fspath(root))
+        )  # a run that changes its directory saves where it did
         self.max_to_keep, self.keep_best, self.metric_mode = max_to_keep, keep_best, metric_mode
         self.keep_every, self.max_shard_size, self.checksum = keep_every, max_shard_size, checksum
         self.push_to_hub, self.progress = push_to_hub, progress
@@ -118,14 +123,21 @@ class CheckpointManager:
             OSError: The disk failed. All older checkpoints are there, and the next save may succeed.
         """
         ranks = Ranks.current()
-        part: RankPart | Exception
+        given, error = None, None
         try:
-            part = collect_rank(state, ranks.rank)
-        except Exception as error:  # noqa: BLE001 - raised by the first rank, so that all know
-            part = error
-        given = ranks.gather((step, part))
+            given = checked_step(step), collect_rank(state, ranks.rank)
+        except Exception as caught:  # noqa: BLE001 - raised below, when the first rank knows
+            error = caught
+        gathered = ranks.gather((given, None if error is None else f"{type(error).__name__}: {error}"))
         limit = max_shard_size or self.max_shard_size
-        return ranks.first(lambda: self._save_all(given, state, metric, extra, limit, files or {}, blocking=blocking))
+        try:
+            return ranks.first(
+                lambda: self._save_all(gathered, state, metric, extra, limit, files or {}, blocking=blocking)
+            )
+        except HfshardError:
+            if error is not None:
+                raise error from None
+            raise
 
     def restore(
         self,
@@ -153,11 +165,14 @@ class CheckpointManager:
             DamagedCheckpointError: It is damaged. (Without a step, damaged ones are passed over with a warning.)
             StateDictMismatchError: The state is another one; the message says what, and what to do.
         """
-        self._writer.wait()
-        if step is not None:
-            restored = resume(state, lambda: choose(self.root, step, verify, token, self.progress), strict=strict)
-        else:
-            restored = self.restore_latest(state, strict=strict, verify=verify)
+
+        def chosen() -> tuple[Found, Manifest] | None:
+            self._writer.wait()
+            if step is None:
+                return newest_whole(self.root, verify, self.progress)
+            return choose(self.root, step, verify, token, self.progress)
+
+        restored = resume(state, chosen, strict=strict)
         if restored is None:
             raise CheckpointNotFoundError(
                 f"There is no checkpoint in '{self.root}'. Check the path, or train from the beginning.", path=self.root
@@ -179,8 +194,12 @@ class CheckpointManager:
             DamagedCheckpointError: All checkpoints are damaged.
             StateDictMismatchError: As in `restore`.
         """
-        self._writer.wait()
-        return resume(state, lambda: newest_whole(self.root, verify, self.progress), strict=strict)
+
+        def chosen() -> tuple[Found, Manifest] | None:
+            self._writer.wait()
+            return newest_whole(self.root, verify, self.progress)
+
+        return resume(state, chosen, strict=strict)
 
     def latest_step(self, verify: Level | None = None) -> int | None:
         """The step of the checkpoint that was saved last; None where there is none.
@@ -276,10 +295,14 @@ class CheckpointManager:
             DamagedCheckpointError: It is damaged; nothing was pushed.
             HubError: As `push_checkpoint` raises it.
         """
-        self._writer.wait_for_all()
         progress = self.progress if progress is None else progress
         options = PushOptions(revision, private, token, commit_message, create_pr, progress)
-        return Ranks.current().first(lambda: push_run(self.root, repo_id, step, self.best_step, options))
+
+        def work() -> PushResult | list[PushResult]:
+            self._writer.wait_for_all()
+            return push_run(self.root, repo_id, step, self.best_step, options)
+
+        return Ranks.current().first(work)
 
     def wait_until_finished(self) -> None:
         """Wait for a save and a push that are under way, and raise the error of the last one if it failed."""
@@ -299,7 +322,7 @@ class CheckpointManager:
 
     def _save_all(
         self,
-        given: Sequence[tuple[object, RankPart | Exception]],
+        given: Sequence[tuple[tuple[int, RankPart] | None, str | None]],
         state: TrainingState,
         metric: float | Mapping[str, float] | None,
         extra: Any,
@@ -310,14 +333,19 @@ class CheckpointManager:
     ) -> str:
         """On the first rank: what all ranks gave, and everything that is the same on them."""
         self._writer.wait()
-        step = checked_step(given[0][0])
-        for rank, (other, part) in enumerate(given):
-            if isinstance(part, Exception):
-                raise part
-            if other != step:
-                raise InvalidArgumentError(f"Rank {rank} saves step {other!r}, and rank 0 step {step}.")
+        parts: list[RankPart] = []
+        steps: list[int] = []
+        for rank, (part, problem) in enumerate(given):
+            if part is None:
+                raise HfshardError(f"Rank {rank} can't save: {problem}")
+            steps.append(part[0])
+            parts.append(part[1])
+        step = steps[0]
+        if any(other != step for other in steps):
+            raise InvalidArgumentError(f"The ranks save different steps: {steps}.")
         metrics = plain_metrics(metric, self.keep_best)
-        parts = [part for _, part in given if isinstance(part, RankPart)]
+        if metrics and self.keep_best is not None and self.keep_best not in metrics:
+            logger.warning("The metrics of step %d lack '%s', by which the best is kept.", step, self.keep_best)
         collected = collect(state, parts, extra, limit, self.checksum, self.progress)
         check_names(files, collected)
         self._writer.save(step, collected, metrics, dict(files), blocking=blocking)

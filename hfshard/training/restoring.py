@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError
@@ -19,8 +20,10 @@ from hfshard.storage.checkpoint import open_checkpoint
 from hfshard.storage.names import MODEL_BASE, WeightNames
 from hfshard.storage.regular_file import read_small
 from hfshard.storage.strict_json import parse_json_object
+from hfshard.tied import find_ties
 from hfshard.training.collecting import TREE_FORMAT
 from hfshard.training.data.foreign_loader import LoaderWatch
+from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.objects import StatefulUpdate, Update, load_all
 from hfshard.training.parts.optimizer import plan_optimizer
 from hfshard.training.parts.rng import check_rng_state, reseed, set_rng_state
@@ -51,6 +54,7 @@ class Restoration:
     extra: Any = None
     set_rng: Callable[[], None] = lambda: None
     directory: str = ""
+    without_gradients: list[nn.Parameter] = field(default_factory=list)
     watches: list[LoaderWatch] = field(default_factory=list)
     """Loaders that are not ours: their next `iter()` draws, and what it draws is put back."""
 
@@ -62,6 +66,8 @@ class Restoration:
                 weights: that is said.
         """
         load_all(self.objects, self.updates, self.directory)
+        for parameter in self.without_gradients:
+            parameter.grad = None  # of a step that is not the one that is resumed
         self.set_rng()
         for watch in self.watches:
             watch.rearm(self.set_rng)
@@ -90,13 +96,17 @@ def prepare(
     restoration = Restoration(directory=directory)
     _check_components(state, saved, directory, restoration, strict=strict)
     rest, names = _part(directory, manifest, "state"), state.parameter_names()
-    common = [name for name in state.components if name in saved]
+    kinds = state.kinds
+    common = [name for name in state.components if name in saved and saved[name].get("kind") == kinds[name]]
     for name in sorted(common, key=lambda name: _ORDER[state.kinds[name]]):
         part, kind = state.components[name], state.kinds[name]
-        value = unpack(saved[name]["state"], _part(directory, manifest, name) if name == "optimizer" else rest, path)
+        held = rest
+        if name == "optimizer":
+            held = _part(directory, manifest, name, is_copied=_is_on_accelerators(part))
+        value = unpack(saved[name]["state"], held, path)
         try:
             if name == "model":
-                value |= _part(directory, manifest, MODEL_BASE)
+                value |= _part(directory, manifest, MODEL_BASE, is_copied=True)
             if kind in ("stateful", "loader"):
                 _check_object(name, part, value, directory)
                 restoration.objects.append(StatefulUpdate(name, part, value, directory))
@@ -114,8 +124,16 @@ def prepare(
     rng, restoration.extra = unpack([own["rng"], tree["extra"]], rest, path)
     check_rng_state(rng, path)
     restoration.watches = [one for name in common if isinstance(one := state.components[name], LoaderWatch)]
+    if not any(isinstance(part, Gradients) for part in state.components.values()):
+        modules = [state.components[name] for name in common if kinds[name] == "module"]
+        restoration.without_gradients = [parameter for module in modules for parameter in module.parameters()]
     restoration.set_rng = _rng_update(rng, len(tree["ranks"]), ranks, directory)
     return restoration
+
+
+def _is_on_accelerators(optimizer: Optimizer) -> bool:
+    """Whether none of the parameters is in host memory, so that all of the state is copied to where they are."""
+    return all(one.device.type != "cpu" for group in optimizer.param_groups for one in group["params"])
 
 
 def _rng_update(rng: dict[str, Any], saved_ranks: int, ranks: Ranks, directory: str) -> Callable[[], None]:
@@ -157,14 +175,17 @@ def _read_tree(path: str, directory: str) -> dict[str, Any]:
     return tree
 
 
-def _part(directory: str, manifest: Manifest, base: str) -> dict[str, torch.Tensor]:
-    """The tensors of one set, in memory of their own: a mapped file would keep its space when it is rotated away."""
+def _part(directory: str, manifest: Manifest, base: str, *, is_copied: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors of one set; in memory of their own where they are to be kept, and not only copied from.
+
+    A mapped file would keep its space on the disk when it is rotated away.
+    """
     names = WeightNames(base=base)
     entry = next((name for name in (names.single, names.index) if name in manifest.files), None)
     if entry is None:
         return {}
     with open_checkpoint(directory, use_safetensors=True, base=base, entry=entry) as checkpoint:
-        return read_tensors(checkpoint, None, "cpu", "auto" if base == MODEL_BASE else "pread")
+        return read_tensors(checkpoint, None, "cpu", "auto" if is_copied else "pread")
 
 
 def _check_components(
@@ -220,6 +241,7 @@ def _plan_module(
     name: str, module: nn.Module, saved: dict[str, Any], directory: str, restoration: Restoration, *, strict: bool
 ) -> Update:
     module, own = unwrap(module), collect_state_dict(module)
+    _refuse_untied(name, saved, own, directory)
     tensors, difference = fitted(saved, own)
     ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
     missing = tuple(key for key in difference.missing if key not in ignored)
@@ -249,7 +271,27 @@ def _plan_module(
     return Update(name, lambda: assign(module, tensors))
 
 
+def _refuse_untied(name: str, saved: Mapping[str, Any], own: Mapping[str, Any], directory: str) -> None:
+    """Of two different tensors, one would be lost where the model has one for both."""
+    for alias, kept in find_ties(own).items():
+        if alias not in saved or kept not in saved or saved[alias] is saved[kept]:
+            continue
+        if not torch.equal(saved[alias], saved[kept]):
+            raise StateDictMismatchError(
+                f"'{alias}' and '{kept}' of '{name}' are one tensor, and two different ones in the checkpoint "
+                f"'{directory}'. Build the model as in the run that was saved (tie_word_embeddings).",
+                path=directory,
+                fqn=alias,
+            )
+
+
 def _check_object(name: str, part: Any, value: Any, directory: str) -> None:
+    if isinstance(part, torch.amp.GradScaler) and part.is_enabled() != bool(value):
+        raise StateDictMismatchError(
+            f"'{name}' is a GradScaler that is {'on' if part.is_enabled() else 'off'}, and was not when the checkpoint "
+            f"'{directory}' was saved. Build it with the enabled= of that run, or pass strict=False.",
+            path=directory,
+        )
     check = getattr(part, "check_state_dict", None)
     if not callable(check):
         return

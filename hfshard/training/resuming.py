@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Final
 
+import torch
+
 from hfshard.errors import CheckpointChangedError
 from hfshard.training.ranks import Ranks
 from hfshard.training.restoring import Restoration, prepare
@@ -53,6 +55,13 @@ def resume(
         StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
     """
     ranks = Ranks.current()
+    with torch.inference_mode(False):  # what is restored is to be trained
+        return _resume(state, chosen, ranks, strict=strict)
+
+
+def _resume(
+    state: TrainingState, chosen: Callable[[], tuple[Found, Manifest] | None], ranks: Ranks, *, strict: bool
+) -> RestoredStep | None:
     for _ in range(_TRIES):
         found_there = ranks.first(chosen)
         if found_there is None:
@@ -89,15 +98,17 @@ def _found_here(
     found: Found, manifest: Manifest, chosen: Callable[[], tuple[Found, Manifest] | None]
 ) -> tuple[Found, Manifest]:
     """The first rank's checkpoint as this rank sees it: in the same directory, or fetched to this machine."""
+    here: tuple[Found, Manifest] | None
     if os.path.isdir(found.path):
-        here = look_at(found.path, found.step)
-        return here, checked(here, "structure")
-    fetched = chosen()
-    if fetched is None or fetched[1].to_json() != manifest.to_json():  # a metric that is NaN is no other one
-        what = "no checkpoint" if fetched is None else f"another one, of step {fetched[1].step}"
+        local = look_at(found.path, found.step)
+        here = local, checked(local, "structure")
+    else:
+        here = chosen()
+    if here is None or here[1].to_json() != manifest.to_json():  # a metric that is NaN is no other one
+        what = "no checkpoint" if here is None else f"another one, of step {here[1].step}, in '{here[0].path}'"
         raise CheckpointChangedError(
-            f"The first rank restores '{found.path}', and this rank, which has no such directory, finds {what}. Let "
-            "all ranks see the run's directory; or name a commit: manager.restore(state, 'org/name@commit').",
+            f"The first rank restores '{found.path}', and this rank finds {what}. Let all ranks see the run's "
+            "directory; or name a commit: manager.restore(state, 'org/name@commit').",
             path=found.path,
         )
-    return fetched
+    return here

@@ -13,10 +13,12 @@ from torch.utils.data import DataLoader
 from hfshard.errors import InvalidArgumentError
 from hfshard.state_dict import parameter_names
 from hfshard.training.data.foreign_loader import watched
+from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.scheduler import is_scheduler
 
 Kind = Literal["module", "optimizer", "scheduler", "loader", "stateful"]
-"""Of a part. In a run of several ranks each saves its own loaders; all else is the same on every rank."""
+"""Of a part. In a run of several ranks each saves its own of the kind "loader" (data positions, gradients that are
+accumulating); all else is the same on every rank."""
 
 _RESERVED: Final = re.compile(r"rng|extra|rank\d+")
 """Names under which a checkpoint keeps what is no component."""
@@ -102,7 +104,7 @@ def _kind_of(name: str, part: Any) -> Kind:
     if is_scheduler(part):
         return "scheduler"
     if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None)):
-        if name == "loader" or isinstance(part, DataLoader):
+        if name == "loader" or isinstance(part, DataLoader | Gradients):
             return "loader"
         return "scheduler" if name == "scheduler" else "stateful"
     hint = " hfshard.training.ResumableDataLoader takes the same arguments, and has." if name == "loader" else ""

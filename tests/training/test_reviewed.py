@@ -131,3 +131,58 @@ def test_a_scheduler_that_refuses_leaves_all_as_it_was(tmp_path: Path) -> None:
     assert built["scheduler"].last_epoch == 0
     assert not built["optimizer"].state
     assert all(torch.equal(one, weights[name]) for name, one in built["model"].state_dict().items())
+
+
+def test_frozen_weights_between_trained_ones_have_files_of_their_own_that_are_linked(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6)))
+    for layer in list(model)[::2]:
+        layer.requires_grad_(False)
+    with CheckpointManager(tmp_path, max_shard_size=10_000) as manager:
+        first = Path(manager.save(1, TrainingState(model=model)))
+        with torch.no_grad():
+            model[1].weight.add_(1)
+        second = Path(manager.save(2, TrainingState(model=model)))
+    names = sorted(path.name for path in second.glob("model-*.safetensors"))
+    assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    # The trained ones come first, and the frozen ones lie in the other file.
+    assert [(first / name).stat().st_ino == (second / name).stat().st_ino for name in names] == [False, True]
+
+
+def test_a_tie_that_the_checkpoint_does_not_have_is_refused(tmp_path: Path) -> None:
+    saved, tied = (nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "ab"}) for _ in range(2))
+    tied["b"].weight = tied["a"].weight
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainingState(model=saved))
+        with pytest.raises(StateDictMismatchError, match="are one tensor, and two different ones in the checkpoint"):
+            manager.restore_latest(TrainingState(model=tied))
+
+
+def test_gradients_of_before_are_none_of_the_resumed_step(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainingState(model=model))
+        (model(torch.ones(1, 2)).sum() * float("nan")).backward()
+        manager.restore_latest(TrainingState(model=model))
+    assert model.weight.grad is None
+
+
+def test_a_scaler_that_was_on_is_refused_where_it_is_off(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainingState(scaler=torch.amp.GradScaler("cpu")))
+        with pytest.raises(StateDictMismatchError, match="'scaler' is a GradScaler that is off"):
+            manager.restore_latest(TrainingState(scaler=torch.amp.GradScaler("cpu", enabled=False)))
+
+
+def test_what_is_saved_and_restored_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    state = TrainingState(model=model, optimizer=optimizer)
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            with torch.inference_mode(step == 0):
+                manager.save(step, state, blocking=False)
+                manager.wait_until_finished()
+                manager.restore_latest(state)
+    assert all(int(one["step"]) == 2 for one in optimizer.state.values())

@@ -109,7 +109,9 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
             exact = saved["state"].get(names[id(parameter)])
             if exact is not None and parameter in optimizer.state:
                 slots = _exact(optimizer.state[parameter], exact)
-                optimizer.state[parameter] = {key: _lying_like(parameter, value) for key, value in slots.items()}
+                if isinstance(slots, dict):
+                    slots = {key: _lying_like(parameter, value) for key, value in slots.items()}
+                optimizer.state[parameter] = slots
 
     return Update(component, load, lambda: vars(optimizer).update(before))
 
@@ -123,7 +125,7 @@ def _check_form(saved: dict[str, Any]) -> None:
     groups = saved["groups"]
     if not isinstance(groups, list) or not all(isinstance(group["params"], list) for group in groups):
         raise TypeError("the groups, or the names of a group's parameters, are no list")
-    dicts = [saved["state"], saved["others"], saved["more"], *saved["state"].values()]
+    dicts = [saved["state"], saved["others"], saved["more"]]
     dicts += [group["options"] for group in groups]
     names = [name for group in groups for name in group["params"]]
     if not all(isinstance(one, dict) for one in dicts) or not all(isinstance(name, str) for name in names):

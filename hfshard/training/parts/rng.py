@@ -10,9 +10,12 @@ from typing import Any, Final
 
 import torch
 
-from hfshard.errors import DamagedCheckpointError
+from hfshard.errors import DamagedCheckpointError, StateDictMismatchError
 
 logger = logging.getLogger(__name__)
+
+_MERSENNE_TWISTER: Final = "MT19937"
+"""numpy's own choice for its global generator; whoever wants another sets it."""
 
 _DEVICES: Final = ("cuda", "xpu")
 """Kinds of devices that have a generator each; MPS has one in all."""
@@ -45,6 +48,7 @@ def check_rng_state(state: Any, file: str) -> None:
 
     Raises:
         DamagedCheckpointError: It is not what `rng_state` returns.
+        StateDictMismatchError: numpy's global generator is of another kind.
     """
     try:
         probe = random.Random()
@@ -52,13 +56,17 @@ def check_rng_state(state: Any, file: str) -> None:
         if "numpy" in state:
             import numpy
 
-            numpy.random.RandomState().set_state(state["numpy"])
+            _refuse_other_generator(state["numpy"], file)
+            if state["numpy"]["bit_generator"] == _MERSENNE_TWISTER:
+                numpy.random.RandomState().set_state(state["numpy"])
         torch.Generator().set_state(state["torch"])
         lists = [state.get(kind, []) for kind in _DEVICES]
         of_devices = [one for states in lists for one in states] + [state[key] for key in state if key == "mps"]
         is_known = all(isinstance(one, torch.Tensor) and one.dtype == torch.uint8 for one in of_devices)
         if not is_known or not all(isinstance(states, list) for states in lists):
             raise TypeError("the state of a device's generator is no tensor of bytes")
+    except StateDictMismatchError:
+        raise
     except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise DamagedCheckpointError(
             f"'{file}' is damaged: its state of the random number generators is not one ({error!r:.200}). "
@@ -67,13 +75,30 @@ def check_rng_state(state: Any, file: str) -> None:
         ) from error
 
 
+def _refuse_other_generator(state: dict[str, Any], file: str) -> None:
+    import numpy
+
+    saved, here = state["bit_generator"], numpy.random.get_state(legacy=False)["bit_generator"]
+    if saved != here:
+        raise StateDictMismatchError(
+            f"numpy's global random numbers came from {saved!r:.50} when '{file}' was saved, and come from {here} here. "
+            f"Set it first: numpy.random.set_bit_generator(numpy.random.{saved}()).",
+            path=file,
+            expected=saved,
+            actual=here,
+        )
+
+
 def set_rng_state(state: dict[str, Any]) -> None:
     """Put all generators back to a state of `rng_state`; a warning where the devices are others."""
     random.setstate(_python_state(state))
     if "numpy" in state:
         import numpy
 
-        numpy.random.set_state(state["numpy"])
+        if state["numpy"]["bit_generator"] == _MERSENNE_TWISTER:
+            numpy.random.set_state(state["numpy"])
+        else:
+            numpy.random.get_bit_generator().state = state["numpy"]
     torch.set_rng_state(state["torch"])
     for kind in _DEVICES:
         saved, device = state.get(kind, []), getattr(torch, kind)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from hfshard.errors import StateDictMismatchError
+from hfshard.errors import StateDictMismatchError, UnstorableTensorError
 from hfshard.training.parts.objects import Update
 from hfshard.training.parts.same_class import check_class
 from hfshard.training.parts.tree import KEPT, Kept, ObjectState, pack
@@ -53,7 +53,10 @@ def pack_scheduler(scheduler: Any, path: str, tensors: dict[str, torch.Tensor]) 
     Raises:
         UnstorableTensorError: There is something in it that has neither a form nor attributes.
     """
-    state = pack(scheduler.state_dict(), path, tensors, on_object=_stand_in)
+    held = scheduler.state_dict()
+    if not isinstance(held, dict):
+        raise UnstorableTensorError(f"'{path}' has a state_dict that is a {type(held).__name__}: let it return a dict.")
+    state = pack(held, path, tensors, on_object=_stand_in)
     return {"class": type(scheduler).__qualname__, "state": state}
 
 
@@ -75,7 +78,9 @@ def plan_scheduler(scheduler: Any, saved: dict[str, Any], name: str, path: str) 
     fresh = scheduler.state_dict()
     held: list[tuple[Any, dict[str, Any]]] = []
     merged = _Merging(name, path, held).merge(saved["state"], fresh, "")
-    before = [(one, dict(vars(one))) for one in [scheduler, *(one for one, _ in held)]]
+    owners: dict[int, Any] = {}
+    _collect_owners([scheduler, *(one for one, _ in held)], owners)
+    before = [(one, dict(vars(one))) for one in owners.values()]
 
     def load() -> None:
         for one, attributes in held:
@@ -83,6 +88,8 @@ def plan_scheduler(scheduler: Any, saved: dict[str, Any], name: str, path: str) 
         scheduler.load_state_dict(merged)
 
     def undo() -> None:
+        if not before:  # it has no attributes of its own
+            scheduler.load_state_dict(fresh)
         for one, attributes in before:
             vars(one).clear()
             vars(one).update(attributes)
@@ -94,6 +101,18 @@ def _stand_in(value: Any) -> Kept | ObjectState | None:
     if isinstance(value, _NEVER_STORED):
         return KEPT
     return ObjectState(type(value).__qualname__, dict(vars(value))) if _is_its_attributes(value) else None
+
+
+def _collect_owners(value: Any, owners: dict[int, Any]) -> None:
+    """The scheduler, those within it, and the objects that they hold and load: all whose attributes a load changes."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            _collect_owners(item, owners)
+    elif isinstance(value, dict):
+        _collect_owners(list(value.values()), owners)
+    elif id(value) not in owners and (is_scheduler(value) or _stand_in(value) not in (KEPT, None)):
+        owners[id(value)] = value
+        _collect_owners(list(vars(value).values()), owners)
 
 
 def _is_its_attributes(value: Any) -> bool:

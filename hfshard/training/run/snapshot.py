@@ -30,6 +30,10 @@ class Snapshots:
         Buffers of tensors that the state does not have any more are freed. Tensors of an accelerator are copied to
         page-locked memory, side by side.
         """
+        with torch.inference_mode(False), torch.no_grad():  # buffers of a save within it are used after it, too
+            return self._copied(collected)
+
+    def _copied(self, collected: Collected) -> Collected:
         tensors: dict[tuple[str, str], torch.Tensor] = {
             (base, name): tensor
             for base, request in collected.requests.items()
