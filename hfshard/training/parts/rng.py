@@ -81,8 +81,8 @@ def _refuse_other_generator(state: dict[str, Any], file: str) -> None:
     saved, here = state["bit_generator"], numpy.random.get_state(legacy=False)["bit_generator"]
     if saved != here:
         raise StateDictMismatchError(
-            f"numpy's global random numbers came from {saved!r:.50} when '{file}' was saved, and come from {here} here. "
-            f"Set it first: numpy.random.set_bit_generator(numpy.random.{saved}()).",
+            f"numpy's global random numbers came from {saved!r:.50} when '{file}' was saved, and come from {here} "
+            f"here. Set it first: numpy.random.set_bit_generator(numpy.random.{saved}()).",
             path=file,
             expected=saved,
             actual=here,
@@ -98,7 +98,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         if state["numpy"]["bit_generator"] == _MERSENNE_TWISTER:
             numpy.random.set_state(state["numpy"])
         else:
-            numpy.random.get_bit_generator().state = state["numpy"]
+            numpy.random.get_bit_generator().state = state["numpy"]  # type: ignore[attr-defined]
     torch.set_rng_state(state["torch"])
     for kind in _DEVICES:
         saved, device = state.get(kind, []), getattr(torch, kind)

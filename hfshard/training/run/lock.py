@@ -32,7 +32,7 @@ class RunLock:
             self._close()
             raise DirectoryLockedError(
                 f"Another CheckpointManager is saving into '{directory}'. Stop the other run, or close() its manager, "
-                "or give this one another directory. (In a notebook, a cell that failed may hold it: restart the kernel.)",
+                "or give this one another directory. (A failed cell of a notebook may hold it: restart the kernel.)",
                 path=directory,
             ) from error
         except BaseException:
