@@ -166,13 +166,7 @@ class CheckpointManager:
             StateDictMismatchError: The state is another one; the message says what, and what to do.
         """
 
-        def chosen() -> tuple[Found, Manifest] | None:
-            self._writer.wait()
-            if step is None:
-                return newest_whole(self.root, verify, self.progress)
-            return choose(self.root, step, verify, token, self.progress)
-
-        restored = resume(state, chosen, strict=strict)
+        restored = resume(state, lambda: self._chosen(step, verify, token), strict=strict)
         if restored is None:
             raise CheckpointNotFoundError(
                 f"There is no checkpoint in '{self.root}'. Check the path, or train from the beginning.", path=self.root
@@ -195,11 +189,7 @@ class CheckpointManager:
             StateDictMismatchError: As in `restore`.
         """
 
-        def chosen() -> tuple[Found, Manifest] | None:
-            self._writer.wait()
-            return newest_whole(self.root, verify, self.progress)
-
-        return resume(state, chosen, strict=strict)
+        return resume(state, lambda: self._chosen(None, verify, None), strict=strict)
 
     def latest_step(self, verify: Level | None = None) -> int | None:
         """The step of the checkpoint that was saved last; None where there is none.
@@ -350,3 +340,12 @@ class CheckpointManager:
         check_names(files, collected)
         self._writer.save(step, collected, metrics, dict(files), blocking=blocking)
         return checkpoint_path(self.root, step)
+
+    def _chosen(
+        self, step: int | str | os.PathLike[str] | None, verify: Level, token: str | bool | None
+    ) -> tuple[Found, Manifest] | None:
+        """On the first rank: the checkpoint to restore, checked; None: the run has none."""
+        self._writer.wait()
+        if step is None:
+            return newest_whole(self.root, verify, self.progress)
+        return choose(self.root, step, verify, token, self.progress)
