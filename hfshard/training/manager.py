@@ -165,7 +165,6 @@ class CheckpointManager:
             DamagedCheckpointError: It is damaged. (Without a step, damaged ones are passed over with a warning.)
             StateDictMismatchError: The state is another one; the message says what, and what to do.
         """
-
         restored = resume(state, lambda: self._chosen(step, verify, token), strict=strict)
         if restored is None:
             raise CheckpointNotFoundError(
@@ -188,7 +187,6 @@ class CheckpointManager:
             DamagedCheckpointError: All checkpoints are damaged.
             StateDictMismatchError: As in `restore`.
         """
-
         return resume(state, lambda: self._chosen(None, verify, None), strict=strict)
 
     def latest_step(self, verify: Level | None = None) -> int | None:
