@@ -9,6 +9,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.training.data.loader_state import length_of
 from hfshard.training.manager import CheckpointManager
 
 REPLACED: Final = (
@@ -106,8 +107,8 @@ def data_of(args: TrainingArguments, loader: Any) -> dict[str, int | None]:
     return {
         "seed": batch_seed(args),
         "shuffled_by": getattr(sampler, "initial_seed", None),  # of Accelerate's sampler
-        "samples": _length(loader.dataset),
-        "batches": _length(loader),
+        "samples": length_of(loader.dataset),
+        "batches": length_of(loader),
         "accumulated": args.gradient_accumulation_steps,
     }
 
@@ -133,10 +134,3 @@ def refuse_other_data(was: dict[str, int | None], now: dict[str, int | None], ch
                 expected=was.get(name),
                 actual=now.get(name),
             )
-
-
-def _length(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None

@@ -32,10 +32,10 @@ def settings_of(loader: DataLoader[Any], seed: int) -> dict[str, Any]:
     return {
         "seed": seed,
         "sampler": type(by).__name__,
-        "num_samples": _length(loader.dataset),
+        "num_samples": length_of(loader.dataset),
         "batch_size": getattr(by, "batch_size", None) if is_users_batches else loader.batch_size,
         "drop_last": bool(getattr(by, "drop_last", False)) if is_users_batches else loader.drop_last,
-        "batches": None if is_users_batches else _length(loader),  # a batch sampler may give fewer in some epochs
+        "batches": None if is_users_batches else length_of(loader),  # a batch sampler may give fewer in some epochs
     }
 
 
@@ -84,7 +84,7 @@ def check_state(state_dict: Mapping[str, Any], settings: Mapping[str, Any]) -> N
         )
 
 
-def _length(sized: Any) -> int | None:
+def length_of(sized: Any) -> int | None:
     """None where it has none."""
     try:
         return len(sized)
