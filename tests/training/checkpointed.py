@@ -112,7 +112,20 @@ def build(factory: Callable[[], Model]) -> Model:
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-    return factory().train()
+    return without_cache(factory().train())
+
+
+def without_cache(model: Model) -> Model:
+    """Turn off the cache of keys and values, as gradient checkpointing does, so that like is compared with like.
+
+    The cache hands the attention contiguous copies in place of strided views: the same numbers, whose products some
+    processors (AMD's, for one) sum in another order.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+    return model
 
 
 def loss_of(model: Model) -> Any:

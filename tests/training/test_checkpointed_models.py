@@ -30,6 +30,7 @@ from tests.training.checkpointed import (
     t5,
     t5_without_dropout,
     train,
+    without_cache,
 )
 from tests.zoo.models import ZOO
 
@@ -75,7 +76,7 @@ def test_batch_norm_within_transformers_layers_counts_once() -> None:
 def test_every_architecture_has_the_gradients_that_it_has_without(name: str) -> None:
     results = []
     for is_on in (False, True):
-        model: Model = ZOO[name].build().train()
+        model: Model = without_cache(ZOO[name].build().train())
         if is_on and name in UNSUPPORTED:
             with pytest.raises(InvalidArgumentError, match="does not support gradient checkpointing"):
                 enable_gradient_checkpointing(model)
