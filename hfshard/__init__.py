@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from hfshard.hub.pull import pull_checkpoint
     from hfshard.hub.push import push_checkpoint
     from hfshard.load import load_model, load_state_dict
-    from hfshard.mixin import ShardedModelMixin
-    from hfshard.plan import ShardPlan, plan_shards
+    from hfshard.planning.plan import ShardPlan, plan_shards
+    from hfshard.planning.size import parse_size
+    from hfshard.pretrained.mixin import ShardedModelMixin
     from hfshard.reshard import reshard_checkpoint
     from hfshard.save import save_model, save_state_dict
-    from hfshard.size import parse_size
-    from hfshard.storage.index import CheckpointIndex
+    from hfshard.storage.format.index import CheckpointIndex
     from hfshard.training.manager import CheckpointManager
     from hfshard.verify import VerifyReport, verify_checkpoint
 
@@ -47,17 +47,17 @@ __all__ = [
 
 # Lazy (PEP 562): `import hfshard` costs nothing, and only `hfshard.ShardedModelMixin` imports transformers.
 _HOMES = {
-    "CheckpointIndex": "storage.index",
+    "CheckpointIndex": "storage.format.index",
     "CheckpointManager": "training.manager",
     "HfshardError": "errors",
     "PushResult": "hub.listing",
-    "ShardPlan": "plan",
-    "ShardedModelMixin": "mixin",
+    "ShardPlan": "planning.plan",
+    "ShardedModelMixin": "pretrained.mixin",
     "VerifyReport": "verify",
     "load_model": "load",
     "load_state_dict": "load",
-    "parse_size": "size",
-    "plan_shards": "plan",
+    "parse_size": "planning.size",
+    "plan_shards": "planning.plan",
     "pull_checkpoint": "hub.pull",
     "push_checkpoint": "hub.push",
     "reshard_checkpoint": "reshard",

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfshard.arguments import refuse_unknown
+from hfshard._util.arguments import refuse_unknown
 from hfshard.errors import InvalidArgumentError
-from hfshard.source import Source, opened, opened_by_ranges
-from hfshard.state_dict import (
+from hfshard.loading.source import Source, opened, opened_by_ranges
+from hfshard.state_dicts.state_dict import (
     KeySelection,
     Mismatch,
     assign,
@@ -25,10 +25,10 @@ from hfshard.state_dict import (
     select_keys,
     unwrap,
 )
-from hfshard.storage.checkpoint import OpenCheckpoint, Verify
-from hfshard.storage.index import CheckpointIndex
-from hfshard.storage.tensor_reader import ReadMode, check_read_mode
-from hfshard.tied import find_ties
+from hfshard.state_dicts.tied import find_ties
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
+from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.weights.tensor_reader import ReadMode, check_read_mode
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def load_model(
     """
     mode = check_read_mode(read)
     if not isinstance(model, nn.Module):
-        from hfshard.load_pretrained import load_class
+        from hfshard.pretrained.build import load_class
 
         options = {"strict": strict, "verify": verify, "read": read, "progress": progress}
         return load_class(model, path, *model_args, output_loading_info=output_loading_info, **options, **kwargs)

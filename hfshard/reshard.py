@@ -18,21 +18,21 @@ from hfshard.constants import (
 )
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.hub.address import directory_of
-from hfshard.hub.directory_marker import is_marked
-from hfshard.plan import Packing
-from hfshard.regroup import regroup
+from hfshard.hub.marker import is_marked
+from hfshard.loading.source import Place, Source, opened
+from hfshard.planning.plan import Packing
+from hfshard.planning.size import parse_size
+from hfshard.resharding.in_place import regroup
+from hfshard.resharding.stored_request import with_dtype, with_tensors
 from hfshard.save import save_request
-from hfshard.size import parse_size
-from hfshard.source import Place, Source, opened
-from hfshard.staging import SaveRequest
-from hfshard.storage.beside import files_beside, refuse_others
-from hfshard.storage.checkpoint import OpenCheckpoint
-from hfshard.storage.index import CheckpointIndex
-from hfshard.storage.integrity import Checksum, check_checksum
-from hfshard.storage.names import WeightNames
-from hfshard.storage.regular_file import Identity, identity_of
-from hfshard.storage.stored_checkpoint import is_recorded
-from hfshard.stored_request import with_dtype, with_tensors
+from hfshard.saving.prepare import SaveRequest
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.checkpoint.stored_checkpoint import is_recorded
+from hfshard.storage.disk.companions import files_beside, refuse_others
+from hfshard.storage.disk.safe_open import Identity, identity_of
+from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.format.integrity import Checksum, check_checksum
+from hfshard.storage.format.names import WeightNames
 
 logger = logging.getLogger(__name__)
 

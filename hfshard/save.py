@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hfshard._util.progress import bytes_bar
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import InvalidArgumentError
-from hfshard.plan import Packing, with_one_more_shard
-from hfshard.progress import bytes_bar
-from hfshard.size import parse_size
-from hfshard.staging import SaveRequest, must_rename, plan_request, stage, until_free, with_free_names
-from hfshard.state_dict import collect_state_dict, unwrap
-from hfshard.storage.commit import save_session
-from hfshard.storage.index import CheckpointIndex
-from hfshard.storage.integrity import Checksum, check_checksum
-from hfshard.storage.names import WeightNames
-from hfshard.storage.shard_writer import writer_threads
-from hfshard.storage.transition import plan_transition
-from hfshard.tied import find_ties
+from hfshard.planning.plan import Packing, with_one_more_shard
+from hfshard.planning.size import parse_size
+from hfshard.saving.prepare import SaveRequest, must_rename, plan_request, stage, until_free, with_free_names
+from hfshard.state_dicts.state_dict import collect_state_dict, unwrap
+from hfshard.state_dicts.tied import find_ties
+from hfshard.storage.commit.commit import save_session
+from hfshard.storage.commit.transition import plan_transition
+from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.format.integrity import Checksum, check_checksum
+from hfshard.storage.format.names import WeightNames
+from hfshard.storage.weights.shard_writer import writer_threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -200,7 +200,7 @@ def save_request(
 def _pretrained_request(
     model: nn.Module, state_dict: Mapping[str, Any] | None, request: SaveRequest, *, save_original_format: bool
 ) -> SaveRequest:
-    from hfshard.pretrained import pretrained_state
+    from hfshard.pretrained.collect import pretrained_state
 
     state = pretrained_state(cast_pretrained(model), state_dict, save_original_format=save_original_format)
     files = dict(state.files)

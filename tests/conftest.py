@@ -16,7 +16,7 @@ os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from tests import REPOSITORY
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

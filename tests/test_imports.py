@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hfshard
-from tests.conftest import REPOSITORY
+from tests import REPOSITORY
 
 PACKAGE = REPOSITORY / "hfshard"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests import REPOSITORY
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 PYTHON_EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)

@@ -29,10 +29,10 @@ from hfshard.errors import (
     UnsafePathError,
     UnsafePickleError,
 )
+from hfshard.loading.source import Source
 from hfshard.reshard import resharded
-from hfshard.source import Source
-from hfshard.storage.durable import locked_directory
-from tests.state_dicts import assert_same, random_tensor
+from hfshard.storage.disk.durable import locked_directory
+from tests.helpers.random_state_dicts import assert_same, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hfshard import __version__
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.size import parse_size
+from hfshard.planning.size import parse_size
 
 _REPO = "org/name on the Hub, or a path or file:// URL of a directory that serves as a hub"
 

@@ -12,7 +12,7 @@ from hfshard.cli.inspection import FileEntry, Inspection, TensorEntry, inspect_c
 from hfshard.cli.output import bar, print_json, print_message, print_text, printable, table
 from hfshard.cli.training_reports import is_checkpoint, is_training, reports
 from hfshard.errors import readable
-from hfshard.size import format_size
+from hfshard.planning.size import format_size
 from hfshard.verify import Problem, VerifyReport, verify_checkpoint
 
 _LARGEST: Final = 5

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Final
 
 from hfshard.cli.output import print_json, print_text, printable, table
-from hfshard.hub.directory_hub import DirectoryHub
+from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.pull import pull_checkpoint
 from hfshard.hub.push import push_checkpoint
-from hfshard.size import format_size
+from hfshard.planning.size import format_size
 
 _ID_DIGITS: Final = 12
 """Of a commit in a table: enough to name it; JSON has all of them."""

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from hfshard.storage.checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.storage.dtypes import stored_dtype_name
-from hfshard.storage.index import FileRecord
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.storage.format.index import FileRecord
+from hfshard.storage.tensors.dtypes import stored_dtype_name
 
 
 @dataclass(frozen=True, slots=True)

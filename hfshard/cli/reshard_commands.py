@@ -11,12 +11,12 @@ from typing import Any
 
 from hfshard.cli.output import print_json, print_message, print_text, printable, table
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.loading.source import Source
+from hfshard.planning.size import format_size
 from hfshard.reshard import Resharded, resharded
-from hfshard.size import format_size
-from hfshard.source import Source
-from hfshard.storage.index import FileRecord
-from hfshard.storage.locate import locate_checkpoint
-from hfshard.storage.names import WeightNames
+from hfshard.storage.checkpoint.locate import locate_checkpoint
+from hfshard.storage.format.index import FileRecord
+from hfshard.storage.format.names import WeightNames
 
 _HASH_DIGITS = 12
 """Hex digits of a hash in a table: enough to tell files apart; JSON has all of them."""

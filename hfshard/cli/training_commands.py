@@ -13,7 +13,7 @@ from hfshard.cli.commands import print_problems
 from hfshard.cli.output import print_json, print_message, print_text, table
 from hfshard.cli.training_reports import as_problems, is_checkpoint, report_of
 from hfshard.errors import CheckpointNotFoundError
-from hfshard.size import format_size
+from hfshard.planning.size import format_size
 from hfshard.training.run.directory import Found, found_in
 from hfshard.training.run.manifest import MANIFEST, Manifest
 from hfshard.training.run.rotation import best_of

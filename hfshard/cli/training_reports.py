@@ -6,10 +6,10 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 
+from hfshard._util.progress import bytes_bar
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError
-from hfshard.progress import bytes_bar
-from hfshard.storage.names import INDEX_FILE, MODEL_BASE, WeightNames
+from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.training.run.directory import Found, found_in
 from hfshard.training.run.finding import Level, problems_of
 from hfshard.training.run.manifest import MANIFEST, Manifest, read_manifest

@@ -7,7 +7,7 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.hub.directory_marker import is_marked
+from hfshard.hub.marker import is_marked
 
 _FILE_SCHEME: Final = "file://"
 _PATH_STARTS: Final = ("/", "./", "../", "~")

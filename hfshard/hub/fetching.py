@@ -10,12 +10,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from hfshard.errors import CheckpointNotFoundError, HubConnectionError, HubNotFoundError
-from hfshard.hub.cache import RepoCache, is_commit
-from hfshard.hub.client import listing_of, offline_variable, retry_after, speaking
 from hfshard.hub.listing import Listing
+from hfshard.hub.remote.cache import RepoCache, is_commit
+from hfshard.hub.remote.client import listing_of, offline_variable, retry_after, speaking
+from hfshard.hub.remote.transport import RETRY_SECONDS, Patience, Remote
+from hfshard.hub.remote.views import Cached, NotCachedError, OnHub
 from hfshard.hub.selection import Chosen, Pick, Wanted, other_files
-from hfshard.hub.transport import RETRY_SECONDS, Patience, Remote
-from hfshard.hub.views import Cached, NotCachedError, OnHub
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from huggingface_hub.utils import filter_repo_objects
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.push_plan import is_weights, variants_of
-from hfshard.storage.checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.storage.content import Content, file_content
-from hfshard.storage.index import CheckpointIndex, FileRecord
-from hfshard.storage.names import WeightNames
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.storage.disk.content import Content, file_content
+from hfshard.storage.format.index import CheckpointIndex, FileRecord
+from hfshard.storage.format.names import WeightNames
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from functools import partial
 
 from hfshard.errors import IntegrityError
 from hfshard.hub.address import directory_of
-from hfshard.hub.directory_hub import DirectoryHub
+from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.fetching import Fetching, fetch, is_offline
 from hfshard.hub.selection import Chosen, Wanted, choose, other_files
 from hfshard.hub.unpack import unpack
-from hfshard.storage.checkpoint import Verify, open_checkpoint
+from hfshard.storage.checkpoint.checkpoint import Verify, open_checkpoint
 
 logger = logging.getLogger(__name__)
 

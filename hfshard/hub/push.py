@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
 
+from hfshard._util.progress import bytes_bar
 from hfshard.constants import README
 from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteChangedError
 from hfshard.hub.address import directory_of
@@ -23,10 +24,9 @@ from hfshard.hub.push_plan import (
     stale_names,
     unknown_weights,
 )
-from hfshard.progress import bytes_bar
-from hfshard.storage.content import BytesContent, Content
-from hfshard.storage.index import CheckpointIndex
-from hfshard.storage.names import WeightNames
+from hfshard.storage.disk.content import BytesContent, Content
+from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.format.names import WeightNames
 
 logger = logging.getLogger(__name__)
 
@@ -189,10 +189,10 @@ def push(
 def open_hub(repo_id: str | os.PathLike[str], *, private: bool | None, token: str | bool | None) -> Hub:
     """The repo that a repo_id names, made if it is missing."""
     if (directory := directory_of(repo_id)) is not None:
-        from hfshard.hub.directory_hub import DirectoryHub
+        from hfshard.hub.directory.hub import DirectoryHub
 
         return DirectoryHub.create(directory)
-    from hfshard.hub.remote import RemoteRepo
+    from hfshard.hub.remote.repo import RemoteRepo
 
     return RemoteRepo(os.fspath(repo_id), token=token, private=private)
 

@@ -9,8 +9,8 @@ from typing import Final
 
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.hub.listing import Listing, RemoteFile, git_blob_id
-from hfshard.storage.content import Content, FileContent, sha256_of_content
-from hfshard.storage.names import INDEX_FILE, WeightNames
+from hfshard.storage.disk.content import Content, FileContent, sha256_of_content
+from hfshard.storage.format.names import INDEX_FILE, WeightNames
 
 _SHARD_NUMBER: Final = re.compile(r"-\d{5,}-of-\d{5,}$")
 SHARD: Final = re.compile(r"-\d{5,}-of-\d{5,}\.(?:safetensors|bin)$")

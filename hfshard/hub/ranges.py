@@ -10,18 +10,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from hfshard._util.progress import bytes_bar
 from hfshard.constants import METADATA_KEY, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, HubError, IntegrityError, InvalidArgumentError, UnsafePathError
-from hfshard.hub.cache import is_plain_path
-from hfshard.hub.download import hasher_for, in_threads
 from hfshard.hub.listing import Listing
+from hfshard.hub.remote.cache import is_plain_path
+from hfshard.hub.remote.download import hasher_for, in_threads
+from hfshard.hub.remote.transport import Remote
 from hfshard.hub.selection import Wanted, choose
-from hfshard.hub.transport import Remote
-from hfshard.progress import bytes_bar
-from hfshard.storage.checkpoint import OpenCheckpoint, Verify, open_checkpoint
-from hfshard.storage.header import LENGTH_BYTES, Header, TensorSlot, parse_header, read_header_length
-from hfshard.storage.index import CheckpointIndex, FileRecord, parse_single_file_metadata
-from hfshard.storage.integrity import TENSOR_DIGEST_HEX, tensor_digest
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify, open_checkpoint
+from hfshard.storage.format.header import LENGTH_BYTES, Header, TensorSlot, parse_header, read_header_length
+from hfshard.storage.format.index import CheckpointIndex, FileRecord, parse_single_file_metadata
+from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX, tensor_digest
 
 logger = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from hfshard.constants import (
     WEIGHTS_SUFFIXES,
 )
 from hfshard.errors import CheckpointNotFoundError
-from hfshard.storage.checkpoint import FilesOf
-from hfshard.storage.index import CheckpointIndex
-from hfshard.storage.locate import Kind, explicit_of, read_config
-from hfshard.storage.names import INDEX_FILE, WeightNames
-from hfshard.storage.regular_file import read_small
+from hfshard.storage.checkpoint.checkpoint import FilesOf
+from hfshard.storage.checkpoint.locate import Kind, explicit_of, read_config
+from hfshard.storage.disk.safe_open import read_small
+from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.format.names import INDEX_FILE, WeightNames
 
 _OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-")
 """How the weights of a checkpoint and of its variants begin: of those only the chosen ones come."""

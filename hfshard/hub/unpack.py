@@ -11,10 +11,10 @@ from typing import Final
 
 from hfshard.constants import CONFIG_NAME, README
 from hfshard.errors import SaveDirectoryError
-from hfshard.storage.checkpoint import OpenCheckpoint
-from hfshard.storage.commit import SaveSession, save_session
-from hfshard.storage.durable import copy_mode, sync
-from hfshard.storage.transition import NewCheckpoint, digest_of, plan_transition
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.commit.commit import SaveSession, save_session
+from hfshard.storage.commit.transition import NewCheckpoint, digest_of, plan_transition
+from hfshard.storage.disk.durable import copy_mode, sync
 
 _FICLONE: Final = 0x40049409
 """The ioctl by which a file gets the blocks of another (btrfs, XFS): linux/fs.h."""

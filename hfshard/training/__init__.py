@@ -6,15 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hfshard.training.accelerate import prepare_loader, prepared_state
     from hfshard.training.data.dataloader import ResumableDataLoader
     from hfshard.training.data.plain_loader import plain_loader
+    from hfshard.training.integrations.accelerate import prepare_loader, prepared_state
+    from hfshard.training.integrations.trainer_callback import CheckpointCallback
     from hfshard.training.manager import CheckpointManager
     from hfshard.training.parts.gradients import Gradients
     from hfshard.training.recompute.gradient_checkpointing import enable_gradient_checkpointing
     from hfshard.training.state import TrainingState
     from hfshard.training.step import RestoredStep
-    from hfshard.training.trainer_callback import CheckpointCallback
 
 __all__ = [
     "CheckpointCallback",
@@ -31,7 +31,7 @@ __all__ = [
 
 # Lazy (PEP 562), as in the package itself.
 _HOMES = {
-    "CheckpointCallback": "trainer_callback",
+    "CheckpointCallback": "integrations.trainer_callback",
     "CheckpointManager": "manager",
     "ResumableDataLoader": "data.dataloader",
     "Gradients": "parts.gradients",
@@ -39,8 +39,8 @@ _HOMES = {
     "TrainingState": "state",
     "enable_gradient_checkpointing": "recompute.gradient_checkpointing",
     "plain_loader": "data.plain_loader",
-    "prepare_loader": "accelerate",
-    "prepared_state": "accelerate",
+    "prepare_loader": "integrations.accelerate",
+    "prepared_state": "integrations.accelerate",
 }
 
 

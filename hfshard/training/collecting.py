@@ -8,15 +8,15 @@ from typing import Any, Final
 
 import torch
 
+from hfshard.planning.size import parse_size
 from hfshard.save import is_pretrained, request_of
-from hfshard.size import parse_size
-from hfshard.staging import SaveRequest
-from hfshard.state_dict import collect_state_dict, parameter_names, unwrap
-from hfshard.storage.integrity import Checksum
-from hfshard.storage.names import MODEL_BASE, WeightNames
-from hfshard.storage.tensor_bytes import tensor_nbytes
-from hfshard.storage.tensor_spec import tensor_specs
-from hfshard.tied import find_ties
+from hfshard.saving.prepare import SaveRequest
+from hfshard.state_dicts.state_dict import collect_state_dict, parameter_names, unwrap
+from hfshard.state_dicts.tied import find_ties
+from hfshard.storage.format.integrity import Checksum
+from hfshard.storage.format.names import MODEL_BASE, WeightNames
+from hfshard.storage.tensors.tensor_bytes import tensor_nbytes
+from hfshard.storage.tensors.tensor_spec import tensor_specs
 from hfshard.training.parts.optimizer import pack_optimizer
 from hfshard.training.parts.padded_json import padded_json
 from hfshard.training.parts.rng import rng_state

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
-from hfshard.size import parse_size
-from hfshard.storage.integrity import Checksum, check_checksum
+from hfshard.planning.size import parse_size
+from hfshard.storage.format.integrity import Checksum, check_checksum
 from hfshard.training.collecting import RankPart, collect, collect_rank
+from hfshard.training.pushing.hubs import PushOptions, push_run
+from hfshard.training.pushing.pusher import Publisher
 from hfshard.training.ranks import Ranks
 from hfshard.training.resuming import choose, resume
 from hfshard.training.run.directory import Found, checkpoint_path, found_in
 from hfshard.training.run.finding import Level, manifests_in, newest_whole, of_step, problems_of
-from hfshard.training.run.hubs import PushOptions, push_run
 from hfshard.training.run.manifest import Manifest, plain_metrics
-from hfshard.training.run.publisher import Publisher
 from hfshard.training.run.rotation import MetricMode, Rotation, best_of
 from hfshard.training.run.writer import RunWriter
 from hfshard.training.run.writing import check_names
@@ -27,7 +27,7 @@ from hfshard.training.step import RestoredStep, checked_step
 
 if TYPE_CHECKING:
     from hfshard.hub.listing import PushResult
-    from hfshard.training.run.hubs import PushArguments
+    from hfshard.training.pushing.hubs import PushArguments
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError
 from hfshard.load import fitted, read_tensors
-from hfshard.state_dict import assign, collect_state_dict, unwrap
-from hfshard.storage.checkpoint import open_checkpoint
-from hfshard.storage.names import MODEL_BASE, WeightNames
-from hfshard.storage.regular_file import read_small
-from hfshard.storage.strict_json import parse_json_object
-from hfshard.tied import find_ties
+from hfshard.state_dicts.state_dict import assign, collect_state_dict, unwrap
+from hfshard.state_dicts.tied import find_ties
+from hfshard.storage.checkpoint.checkpoint import open_checkpoint
+from hfshard.storage.disk.safe_open import read_small
+from hfshard.storage.format.names import MODEL_BASE, WeightNames
+from hfshard.storage.format.strict_json import parse_json_object
 from hfshard.training.collecting import TREE_FORMAT
 from hfshard.training.data.foreign_loader import LoaderWatch
 from hfshard.training.parts.gradients import Gradients

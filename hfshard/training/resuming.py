@@ -10,11 +10,11 @@ from typing import Final
 import torch
 
 from hfshard.errors import CheckpointChangedError
+from hfshard.training.pushing.hubs import checked_at
 from hfshard.training.ranks import Ranks
 from hfshard.training.restoring import Restoration, prepare
 from hfshard.training.run.directory import Found, has_changed, look_at
 from hfshard.training.run.finding import Level, checked, of_step
-from hfshard.training.run.hubs import checked_at
 from hfshard.training.run.manifest import Manifest
 from hfshard.training.state import TrainingState
 from hfshard.training.step import RestoredStep

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.state_dict import parameter_names
+from hfshard.state_dicts.state_dict import parameter_names
 from hfshard.training.data.foreign_loader import watched
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.scheduler import is_scheduler

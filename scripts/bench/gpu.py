@@ -89,7 +89,7 @@ def load_with_hfshard(context: Context) -> Job:
 
     import hfshard
 
-    import_module("hfshard.load_pretrained")  # which the first call would import
+    import_module("hfshard.pretrained.build")  # which the first call would import
     return _load(context, lambda *args, **kwargs: hfshard.load_model(LlamaForCausalLM, *args, **kwargs))
 
 
@@ -131,7 +131,7 @@ def save_with_hfshard(context: Context, checksum: Any) -> Job:
     import hfshard
 
     hfshard.save_model  # noqa: B018  imported before the clock starts, and so is this:
-    import_module("hfshard.pretrained")
+    import_module("hfshard.pretrained.collect")
     model = _model_on_gpu(context)
     size = context.size.shard_size
     return Job([("save", lambda: hfshard.save_model(model, context.target, max_shard_size=size, checksum=checksum))])

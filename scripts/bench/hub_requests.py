@@ -15,7 +15,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from tests.hub_server import HubServer
+from tests.hubserver.hub_server import HubServer
 
 SETUP = """
 import torch, hfshard

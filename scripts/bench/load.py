@@ -110,7 +110,7 @@ def with_hfshard(context: Context, *, again: bool = False, **options: Any) -> Jo
 
     if "read" in options and "read" not in inspect.signature(hfshard.load_model).parameters:
         raise SkipPeer("this hfshard has no read= argument")
-    import_module("hfshard.load_pretrained")  # which the first call would import
+    import_module("hfshard.pretrained.build")  # which the first call would import
 
     return _job(
         lambda: hfshard.load_model(LlamaForCausalLM, context.source, dtype=torch.bfloat16, **options),

@@ -71,7 +71,7 @@ def make_tensors(count: int) -> dict[str, Tensor]:
 def _ours(count: int) -> Callable[[Context], Job]:
     def prepare(context: Context) -> Job:
         import hfshard
-        from hfshard.storage.index import CheckpointIndex, FileRecord
+        from hfshard.storage.format.index import CheckpointIndex, FileRecord
 
         tensors = make_tensors(count)
         plans: list[Any] = []

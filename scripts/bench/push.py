@@ -46,7 +46,7 @@ def around(context: Context) -> Iterator[Context]:
     home.mkdir(exist_ok=True)
     # huggingface_hub asks for this list once a day and home directory; it must not be in one peer's time.
     (home / ".agent_harnesses.json").write_text(json.dumps(_no_harnesses()))
-    command = [sys.executable, "-m", "tests.hub_server", "--root", str(context.directory / "hub")]
+    command = [sys.executable, "-m", "tests.hubserver.hub_server", "--root", str(context.directory / "hub")]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout
@@ -69,7 +69,7 @@ def around(context: Context) -> Iterator[Context]:
 
 def _no_harnesses() -> object:
     sys.path.insert(0, str(REPOSITORY))
-    from tests.hubserver.api import NO_HARNESSES
+    from tests.hubserver.routes.api import NO_HARNESSES
 
     return NO_HARNESSES
 

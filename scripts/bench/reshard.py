@@ -75,7 +75,7 @@ def with_hfshard(context: Context, checksum: Any) -> Job:
 
 def at_the_limit(context: Context) -> Job:
     """As many bytes read from the shards and written into files of the new size."""
-    from hfshard.size import parse_size
+    from hfshard.planning.size import parse_size
 
     total, file_bytes = total_bytes(context.specs), parse_size(context.size.reshard_size)
     files = [(context.target / f"{at}", min(file_bytes, total - at)) for at in range(0, total, file_bytes)]

@@ -61,7 +61,7 @@ def with_hfshard(context: Context, checksum: Any) -> Job:
     import hfshard
 
     hfshard.save_model  # noqa: B018  imported before the clock starts, and so is this:
-    import_module("hfshard.pretrained")
+    import_module("hfshard.pretrained.collect")
     model = make_model(context.size, context.specs)
     size = context.size.shard_size
     return Job(
@@ -142,7 +142,7 @@ def at_the_limit(context: Context) -> Job:
     """As many bytes, from aligned memory, into files of the shards' size."""
     from numpy import frombuffer, random, uint64
 
-    from hfshard.size import parse_size
+    from hfshard.planning.size import parse_size
 
     total, shard_bytes = total_bytes(context.specs), parse_size(context.size.shard_size)
     files = [

@@ -8,8 +8,8 @@ import os
 import struct
 from collections.abc import Callable
 
-from tests.attacks import bases, raw, torchfile
-from tests.attacks.hubcache import snapshot
+from tests.attacks.files import bases, raw, torchfile
+from tests.attacks.kinds.hubcache import snapshot
 from tests.attacks.registry import ATTACKS, ENTRIES, Attack, Expected, Place
 
 CONTROLS: dict[str, Attack] = {}
@@ -17,7 +17,7 @@ CONTROLS: dict[str, Attack] = {}
 
 def load_all() -> dict[str, Attack]:
     """Import every theme, which registers its attacks."""
-    from tests.attacks import configs, damage, headers, hubcache, indexes, names, own, pickles, zips
+    from tests.attacks.kinds import configs, damage, headers, hubcache, indexes, names, own, pickles, zips
 
     assert all((configs, damage, headers, hubcache, indexes, names, own, pickles, zips))
     return ATTACKS

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.attacks import raw
+from tests.attacks.files import raw
 
 ENTRIES = ("state_dict", "module", "pretrained", "verify")
 """The four ways into hfshard that every attack tries, unless it says otherwise."""

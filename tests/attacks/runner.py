@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests import REPOSITORY
 from tests.attacks.watch import Audit, Inotify, mapped_bytes, peak_bytes, reset_peak
 
 MEMORY_BYTES = 3 * 1024**3
@@ -42,8 +43,9 @@ def _warm_up() -> None:
     import torch
     import transformers
 
-    from tests.attacks import catalogue, raw
+    from tests.attacks import catalogue
     from tests.attacks.entries import enter
+    from tests.attacks.files import raw
     from tests.attacks.registry import Place
 
     torch.set_num_threads(1)
@@ -142,8 +144,8 @@ def _busy_seconds() -> float:
 def _attacked(request: dict[str, Any], audit: Audit) -> Iterator[dict[str, Any]]:
     from tests.attacks.catalogue import CONTROLS
     from tests.attacks.entries import enter
+    from tests.attacks.kinds.saves import SAVES
     from tests.attacks.registry import ATTACKS, Place
-    from tests.attacks.saves import SAVES
 
     attack = (ATTACKS | CONTROLS | SAVES)[request["name"]]
     place = Place(Path(request["root"]))
@@ -175,13 +177,12 @@ class Server:
     """A warm process to run attacks in, from a test or a script."""
 
     def __init__(self, home: Path) -> None:
-        repository = Path(__file__).resolve().parents[2]
         offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
-        paths = os.pathsep.join(filter(None, (str(repository), os.environ.get("PYTHONPATH"))))
+        paths = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, **offline, "HF_HOME": str(home), "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
         command = [sys.executable, "-m", "tests.attacks.runner"]
         self._process = subprocess.Popen(
-            command, cwd=repository, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def run(self, names: list[str], root: Path, **options: Any) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from tests.attacks import raw
+from tests.attacks.files import raw
 
 
 class TinyModule(nn.Module):

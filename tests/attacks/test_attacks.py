@@ -10,8 +10,8 @@ import pytest
 
 from tests.attacks import catalogue
 from tests.attacks.judge import cli_complaints, complaints, control_complaints, save_complaints
+from tests.attacks.kinds.saves import SAVES
 from tests.attacks.runner import CHUNK, Server
-from tests.attacks.saves import SAVES
 
 _ALL = catalogue.load_all()
 ATTACKS = sorted(_ALL)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import hfshard
-from hfshard.storage.checkpoint import Verify
-from tests.attacks import bases, raw
+from hfshard.storage.checkpoint.checkpoint import Verify
+from tests.attacks.files import bases, raw
 from tests.attacks.target import same, truth
 
 S = raw.SECOND

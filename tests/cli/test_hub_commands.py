@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import hfshard
-from hfshard.hub.directory_hub import DirectoryHub
+from hfshard.hub.directory.hub import DirectoryHub
 from tests.cli.conftest import Run, save_example
-from tests.hub_server import HubServer
+from tests.hubserver.hub_server import HubServer
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 FILES = [*SHARDS, "model.safetensors.index.json"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import REPOSITORY
 from tests.cli.conftest import Run
-from tests.conftest import REPOSITORY
 
 
 @pytest.mark.parametrize(

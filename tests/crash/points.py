@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.crash.generations import Content
-from tests.crash.judge import Baseline, Examination, Judgement, examine, in_fork, judge, same
-from tests.crash.readers import Verdict, read_all
-from tests.crash.states import build, litter, perform, snapshot
-from tests.crash.targets import Target
+from tests.crash.saves.generations import Content
+from tests.crash.saves.judge import Baseline, Examination, Judgement, examine, in_fork, judge, same
+from tests.crash.saves.readers import Verdict, read_all
+from tests.crash.saves.states import build, litter, perform, snapshot
+from tests.crash.saves.targets import Target
+from tests.crash.saves.transitions import Save, Transition
 from tests.crash.tracer import Call, hidden_writes, traced
-from tests.crash.transitions import Save, Transition
 
 INJECTIONS = {
     "kill": "signal=KILL:when={k}",

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.crash.effects import Effect, effect_of
-from tests.crash.judge import judge
 from tests.crash.points import Outcome, Point, Prepared, copy_of, examined
-from tests.crash.states import perform
-from tests.crash.targets import Target
+from tests.crash.saves.judge import judge
+from tests.crash.saves.states import perform
+from tests.crash.saves.targets import Target
 from tests.crash.tracer import Run, traced
 
 Tree = Mapping[str, bytes]

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.crash.judge import CATEGORIES, FAILURES
 from tests.crash.points import Outcome, Prepared
+from tests.crash.saves.judge import CATEGORIES, FAILURES
 
 NAME_WIDTH = 33
 WIDTH = 11

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from tests.crash.judge import FAILURES
 from tests.crash.points import INJECTIONS, Outcome, Point, Prepared, points_of, prepare, prepare_process, stop, warm
 from tests.crash.power import cut_power
-from tests.crash.targets import Target
-from tests.crash.transitions import Transition
+from tests.crash.saves.judge import FAILURES
+from tests.crash.saves.targets import Target
+from tests.crash.saves.transitions import Transition
 
 KINDS = (*INJECTIONS, "power")
 """What can happen to a save."""

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import REPOSITORY
 from tests.crash.effects import Effect, disorder, effects_of
 from tests.crash.tracer import TRACED, Call, has_strace, parse_trace
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 SAVES = """
 import os, sys

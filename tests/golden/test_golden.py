@@ -8,7 +8,7 @@ import pytest
 
 import hfshard
 from tests.golden.cases import CASES, HERE, write
-from tests.state_dicts import assert_same
+from tests.helpers.random_state_dicts import assert_same
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.hub_server import HubServer
+from tests.hubserver.hub_server import HubServer
 
 
 @dataclass(slots=True)

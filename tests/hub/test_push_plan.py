@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hfshard.hub.listing import Listing, RemoteFile, git_blob_id
 from hfshard.hub.push_plan import foreign_indexes, plan_push, stale_names, unknown_weights, variants_of
-from hfshard.storage.content import BytesContent
+from hfshard.storage.disk.content import BytesContent
 
 pytestmark = pytest.mark.compat
 

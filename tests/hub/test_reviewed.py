@@ -21,11 +21,11 @@ from hfshard.errors import (
     UnknownArgumentError,
 )
 from hfshard.hub.address import directory_of
-from hfshard.hub.client import speaking
-from hfshard.hub.directory_hub import DirectoryHub
+from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.remote.client import speaking
 from hfshard.hub.selection import Wanted, other_files
-from hfshard.storage.content import in_threads
-from tests.tiny_bert import Bert, bert, value_of
+from hfshard.storage.disk.content import in_threads
+from tests.helpers.tiny_bert import Bert, bert, value_of
 
 pytestmark = pytest.mark.compat
 

@@ -1,1 +1,1 @@
-"""The parts of the test Hub server; its public face is tests/hub_server.py."""
+"""The parts of the test Hub server; its public face is tests/hubserver/hub_server.py."""

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.hubserver import api, commits, discussions, lfs, resolve
 from tests.hubserver.hub import Hub
 from tests.hubserver.log import Request
+from tests.hubserver.routes import api, commits, discussions, lfs, resolve
 from tests.hubserver.urls import StorageError
 from tests.hubserver.wire import Body, ClientGoneError, Exchange, HangUpError, HubError, reset
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.hub_server import Fault, HubServer
+from tests.hubserver.hub_server import Fault, HubServer
 
 WEIGHTS = bytes(range(256)) * 1000  # 256,000 bytes, no two neighbours alike
 TOKEN = {"Authorization": "Bearer hf_write"}

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hfshard.storage.integrity import sha256_of
-from hfshard.storage.strict_json import dump_json
+from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.format.strict_json import dump_json
 
 TREE, MANIFEST = "training_state.json", "checkpoint.json"
 

@@ -17,7 +17,8 @@ from torch.optim import Optimizer, lr_scheduler
 
 from hfshard.errors import StateDictMismatchError
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
-from tests.training import companions, fingerprint, parts
+from tests.training import fingerprint, ingredients
+from tests.training.resume import companions
 
 STEP = 2
 
@@ -29,7 +30,7 @@ class Run:
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        make: dict[str, Any] = {"model": parts.mlp, "optimizer": _adamw, "scheduler": _step_lr, "loader": _loader}
+        make: dict[str, Any] = {"model": ingredients.mlp, "optimizer": _adamw, "scheduler": _step_lr, "loader": _loader}
         make |= changes
         self.model: nn.Module = make["model"]()
         self.optimizer: Optimizer = make["optimizer"](self.model)
@@ -47,7 +48,7 @@ class Run:
     def train(self) -> None:
         for batch, _ in zip(self.members["loader"], range(STEP)):
             self.optimizer.zero_grad()
-            parts.squared_error(self.model, batch).backward()
+            ingredients.squared_error(self.model, batch).backward()
             self.optimizer.step()
             self.scheduler.step()
             self.members["ema"].update_parameters(self.model)
@@ -90,25 +91,25 @@ def _step_lr(optimizer: Optimizer) -> Any:
     return lr_scheduler.StepLR(optimizer, 2)
 
 
-def _loader(**options: Any) -> ResumableDataLoader[parts.Pair]:
-    return ResumableDataLoader(parts.Points(), **{"batch_size": 2, "shuffle": True, "seed": 3, **options})
+def _loader(**options: Any) -> ResumableDataLoader[ingredients.Pair]:
+    return ResumableDataLoader(ingredients.Points(), **{"batch_size": 2, "shuffle": True, "seed": 3, **options})
 
 
 def _wider() -> nn.Module:
-    model = parts.mlp()
+    model = ingredients.mlp()
     model.register_module("first", nn.Linear(4, 9))
     model.register_module("last", nn.Linear(9, 1))
     return model
 
 
 def _deeper() -> nn.Module:
-    model = parts.mlp()
+    model = ingredients.mlp()
     model.register_module("extra", nn.Linear(1, 1))
     return model
 
 
 def _shallower() -> nn.Module:
-    model = parts.mlp()
+    model = ingredients.mlp()
     model.register_module("last", nn.Linear(8, 1, bias=False))
     return model
 
@@ -153,7 +154,9 @@ OTHERS = {
     "model-with-more": Other({"model": _deeper}, ("'model'", "extra.weight", "extra.bias"), ("model", "ema")),
     "model-with-less": Other({"model": _shallower}, ("'model'", "last.bias"), ("model", "optimizer", "ema")),
     "other-dtype": Other(
-        {"model": parts.mlp_bf16}, ("'model'", "first.weight", "float32", "bfloat16"), ("model", "optimizer", "ema")
+        {"model": ingredients.mlp_bf16},
+        ("'model'", "first.weight", "float32", "bfloat16"),
+        ("model", "optimizer", "ema"),
     ),
     "one-group": Other({"optimizer": _one_group}, ("'optimizer'", "had 2 groups", "has 1"), ("optimizer", "scheduler")),
     "three-groups": Other({"optimizer": _three}, ("'optimizer'", "had 2 groups", "has 3"), ("optimizer", "scheduler")),
@@ -176,7 +179,7 @@ OTHERS = {
     ),
     "other-seed": Other({"loader": lambda: _loader(seed=4)}, ("'loader'", "seed 3", "has 4"), ("loader",)),
     "other-length": Other(
-        {"loader": lambda: ResumableDataLoader(parts.Points(11), batch_size=2, shuffle=True, seed=3)},
+        {"loader": lambda: ResumableDataLoader(ingredients.Points(11), batch_size=2, shuffle=True, seed=3)},
         ("'loader'", "length of the dataset 10", "has 11"), ("loader",),
     ),
     "missing-in-the-checkpoint": Other({"third": Counter}, ("has no 'third'",), ("third",)),

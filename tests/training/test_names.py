@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hfshard.training import CheckpointManager, TrainingState
-from tests.training import parts
+from tests.training import ingredients
 from tests.training.fingerprint import flatten
 
 FIRST, ALL = 3, 6
@@ -62,7 +62,7 @@ WRAPS: dict[str, Wrap] = {
 
 
 class Swapped(nn.Module):
-    """`parts.mlp` with its children made in the other order: the same names, the same sum."""
+    """`ingredients.mlp` with its children made in the other order: the same names, the same sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,17 +145,17 @@ def _saved_and_resumed(path: Path, before: tuple[Any, Wrap, Any], after: tuple[A
 @pytest.mark.parametrize("wrap", [name for name in WRAPS if name != "plain"])
 @pytest.mark.parametrize("is_wrapped_first", [True, False], ids=["saved-wrapped", "restored-wrapped"])
 def test_wrappers_make_no_difference(tmp_path: Path, world_of_one: None, wrap: str, is_wrapped_first: bool) -> None:
-    wrapped, plain = (parts.mlp, WRAPS[wrap], _same), (parts.mlp, WRAPS["plain"], _same)
+    wrapped, plain = (ingredients.mlp, WRAPS[wrap], _same), (ingredients.mlp, WRAPS["plain"], _same)
     both = (wrapped, plain) if is_wrapped_first else (plain, wrapped)
-    assert _saved_and_resumed(tmp_path, *both).numbers() == _straight(parts.mlp)
+    assert _saved_and_resumed(tmp_path, *both).numbers() == _straight(ingredients.mlp)
 
 
 @pytest.mark.parametrize("wrap", ["plain", "data-parallel", "compiled-data-parallel"])
 @pytest.mark.parametrize("is_wrapped_first", [True, False], ids=["saved-wrapped", "restored-wrapped"])
 def test_a_child_that_is_called_module_keeps_its_name(tmp_path: Path, wrap: str, is_wrapped_first: bool) -> None:
-    wrapped, plain = (parts.Honest, WRAPS[wrap], _same), (parts.Honest, WRAPS["plain"], _same)
+    wrapped, plain = (ingredients.Honest, WRAPS[wrap], _same), (ingredients.Honest, WRAPS["plain"], _same)
     both = (wrapped, plain) if is_wrapped_first else (plain, wrapped)
-    assert _saved_and_resumed(tmp_path, *both).numbers() == _straight(parts.Honest)
+    assert _saved_and_resumed(tmp_path, *both).numbers() == _straight(ingredients.Honest)
     with safe_open(tmp_path / "checkpoint-00000003" / "model.safetensors", "pt") as file:
         assert sorted(file.keys()) == [
             "head.bias", "head.weight", "module.first.bias", "module.first.weight", "module.last.bias",
@@ -165,7 +165,7 @@ def test_a_child_that_is_called_module_keeps_its_name(tmp_path: Path, wrap: str,
 
 @pytest.mark.parametrize("swaps", [(True, False), (False, True)], ids=["saved-swapped", "restored-swapped"])
 def test_parameters_in_another_order_are_found_by_name(tmp_path: Path, swaps: tuple[bool, bool]) -> None:
-    forms = [(Swapped if swap else parts.mlp, WRAPS["plain"], _same) for swap in swaps]
+    forms = [(Swapped if swap else ingredients.mlp, WRAPS["plain"], _same) for swap in swaps]
     # The names and values of the one model are the other's: the first step of both is made from the checkpoint's.
     first = Training(1, *forms[0])
     first.train(0, FIRST)
@@ -177,8 +177,8 @@ def test_parameters_in_another_order_are_found_by_name(tmp_path: Path, swaps: tu
 
 @pytest.mark.parametrize("orders", [(_backwards, _same), (_same, _backwards)], ids=["saved", "restored"])
 def test_groups_and_their_members_in_another_order_keep_their_state(tmp_path: Path, orders: tuple[Any, Any]) -> None:
-    forms = [(parts.mlp, WRAPS["plain"], order) for order in orders]
-    assert _saved_and_resumed(tmp_path, forms[0], forms[1]).numbers() == _straight(parts.mlp)
+    forms = [(ingredients.mlp, WRAPS["plain"], order) for order in orders]
+    assert _saved_and_resumed(tmp_path, forms[0], forms[1]).numbers() == _straight(ingredients.mlp)
 
 
 def test_parameters_of_the_same_shape_are_not_swapped(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_parameters_of_the_same_shape_are_not_swapped(tmp_path: Path) -> None:
 
 
 def test_the_optimizers_tensors_are_named_after_their_parameters(tmp_path: Path) -> None:
-    run = Training(1, parts.mlp, WRAPS["compiled-data-parallel"], _same)
+    run = Training(1, ingredients.mlp, WRAPS["compiled-data-parallel"], _same)
     run.train(0, 1)
     CheckpointManager(tmp_path).save(1, run.state)
     with safe_open(tmp_path / "checkpoint-00000001" / "optimizer.safetensors", "pt") as file:
@@ -219,7 +219,7 @@ def test_the_optimizers_tensors_are_named_after_their_parameters(tmp_path: Path)
 def test_two_models_with_the_same_names_have_an_optimizer_each(tmp_path: Path) -> None:
     def training(seed: int) -> tuple[dict[str, Any], TrainingState]:
         torch.manual_seed(seed)
-        maker, judge = parts.mlp(), parts.mlp()
+        maker, judge = ingredients.mlp(), ingredients.mlp()
         loss = nn.Linear(1, 1)
         members: dict[str, Any] = {
             "maker": maker, "judge": judge, "loss": loss,

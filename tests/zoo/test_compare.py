@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel, PreTrainedModel
 
+from tests.pretrained.conftest import SHARDS, WHOLE, Saves
 from tests.zoo.compare import Loaded, bits, differences, facts_of_load, load, stored_tensors
-from tests.zoo.conftest import SHARDS, WHOLE, Saves
 from tests.zoo.models import ZOO
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hfshard.errors import StateDictMismatchError
-from hfshard.state_dict import parameter_names
+from hfshard.state_dicts.state_dict import parameter_names
 
 
 class Gradients:

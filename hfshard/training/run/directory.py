@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hfshard.errors import DamagedCheckpointError, HfshardError
-from hfshard.storage.durable import sync_directory
+from hfshard.storage.disk.durable import sync_directory
 from hfshard.training.run.manifest import Manifest, read_manifest
 
 logger = logging.getLogger(__name__)

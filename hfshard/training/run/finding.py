@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Final, Literal
 
+from hfshard._util.progress import bytes_bar
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -14,8 +15,7 @@ from hfshard.errors import (
     HfshardError,
     InvalidArgumentError,
 )
-from hfshard.progress import bytes_bar
-from hfshard.storage.names import WeightNames
+from hfshard.storage.format.names import WeightNames
 from hfshard.training.collecting import PARTS
 from hfshard.training.run.directory import Found, found_in, has_changed
 from hfshard.training.run.manifest import Manifest, check_files

@@ -11,14 +11,14 @@ from typing import Final, TypeGuard
 
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, IntegrityError, InvalidArgumentError, UnsafePathError
-from hfshard.storage.content import in_threads, sha256_of_reader, stoppable
-from hfshard.storage.header import remedy
-from hfshard.storage.index import FileRecord, parse_record
-from hfshard.storage.integrity import sha256_of
-from hfshard.storage.names import check_file_name
-from hfshard.storage.regular_file import open_regular, read_small
-from hfshard.storage.shard_file import ShardFile
-from hfshard.storage.strict_json import dump_json, parse_json_object
+from hfshard.storage.disk.content import in_threads, sha256_of_reader, stoppable
+from hfshard.storage.disk.safe_open import open_regular, read_small
+from hfshard.storage.format.header import remedy
+from hfshard.storage.format.index import FileRecord, parse_record
+from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.format.names import check_file_name
+from hfshard.storage.format.strict_json import dump_json, parse_json_object
+from hfshard.storage.weights.shard_file import ShardFile
 from hfshard.training.parts.padded_json import padded_json
 from hfshard.training.parts.tree import pack, unpack
 

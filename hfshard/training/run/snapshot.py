@@ -10,8 +10,8 @@ from typing import Final
 
 import torch
 
-from hfshard.storage.stored_tensor import Storable
-from hfshard.storage.tensor_bytes import is_plain_type
+from hfshard.storage.tensors.stored_tensor import Storable
+from hfshard.storage.tensors.tensor_bytes import is_plain_type
 from hfshard.training.collecting import Collected
 
 _THREADS: Final = 4

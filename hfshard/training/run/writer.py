@@ -7,14 +7,14 @@ import os
 import shutil
 import weakref
 
-from hfshard.progress import bytes_bar
-from hfshard.storage.durable import make_directories
+from hfshard._util.progress import bytes_bar
+from hfshard.storage.disk.durable import make_directories
 from hfshard.training.collecting import Collected
+from hfshard.training.pushing.pusher import Publisher
 from hfshard.training.run.background import Background
 from hfshard.training.run.directory import Found, found_in, put_in_place, remove, sweep, writing_path
 from hfshard.training.run.lock import RunLock
 from hfshard.training.run.manifest import Manifest
-from hfshard.training.run.publisher import Publisher
 from hfshard.training.run.rotation import Rotation
 from hfshard.training.run.snapshot import Snapshots
 from hfshard.training.run.writing import Linkable, write_checkpoint

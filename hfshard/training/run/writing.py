@@ -19,14 +19,21 @@ from hfshard.constants import (
     SAFETENSORS_SUFFIX,
 )
 from hfshard.errors import HfshardError, InvalidArgumentError
-from hfshard.staging import index_of, plan_request, shard_jobs
-from hfshard.storage.content import in_threads
-from hfshard.storage.durable import require_space, sync_directory, write_file
-from hfshard.storage.index import FileRecord
-from hfshard.storage.integrity import Checksum
-from hfshard.storage.shard_file import ShardFile
-from hfshard.storage.shard_writer import ShardJob, await_devices, blank_header, digest_shard, sample_of, write_shards
-from hfshard.storage.tensor_bytes import tensor_nbytes
+from hfshard.saving.prepare import index_of, plan_request, shard_jobs
+from hfshard.storage.disk.content import in_threads
+from hfshard.storage.disk.durable import require_space, sync_directory, write_file
+from hfshard.storage.format.index import FileRecord
+from hfshard.storage.format.integrity import Checksum
+from hfshard.storage.tensors.tensor_bytes import tensor_nbytes
+from hfshard.storage.weights.shard_file import ShardFile
+from hfshard.storage.weights.shard_writer import (
+    ShardJob,
+    await_devices,
+    blank_header,
+    digest_shard,
+    sample_of,
+    write_shards,
+)
 from hfshard.training.collecting import Collected
 from hfshard.training.run.manifest import MANIFEST, Manifest, shard_record, small_record
 

@@ -1,0 +1,1 @@
+"""Small helpers: the progress bar, refused arguments, and work in threads."""

@@ -1,0 +1,377 @@
+"""A directory that serves as a hub: commits side by side, each a whole snapshot of files that stock readers load.
+
+    <root>/hfshard-hub.json        {"format": 1}: marks a directory hub
+    <root>/commits/<id>.json       what the commit is: files with size and sha256, parents, message, description
+    <root>/snapshots/<id>/...      its files, read-only, a plain directory; unchanged ones are hard links
+    <root>/refs/heads/<branch>     an id; so refs/tags/<tag> and refs/pr/<number>
+    <root>/.staging/               what is not yet whole; gone at rest
+
+An id is the first 40 hex digits of the sha256 of the manifest, which has no time and no host in it: the same files on
+the same parent with the same message are the same commit. The date that is shown is the manifest's modification time.
+
+A push holds the lock of the root directory's own descriptor (no lock file; it dies with the process). It stages the
+snapshot, flushes it, and renames into place: the snapshot, then the manifest, and last the ref, which commits. While
+the ref is staged as `.staging/new-commit`, whoever comes next knows that its commit was never finished, and removes it.
+A commit is removed in the other order: manifest first; a snapshot without a manifest is a wreck, and swept.
+
+Readers take no lock: a snapshot never changes, and a ref is replaced by a rename. One that opens a commit while `prune`
+removes it finds all of it or gets an error, never a part of it in silence.
+
+Hard links to another user's read-only files are refused by Linux (fs.protected_hardlinks): where several users push
+into one hub, unchanged files share their blocks if the file system can (btrfs, XFS), and are copied if not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from hfshard.constants import MAX_INDEX_BYTES
+from hfshard.errors import HubError, HubNotFoundError, IntegrityError, InvalidArgumentError
+from hfshard.hub.address import directory_of
+from hfshard.hub.directory.manifest import Manifest, check_paths, is_commit_id, read_manifest, snapshot_path
+from hfshard.hub.directory.refs import (
+    MAIN,
+    all_refs,
+    check_free,
+    find_commit,
+    find_ref,
+    full_name,
+    kind_of,
+    not_found,
+    read_ref,
+    ref_names,
+    short_name,
+)
+from hfshard.hub.directory.revisions import Revision, revisions_of, unreached
+from hfshard.hub.directory.stage import Stage, check_snapshot, hash_file
+from hfshard.hub.directory.writing import writing
+from hfshard.hub.listing import Listing, PushResult, StaleParentError
+from hfshard.hub.marker import check_marker, is_marked, mark
+from hfshard.storage.disk.content import Content
+from hfshard.storage.disk.safe_open import read_small
+
+LOCK_WAIT_SECONDS: Final = 600.0
+"""How long a push waits for another one into the same hub: as long as a push of 1 TB to a slow disk."""
+
+
+class DirectoryHub:
+    """A hub in a directory; make one by `open` or `create`."""
+
+    def __init__(self, root: str, *, wait_seconds: float = LOCK_WAIT_SECONDS) -> None:
+        """Use `open` or `create`, which check what is there."""
+        self.root = os.path.abspath(root)
+        self.wait_seconds = wait_seconds
+
+    @staticmethod
+    def is_hub(path: str | os.PathLike[str]) -> bool:
+        """Whether a directory is marked as a hub."""
+        return is_marked(_local(path))
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> DirectoryHub:
+        """Open a hub that is there.
+
+        Args:
+            path: Of the directory; a `file://` URL serves too.
+
+        Raises:
+            HubNotFoundError: There is none.
+            HubError: It was made by a newer hfshard.
+        """
+        root = _local(path)
+        check_marker(root)
+        return cls(root)
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], *, exist_ok: bool = True) -> DirectoryHub:
+        """Make a hub of a new or empty directory; one that is a hub already is opened.
+
+        Raises:
+            HubError: There is something else in it, a checkpoint for example; or a hub, and `exist_ok` is false.
+        """
+        root = _local(path)
+        is_new = not is_marked(root) and mark(root, wait_seconds=LOCK_WAIT_SECONDS)
+        if not is_new and not exist_ok:
+            raise HubError(f"'{root}' is a directory hub already. Leave out exist_ok=False to use it.", path=root)
+        return cls.open(root)
+
+    def listing(self, revision: str | None = None) -> Listing | None:
+        """The files at a revision (None: main); None where it is not there, but can be made where `main` is.
+
+        Where there is no `main` either, a branch that is not there yet is empty: its commit is "".
+
+        Raises:
+            DamagedCheckpointError: The commit's manifest is not what it was.
+        """
+        name = revision or "main"
+        commit = self._find(name)
+        if commit is not None:
+            return Listing(commit, read_manifest(self.root, commit).files)
+        is_branch = not name.startswith(("refs/pr/", "refs/tags/")) and not is_commit_id(name)
+        return Listing("") if is_branch and read_ref(self.root, MAIN) is None else None
+
+    def make_branch(self, branch: str) -> None:
+        """Make a branch where `main` is; nothing where it is there, or where nothing was pushed yet.
+
+        Raises:
+            HubNotFoundError: It is the name of a pull request: those are opened by create_pr=True.
+        """
+        if branch.startswith("refs/pr/"):
+            raise HubNotFoundError(
+                f"'{self.root}' has no '{branch}'. To open a pull request, push with create_pr=True.", path=self.root
+            )
+        if find_ref(self.root, branch) is None and read_ref(self.root, MAIN) is not None:
+            self.branch(branch)
+
+    def read(self, path: str, commit: str) -> bytes:
+        """The bytes of a small file.
+
+        Raises:
+            HubNotFoundError: The commit has no such file.
+            IntegrityError: They are not what was pushed.
+        """
+        commit = self.resolve(commit)
+        file = read_manifest(self.root, commit).files.get(path)
+        if file is None:
+            raise HubNotFoundError(f"Commit {commit} of '{self.root}' has no file '{path}'.", path=path)
+        folder = snapshot_path(self.root, commit)
+        check_snapshot(folder, {path: file})
+        where = os.path.join(folder, path)
+        self._check_hash(where, str(file.sha256))
+        return read_small(where, folder, MAX_INDEX_BYTES)[0]
+
+    def url_of(self, commit: str) -> str:
+        """The directory of a commit's files."""
+        return snapshot_path(self.root, commit)
+
+    def commit(
+        self,
+        changes: Mapping[str, Content | None],
+        *,
+        parent: str | None,
+        revision: str | None = None,
+        message: str,
+        description: str | None = None,
+        create_pr: bool = False,
+        on_bytes: Callable[[int], object] | None = None,
+    ) -> PushResult:
+        """Make one commit on top of `parent`, and put the branch there.
+
+        Args:
+            changes: Path -> new contents, or None for what goes.
+            parent: The commit that the branch is at; None: it has none yet.
+            revision: A branch, made if it is missing, or "refs/pr/N". None: main.
+            message: What was done.
+            description: More about it.
+            create_pr: Leave the branch, and give the commit a new "refs/pr/N".
+            on_bytes: Told of every block of new contents.
+
+        Returns:
+            The commit; where the files are those of `parent`, no new one.
+
+        Raises:
+            StaleParentError: The branch is not at `parent` any more; nothing was changed.
+            NotEnoughSpaceError: Nothing was changed.
+            IntegrityError: Contents are not what their sha256 says, or a kept file is damaged; nothing was changed.
+            HubError: The revision is a tag or a commit.
+            InvalidArgumentError: A path or name can't be one.
+            CommitUnfinishedError: It was committed, but could not be flushed.
+        """
+        base = self._branch_to_commit_to(revision or "main", create_pr=create_pr)
+        for path in changes:
+            check_paths([path])
+        _check_text(message)
+        _check_text(description)
+        with writing(self.root, wait_seconds=self.wait_seconds) as writer:
+            current = read_ref(self.root, base)
+            if current != parent and (current is not None or self._find(str(parent)) != parent):
+                raise StaleParentError(f"'{short_name(base)}' of '{self.root}' is at {current}, not at {parent}.")
+            check_free(self.root, base)
+            ref = self._new_pr() if create_pr else base
+            old = read_manifest(self.root, parent) if parent is not None else Manifest()
+            kept = {path: file for path, file in old.files.items() if path not in changes}
+            adds = {path: content for path, content in changes.items() if content is not None}
+            check_paths([*kept, *adds])
+            writer.begin()
+            os.mkdir(writer.staged_files)
+            stage = Stage(self.root, writer.staged_files, on_bytes)
+            files = stage.put(kept, parent, adds)
+            if parent is not None and files == old.files and not create_pr:
+                if current is None:
+                    writer.point(ref, parent)
+                return PushResult(parent, self.url_of(parent), is_new=False)
+            parents = (parent,) if parent is not None else ()
+            commit = writer.publish(Manifest(files, parents, message, description), ref)
+        pr_url = ref if create_pr else None
+        return PushResult(commit, self.url_of(commit), pr_url, sent_bytes=stage.copied_bytes)
+
+    def resolve(self, revision: str | None = None) -> str:
+        """The id of the commit that a branch, tag, "refs/...", id or the first 7 or more digits of an id names.
+
+        Raises:
+            HubNotFoundError: None has this name; says what there is.
+            HubError: Several commits begin so.
+        """
+        name = revision or "main"
+        commit = self._find(name)
+        if commit is None:
+            raise not_found(self.root, name)
+        return commit
+
+    def snapshot(self, revision: str | None = None) -> str:
+        """The directory of a revision's files; never write into it.
+
+        Raises:
+            HubNotFoundError: There is no such revision.
+            DamagedCheckpointError: A file is missing or has another size. Bytes are compared by `verify`.
+        """
+        commit = self.resolve(revision)
+        folder = snapshot_path(self.root, commit)
+        check_snapshot(folder, read_manifest(self.root, commit).files)
+        return folder
+
+    def verify(self, revision: str | None = None) -> None:
+        """Read all files of a revision, and compare their sha256 with those that were pushed.
+
+        Raises:
+            IntegrityError: One differs, or is there that was not pushed.
+            MissingShardError: One is missing.
+        """
+        commit = self.resolve(revision)
+        folder = snapshot_path(self.root, commit)
+        files = read_manifest(self.root, commit).files
+        found = check_snapshot(folder, files)
+        if extra := sorted(set(found) - set(files)):
+            where = os.path.join(folder, extra[0])
+            raise IntegrityError(f"'{where}' was not pushed, and lies in the snapshot. Remove it.", path=where)
+        for path, file in files.items():
+            self._check_hash(os.path.join(folder, path), str(file.sha256))
+
+    def revisions(self) -> list[Revision]:
+        """All branches (main first), tags and pull requests, then all commits, the newest first."""
+        return revisions_of(self.root)
+
+    def tag(self, name: str, revision: str | None = None) -> str:
+        """Give a revision a name that stays.
+
+        Returns:
+            The commit's id.
+
+        Raises:
+            HubError: The tag is at another commit.
+            InvalidArgumentError: It can't be a name, or is that of a branch.
+        """
+        return self._name(full_name(name, "tag"), revision)
+
+    def branch(self, name: str, revision: str | None = None) -> str:
+        """Make a branch at a revision; raises like `tag`."""
+        return self._name(full_name(name, "branch"), revision)
+
+    def delete(self, revision: str, *, force: bool = False) -> int:
+        """Delete a branch, tag or pull request, but no commit; or, by its id, a commit that none of them names.
+
+        Args:
+            revision: Its name, or a commit's id.
+            force: Delete `main` too.
+
+        Returns:
+            Bytes on disk that came free.
+
+        Raises:
+            HubNotFoundError: There is none.
+            HubError: It is `main`, or a commit that a name leads to.
+        """
+        with writing(self.root, wait_seconds=self.wait_seconds) as writer:
+            if (found := find_ref(self.root, revision)) is not None:
+                if found[0] == MAIN and not force:
+                    raise HubError(f"'main' is what '{self.root}' loads by default. To delete it, force it.")
+                writer.remove_ref(found[0])
+                return 0
+            commit = self.resolve(revision)
+            if names := [short_name(ref) for ref, target in all_refs(self.root).items() if target == commit]:
+                raise HubError(
+                    f"Commit {commit} can't be deleted: {', '.join(names)} is there. Delete that first.", path=self.root
+                )
+            return writer.remove_commits([commit])
+
+    def prune(self) -> int:
+        """Remove the commits that no branch, tag or pull request leads to, directly or by way of parents.
+
+        Returns:
+            Bytes on disk that came free.
+
+        Raises:
+            DamagedCheckpointError: A manifest on the way can't be read: nothing is removed.
+        """
+        with writing(self.root, wait_seconds=self.wait_seconds) as writer:
+            return writer.remove_commits(unreached(self.root))
+
+    def _find(self, name: str) -> str | None:
+        found = find_ref(self.root, name)
+        return found[1] if found is not None else find_commit(self.root, name)
+
+    def _branch_to_commit_to(self, name: str, *, create_pr: bool) -> str:
+        """The full name of the branch or pull request that a commit goes to, or that a new pull request is for."""
+        if (found := find_ref(self.root, name)) is not None:
+            ref = found[0]
+        elif find_commit(self.root, name) is not None:
+            raise HubError(
+                f"'{name}' is a commit, and nothing can be pushed to it. Give a branch.", path=self.root, actual=name
+            )
+        else:
+            ref = full_name(name)
+        if kind_of(ref) == "tag":
+            raise HubError(f"'{name}' is a tag, and stays where it is. Give a branch.", path=self.root, actual=name)
+        if kind_of(ref) == "pr" and (create_pr or found is None):
+            raise HubNotFoundError(
+                f"'{self.root}' has no pull request '{name}' to push to. Open one with create_pr=True on a branch.",
+                path=self.root,
+                actual=name,
+            )
+        return ref
+
+    def _new_pr(self) -> str:
+        numbers = [int(ref.rpartition("/")[2]) for ref in ref_names(self.root) if kind_of(ref) == "pr"]
+        return f"refs/pr/{max(numbers, default=0) + 1}"
+
+    def _name(self, ref: str, revision: str | None) -> str:
+        with writing(self.root, wait_seconds=self.wait_seconds) as writer:
+            commit = self.resolve(revision)
+            current = read_ref(self.root, ref)
+            if current is None:
+                check_free(self.root, ref)
+                writer.point(ref, commit)
+            elif current != commit:
+                raise HubError(
+                    f"The {kind_of(ref)} '{short_name(ref)}' is at {current} already, not at {commit}. "
+                    "Delete it first, or choose another name.",
+                    path=self.root,
+                    expected=commit,
+                    actual=current,
+                )
+        return commit
+
+    @staticmethod
+    def _check_hash(path: str, sha256: str) -> None:
+        if (actual := hash_file(path)) != sha256:
+            raise IntegrityError(
+                f"'{path}' is damaged: it must have sha256 {sha256}, and has {actual}. Restore it from a backup, or "
+                "delete the commit and push again.",
+                path=path,
+                expected=sha256,
+                actual=actual,
+            )
+
+
+def _local(path: str | os.PathLike[str]) -> str:
+    name = os.fspath(path)
+    return os.path.abspath(directory_of(name) or name)
+
+
+def _check_text(text: str | None) -> None:
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"{text!r} can't be a message: it is no text that UTF-8 can write.") from error

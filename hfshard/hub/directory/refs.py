@@ -1,0 +1,189 @@
+"""Names of commits in a directory hub: branches, tags and pull requests, each a small file that holds an id."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final, Literal
+
+from hfshard.errors import DamagedCheckpointError, HubError, HubNotFoundError, InvalidArgumentError, MissingShardError
+from hfshard.hub.directory.manifest import commit_ids, is_commit_id
+from hfshard.storage.disk.safe_open import read_small
+
+Kind = Literal["branch", "tag", "pr", "commit"]
+
+MAIN: Final = "refs/heads/main"
+_FOLDERS: Final[dict[str, Kind]] = {"refs/heads/": "branch", "refs/tags/": "tag", "refs/pr/": "pr"}
+_PART: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_NUMBER: Final = re.compile(r"[1-9][0-9]{0,8}")
+_PREFIX: Final = re.compile(r"[0-9a-f]{7,39}")
+"""The first digits of an id; seven, as git writes them."""
+_MAX_NAME: Final = 200
+"""Characters: with the folders of a hub it stays below what file systems allow."""
+_MAX_REF_BYTES: Final = 64
+"""An id and a newline are 41."""
+_SHOWN_NAMES: Final = 20
+"""Of the revisions that exist, in a message."""
+
+
+def kind_of(ref: str) -> Kind:
+    """What a full name, such as `refs/heads/main`, is the name of."""
+    return next(kind for folder, kind in _FOLDERS.items() if ref.startswith(folder))
+
+
+def short_name(ref: str) -> str:
+    """The name that users give: `main` for `refs/heads/main`; a pull request keeps its full name."""
+    return ref.removeprefix("refs/heads/").removeprefix("refs/tags/")
+
+
+def full_name(name: str, kind: Kind = "branch") -> str:
+    """The full name of a branch or tag; a full name stays as it is.
+
+    Raises:
+        InvalidArgumentError: It can't be the name of a branch or tag (or the number of a pull request).
+    """
+    folders = {value: key for key, value in _FOLDERS.items()}
+    ref = name if name.startswith("refs/") else folders[kind] + name
+    folder = next((folder for folder in _FOLDERS if ref.startswith(folder)), None)
+    if folder is not None and _is_name(ref.removeprefix(folder), is_number=_FOLDERS[folder] == "pr"):
+        return ref
+    raise InvalidArgumentError(
+        f"{name[:_MAX_NAME]!r} can't be the name of a revision: use letters, digits, '.', '_', '-' and '/', without "
+        "'..', a '-' or '.' at the start or '.lock' at the end, and not the form of a commit's id.",
+        actual=name,
+    )
+
+
+def _is_name(name: str, *, is_number: bool) -> bool:
+    if is_number:
+        return _NUMBER.fullmatch(name) is not None
+    parts = name.split("/")
+    return (
+        len(name) <= _MAX_NAME
+        and all(_PART.fullmatch(part) and ".." not in part and not part.endswith((".lock", ".")) for part in parts)
+        and parts[0] != "refs"
+        and name != "HEAD"
+        and not is_commit_id(name)
+    )
+
+
+def ref_path(root: str, ref: str) -> str:
+    """The file that holds a ref's id."""
+    return os.path.join(root, ref)
+
+
+def read_ref(root: str, ref: str) -> str | None:
+    """The id that a ref holds, or None where there is no such ref.
+
+    Raises:
+        DamagedCheckpointError: The file holds something else.
+    """
+    path = ref_path(root, ref)
+    if not os.path.isfile(path):
+        return None
+    try:
+        raw, _ = read_small(path, root, _MAX_REF_BYTES)
+    except MissingShardError:  # deleted meanwhile
+        return None
+    commit = raw.decode("ascii", "replace").removesuffix("\n")
+    if not is_commit_id(commit):
+        raise DamagedCheckpointError(
+            f"'{path}' is damaged: it must hold the id of a commit. Write one of '{root}/commits' into it.", path=path
+        )
+    return commit
+
+
+def ref_names(root: str) -> list[str]:
+    """The full names of all refs: main first, then branches, tags and pull requests, each sorted."""
+    found = []
+    for folder in _FOLDERS:
+        names = []
+        for base, _, files in os.walk(os.path.join(root, folder)):
+            below = os.path.relpath(base, root)
+            names += [f"{below}/{file}" for file in files if _is_ref(f"{below}/{file}")]
+        found += sorted(names, key=lambda name: (name != MAIN, len(name) if folder == "refs/pr/" else 0, name))
+    return found
+
+
+def _is_ref(ref: str) -> bool:
+    try:
+        return full_name(ref) == ref
+    except InvalidArgumentError:  # a file that somebody else put there
+        return False
+
+
+def all_refs(root: str) -> dict[str, str]:
+    """Full name -> id, in the order of `ref_names`."""
+    found = {}
+    for ref in ref_names(root):
+        if (commit := read_ref(root, ref)) is not None:
+            found[ref] = commit
+    return found
+
+
+def check_free(root: str, ref: str) -> None:
+    """Let a new ref only have a name that means nothing else yet.
+
+    Raises:
+        InvalidArgumentError: A branch and a tag would have one name, or one name would be a folder of another.
+    """
+    for other in ref_names(root):
+        if other.startswith(f"{ref}/") or ref.startswith(f"{other}/"):
+            raise InvalidArgumentError(
+                f"'{short_name(ref)}' can't be made beside '{short_name(other)}': one would be a folder of the other. "
+                "Choose another name.",
+                actual=short_name(ref),
+            )
+        if other != ref and short_name(other) == short_name(ref):
+            raise InvalidArgumentError(
+                f"'{short_name(ref)}' is the name of a {kind_of(other)} already. Choose another name.",
+                actual=short_name(ref),
+            )
+
+
+def find_ref(root: str, name: str) -> tuple[str, str] | None:
+    """The full name and the id of the branch, tag or pull request of this name, if there is one."""
+    kinds: tuple[Kind, ...] = ("branch", "tag")
+    for kind in kinds:
+        try:
+            ref = full_name(name, kind)
+        except InvalidArgumentError:
+            return None
+        if (commit := read_ref(root, ref)) is not None:
+            return ref, commit
+    return None
+
+
+def find_commit(root: str, name: str) -> str | None:
+    """The commit that has this id, or the one whose id begins so.
+
+    Raises:
+        HubError: Several begin so.
+    """
+    if not is_commit_id(name) and not _PREFIX.fullmatch(name):
+        return None
+    found = [commit for commit in commit_ids(root) if commit.startswith(name)]
+    if len(found) > 1:
+        raise HubError(
+            f"{len(found)} commits of '{root}' begin with {name}: {', '.join(found[:_SHOWN_NAMES])}. Write more of it.",
+            path=root,
+            actual=name,
+        )
+    return found[0] if found else None
+
+
+def not_found(root: str, name: str) -> HubNotFoundError:
+    """The error that says what exists instead."""
+    names = [short_name(ref) for ref in ref_names(root)]
+    shown = ", ".join(names[:_SHOWN_NAMES]) + (", …" if len(names) > _SHOWN_NAMES else "")
+    count = len(commit_ids(root))
+    if not names and not count:
+        return HubNotFoundError(
+            f"'{root}' is empty: nothing was pushed to it yet, so it has no revision '{name}'.", path=root, actual=name
+        )
+    return HubNotFoundError(
+        f"'{root}' has no revision '{name}'. It has {shown or 'no branches and tags'}; and {count} "
+        f"commit{'s' if count != 1 else ''}, listed in '{os.path.join(root, 'commits')}'.",
+        path=root,
+        actual=name,
+    )

@@ -1,0 +1,279 @@
+"""Puts a new snapshot of a directory hub together: what is there already is linked, the rest is copied and hashed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from hfshard.constants import COPY_BYTES
+from hfshard.errors import DamagedCheckpointError, IntegrityError, MissingShardError
+from hfshard.hub.directory.manifest import commit_ids, read_manifest, snapshot_path
+from hfshard.hub.listing import RemoteFile
+from hfshard.storage.disk.content import Content, FileContent
+from hfshard.storage.disk.durable import UNSUPPORTED, rename, require_space, sync, sync_directory, write_all
+
+logger = logging.getLogger(__name__)
+
+_FICLONE: Final = 0x40049409
+"""The ioctl by which two files share their blocks until one is written to (linux/fs.h)."""
+_NO_LINKS: Final = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK}
+"""What `link` answers where there are no hard links, or none to another user's file, or 65,000 of them already."""
+_NO_CLONES: Final = UNSUPPORTED | {errno.EINVAL, errno.ENOTTY, errno.EXDEV, errno.EPERM, errno.EACCES, errno.ETXTBSY}
+"""What the ioctl answers where files can't share blocks; a full or failing disk says something else."""
+_WRITE_BITS: Final = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
+
+OnBytes = Callable[[int], object]
+
+
+@dataclass
+class Stage:
+    """A snapshot that is being put together."""
+
+    root: str
+    """Of the hub."""
+    folder: str
+    """Where the files go; it exists and is empty."""
+    on_bytes: OnBytes | None = None
+    """Told of every block of new contents."""
+    copied_bytes: int = 0
+    """Bytes of new contents that were written."""
+    _known: dict[str, list[str]] | None = field(default=None)
+    _folders: set[str] = field(default_factory=set)
+
+    def put(
+        self, kept: Mapping[str, RemoteFile], commit: str | None, adds: Mapping[str, Content]
+    ) -> dict[str, RemoteFile]:
+        """Stage all files, and flush them.
+
+        Args:
+            kept: Those that are taken over, as they are in `commit`.
+            commit: May be None where nothing is kept.
+            adds: Path -> new contents.
+
+        Returns:
+            Path -> size and sha256 of everything staged.
+
+        Raises:
+            NotEnoughSpaceError: Before the first byte was written.
+            IntegrityError: Contents are not what their sha256 or size says.
+            DamagedCheckpointError: A file to keep is missing or has another size.
+        """
+        self._folders.add(self.folder)
+        copies: list[tuple[str, Content, RemoteFile | None]] = []
+        if commit is not None:
+            copies += self._keep(kept, commit)
+        files = dict(kept)
+        for path, content in adds.items():
+            if content.sha256 is not None and self._link_known(content.sha256, content.size, self._target(path)):
+                files[path] = RemoteFile(content.size, content.sha256)
+                self._tell(content.size)
+            else:
+                copies.append((path, content, None))
+        require_space(
+            self.root,
+            sum(content.size for _, content, _ in copies),
+            doing=f"A push to '{self.root}'",
+            todo=". Nothing was pushed. Delete revisions and prune the hub, or free some space.",
+        )
+        for path, content, file in copies:
+            files[path] = self._copy(path, content, is_new=file is None)
+        for made in sorted(self._folders, key=len, reverse=True):  # what is deeper first
+            sync_directory(made)
+        return files
+
+    def _keep(self, kept: Mapping[str, RemoteFile], commit: str) -> Iterator[tuple[str, Content, RemoteFile | None]]:
+        """Link the files of another commit; those that can't be linked come back, to be copied."""
+        source = snapshot_path(self.root, commit)
+        found = check_snapshot(source, kept)
+        for path, file in kept.items():
+            old = os.path.join(source, path)
+            if not share(old, self._target(path), found[path]):
+                yield path, FileContent(old, file.size, file.sha256), file
+
+    def _target(self, path: str) -> str:
+        """Where a path of the repo goes; the folders above it are made."""
+        target = os.path.join(self.folder, path)
+        above = os.path.dirname(target)
+        os.makedirs(above, exist_ok=True)
+        while above not in self._folders:
+            self._folders.add(above)
+            above = os.path.dirname(above)
+        return target
+
+    def _link_known(self, sha256: str, size: int, target: str) -> bool:
+        """Link a file of any commit that has these contents; it is read once, as nobody knows what became of it."""
+        tried: set[tuple[int, int]] = set()  # most commits have the same few files
+        for candidate in self._candidates(sha256):
+            try:
+                status = os.lstat(candidate)
+                key = (status.st_dev, status.st_ino)
+                if key in tried or not stat.S_ISREG(status.st_mode) or status.st_size != size:
+                    continue
+                tried.add(key)
+                is_same = hash_file(candidate) == sha256
+            except OSError as error:
+                logger.info("'%s' can't be linked: %s", candidate, error)
+                continue
+            if is_same and share(candidate, target, status):
+                return True
+        return False
+
+    def _candidates(self, sha256: str) -> list[str]:
+        if self._known is None:
+            self._known = {}
+            for commit in commit_ids(self.root):
+                try:
+                    files = read_manifest(self.root, commit).files
+                except DamagedCheckpointError as error:
+                    logger.warning("Commit %s is passed over: %s", commit, error)
+                    continue
+                for path, file in files.items():
+                    where = os.path.join(snapshot_path(self.root, commit), path)
+                    self._known.setdefault(str(file.sha256), []).append(where)
+        return self._known.get(sha256, [])
+
+    def _copy(self, path: str, content: Content, *, is_new: bool) -> RemoteFile:
+        target = self._target(path)
+        hasher, size = hashlib.sha256(), 0
+        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with content.open() as reader:
+                while block := reader.read(COPY_BYTES):
+                    hasher.update(block)
+                    write_all(fd, block)
+                    size += len(block)
+                    if is_new:
+                        self._tell(len(block))
+            _make_read_only(fd)
+            sync(fd, target)
+        finally:
+            os.close(fd)
+        actual = hasher.hexdigest()
+        if size != content.size or actual != (content.sha256 or actual):
+            self._refuse(path, content, size, actual)
+        if is_new:
+            self.copied_bytes += size
+            if content.sha256 is None:
+                self._link_instead(actual, size, target)
+        return RemoteFile(size, actual)
+
+    def _link_instead(self, sha256: str, size: int, target: str) -> None:
+        """Contents whose hash nobody knew may be there already: then one of the two files can go."""
+        second = f"{self.folder}.second-name"
+        if self._link_known(sha256, size, second):
+            rename(second, target)
+
+    def _refuse(self, path: str, content: Content, size: int, actual: str) -> None:
+        where = content.path if isinstance(content, FileContent) else path
+        expected = content.sha256 if size == content.size else content.size
+        found = actual if size == content.size else size
+        raise IntegrityError(
+            f"'{where}' changed since it was saved: it must have "
+            f"{'sha256' if size == content.size else 'bytes'} {expected}, and has {found}. Nothing was pushed. "
+            "Save the checkpoint again, or check it with 'hfshard verify'.",
+            path=where,
+            expected=expected,
+            actual=found,
+        )
+
+    def _tell(self, count: int) -> None:
+        if self.on_bytes is not None:
+            self.on_bytes(count)
+
+
+def check_snapshot(folder: str, files: Mapping[str, RemoteFile]) -> dict[str, os.stat_result]:
+    """Check that files of a snapshot are there, regular and of the right size; no link is followed.
+
+    Returns:
+        Path -> status of every file in the directory, those that nobody asked for too.
+
+    Raises:
+        MissingShardError: One is missing, or a link, or behind one.
+        IntegrityError: One has another size.
+    """
+    found = dict(_walk(folder))
+    for path, file in files.items():
+        where = os.path.join(folder, path)
+        if path not in found:
+            raise MissingShardError(
+                f"'{where}' is missing, or no regular file, though its commit was whole. Restore it from a backup, or "
+                "delete the commit and push again.",
+                path=where,
+            )
+        if found[path].st_size != file.size:
+            raise IntegrityError(
+                f"'{where}' is damaged: it must have {file.size} bytes, and has {found[path].st_size}. Restore it from "
+                "a backup, or delete the commit and push again.",
+                path=where,
+                expected=file.size,
+                actual=found[path].st_size,
+            )
+    return found
+
+
+def _walk(folder: str, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
+    """Path -> status of the regular files in and below a directory that is no link."""
+    if below == "" and (os.path.islink(folder) or not os.path.isdir(folder)):
+        return
+    with os.scandir(os.path.join(folder, below)) as entries:
+        for entry in entries:
+            path = f"{below}/{entry.name}" if below else entry.name
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(folder, path)
+            elif entry.is_file(follow_symlinks=False):
+                yield path, entry.stat(follow_symlinks=False)
+
+
+def hash_file(path: str) -> str:
+    """The sha256 of a file, in hex."""
+    hasher = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(COPY_BYTES):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def share(source: str, target: str, status: os.stat_result) -> bool:
+    """Give a file's contents a second name without copying them: a hard link, or a file that shares the blocks."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    else:
+        return True
+    return status.st_size > 0 and _clone(source, target)
+
+
+def _clone(source: str, target: str) -> bool:
+    with open(source, "rb") as reading:
+        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.ioctl(fd, _FICLONE, reading.fileno())
+            _make_read_only(fd)
+            sync(fd, target)
+        except OSError as error:
+            if error.errno not in _NO_CLONES:
+                raise
+            os.unlink(target)
+            return False
+        finally:
+            os.close(fd)
+    return True
+
+
+def _make_read_only(fd: int) -> None:
+    """An editor that writes into a linked file would change it in every commit that has it."""
+    try:
+        os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~_WRITE_BITS)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED | {errno.EPERM}:
+            raise
+        logger.debug("The file system has no modes: %s", error)

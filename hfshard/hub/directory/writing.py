@@ -1,0 +1,248 @@
+"""Changes a directory hub: under its lock, wrecks swept first, and each change by one rename or one unlink."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from hfshard.errors import CommitUnfinishedError, DamagedCheckpointError
+from hfshard.hub.directory.manifest import (
+    COMMITS,
+    SNAPSHOTS,
+    Manifest,
+    commit_id,
+    commit_ids,
+    is_commit_id,
+    manifest_path,
+    snapshot_path,
+)
+from hfshard.hub.directory.refs import all_refs, ref_path
+from hfshard.hub.directory.stage import check_snapshot
+from hfshard.hub.marker import STAGING
+from hfshard.storage.disk.durable import (
+    UNSUPPORTED,
+    locked_directory,
+    make_directories,
+    refuse_odd_directories,
+    rename,
+    sync_directory,
+    unlink_if_there,
+    write_file,
+)
+
+logger = logging.getLogger(__name__)
+
+_NEW_COMMIT: Final = "new-commit"
+"""In the staging directory: the ref that is about to be put in place for a commit that was not there before. While it
+lies here, that commit is unfinished; renaming it is what commits."""
+_STAGED_REF: Final = "ref"
+"""The same for a commit that was there already: nothing but the ref is unfinished."""
+_STAGED_FILES: Final = "files"
+_STAGED_MANIFEST: Final = "manifest.json"
+_BLOCK_BYTES: Final = 512
+"""The unit of st_blocks, whatever the file system's own blocks are."""
+_FOLDERS: Final = (COMMITS, SNAPSHOTS, "refs", "refs/heads", "refs/tags", "refs/pr")
+
+
+@contextmanager
+def writing(root: str, *, wait_seconds: float) -> Iterator[Writer]:
+    """Hold the hub's lock, with an empty staging directory, for one change.
+
+    Raises:
+        DirectoryLockedError: Another process held it all the time.
+        SaveDirectoryError: One of the hub's own folders is a link or a file.
+    """
+    with locked_directory(root, wait_seconds=wait_seconds):
+        for folder in (STAGING, *_FOLDERS):
+            refuse_odd_directories(root, folder)
+        writer = Writer(root)
+        writer.sweep()
+        try:
+            yield writer
+        finally:
+            try:
+                writer.sweep()
+            except (OSError, DamagedCheckpointError) as error:
+                logger.warning("'%s' can't be tidied up (%s); the next push tries again.", root, error)
+
+
+class Writer:
+    """The changes of a hub, for who holds its lock."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.staging = os.path.join(root, STAGING)
+
+    @property
+    def staged_files(self) -> str:
+        """The directory that becomes the snapshot."""
+        return os.path.join(self.staging, _STAGED_FILES)
+
+    def begin(self) -> None:
+        """Make the staging directory."""
+        if not os.path.isdir(self.staging):
+            os.mkdir(self.staging)
+
+    def publish(self, manifest: Manifest, ref: str) -> str:
+        """Make what was staged a commit, and the ref lead to it.
+
+        Returns:
+            The commit's id.
+
+        Raises:
+            OSError: Nothing was committed, and what was written is swept when the lock is given back.
+            CommitUnfinishedError: It was committed, but a power cut may lose it.
+        """
+        raw = manifest.to_json()
+        commit = commit_id(raw)
+        if self._is_whole(commit, manifest):
+            self.point(ref, commit)
+            return commit
+        write_file(self._staged(_STAGED_MANIFEST), raw)
+        write_file(self._staged(_NEW_COMMIT), f"{commit}\n".encode())
+        sync_directory(self.staging)
+        sync_directory(self.root)  # from here on, whatever is left of this commit is known for unfinished
+        target = snapshot_path(self.root, commit)
+        make_directories(os.path.dirname(target))
+        self._remove_snapshot(commit)  # a damaged one
+        _move_tree(self.staged_files, target)
+        sync_directory(os.path.dirname(target))
+        path = manifest_path(self.root, commit)
+        make_directories(os.path.dirname(path))
+        rename(self._staged(_STAGED_MANIFEST), path)
+        sync_directory(os.path.dirname(path))
+        self._place_ref(_NEW_COMMIT, ref)
+        return commit
+
+    def point(self, ref: str, commit: str) -> None:
+        """Make a ref lead to a commit that is there."""
+        self.begin()
+        write_file(self._staged(_STAGED_REF), f"{commit}\n".encode())
+        self._place_ref(_STAGED_REF, ref)
+
+    def remove_ref(self, ref: str) -> None:
+        """Remove a branch, tag or pull request."""
+        path = ref_path(self.root, ref)
+        os.unlink(path)
+        sync_directory(os.path.dirname(path))
+
+    def remove_commits(self, commits: Iterable[str]) -> int:
+        """Remove commits that no ref leads to: first what makes them commits, then their files.
+
+        Returns:
+            Bytes on disk that came free; a file that another commit has too frees none.
+        """
+        doomed = list(commits)
+        for commit in doomed:
+            unlink_if_there(manifest_path(self.root, commit))
+        if doomed:
+            sync_directory(os.path.join(self.root, COMMITS))
+        free_bytes = _bytes_only_in(snapshot_path(self.root, commit) for commit in doomed)
+        for commit in doomed:
+            self._remove_snapshot(commit)
+        return free_bytes
+
+    def sweep(self) -> None:
+        """Remove what changes left that were killed: whatever is staged, and commits that were never finished."""
+        if os.path.lexists(new := self._staged(_NEW_COMMIT)):
+            self._remove_unfinished(new)
+        if os.path.lexists(self.staging):
+            shutil.rmtree(self.staging)
+        known = set(commit_ids(self.root))
+        snapshots = os.path.join(self.root, SNAPSHOTS)
+        for name in os.listdir(snapshots) if os.path.isdir(snapshots) else ():
+            if is_commit_id(name) and name not in known:
+                self._remove_snapshot(name)
+        for folder in ("refs/heads", "refs/tags"):
+            self._remove_empty(os.path.join(self.root, folder))
+
+    def _staged(self, name: str) -> str:
+        return os.path.join(self.staging, name)
+
+    def _is_whole(self, commit: str, manifest: Manifest) -> bool:
+        """Whether this very commit is there: the same files on the same parent with the same message."""
+        if commit not in commit_ids(self.root):
+            return False
+        try:
+            check_snapshot(snapshot_path(self.root, commit), manifest.files)
+        except DamagedCheckpointError as error:
+            logger.warning("Commit %s was damaged, and is made anew: %s", commit, error)
+            return False
+        return True
+
+    def _place_ref(self, staged: str, ref: str) -> None:
+        path = ref_path(self.root, ref)
+        make_directories(os.path.dirname(path))
+        rename(self._staged(staged), path)  # this commits
+        try:
+            sync_directory(os.path.dirname(path))
+        except OSError as error:
+            raise CommitUnfinishedError(
+                f"'{ref}' of '{self.root}' is changed, and whole, but could not be flushed to disk ({error}): a power "
+                "cut may take it back. Check the disk.",
+                path=path,
+            ) from error
+
+    def _remove_unfinished(self, new: str) -> None:
+        with open(new, "rb") as file:
+            commit = file.read(64).decode("ascii", "replace").removesuffix("\n")
+        if is_commit_id(commit) and commit not in all_refs(self.root).values():
+            logger.info("Removing commit %s in '%s', which was never finished.", commit, self.root)
+            unlink_if_there(manifest_path(self.root, commit))
+            if os.path.isdir(os.path.join(self.root, COMMITS)):
+                sync_directory(os.path.join(self.root, COMMITS))
+            self._remove_snapshot(commit)
+
+    def _remove_snapshot(self, commit: str) -> None:
+        path = snapshot_path(self.root, commit)
+        if os.path.islink(path) or not os.path.isdir(path):
+            return
+        self.begin()
+        removed = self._staged(f"removed-{commit}")
+        try:
+            os.rename(path, removed)  # a reader finds all of it or nothing
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            removed = path  # without a manifest it is no commit any more
+        shutil.rmtree(removed)
+
+    def _remove_empty(self, folder: str) -> None:
+        """Remove the folders of branches that are gone."""
+        for base, folders, files in os.walk(folder, topdown=False):
+            if base != folder and not folders and not files:
+                os.rmdir(base)
+
+
+def _move_tree(source: str, target: str) -> None:
+    try:
+        os.rename(source, target)
+        return
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        logger.warning("'%s' has no rename (%s): a snapshot is copied into place.", os.path.dirname(target), error)
+    for base, _, files in os.walk(source):  # without a manifest nobody looks at it yet
+        into = os.path.normpath(os.path.join(target, os.path.relpath(base, source)))
+        os.mkdir(into)
+        for name in files:
+            rename(os.path.join(base, name), os.path.join(into, name))
+        sync_directory(into)
+
+
+def _bytes_only_in(folders: Iterable[str]) -> int:
+    """Bytes on disk of the files that have no other names than those below these directories."""
+    seen: dict[tuple[int, int], tuple[int, os.stat_result]] = {}
+    for folder in folders:
+        for base, _, names in os.walk(folder):
+            for name in names:
+                status = os.lstat(os.path.join(base, name))
+                if stat.S_ISREG(status.st_mode):
+                    key = (status.st_dev, status.st_ino)
+                    seen[key] = (seen.get(key, (0, status))[0] + 1, status)
+    return sum(status.st_blocks * _BLOCK_BYTES for count, status in seen.values() if count == status.st_nlink)

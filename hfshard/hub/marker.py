@@ -1,0 +1,109 @@
+"""The file that marks a directory as a hub: without it nothing is taken for one, least of all a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Final
+
+from hfshard.constants import FORMAT_VERSION, MAX_CONFIG_BYTES
+from hfshard.errors import HubError, HubNotFoundError
+from hfshard.storage.disk.durable import (
+    locked_directory,
+    make_directories,
+    remove_empty_directories,
+    rename,
+    sync_directory,
+    write_file,
+)
+from hfshard.storage.disk.safe_open import read_small
+from hfshard.storage.format.strict_json import dump_json, parse_json_object
+
+MARKER: Final = "hfshard-hub.json"
+STAGING: Final = ".staging"
+"""Where a hub keeps what is not yet whole."""
+
+
+def is_marked(root: str) -> bool:
+    """Whether a directory is a hub."""
+    return os.path.isfile(os.path.join(root, MARKER))
+
+
+def check_marker(root: str) -> None:
+    """Let only a hub pass that this hfshard knows.
+
+    Raises:
+        HubNotFoundError: It is none.
+        HubError: It was made by a newer hfshard.
+    """
+    if not is_marked(root):
+        what = "is no directory hub" if os.path.isdir(root) else "does not exist"
+        raise HubNotFoundError(
+            f"'{root}' {what}. A hub is made by the first push to it: hfshard push CHECKPOINT {root}. A plain "
+            "checkpoint is loaded from its directory, without a revision.",
+            path=root,
+        )
+    marker = os.path.join(root, MARKER)
+    raw, _ = read_small(marker, root, MAX_CONFIG_BYTES)
+    value = parse_json_object(raw, path=marker, what="File", remedy='Write {"format": 1} into it.')
+    if value.get("format") != FORMAT_VERSION:
+        raise HubError(
+            f"'{root}' is a directory hub of format {value.get('format')!r}, and this hfshard knows format "
+            f"{FORMAT_VERSION}. Install a newer hfshard.",
+            path=marker,
+            expected=FORMAT_VERSION,
+            actual=value.get("format"),
+        )
+
+
+def mark(root: str, *, wait_seconds: float) -> bool:
+    """Make a hub of a new or empty directory.
+
+    Returns:
+        False where somebody else did meanwhile.
+
+    Raises:
+        HubError: There is something else in it, or it is a file.
+        DirectoryLockedError: Another process held the directory's lock all the time.
+    """
+    try:
+        made = make_directories(root)
+    except (NotADirectoryError, FileExistsError) as error:
+        raise HubError(f"'{root}' can't be made a hub: it, or something above it, is a file.", path=root) from error
+    try:
+        with locked_directory(root, wait_seconds=wait_seconds):
+            if is_marked(root):
+                return False
+            _check_empty(root)
+            _write_marker(root)
+            return True
+    except BaseException:
+        remove_empty_directories(made)
+        raise
+
+
+def _check_empty(root: str) -> None:
+    left = set(os.listdir(root))
+    staging = os.path.join(root, STAGING)
+    if left == {STAGING} and os.path.isdir(staging) and set(os.listdir(staging)) <= {MARKER}:
+        return  # of one that was killed
+    if left:
+        raise HubError(
+            f"'{root}' is not empty and no directory hub: it holds '{min(left)}'. A hub keeps its own files there, so "
+            "give a new or empty directory.",
+            path=root,
+        )
+
+
+def _write_marker(root: str) -> None:
+    staging = os.path.join(root, STAGING)
+    try:
+        os.makedirs(staging, exist_ok=True)
+        staged = os.path.join(staging, MARKER)
+        if os.path.lexists(staged):
+            os.unlink(staged)
+        write_file(staged, dump_json({"format": FORMAT_VERSION}))
+        rename(staged, os.path.join(root, MARKER))
+        sync_directory(root)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)  # else the first push does

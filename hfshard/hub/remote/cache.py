@@ -1,0 +1,211 @@
+"""The ordinary huggingface_hub cache of one repo: blobs by hash, snapshots of links, refs, and notes of what is not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Final
+
+from filelock import Timeout
+from huggingface_hub import constants
+from huggingface_hub.utils import WeakFileLock
+
+from hfshard.errors import HubError, UnsafePathError
+from hfshard.hub.listing import RemoteFile
+from hfshard.storage.disk.durable import sync_directory
+
+logger = logging.getLogger(__name__)
+
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_ETAG: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+"""A git hash (sha1), or a sha256."""
+
+_PARTIAL_SUFFIX: Final = ".hfshard.incomplete"
+"""Of a blob that is not whole yet: a name that no other tool writes to, and that `hf cache` knows for a wreck."""
+
+_LOCK_SECONDS: Final = 0.5
+"""How long a lock is waited for before it is asked again if anybody still wants it."""
+
+_TAG: Final = (
+    "Signature: 8a477f597d28d172789f06886806bc55\n"
+    "# This file is a cache directory tag: backup tools leave the directory alone. See https://bford.info/cachedir/\n"
+)
+
+
+def is_commit(revision: str | None) -> bool:
+    """Whether a revision is a commit's full hash, so that what it names never changes."""
+    return revision is not None and _COMMIT.fullmatch(revision) is not None
+
+
+class RepoCache:
+    """One repo's folder in the cache.
+
+    Attributes:
+        folder: `<cache>/models--org--name`.
+    """
+
+    def __init__(self, repo_id: str, cache_dir: str | os.PathLike[str] | None = None) -> None:
+        """Make or read nothing yet.
+
+        Args:
+            repo_id: "org/name".
+            cache_dir: None: the one of HF_HUB_CACHE.
+        """
+        self.root = os.path.abspath(os.path.expanduser(os.fspath(cache_dir or constants.HF_HUB_CACHE)))
+        self._name = constants.REPO_ID_SEPARATOR.join(["models", *repo_id.split("/")])
+        self.folder = os.path.join(self.root, self._name)
+
+    def commit_of(self, revision: str | None) -> str | None:
+        """The commit that a revision was at when it was last pulled; None where it never was."""
+        revision = revision or constants.DEFAULT_REVISION
+        if is_commit(revision):
+            return revision
+        if not is_plain_path(revision):
+            return None
+        try:
+            with open(os.path.join(self.folder, "refs", *revision.split("/")), encoding="utf-8") as file:
+                commit = file.read().strip()
+        except OSError:
+            return None
+        return commit if is_commit(commit) else None
+
+    def remember(self, revision: str | None, commit: str) -> None:
+        """Note what a revision is at, in one step; a cache that can't be written to stays as it is."""
+        revision = revision or constants.DEFAULT_REVISION
+        if revision == commit or self.commit_of(revision) == commit or not is_plain_path(revision):
+            return
+        path = os.path.join(self.folder, "refs", *revision.split("/"))
+        aside = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(aside, "w", encoding="utf-8") as file:
+                file.write(commit)
+            os.replace(aside, path)
+        except OSError as error:
+            logger.warning("'%s' can't be written: %s", path, error)
+
+    def snapshot(self, commit: str, path: str = "") -> str:
+        """Where a file of a commit lies, or has to."""
+        if not is_commit(commit) or (path and not is_plain_path(path)):
+            raise UnsafePathError(
+                f"The Hub names the file {path[:200]!r} of commit {commit[:200]!r}, which would lie outside the cache. "
+                "Do not load this repo.",
+                path=path,
+            )
+        return os.path.join(self.folder, "snapshots", commit, *path.split("/") if path else ())
+
+    def has(self, commit: str, path: str) -> bool | None:
+        """Whether a commit has a file, as far as the cache knows: True: and it is here; False: it has not; None."""
+        if os.path.isfile(self.snapshot(commit, path)):
+            return True
+        return False if os.path.isfile(self._missing_mark(commit, path)) else None
+
+    def mark_missing(self, commit: str, path: str) -> None:
+        """Note that a commit has no such file, so that nobody asks again."""
+        mark = self._missing_mark(commit, path)
+        try:
+            os.makedirs(os.path.dirname(mark), exist_ok=True)
+            with open(mark, "a", encoding="utf-8"):
+                pass
+        except OSError as error:
+            logger.debug("'%s' can't be written: %s", mark, error)
+
+    def holds(self, commit: str, path: str, file: RemoteFile) -> bool:
+        """Whether a file of a commit is here, and as large as the Hub says."""
+        return _size_of(self.snapshot(commit, path)) == file.size
+
+    def has_blob(self, file: RemoteFile) -> bool:
+        """Whether a file's contents are here, of whatever commit."""
+        return _size_of(self.blob(file)) == file.size
+
+    def blob(self, file: RemoteFile) -> str:
+        """Where a file's contents lie, or have to.
+
+        Raises:
+            HubError: The Hub gave no hash.
+        """
+        etag = file.etag
+        if etag is None or _ETAG.fullmatch(etag) is None or file.size < 0:
+            raise HubError("The Hub's listing has no size and hash of a file, and nothing is loaded without them.")
+        return os.path.join(self.folder, "blobs", etag)
+
+    def partial(self, file: RemoteFile) -> str:
+        """Where contents are kept until they are whole."""
+        return self.blob(file) + _PARTIAL_SUFFIX
+
+    @contextmanager
+    def lock(self, file: RemoteFile, stop: threading.Event) -> Iterator[bool]:
+        """Hold the lock of a file's contents, as huggingface_hub does; False where `stop` was set before."""
+        path = os.path.join(self.root, ".locks", self._name, f"{os.path.basename(self.blob(file))}.lock")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with ExitStack() as held:
+            while not stop.is_set():
+                try:
+                    held.enter_context(WeakFileLock(path, timeout=_LOCK_SECONDS))
+                except Timeout:
+                    continue  # another process brings it
+                break
+            yield not stop.is_set()
+
+    def prepare(self) -> None:
+        """Make the folders."""
+        os.makedirs(os.path.join(self.folder, "blobs"), exist_ok=True)
+        tag = os.path.join(self.root, "CACHEDIR.TAG")
+        if not os.path.lexists(tag):
+            with open(tag, "w", encoding="utf-8") as out:
+                out.write(_TAG)
+
+    def link(self, commit: str, path: str, file: RemoteFile, *, is_new: bool = False) -> None:
+        """Let a commit's file be these contents: a link, or the contents themselves where there are no links.
+
+        Args:
+            commit: Its full hash.
+            path: In the repo.
+            file: Its contents are in the cache.
+            is_new: They were only just brought there, and this is the last file that is made of them.
+        """
+        target, blob = self.snapshot(commit, path), self.blob(file)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        aside = f"{target}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            if constants.HF_HUB_DISABLE_SYMLINKS:
+                raise OSError("links are turned off by HF_HUB_DISABLE_SYMLINKS")
+            os.symlink(os.path.relpath(blob, os.path.dirname(target)), aside)
+        except OSError as error:
+            logger.debug("'%s' has no links (%s): files lie in the snapshot itself.", self.root, error)
+            if is_new:
+                os.replace(blob, target)
+                return
+            shutil.copyfile(blob, aside)
+        os.replace(aside, target)
+
+    def sync(self) -> None:
+        """Make the names of new contents durable."""
+        sync_directory(os.path.join(self.folder, "blobs"))
+
+    def _missing_mark(self, commit: str, path: str) -> str:
+        self.snapshot(commit, path)  # for its check
+        return os.path.join(self.folder, ".no_exist", commit, *path.split("/"))
+
+
+def _size_of(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return None
+
+
+def is_plain_path(path: str) -> bool:
+    """Whether a path in a repo, or the name of a branch, stays below the folder that it is put in."""
+    return (
+        "\\" not in path
+        and path.isprintable()
+        and not any(part in ("", ".", "..") for part in path.split("/"))
+        and not os.path.isabs(path)
+    )

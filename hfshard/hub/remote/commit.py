@@ -1,0 +1,195 @@
+"""One commit to a Hub repo on its way: uploaded first, then made; tried again where that can't make two of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import HfHubHTTPError
+
+from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, SAFETENSORS_SUFFIX
+from hfshard.errors import HfshardError, HubConnectionError, HubError
+from hfshard.hub.listing import Listing, PushResult, StaleParentError
+from hfshard.hub.push_plan import is_same
+from hfshard.hub.remote.client import ATTEMPTS, is_passing, speaking, status_of, transport_errors, wait_before
+from hfshard.hub.remote.uploads import close_readers, operations_for, rewind_readers
+from hfshard.storage.disk.content import Content
+from hfshard.storage.format.names import INDEX_FILE
+
+logger = logging.getLogger(__name__)
+
+_STALE_PARENT: Final = 412
+_EXPIRED: Final = frozenset({400, 401, 403, 404, 410})
+"""What a storage server answers to a URL whose time is over; the Hub gives a new one."""
+
+
+_MUST_GO: Final = (SAFETENSORS_SUFFIX, BIN_SUFFIX, CONFIG_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRequest:
+    """What one commit is to bring about."""
+
+    changes: Mapping[str, Content | None]
+    """Path in the repo -> new contents, or None to delete."""
+    parent: str | None
+    revision: str | None
+    message: str
+    description: str | None
+    create_pr: bool
+
+
+class RemoteCommit:
+    """A commit that is being made."""
+
+    def __init__(
+        self, api: HfApi, repo_id: str, request: CommitRequest, listing: Callable[[str | None], Listing | None]
+    ) -> None:
+        """Take the client, the repo, what to do, and what tells the files at a revision."""
+        self.api, self.repo_id, self.request, self._listing = api, repo_id, request, listing
+        self.failures: tuple[type[Exception], ...] = (HfHubHTTPError, *transport_errors())
+        self.upload_failures: tuple[type[Exception], ...] = (RuntimeError, *self.failures)  # huggingface_hub wraps them
+
+    def make(self, *, by_xet: bool, on_bytes: Callable[[int], object]) -> PushResult:
+        """Upload what the Hub has not, and commit.
+
+        Raises:
+            StaleParentError: The branch is not at the parent any more.
+            HubError: The Hub refused, or stopped answering; no commit was made.
+            IntegrityError: A file is not what its checksum was made of; no commit was made.
+        """
+        operations = operations_for(self.request.changes, by_xet=by_xet, on_bytes=on_bytes)
+        try:
+            with speaking(self.repo_id, self.api.token, revision=self.request.revision):
+                self._upload(operations)
+                return self._make(operations)
+        finally:
+            close_readers(operations)
+
+    def _upload(self, operations: Sequence[CommitOperationAdd | CommitOperationDelete]) -> None:
+        additions = [operation for operation in operations if isinstance(operation, CommitOperationAdd)]
+        # huggingface_hub sends files of the same bytes at once, and all from one reader: the others go after the first.
+        first = {addition.upload_info.sha256: addition for addition in reversed(additions)}
+        others = [one for one in additions if one.upload_info.size and first[one.upload_info.sha256] is not one]
+        kept = {id(one) for one in others}
+        self._preupload([one for one in additions if id(one) not in kept])
+        if others:
+            self._preupload(others)
+        self._refuse_ignored(additions)
+
+    def _preupload(self, additions: Sequence[CommitOperationAdd]) -> None:
+        for attempt in range(1, ATTEMPTS + 1):
+            rewind_readers(additions)  # huggingface_hub leaves them where an upload failed
+            try:
+                self.api.preupload_lfs_files(
+                    self.repo_id,
+                    additions,
+                    revision=self.request.revision,
+                    create_pr=self.request.create_pr,
+                    free_memory=False,
+                )
+            except self.upload_failures as error:
+                cause = _cause(error)
+                if isinstance(cause, HfshardError):
+                    raise cause from error
+                if attempt == ATTEMPTS or not self._may_try_again(cause, uploading=cause is not error):
+                    raise cause from error
+                wait_before(attempt + 1, cause, f"The upload to '{self.repo_id}' failed")
+            else:
+                return
+
+    def _refuse_ignored(self, additions: Sequence[CommitOperationAdd]) -> None:
+        """Refuse to commit without files that the repo's .gitignore keeps out: huggingface_hub does so in silence."""
+        for addition in additions:
+            path = addition.path_in_repo
+            if addition._should_ignore and (path.endswith(_MUST_GO) or INDEX_FILE.fullmatch(path.rpartition("/")[2])):
+                raise HubError(
+                    f"The .gitignore of '{self.repo_id}' keeps '{path}' out, and a checkpoint without it is none. "
+                    "Nothing was committed. Remove the line from the .gitignore.",
+                    path=path,
+                )
+
+    def _make(self, operations: Sequence[CommitOperationAdd | CommitOperationDelete]) -> PushResult:
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                info = self.api.create_commit(
+                    self.repo_id,
+                    operations,
+                    commit_message=self.request.message,
+                    commit_description=self.request.description,
+                    revision=self.request.revision,
+                    create_pr=self.request.create_pr,
+                    parent_commit=self.request.parent,
+                )
+            except self.failures as error:
+                if isinstance(error, HfHubHTTPError) and status_of(error) == _STALE_PARENT:
+                    raise StaleParentError from error
+                if not self._may_try_again(error, uploading=False):
+                    raise
+                # It may have been made, and only the answer lost: look before it is made again.
+                if (landed := self._landed()) is not None:
+                    logger.info("The commit to '%s' was made, though its answer was lost.", self.repo_id)
+                    return landed
+                if attempt == ATTEMPTS:
+                    raise
+                wait_before(attempt + 1, error, f"The commit to '{self.repo_id}' was not made")
+            else:
+                return _result(info)
+        raise HubConnectionError(f"The commit to '{self.repo_id}' was not made.", path=self.repo_id)
+
+    def _may_try_again(self, error: BaseException, *, uploading: bool) -> bool:
+        """Whether it may go better another time: the connection, a busy server, a storage URL whose time is over."""
+        if isinstance(error, HfHubHTTPError):
+            return is_passing(error) or (uploading and status_of(error) in _EXPIRED)
+        return isinstance(error, self.failures)
+
+    def _landed(self) -> PushResult | None:
+        """The commit, where the Hub has it."""
+        if self.request.create_pr:
+            return self._landed_pull_request()
+        now = self._listing(self.request.revision)
+        if now is None or now.commit == self.request.parent:
+            return None
+        if not self._holds(now):
+            raise StaleParentError
+        return PushResult(now.commit, self._url(now.commit))
+
+    def _landed_pull_request(self) -> PushResult | None:
+        pulls = self.api.get_repo_discussions(self.repo_id, discussion_type="pull_request")
+        for pull in sorted(pulls, key=lambda pull: pull.num, reverse=True):
+            found = self._listing(f"refs/pr/{pull.num}") if pull.title == self.request.message else None
+            if found is not None and self._holds(found):
+                return PushResult(found.commit, self._url(found.commit), pull.url)
+        return None
+
+    def _holds(self, listing: Listing) -> bool:
+        """Whether a commit holds all that this one was to bring about."""
+        for path, content in self.request.changes.items():
+            there = listing.files.get(path)
+            if content is None and there is not None:
+                return False
+            if content is not None and (there is None or not is_same(content, there)):
+                return False
+        return True
+
+    def _url(self, commit: str) -> str:
+        return f"{self.api.endpoint}/{self.repo_id}/commit/{commit}"
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What made an upload fail: huggingface_hub wraps it into a RuntimeError."""
+    cause = error
+    while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    return cause
+
+
+def _result(info: CommitInfo) -> PushResult:
+    return PushResult(info.oid, info.commit_url, info.pr_url)
+
+
+def _pr_revision(pr_url: str) -> str:
+    return f"refs/pr/{pr_url.rstrip('/').rpartition('/')[2]}"

@@ -1,0 +1,220 @@
+"""Brings files of a commit into the cache: in parallel, resumed, hashed while they are written, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, Final
+
+from huggingface_hub import hf_hub_url
+
+from hfshard.constants import COPY_BYTES
+from hfshard.errors import IntegrityError, NotEnoughSpaceError
+from hfshard.hub.listing import RemoteFile
+from hfshard.hub.remote.cache import RepoCache
+from hfshard.hub.remote.transport import Remote, StoppedError
+from hfshard.storage.disk.durable import require_space, sync
+
+logger = logging.getLogger(__name__)
+
+THREADS: Final = 8
+"""Files that come at once: as many as huggingface_hub's own."""
+
+
+def bring(
+    remote: Remote,
+    cache: RepoCache,
+    paths: Collection[str],
+    *,
+    force: bool = False,
+    on_bytes: Callable[[int], object] | None = None,
+) -> None:
+    """Bring files into the cache; what is there already is only linked.
+
+    Args:
+        remote: Where they are.
+        cache: Where they go.
+        paths: In the repo.
+        force: Fetch them even so.
+        on_bytes: Told the bytes that are done, from any thread; in all `bytes_to_bring`.
+
+    Raises:
+        IntegrityError: The bytes of a file are not those that the Hub lists; the file is not in the cache.
+        NotEnoughSpaceError: Before the first byte comes.
+        HubConnectionError, HubAccessError, HubNotFoundError, HubError: See `transport.Remote.read`.
+    """
+    commit, files = remote.listing.commit, remote.listing.files
+    missing = [path for path in dict.fromkeys(paths) if force or not cache.holds(commit, path, files[path])]
+    if not missing:
+        return
+    cache.prepare()
+    paths_of: dict[str, list[str]] = {}
+    for path in missing:
+        paths_of.setdefault(cache.blob(files[path]), []).append(path)
+    todo = {same[0]: same for same in paths_of.values() if force or not cache.has_blob(files[same[0]])}
+    _check_space(cache, [files[path] for path in todo])
+    remote.announce(todo)
+    job = _Bringing(remote, cache, force=force, on_bytes=on_bytes)
+    in_threads(lambda path: job.bring(todo[path]), todo, remote.stop)
+    for path in missing:
+        if not cache.holds(commit, path, files[path]):
+            cache.link(commit, path, files[path])
+    if todo:
+        cache.sync()
+
+
+def bytes_to_bring(remote: Remote, cache: RepoCache, paths: Collection[str], *, force: bool = False) -> int:
+    """How many bytes `bring` has to bring."""
+    files = {cache.blob(file): file for path in paths if (file := remote.listing.files[path])}
+    return sum(file.size for file in files.values() if force or not cache.has_blob(file))
+
+
+class _Bringing:
+    """One call of `bring`."""
+
+    def __init__(
+        self, remote: Remote, cache: RepoCache, *, force: bool, on_bytes: Callable[[int], object] | None
+    ) -> None:
+        self.remote, self.cache, self.force = remote, cache, force
+        self.on_bytes = on_bytes or (lambda count: None)
+
+    def bring(self, paths: list[str]) -> None:
+        """One file, under all the names that it has."""
+        path = paths[0]
+        file = self.remote.listing.files[path]
+        with self.cache.lock(file, self.remote.stop) as is_held:
+            if not is_held:
+                raise StoppedError
+            if not self.force and self.cache.has_blob(file):
+                self.on_bytes(file.size)  # another process brought it meanwhile
+                return
+            partial = self.cache.partial(file)
+            fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                self._fill(fd, path, file, partial)
+                sync(fd, partial)
+            except OSError as error:
+                raise _without_space(error, partial) from error
+            finally:
+                os.close(fd)
+            os.replace(partial, self.cache.blob(file))
+            for name in paths[1:]:
+                self.cache.link(self.remote.listing.commit, name, file)
+            self.cache.link(self.remote.listing.commit, path, file, is_new=True)
+
+    def _fill(self, fd: int, path: str, file: RemoteFile, partial: str) -> None:
+        for _ in range(2):
+            hasher = hasher_for(file)
+            before = self._prefix(fd, file, hasher)
+            if before:
+                logger.info("'%s' goes on at byte %d of %d.", path, before, file.size)
+            self.on_bytes(before)
+            at = before
+            for block in self.remote.read(path, before, file.size, remedy=lambda at: _kept(at, partial)):
+                _write(fd, block, at)
+                hasher.update(block)
+                at += len(block)
+                self.on_bytes(len(block))
+            found = hasher.hexdigest()
+            if found == file.etag:
+                return
+            os.ftruncate(fd, 0)
+            if not before:
+                break
+            # What an earlier pull left may have been torn by a power cut: once more, from the first byte.
+            self.on_bytes(-file.size)
+        os.unlink(partial)
+        kind = "sha256" if file.sha256 is not None else "git hash"
+        raise IntegrityError(
+            f"'{path}' of '{self.remote.repo_id}' came damaged: its {kind} is {found}, and the Hub lists {file.etag} "
+            f"({hf_hub_url(self.remote.repo_id, path, revision=self.remote.listing.commit)}). Nothing of it was kept. "
+            "Run it again; if it fails again, the server or something on the way changes the bytes.",
+            path=path,
+            expected=file.etag,
+            actual=found,
+        )
+
+    def _prefix(self, fd: int, file: RemoteFile, hasher: Any) -> int:
+        """Hash what an earlier pull left, and return how many bytes that is."""
+        if os.fstat(fd).st_size > file.size:
+            os.ftruncate(fd, 0)
+        at = 0
+        while block := os.pread(fd, COPY_BYTES, at):
+            hasher.update(block)
+            at += len(block)
+        return at
+
+
+def hasher_for(file: RemoteFile) -> Any:
+    """What makes the hash that the Hub lists: sha256, or git's own of a small file (see `git_blob_id`)."""
+    if file.sha256 is not None:
+        return hashlib.sha256()
+    return hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+
+
+def _write(fd: int, block: bytes, at: int) -> None:
+    view = memoryview(block)
+    while view:
+        written = os.pwrite(fd, view, at)
+        view, at = view[written:], at + written
+
+
+def _kept(at: int, partial: str) -> str:
+    return f"{at:,} bytes are kept in '{partial}': check the network and run it again, it goes on from there."
+
+
+def _without_space(error: OSError, partial: str) -> OSError:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    return NotEnoughSpaceError(
+        f"The disk became full while '{partial}' was written. Free some space and run it again: it goes on from there.",
+        path=partial,
+    )
+
+
+def _check_space(cache: RepoCache, files: Collection[RemoteFile]) -> None:
+    need = sum(max(0, file.size - _on_disk(cache.partial(file))) for file in files)
+    if need:
+        require_space(
+            cache.folder,
+            need,
+            doing=f"Pulling into '{cache.root}'",
+            todo=". Free some space (hf cache ls shows what is there), or pass another cache_dir.",
+        )
+
+
+def _on_disk(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def in_threads(work: Callable[[str], None], paths: Collection[str], stop: threading.Event) -> None:
+    """Do the work for all paths, several at once; the first error is raised when all have ended.
+
+    A damaged file does not stop the others: what is whole is kept. Everything else does.
+    """
+    damaged: IntegrityError | None = None
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="hfshard-pull") as pool:
+        waiting: set[Future[None]] = {pool.submit(work, path) for path in paths}
+        try:
+            while waiting:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for future in done:
+                    try:
+                        future.result()
+                    except IntegrityError as error:
+                        damaged = damaged or error
+        except BaseException:
+            stop.set()
+            for future in waiting:
+                future.cancel()
+            raise
+    if damaged is not None:
+        raise damaged

@@ -1,0 +1,190 @@
+"""A repo of the Hugging Face Hub, as a push sees it: one listing, one commit, by huggingface_hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import RevisionNotFoundError
+
+from hfshard.constants import MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
+from hfshard.errors import HubError, HubNotFoundError, IntegrityError
+from hfshard.hub.directory.refs import full_name
+from hfshard.hub.listing import Listing, PushResult
+from hfshard.hub.push_plan import is_same
+from hfshard.hub.remote.client import ask, listing_of
+from hfshard.hub.remote.commit import CommitRequest, RemoteCommit
+from hfshard.hub.remote.transport import Remote
+from hfshard.hub.remote.uploads import server_has_xet
+from hfshard.storage.disk.content import BytesContent, Content
+
+MAX_COMMIT_FILES: Final = 256
+"""Files that one commit adds before shards go ahead in commits of their own: huggingface_hub asks the Hub about so many
+at once, and the Hub's own documentation advises against commits of thousands."""
+
+
+class _Api(HfApi):
+    """huggingface_hub's client, without its request to have a model card checked that hfshard itself has made."""
+
+    trusts_card = False
+    """Whether the README.md of the next commit is such a one."""
+
+    def _validate_yaml(self, content: str, **kwargs: Any) -> None:
+        if not self.trusts_card:
+            super()._validate_yaml(content, **kwargs)
+
+
+class RemoteRepo:
+    """A repo on the Hub that is to be pushed to."""
+
+    def __init__(self, repo_id: str, *, token: str | bool | None, private: bool | None) -> None:
+        """Make the repo, if it is not there.
+
+        Raises:
+            HubAccessError, HubConnectionError: See `client.speaking`.
+        """
+        self.token = token
+        self._api = _Api(token=token)
+        make = partial(self._api.create_repo, repo_id, private=private, exist_ok=True)
+        self.repo_id = ask(repo_id, token, make).repo_id
+        self._known: Listing | None = None
+        self._branches = {"main"}
+        """Names that are known to be branches."""
+
+    def listing(self, revision: str | None) -> Listing | None:
+        """The files at a revision; None where there is no such branch yet.
+
+        Raises:
+            HubNotFoundError, HubAccessError, HubConnectionError: The repo can't be seen.
+        """
+        self._known = ask(self.repo_id, self.token, partial(self._listing, revision), revision=revision)
+        return self._known
+
+    def _listing(self, revision: str | None) -> Listing | None:
+        try:
+            return listing_of(self._api, self.repo_id, revision)
+        except RevisionNotFoundError:
+            return None
+
+    def make_branch(self, branch: str) -> None:
+        """Make a branch where `main` is.
+
+        Raises:
+            HubNotFoundError: It is the name of a pull request: those are opened by create_pr=True.
+            InvalidArgumentError: It can't be the name of a branch, or looks like a commit.
+        """
+        if branch.startswith("refs/"):
+            raise HubNotFoundError(
+                f"'{self.repo_id}' has no '{branch}'. To open a pull request, push with create_pr=True.",
+                path=self.repo_id,
+            )
+        full_name(branch)
+        make = partial(self._api.create_branch, self.repo_id, branch=branch, exist_ok=True)
+        ask(self.repo_id, self.token, make, revision=branch)
+        self._branches.add(branch)
+
+    def read(self, path: str, commit: str) -> bytes:
+        """The bytes of a small file; they go into no cache.
+
+        Raises:
+            IntegrityError: They are not those that the Hub lists.
+        """
+        known = self._known if self._known is not None and self._known.commit == commit else self.listing(commit)
+        if known is None or path not in known.files:
+            raise HubNotFoundError(f"'{self.repo_id}' has no '{path}' at {commit}.", path=path)
+        if known.files[path].size > MAX_INDEX_BYTES:
+            raise HubError(f"'{path}' of '{self.repo_id}' is too large to be what its name says.", path=path)
+        raw = Remote(self.repo_id, known, self.token).read_all(path)
+        if not is_same(BytesContent(raw), known.files[path]):
+            raise IntegrityError(f"'{path}' of '{self.repo_id}' came damaged. Run it again.", path=path)
+        return raw
+
+    def url_of(self, commit: str) -> str:
+        """The page of a commit."""
+        return f"{self._api.endpoint}/{self.repo_id}/commit/{commit}"
+
+    def commit(
+        self,
+        changes: Mapping[str, Content | None],
+        *,
+        parent: str | None,
+        revision: str | None,
+        message: str,
+        description: str | None,
+        create_pr: bool,
+        on_bytes: Callable[[int], object] | None,
+    ) -> PushResult:
+        """Upload what the Hub has not, and commit; shards of new names go ahead where they are very many.
+
+        Raises:
+            StaleParentError: The branch is not at `parent` any more.
+            HubError: The Hub refused, or stopped answering; nothing was committed but shards that nothing names.
+        """
+        if revision is not None and not create_pr:
+            self._refuse_fixed(revision)
+        sent = _Counter(on_bytes)
+        self._api.trusts_card = isinstance(changes.get(README), BytesContent)  # the user's own is a file
+        by_xet = self._has_xet()
+        batches = _batches(changes, self._known.files if self._known is not None else {})
+        result, pr_url = None, None
+        for number, batch in enumerate(batches, 1):
+            title = message if number == len(batches) else f"{message} (shards, part {number} of {len(batches) - 1})"
+            request = CommitRequest(batch, parent, revision, title, description, create_pr)
+            result = RemoteCommit(self._api, self.repo_id, request, self.listing).make(by_xet=by_xet, on_bytes=sent)
+            if result.pr_url is not None:  # what follows goes on the pull request that the first commit opened
+                pr_url, revision, create_pr = result.pr_url, _pr_revision(result.pr_url), False
+            parent = result.commit
+        assert result is not None
+        return PushResult(result.commit, result.url, pr_url, sent_bytes=sent.count)
+
+    def _refuse_fixed(self, revision: str) -> None:
+        """Refuse a tag or a commit before anything is sent: the Hub itself does so afterwards."""
+        if revision in self._branches or revision.startswith("refs/"):
+            return
+        refs = ask(self.repo_id, self.token, partial(self._api.list_repo_refs, self.repo_id))
+        self._branches |= {branch.name for branch in refs.branches}
+        if revision not in self._branches:
+            kind = "tag" if revision in {tag.name for tag in refs.tags} else "commit"
+            raise HubError(
+                f"'{revision}' is a {kind} of '{self.repo_id}', and stays as it is. Give a branch as revision.",
+                path=self.repo_id,
+                actual=revision,
+            )
+
+    def _has_xet(self) -> bool:
+        return ask(self.repo_id, self.token, partial(server_has_xet, self.repo_id, self.token))
+
+
+class _Counter:
+    """Counts bytes, and passes them on."""
+
+    def __init__(self, on_bytes: Callable[[int], object] | None) -> None:
+        self.count, self._on_bytes = 0, on_bytes
+
+    def __call__(self, nbytes: int) -> None:
+        self.count += nbytes
+        if self._on_bytes is not None:
+            self._on_bytes(nbytes)
+
+
+def _batches(changes: Mapping[str, Content | None], there: Mapping[str, Any]) -> list[dict[str, Content | None]]:
+    """One batch; or, where the files are very many, first shards whose names nothing has, so that no commit mixes."""
+    if len(changes) <= MAX_COMMIT_FILES:
+        return [dict(changes)]
+    early = [
+        path
+        for path, content in sorted(changes.items())
+        if content is not None and path.endswith(SAFETENSORS_SUFFIX) and path not in there and "-of-" in path
+    ]
+    batches: list[dict[str, Content | None]] = [
+        {path: changes[path] for path in early[at : at + MAX_COMMIT_FILES]}
+        for at in range(0, len(early), MAX_COMMIT_FILES)
+    ]
+    ahead = set(early)
+    return [*batches, {path: content for path, content in changes.items() if path not in ahead}]
+
+
+def _pr_revision(pr_url: str) -> str:
+    return f"refs/pr/{pr_url.rstrip('/').rpartition('/')[2]}"

@@ -1,0 +1,265 @@
+"""Reads files of one commit over HTTP, however often the connection breaks, and never twice what came already."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+from urllib.parse import urljoin, urlsplit
+
+from huggingface_hub import constants, get_session, hf_hub_url
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+from hfshard.errors import HubConnectionError, HubError
+from hfshard.hub.listing import Listing
+from hfshard.hub.remote.client import retry_after, speaking, transport_errors
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""How long to wait after each failure in a row; after as many the transfer is given up."""
+
+_BATCH_OBJECTS: Final = 256
+"""Objects that one LFS request asks about: as many as huggingface_hub's own."""
+_URL_TRIES: Final = 2
+"""Failures in a row of a file's storage URLs before the file is asked for as huggingface_hub does."""
+_LFS_JSON: Final = "application/vnd.git-lfs+json"
+_TRY_AGAIN: Final = (408, 429)
+_OK, _PARTIAL, _CLIENT_ERROR, _RANGE_REFUSED, _SERVER_ERROR = 200, 206, 400, 416, 500
+
+
+class StoppedError(Exception):
+    """Another file of the same pull failed: this one is left where it is."""
+
+
+class _TryAgainError(Exception):
+    """An answer that may be another one next time."""
+
+    def __init__(self, problem: str, *, wait_seconds: float | None = None) -> None:
+        super().__init__(problem)
+        self.wait_seconds = wait_seconds
+
+
+class Patience:
+    """Counts failures in a row, and waits between them."""
+
+    def __init__(self, stop: threading.Event | None = None, failures: int = len(RETRY_SECONDS)) -> None:
+        """Begin to count.
+
+        Args:
+            stop: Ends all waiting when it is set.
+            failures: So many are waited for; the next one is too many.
+        """
+        self.failures = 0
+        self._stop, self._most = stop or threading.Event(), failures
+
+    def progressed(self) -> None:
+        """Bytes came: failures are counted anew."""
+        self.failures = 0
+
+    def check(self) -> None:
+        """Raises StoppedError when it is to stop."""
+        if self._stop.is_set():
+            raise StoppedError
+
+    def can_wait(self, wait_seconds: float | None = None) -> bool:
+        """Wait after a failure: as long as the server asked, else longer each time. False: there were too many."""
+        if self.failures >= self._most:
+            return False
+        seconds = RETRY_SECONDS[min(self.failures, len(RETRY_SECONDS) - 1)]
+        self.failures += 1
+        if self._stop.wait(seconds if wait_seconds is None else wait_seconds):
+            raise StoppedError
+        return True
+
+
+class Remote:
+    """The files of one commit, to be read by whatever way the server has."""
+
+    def __init__(
+        self, repo_id: str, listing: Listing, token: str | bool | None, stop: threading.Event | None = None
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            repo_id: "org/name".
+            listing: The commit and its files.
+            token: As in huggingface_hub.
+            stop: Ends all transfers when it is set.
+        """
+        self.repo_id, self.listing, self.token = repo_id, listing, token
+        self.stop = stop or threading.Event()
+        self._urls: dict[str, tuple[str, dict[str, str]]] = {}
+        self._announced: dict[str, int] = {}
+        self._refused: set[str] = set()
+        self._lock = threading.Lock()
+
+    def announce(self, paths: Collection[str]) -> None:
+        """Tell which files will be read, so that one request asks for the storage URLs of all."""
+        with self._lock:
+            for path in paths:
+                file = self.listing.files[path]
+                if file.sha256 is not None:
+                    self._announced[file.sha256] = file.size
+
+    def read(
+        self, path: str, start: int, end: int, *, remedy: Callable[[int], str] = lambda at: "Run it again."
+    ) -> Iterator[bytes]:
+        """Bytes `start` to `end` of a file, in order and each once, through whatever breaks on the way.
+
+        Args:
+            path: In the repo.
+            start: First byte.
+            end: One past the last.
+            remedy: The last sentence of the error, for the number of bytes that came.
+
+        Raises:
+            HubConnectionError: It broke off again and again, and no byte came in between.
+            HubAccessError, HubNotFoundError, HubError: The server refuses.
+            StoppedError: `stop` was set.
+        """
+        at, patience, by_range = start, Patience(self.stop), True
+        failures: tuple[type[Exception], ...] = (_TryAgainError, *transport_errors())
+        while at < end:
+            patience.check()
+            try:
+                begin, last = (at, end) if by_range else (0, self.listing.files[path].size)
+                with self._opened(path, begin, last, patience.failures) as (response, offset):
+                    for block in response.iter_bytes():
+                        fresh = block[max(0, at - offset) : end - offset]
+                        offset += len(block)
+                        if fresh:
+                            at += len(fresh)
+                            patience.progressed()
+                            yield fresh
+                        if at >= end:
+                            break
+                        patience.check()
+                if at < end:
+                    raise _TryAgainError("the answer ended too early")
+            except _RangeRefusedError as error:
+                if not by_range:
+                    raise HubError(f"'{path}' of '{self.repo_id}' is refused (HTTP 416).", path=path) from error
+                by_range = False
+            except failures as error:
+                problem = str(error) or type(error).__name__
+                logger.info("'%s' of '%s' at byte %d of %d: %s", path, self.repo_id, at, end, problem)
+                if not patience.can_wait(getattr(error, "wait_seconds", None)):
+                    raise HubConnectionError(
+                        f"'{path}' of '{self.repo_id}' did not come: the connection failed {patience.failures + 1} "
+                        f"times in a row, the last time with: {problem}. {remedy(at)}",
+                        path=path,
+                        expected=end,
+                        actual=at,
+                    ) from error
+
+    def read_all(self, path: str) -> bytes:
+        """A small file, whole; its hash is not checked."""
+        return b"".join(self.read(path, 0, self.listing.files[path].size))
+
+    @contextmanager
+    def _opened(self, path: str, start: int, end: int, failures: int) -> Iterator[tuple[Any, int]]:
+        """An answer with bytes of the file, and which byte of the file is its first."""
+        file = self.listing.files[path]
+        found = self._storage_url(file.sha256, file.size, failures) if file.sha256 is not None else None
+        headers = {"Accept-Encoding": "identity"}
+        if found is None:
+            url = hf_hub_url(self.repo_id, path, revision=self.listing.commit)
+            headers |= build_hf_headers(token=self.token)
+        else:
+            url = found[0]
+            headers |= {**build_hf_headers(token=False), **found[1]}
+        if start > 0 or end < file.size:
+            headers["Range"] = f"bytes={start}-{end - 1}" if end < file.size else f"bytes={start}-"
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        with get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
+            self._check(response, file.sha256, is_direct=found is not None)
+            yield response, _first_byte(response, start)
+
+    def _check(self, response: Any, oid: str | None, *, is_direct: bool) -> None:
+        status = response.status_code
+        if status in (_OK, _PARTIAL):
+            return
+        if status == _RANGE_REFUSED:
+            raise _RangeRefusedError
+        problem = f"HTTP {status} from {response.url.host}"
+        if status in _TRY_AGAIN or status >= _SERVER_ERROR:
+            raise _TryAgainError(problem, wait_seconds=retry_after(response))
+        if status >= _CLIENT_ERROR and (is_direct or not _is_endpoint(response.url)):
+            with self._lock:
+                self._urls.pop(oid or "", None)  # it has expired: a new one is asked for
+            raise _TryAgainError(f"{problem}, the URL has expired", wait_seconds=0.0)
+        with speaking(self.repo_id, self.token, revision=self.listing.commit):
+            response.read()
+            hf_raise_for_status(response)
+        raise HubError(f"{problem}, which is neither a file nor an error that is known.", path=self.repo_id)
+
+    def _storage_url(self, oid: str, size: int, failures: int) -> tuple[str, dict[str, str]] | None:
+        """Where storage has an object, and the headers to be sent there; None where the server does not tell."""
+        with self._lock:
+            if failures > _URL_TRIES:
+                self._refused.add(oid)
+            if oid in self._refused:
+                return None
+            if oid not in self._urls:
+                chosen = dict(list(({oid: size} | self._announced).items())[:_BATCH_OBJECTS])
+                self._urls |= self._ask(chosen)
+                self._refused |= chosen.keys() - self._urls.keys()
+                self._announced = {other: n for other, n in self._announced.items() if other not in chosen}
+            return self._urls.get(oid)
+
+    def _ask(self, objects: dict[str, int]) -> dict[str, tuple[str, dict[str, str]]]:
+        """The LFS batch API: sha256 -> URL and headers, for as many as the server gives.
+
+        Source: git-lfs, docs/api/batch.md.
+        """
+        url = f"{constants.ENDPOINT}/{self.repo_id}.git/info/lfs/objects/batch"
+        headers = {**build_hf_headers(token=self.token), "Accept": _LFS_JSON, "Content-Type": _LFS_JSON}
+        body = {
+            "operation": "download",
+            "transfers": ["basic"],
+            "hash_algo": "sha256",
+            "objects": [{"oid": oid, "size": size} for oid, size in objects.items()],
+        }
+        response = get_session().post(url, headers=headers, json=body, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
+        if response.status_code in _TRY_AGAIN or response.status_code >= _SERVER_ERROR:
+            raise _TryAgainError(f"HTTP {response.status_code}", wait_seconds=retry_after(response))
+        if response.status_code != _OK:
+            logger.debug("%s answered HTTP %d: files are asked for one by one.", url, response.status_code)
+            return {}
+        try:
+            return dict(_instructions(response.json(), url))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            logger.debug("%s answered what is no LFS: %s", url, error)
+            return {}
+
+
+class _RangeRefusedError(Exception):
+    """The server does not have the bytes that were asked for: the file is asked for whole."""
+
+
+def _instructions(answer: Any, url: str) -> Iterator[tuple[str, tuple[str, dict[str, str]]]]:
+    for item in answer["objects"]:
+        action = item.get("actions", {}).get("download")
+        if action is None:
+            continue
+        href, header = urljoin(url, action["href"]), action.get("header") or {}
+        if urlsplit(href).scheme in ("http", "https"):
+            yield str(item["oid"]), (href, {str(name): str(value) for name, value in header.items()})
+
+
+def _is_endpoint(url: Any) -> bool:
+    here, there = urlsplit(str(url)), urlsplit(constants.ENDPOINT)
+    return (here.scheme, here.netloc) == (there.scheme, there.netloc)
+
+
+def _first_byte(response: Any, asked: int) -> int:
+    """Which byte of the file an answer begins with."""
+    if response.status_code == _OK:
+        return 0
+    stated = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("-")[0]
+    if stated.isdecimal() and int(stated) <= asked:
+        return int(stated)
+    raise _RangeRefusedError

@@ -1,0 +1,117 @@
+"""The files of one commit as a pull sees them: those that the Hub has told, or those that the cache has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from hfshard._util.progress import bytes_bar
+from hfshard.constants import COPY_BYTES, WEIGHTS_SUFFIXES
+from hfshard.errors import CheckpointNotFoundError
+from hfshard.hub.remote.cache import RepoCache
+from hfshard.hub.remote.download import bring, bytes_to_bring
+from hfshard.hub.remote.transport import Remote
+
+_SHOWN: Final = 5
+"""Names that an error lists."""
+
+
+class OnHub:
+    """The files of a commit that the Hub has told."""
+
+    def __init__(self, remote: Remote, cache: RepoCache, *, force: bool, progress: bool | None) -> None:
+        """Take where they are, and where they go; `force` fetches what is there, each file once."""
+        self.commit, self._files = remote.listing.commit, remote.listing.files
+        self._remote, self._cache, self._force, self._progress = remote, cache, force, progress
+        self._forced: set[str] = set()
+
+    def has(self, path: str, *, is_needed: bool = True) -> bool:
+        """Whether the commit has a file."""
+        return path in self._files
+
+    def bring(self, paths: Collection[str]) -> None:
+        """Bring files into the cache.
+
+        Raises:
+            CheckpointNotFoundError: The commit has no such file.
+        """
+        if lacking := [path for path in paths if path not in self._files]:
+            raise CheckpointNotFoundError(
+                f"'{self._remote.repo_id}' lacks {_shown(lacking)}, which its index names (commit {self.commit}). "
+                "Tell its owner, or load another revision.",
+                path=lacking[0],
+            )
+        force = self._force
+        todo = [path for path in paths if path not in self._forced]
+        if force:
+            self._forced |= set(todo)
+        total = bytes_to_bring(self._remote, self._cache, todo, force=force)
+        progress = self._progress if total > COPY_BYTES else False  # less is there in no time
+        with bytes_bar("Pulling", total, progress) as on_bytes:
+            bring(self._remote, self._cache, todo, force=force, on_bytes=on_bytes)
+
+    def snapshot(self, path: str = "") -> str:
+        """Where a file lies."""
+        return self._cache.snapshot(self.commit, path)
+
+    def code(self) -> list[str]:
+        """The Python files of the commit that are known."""
+        return [path for path in self._files if path.endswith(".py")]
+
+    def described(self) -> tuple[str, str]:
+        """What this is, and what to do where something lacks, for an error."""
+        weights = sorted(path for path in self._files if path.endswith(WEIGHTS_SUFFIXES))
+        held = f"It holds {_shown(weights)}." if weights else "It holds no weights at all."
+        repo_id = self._remote.repo_id
+        return f"'{repo_id}' (commit {self.commit})", f"{held} To see its files, run: hf models ls {repo_id}"
+
+
+class NotCachedError(Exception):
+    """The cache does not have, or does not know, what is needed."""
+
+
+class Cached:
+    """The files of a commit that the cache has."""
+
+    def __init__(self, cache: RepoCache, commit: str, repo_id: str, *, is_sure: bool, todo: str = "") -> None:
+        self.commit, self._cache, self._repo_id, self._is_sure, self._todo = commit, cache, repo_id, is_sure, todo
+
+    def has(self, path: str, *, is_needed: bool = True) -> bool:
+        """Whether the commit has a file, as far as the cache knows.
+
+        Raises:
+            NotCachedError: It does not know, and it `is_needed`.
+        """
+        found = self._cache.has(self.commit, path)
+        if found is None and is_needed and self._is_sure:
+            raise NotCachedError(f"the cache does not know whether '{self._repo_id}' has '{path}'")
+        return bool(found)
+
+    def bring(self, paths: Collection[str]) -> None:
+        """See that files are there.
+
+        Raises:
+            NotCachedError: One is not.
+        """
+        if missing := [path for path in paths if not self._cache.has(self.commit, path)]:
+            raise NotCachedError(
+                f"'{self._repo_id}' (commit {self.commit}) is not whole in the cache '{self._cache.root}': "
+                f"it lacks {_shown(missing)}"
+            )
+
+    def snapshot(self, path: str = "") -> str:
+        """Where a file lies."""
+        return self._cache.snapshot(self.commit, path)
+
+    def code(self) -> list[str]:
+        """The Python files of the commit that are known."""
+        return []  # it can't be told which files there are; what lacks, transformers asks for
+
+    def described(self) -> tuple[str, str]:
+        """What this is, and what to do where something lacks, for an error."""
+        return f"What the cache '{self._cache.root}' has of '{self._repo_id}' (commit {self.commit})", self._todo
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(f"'{name}'" for name in names[:_SHOWN]) + more

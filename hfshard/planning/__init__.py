@@ -1,0 +1,1 @@
+"""Which tensor goes into which file: pure, no byte is read or written."""

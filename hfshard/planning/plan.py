@@ -1,0 +1,273 @@
+"""Which tensor goes into which file: a pure function of names, dtypes, shapes and the limit."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal
+
+from hfshard.constants import DATA_ALIGNMENT, DEFAULT_MAX_SHARD_SIZE, MAX_HEADER_BYTES
+from hfshard.errors import InvalidArgumentError
+from hfshard.planning.size import parse_size
+from hfshard.state_dicts.tied import find_ties
+from hfshard.storage.format.header import LENGTH_BYTES, entry_bytes, name_bytes
+from hfshard.storage.format.names import WeightNames
+from hfshard.storage.tensors.tensor_spec import TensorSpec, tensor_specs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Packing = Literal["greedy", "balanced"]
+
+_SHARD_METADATA_BYTES: Final = 256
+"""Room for a shard's `__metadata__`: ours is 45 bytes; a caller with more says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedShard:
+    """One file of a plan."""
+
+    file: str
+    tensors: tuple[TensorSpec, ...]
+    """In state dict order."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data, without the header."""
+        return sum(spec.nbytes for spec in self.tensors)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """FQNs of the tensors, in state dict order."""
+        return tuple(spec.name for spec in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """Which tensor goes into which file.
+
+    Attributes:
+        shards: The files in order; one file is called `model.safetensors`, several `model-0000i-of-0000n.safetensors`.
+        aliases: Name -> the name that is stored for it (see `tied.py`).
+        max_shard_size: The limit in bytes, header included.
+    """
+
+    shards: tuple[PlannedShard, ...]
+    aliases: dict[str, str]
+    max_shard_size: int
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether there are several files, and so an index."""
+        return len(self.shards) > 1
+
+    @property
+    def weight_map(self) -> dict[str, str]:
+        """FQN -> file, for every stored tensor."""
+        return {spec.name: shard.file for shard in self.shards for spec in shard.tensors}
+
+    @property
+    def total_size(self) -> int:
+        """Bytes of tensor data in all files."""
+        return sum(shard.nbytes for shard in self.shards)
+
+
+def plan_shards(
+    state_dict: Mapping[str, Tensor],
+    max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+    *,
+    packing: Packing = "greedy",
+    variant: str | None = None,
+) -> ShardPlan:
+    """Plan the files of a state dict without touching the disk.
+
+    Args:
+        state_dict: FQN -> tensor, any device; not mutated. Names that share a tensor are stored once.
+        max_shard_size: Bytes, or a string such as "5GB" or "500MiB". A file is at most that large, header included,
+            unless it holds exactly one tensor.
+        packing: "greedy" fills files in state dict order, as upstream does; "balanced" makes the fewest files that
+            best-fit-decreasing finds, and levels them.
+        variant: As in `save_pretrained`.
+
+    Raises:
+        InvalidSizeError: The size is not in the grammar of `parse_size`.
+        UnstorableTensorError: A value that the format has no bytes for.
+    """
+    limit = parse_size(max_shard_size)
+    specs = tensor_specs(state_dict)
+    aliases = find_ties(state_dict)
+    stored = [spec for spec in specs if spec.name not in aliases]
+    return plan_specs(stored, limit, packing=packing, names=WeightNames(variant), aliases=aliases)
+
+
+def plan_specs(
+    specs: Sequence[TensorSpec],
+    max_shard_bytes: int,
+    *,
+    packing: Packing = "greedy",
+    names: WeightNames,
+    aliases: Mapping[str, str] | None = None,
+    single_metadata_bytes: int = 1024,
+    shard_metadata_bytes: int = _SHARD_METADATA_BYTES,
+    apart: Collection[str] = (),
+) -> ShardPlan:
+    """`plan_shards` for tensors of which only the specs are known; no file holds those of `apart` and others too."""
+    if packing not in ("greedy", "balanced"):
+        raise InvalidArgumentError(f"packing must be 'greedy' or 'balanced', and is {packing!r}.")
+    sizes = _entry_sizes(specs)
+    whole = _file_bytes(sum(sizes) + single_metadata_bytes, sum(spec.nbytes for spec in specs))
+    groups: list[list[int]]
+    parts = [[i for i, spec in enumerate(specs) if (spec.name in apart) is is_apart] for is_apart in (False, True)]
+    if all(parts) or (whole > max_shard_bytes and len(specs) > 1):
+        pack = _pack_greedy if packing == "greedy" else _pack_balanced
+        room = _Room(max_shard_bytes, shard_metadata_bytes)
+        groups = [
+            [part[i] for i in group]
+            for part in parts
+            for group in pack([specs[i].nbytes for i in part], [sizes[i] for i in part], room)
+        ]
+    else:
+        groups = [list(range(len(specs)))]
+    if len(groups) == 1 and whole > max_shard_bytes and len(specs) > 1:
+        groups = [groups[0][:1], groups[0][1:]]  # it fits as a shard, but not with the metadata of a single file
+    files = [names.single] if len(groups) == 1 else names.shards(len(groups))
+    shards = tuple(
+        PlannedShard(file, tuple(specs[i] for i in sorted(group))) for file, group in zip(files, groups, strict=True)
+    )
+    return ShardPlan(shards, dict(aliases or {}), max_shard_bytes)
+
+
+def with_one_more_shard(plan: ShardPlan, names: WeightNames) -> ShardPlan:
+    """The same plan with its smallest divisible file split in two, so that the other files keep their bytes.
+
+    The smallest, as the two halves are all that a push has to send anew.
+
+    Where no file holds two tensors, an empty one is added. A new save takes this plan where the names of the old one
+    are still in use by the checkpoint that it replaces (see `storage/commit.py`).
+    """
+    groups = [shard.tensors for shard in plan.shards]
+    divisible = [i for i, tensors in enumerate(groups) if len(tensors) > 1]
+    if divisible:
+        smallest = min(divisible, key=lambda i: (plan.shards[i].nbytes, i))
+        groups[smallest : smallest + 1] = _halves(groups[smallest])
+    else:
+        groups.append(())
+    files = names.shards(len(groups))
+    shards = tuple(PlannedShard(file, tensors) for file, tensors in zip(files, groups, strict=True))
+    return replace(plan, shards=shards)
+
+
+_END_BOUND: Final = 10**15
+"""An offset that no file reaches: entries are planned with as many digits, so that a header never comes out longer."""
+
+
+def _entry_sizes(specs: Sequence[TensorSpec]) -> list[int]:
+    """The most bytes that each tensor's entry takes in a header."""
+    nameless: dict[tuple[str, tuple[int, ...]], int] = {}  # a model has few dtypes and shapes
+    sizes = []
+    for name, dtype, shape, _ in specs:
+        size = nameless.get((dtype, shape))
+        if size is None:
+            size = nameless[dtype, shape] = entry_bytes("", dtype, list(shape), _END_BOUND)
+        sizes.append(size + name_bytes(name))
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The limit that a group of tensors must keep."""
+
+    max_shard_bytes: int
+    metadata_bytes: int
+
+    @property
+    def certain_bytes(self) -> int:
+        """Data and entries together that it holds for certain, whatever the rounding."""
+        return self.max_shard_bytes - self.metadata_bytes - LENGTH_BYTES - DATA_ALIGNMENT
+
+    @property
+    def entries_bytes(self) -> int:
+        """Entries that a header holds."""
+        return MAX_HEADER_BYTES - DATA_ALIGNMENT - self.metadata_bytes - 1
+
+    def holds(self, data_bytes: int, header_bytes: int) -> bool:
+        file_bytes = _file_bytes(header_bytes + self.metadata_bytes, data_bytes)
+        return header_bytes <= self.entries_bytes and file_bytes <= self.max_shard_bytes
+
+
+def _file_bytes(header_bytes: int, data_bytes: int) -> int:
+    return -(-(LENGTH_BYTES + header_bytes) // DATA_ALIGNMENT) * DATA_ALIGNMENT + data_bytes
+
+
+def _pack_greedy(nbytes: Sequence[int], sizes: Sequence[int], room: _Room) -> list[list[int]]:
+    # As upstream: a tensor that is too large gets a file of its own, and the file that was being filled stays open.
+    groups: list[list[int]] = []
+    current: list[int] = []
+    data = header = 0
+    certain_bytes, entries_bytes = room.certain_bytes, room.entries_bytes
+    for i, (tensor_bytes, entry) in enumerate(zip(nbytes, sizes, strict=True)):
+        if data + tensor_bytes + header + entry <= certain_bytes and header + entry <= entries_bytes:
+            current.append(i)
+            data += tensor_bytes
+            header += entry
+            continue
+        if not room.holds(tensor_bytes, entry):
+            groups.append([i])
+            continue
+        if current and not room.holds(data + tensor_bytes, header + entry):
+            groups.append(current)
+            current, data, header = [], 0, 0
+        current.append(i)
+        data += tensor_bytes
+        header += entry
+    return groups + [current] if current else groups
+
+
+def _pack_balanced(nbytes: Sequence[int], sizes: Sequence[int], room: _Room) -> list[list[int]]:
+    costs = [data + entry for data, entry in zip(nbytes, sizes, strict=True)]
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    alone = [i for i in order if not room.holds(nbytes[i], sizes[i])]
+    is_alone = set(alone)
+    rest = [i for i in order if i not in is_alone]
+    capacity = room.max_shard_bytes - room.metadata_bytes - DATA_ALIGNMENT - LENGTH_BYTES
+    groups = _best_fit(rest, costs, capacity)
+    levelled = _level(rest, costs, len(groups))
+    if all(sum(costs[i] for i in group) <= capacity for group in levelled):
+        groups = levelled
+    return sorted([[i] for i in alone] + [sorted(group) for group in groups if group])
+
+
+def _best_fit(order: Iterable[int], costs: Sequence[int], capacity: int) -> list[list[int]]:
+    groups: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (free bytes, group), sorted
+    for i in order:
+        at = bisect_left(rooms, (costs[i], -1))
+        if at == len(rooms):
+            groups.append([i])
+            insort(rooms, (max(0, capacity - costs[i]), len(groups) - 1))
+        else:
+            free, group = rooms.pop(at)
+            groups[group].append(i)
+            insort(rooms, (free - costs[i], group))
+    return groups
+
+
+def _level(order: Iterable[int], costs: Sequence[int], count: int) -> list[list[int]]:
+    groups: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, group) for group in range(count)]
+    for i in order:
+        load, group = heapq.heappop(heap)
+        groups[group].append(i)
+        heapq.heappush(heap, (load + costs[i], group))
+    return groups
+
+
+def _halves(tensors: tuple[TensorSpec, ...]) -> list[tuple[TensorSpec, ...]]:
+    half, passed = sum(spec.nbytes for spec in tensors) / 2, 0
+    for at, spec in enumerate(tensors[:-1], start=1):
+        passed += spec.nbytes
+        if passed >= half:
+            return [tensors[:at], tensors[at:]]
+    return [tensors[:-1], tensors[-1:]]

@@ -1,0 +1,1 @@
+"""All that knows transformers: the mixin, and how its models are collected, built and pushed."""

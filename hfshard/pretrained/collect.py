@@ -1,0 +1,165 @@
+"""What transformers would save of a model: its weights by their names on disk, config, generation config, code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
+
+from hfshard.constants import CONFIG_NAME, EXPLICIT_WEIGHTS_KEY
+from hfshard.errors import InvalidArgumentError
+from hfshard.pretrained.class_alias import architecture_of, seen_by_upstream
+from hfshard.state_dicts.state_dict import collect_state_dict
+from hfshard.state_dicts.tied import find_ties
+from hfshard.storage.format.strict_json import dump_json
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainedState:
+    """Everything that a save of a transformers model writes."""
+
+    state_dict: dict[str, torch.Tensor]
+    """Names and tensors as upstream would write them."""
+    aliases: dict[str, str]
+    """Name -> the stored name that shares its tensor."""
+    undeclared: tuple[str, ...]
+    """Aliases that the config does not tie."""
+    metadata: dict[str, str]
+    """The quantizer's, for every file."""
+    files: dict[str, bytes]
+    """config.json, generation_config.json, custom code."""
+    total_parameters: int
+
+
+def pretrained_state(
+    model: PreTrainedModel, state_dict: Mapping[str, Any] | None, *, save_original_format: bool = True
+) -> PretrainedState:
+    """Collect what upstream's `save_pretrained` would write of this model.
+
+    Args:
+        model: Unwrapped.
+        state_dict: In place of the model's own; not mutated.
+        save_original_format: Whether converted weights (fused experts ...) are saved under their original names.
+
+    Source: transformers `PreTrainedModel.save_pretrained`.
+    """
+    if is_spread(model):
+        raise InvalidArgumentError(
+            "The model is spread over several ranks, and hfshard.save_model would save the part of one. "
+            "Call save_pretrained of the model on every rank: it gathers the whole."
+        )
+    quantizer = getattr(model, "hf_quantizer", None)
+    metadata: dict[str, str] = {}
+    if quantizer is not None:
+        if not quantizer.is_serializable():
+            method = getattr(quantizer.quantization_config, "quant_method", "this method")
+            raise InvalidArgumentError(f"A model that is quantized with {method} can't be saved. Dequantize it first.")
+        quantized, metadata = quantizer.get_state_dict_and_metadata(model)
+        state_dict = quantized if quantized is not None else state_dict
+    collected = dict(state_dict) if state_dict is not None else collect_state_dict(model)
+    for name in model._keys_to_ignore_on_save or ():
+        collected.pop(name, None)
+    ties = find_ties(collected, droppable_patterns=_droppable_patterns(model))
+    kept = {name: value for name, value in collected.items() if name not in ties}
+    stored = revert_weight_conversion(seen_by_upstream(model), dict(kept)) if save_original_format else kept
+    aliases, undeclared = _stored_ties(model, ties, kept, stored)
+    return PretrainedState(
+        state_dict=stored,
+        aliases=aliases,
+        undeclared=undeclared,
+        metadata={key: str(value) for key, value in metadata.items()},
+        files=small_files(model),
+        total_parameters=model.num_parameters(),
+    )
+
+
+def is_spread(model: Any) -> bool:
+    """Whether the model's weights lie on several ranks (tensor parallel, FSDP), so that one of them has only a part."""
+    return bool(getattr(model, "tp_size", None)) or getattr(model.config, "distributed_config", None) is not None
+
+
+def small_files(model: PreTrainedModel) -> dict[str, bytes]:
+    """config.json, generation_config.json and custom code, as upstream writes them for the upstream class."""
+    architecture = architecture_of(type(model))
+    config = cast(Any, model.config)
+    config.dtype = str(model.dtype).split(".")[1]
+    config.architectures = [architecture.__name__.removeprefix("FSDP")]
+    with tempfile.TemporaryDirectory(prefix="hfshard-") as folder:
+        if model.is_remote_code():
+            # An empty object of the upstream class: what is copied is the file that defines it.
+            custom_object_save(object.__new__(architecture), folder, config=config)
+        config.save_pretrained(folder)
+        if model.can_generate():
+            cast(Any, model).generation_config.save_pretrained(folder)
+        files = {}
+        for name in sorted(os.listdir(folder)):
+            with open(os.path.join(folder, name), "rb") as file:
+                files[name] = file.read()
+    files[CONFIG_NAME] = _without_explicit_weights(files[CONFIG_NAME])
+    return files
+
+
+def _without_explicit_weights(config: bytes) -> bytes:
+    # A model that was loaded from a commit under way, or by an explicit name, is saved under conventional names.
+    value = json.loads(config)
+    if EXPLICIT_WEIGHTS_KEY not in value:
+        return config
+    del value[EXPLICIT_WEIGHTS_KEY]
+    return dump_json(value)
+
+
+def _droppable_patterns(model: PreTrainedModel) -> list[str]:
+    """Names that need not be stored when they are tied: the declarations of the model and of all models in it."""
+    patterns = []
+    for path, module in model.named_modules():
+        declared = getattr(module, "_tied_weights_keys", None) or {}
+        patterns += [f"{path}.{key}" if path else key for key in declared]
+    return patterns
+
+
+def _stored_ties(
+    model: PreTrainedModel, ties: Mapping[str, str], kept: Mapping[str, Any], stored: Mapping[str, Any]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The ties in the names of the file, and those that no config declares.
+
+    A tie whose stored name was converted into something else is left out: the config ties it again on load.
+    """
+    aliases: dict[str, str] = {}
+    undeclared: list[str] = []
+    declared = getattr(model, "all_tied_weights_keys", None) or {}
+    renamed = {id(value): name for name, value in stored.items()}
+    for alias, name in ties.items():
+        file_name = name if name in stored else renamed.get(id(kept[name]))
+        file_alias: str | None = alias
+        if file_name != name:
+            file_alias = next(iter(revert_weight_conversion(seen_by_upstream(model), {alias: kept[name]})), None)
+        is_declared = declared.get(alias) == name or declared.get(name) == alias or _same_source(declared, alias, name)
+        if file_name is None or file_alias is None or file_alias in stored or file_alias in aliases:
+            if not is_declared:
+                logger.warning("'%s' and '%s' share a tensor, and the saved checkpoint can't say so.", alias, name)
+            continue
+        aliases[file_alias] = file_name
+        if not is_declared:
+            undeclared.append(file_alias)
+    if undeclared:
+        logger.warning(
+            "%s share a tensor with another name, which the config does not declare: hfshard ties them again on load, "
+            "stock transformers does not.",
+            ", ".join(undeclared),
+        )
+    return aliases, tuple(undeclared)
+
+
+def _same_source(declared: Mapping[str, str], alias: str, name: str) -> bool:
+    return alias in declared and name in declared and declared[alias] == declared[name]

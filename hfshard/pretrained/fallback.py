@@ -1,0 +1,61 @@
+"""When upstream has to read a checkpoint itself: what hfshard can't do as well, it does not do by half."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.utils.import_utils import is_peft_available
+
+from hfshard.constants import ADAPTER_CONFIG_NAME
+from hfshard.errors import HfshardError
+from hfshard.storage.checkpoint.locate import read_config, weights_bytes
+
+_HANDED_OVER: Final = {
+    "offload_folder", "distributed_config", "tp_plan", "tp_size", "device_mesh",
+    "quantization_config", "adapter_kwargs",
+}  # fmt: skip
+"""Arguments with which upstream reads the files itself, after hfshard has checked them."""
+
+_AUTO_DEVICE_MAPS: Final = {"auto", "balanced", "balanced_low_0", "sequential"}
+
+
+def is_upstreams_to_read(directory: str, model_class: type, kwargs: Mapping[str, Any]) -> bool:
+    """Whether upstream has to read the files itself, for these arguments and what lies in the directory."""
+    if any(kwargs.get(name) for name in _HANDED_OVER):
+        return True
+    device_map = kwargs.get("device_map")
+    if isinstance(device_map, dict) and "disk" in device_map.values():
+        return True
+    if (
+        isinstance(device_map, str)
+        and device_map in _AUTO_DEVICE_MAPS
+        and (kwargs.get("max_memory") or _is_tight(directory))
+    ):
+        return True  # some of it may go to the disk
+    if getattr(getattr(model_class, "config_class", None), "extra_files", ()):
+        return True
+    return (
+        _is_quantized(directory) or is_deepspeed_zero3_enabled() or os.path.isfile(os.path.join(directory, ".metadata"))
+    )
+
+
+def is_adapter(directory: str) -> bool:
+    """Whether PEFT is installed and a directory holds an adapter, alone or beside a model."""
+    return bool(is_peft_available() and os.path.isfile(os.path.join(directory, ADAPTER_CONFIG_NAME)))
+
+
+def _is_tight(directory: str) -> bool:
+    """Whether the weights could be too large for the memory that is there."""
+    return weights_bytes(directory) > os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _is_quantized(directory: str) -> bool:
+    try:
+        config = json.loads(read_config(directory) or b"{}")
+    except (HfshardError, ValueError, RecursionError):
+        return False  # reported when the checkpoint is opened
+    return isinstance(config, dict) and config.get("quantization_config") is not None

@@ -1,0 +1,299 @@
+"""`ShardedModelMixin`: a transformers model that saves and loads itself with hfshard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from hfshard._util.arguments import refuse_unknown
+from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.errors import InvalidArgumentError
+from hfshard.planning.plan import Packing
+from hfshard.planning.size import parse_size
+from hfshard.pretrained.build import LoadOptions, load_pretrained
+from hfshard.pretrained.class_alias import (
+    architecture_of,
+    as_class,
+    ask_upstream,
+    loss_type_of,
+    seen_by_upstream,
+    twin_of,
+)
+from hfshard.pretrained.collect import is_spread
+from hfshard.pretrained.push import default_repo_id, publish_by_upstream, publish_model, publish_saved, tags_of
+from hfshard.save import request_of, save_request
+from hfshard.storage.checkpoint.checkpoint import Verify
+from hfshard.storage.format.integrity import Checksum, check_checksum
+from hfshard.storage.weights.tensor_reader import ReadMode, check_read_mode
+
+_PUSH_ARGUMENTS = frozenset(
+    ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags", "path_in_repo")
+)
+_PLAN_ARGUMENTS = frozenset(("token", "max_shard_size", "variant", "packing", "progress"))
+_SAVE_ARGUMENTS = frozenset(
+    ("save_directory", "is_main_process", "state_dict", "push_to_hub", "max_shard_size", "variant", "token",
+     "save_peft_format", "save_original_format", "distributed_checkpoint", "safe_serialization", "packing", "checksum",
+     "progress")
+)  # fmt: skip
+
+
+def _untyped(method: Any) -> Any:
+    """For the type checker: upstream's method is a wrapped one, which no method can override in its eyes."""
+    return method
+
+
+class ShardedModelMixin:
+    """Put it before the model's class, and the model is saved sharded, verified and crash-safe.
+
+        class Llama(ShardedModelMixin, LlamaForCausalLM): ...
+
+        model = Llama.from_pretrained("org/repo")
+        model.save_pretrained("out", max_shard_size="5GiB")
+
+    What it writes loads in stock transformers, under upstream's class; it loads what stock transformers writes.
+    Trainer (labels of question answering) and pipeline decide some things by the class's name: for them, give the
+    subclass the name that the model's class has.
+    """
+
+    _is_hfshard_model: ClassVar[bool] = True
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+        variant: str | None = None,
+        token: str | bool | None = None,
+        save_peft_format: bool = True,
+        save_original_format: bool = True,
+        distributed_checkpoint: bool = False,
+        *,
+        packing: Packing = "greedy",
+        checksum: Checksum | None = "sha256",
+        progress: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save the model, durably and all or nothing: the arguments are transformers'.
+
+        Args:
+            save_directory: Made when it is missing. What stood there loads until the new checkpoint is whole.
+            is_main_process: False: nothing is saved.
+            state_dict: What to save in place of the model's own; not mutated.
+            push_to_hub: Push what was saved; `repo_id` and more arguments of `push_to_hub` go with it.
+            max_shard_size: Bytes, or "5GB", "500MiB" ...: the most that a file has, unless it holds one tensor.
+            variant: Part of the files' names.
+            token: For the Hub.
+            save_peft_format, save_original_format, distributed_checkpoint: As upstream.
+            packing: "greedy" (as upstream) or "balanced" (fewest files, levelled).
+            checksum: "sha256", "xxh3" or None.
+            progress: A bar on stderr: None: on a terminal.
+            kwargs: `safe_serialization=True` and `save_function` of older code, and arguments of `push_to_hub`.
+
+        Raises:
+            UnknownArgumentError: A keyword that nobody takes; the message names the nearest.
+            Everything that `hfshard.save_model` raises.
+        """
+        parse_size(max_shard_size)
+        check_checksum(checksum)
+        if kwargs.pop("safe_serialization", True) is False:
+            raise InvalidArgumentError("hfshard writes no pickles: leave out safe_serialization=False.")
+        kwargs.pop("save_function", None)  # of accelerate's older examples; upstream takes it and ignores it
+        refuse_unknown(kwargs, _PUSH_ARGUMENTS | _SAVE_ARGUMENTS, "save_pretrained")
+        if self._is_upstreams_to_save(distributed_checkpoint):
+            upstreams = seen_by_upstream(self)  # type: ignore[type-var]
+            super(ShardedModelMixin, upstreams).save_pretrained(  # type: ignore[misc]
+                save_directory,
+                is_main_process=is_main_process,
+                state_dict=None if state_dict is None else dict(state_dict),
+                max_shard_size=max_shard_size,
+                variant=variant,
+                save_peft_format=save_peft_format,
+                save_original_format=save_original_format,
+                distributed_checkpoint=distributed_checkpoint,
+            )
+            if push_to_hub and is_main_process:
+                repo_id = kwargs.pop("repo_id", None) or default_repo_id(save_directory)
+                self.push_to_hub(repo_id, token=token, max_shard_size=max_shard_size, variant=variant, **kwargs)
+            return
+        request = request_of(
+            self,  # type: ignore[arg-type]
+            state_dict,
+            max_shard_size,
+            variant,
+            packing=packing,
+            save_original_format=save_original_format,
+            checksum=checksum,
+            progress=progress,
+            collect=is_main_process,
+        )
+        if is_main_process:
+            index = save_request(request, save_directory)
+            if push_to_hub:
+                repo_id = kwargs.pop("repo_id", None) or default_repo_id(save_directory)
+                tags = tags_of(self, kwargs.pop("tags", None))
+                publish_saved(request, index, os.fspath(save_directory), repo_id, tags, token=token, **kwargs)
+
+    @_untyped
+    def push_to_hub(
+        self,
+        repo_id: str | os.PathLike[str],
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str | None = DEFAULT_MAX_SHARD_SIZE,
+        tags: list[str] | str | None = None,
+        variant: str | None = None,
+        path_in_repo: str = "",
+        packing: Packing = "greedy",
+        progress: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Push the model as one commit, straight from memory: the arguments are transformers'.
+
+        What the hub has is not sent; shards, indexes and pickles of the last push of this variant go in the same
+        commit, everything else stays. Nothing is written to disk, but for a model that only upstream can collect
+        (offloaded, on several ranks, with adapters): that one goes by way of a temporary directory.
+
+        Args:
+            repo_id: "org/name", made if it is missing; or a path or `file://` URL of a directory that serves as a hub.
+            commit_message, commit_description: Of the commit.
+            private: Of a repo that is made.
+            token: None: the saved one.
+            revision: A branch, made if it is missing, or "refs/pr/N". None: main.
+            create_pr: Open a pull request on main in place of pushing; not together with another revision.
+            max_shard_size: As in `save_pretrained`, and so are variant, packing and progress.
+            tags: Of the model card, which is made where there is none.
+            path_in_repo: Folder of the repo.
+
+        Returns:
+            huggingface_hub's CommitInfo; for a directory, a PushResult; None on a rank that saves nothing.
+
+        Raises:
+            Everything that `hfshard.push_checkpoint` raises.
+        """
+        if kwargs.pop("safe_serialization", True) is False:
+            raise InvalidArgumentError("hfshard writes no pickles: leave out safe_serialization=False.")
+        refuse_unknown(kwargs, _PUSH_ARGUMENTS | _PLAN_ARGUMENTS, "push_to_hub")
+        limit = parse_size(max_shard_size)  # type: ignore[arg-type]
+        options = {
+            "commit_message": commit_message,
+            "commit_description": commit_description,
+            "private": private,
+            "token": token,
+            "revision": revision,
+            "create_pr": create_pr,
+            "path_in_repo": path_in_repo,
+        }
+        tags = tags_of(self, tags)
+        if self._is_upstreams_to_save(distributed_checkpoint=False):
+            save = partial(self.save_pretrained, max_shard_size=limit, variant=variant)
+            return publish_by_upstream(save, variant, repo_id, tags, progress, **options)
+        request = request_of(self, None, limit, variant, packing=packing, progress=progress)  # type: ignore[arg-type]
+        return publish_model(request, repo_id, tags, **options)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
+        *model_args: Any,
+        strict: bool | None = None,
+        verify: Verify = "structure",
+        read: ReadMode = "auto",
+        progress: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Build the model from a checkpoint that was checked first: the arguments are transformers'.
+
+        Args:
+            pretrained_model_name_or_path: A directory, or a repo of the Hub; None with `config` and `state_dict`.
+            model_args: For the model's constructor.
+            strict: True refuses missing, unexpected and mismatched names; None reports them, as upstream does. That
+                nothing at all fits is an error in either case.
+            verify: "none"; "structure" (names, sizes, headers, samples); "full" or "sha256" (every byte).
+            read: "auto", "mmap" or "pread": how the bytes come into memory (see `load_state_dict`).
+            progress: A bar on stderr while checksums are made: None: on a terminal.
+            kwargs: Everything that transformers' `from_pretrained` takes.
+
+        Returns:
+            The model, in evaluation mode; with `output_loading_info=True`, (model, info).
+
+        Raises:
+            CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before it is built.
+            StateDictMismatchError: Nothing fits, or strict and something differs.
+        """
+        if not issubclass(cls, PreTrainedModel):
+            raise InvalidArgumentError(
+                f"{cls.__name__} is no transformers model: make an object of it, and call hfshard.load_model(it, path)."
+            )
+        options = LoadOptions(strict, verify, check_read_mode(read, disable_mmap=kwargs.get("disable_mmap")), progress)
+        twin: Any = twin_of(cls)
+        build = super(ShardedModelMixin, twin).from_pretrained  # type: ignore[misc]
+        built = load_pretrained(build, twin, pretrained_model_name_or_path, model_args, kwargs, options)
+        as_class(built[0] if isinstance(built, tuple) else built, cls)
+        return built
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse the wrong order of bases, in which upstream's own methods would come first.
+
+        Raises:
+            InvalidArgumentError: A transformers model stands before the mixin.
+        """
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if PreTrainedModel in order and order.index(PreTrainedModel) < order.index(ShardedModelMixin):
+            raise InvalidArgumentError(
+                f"class {cls.__name__}: put ShardedModelMixin before the model's class, "
+                "or transformers saves and loads it: class Mine(ShardedModelMixin, TheModel): ..."
+            )
+
+    # What upstream tells by a class's name or module, it is told of its own class.
+
+    def _get_name(self) -> str:
+        # Trainer shifts labels for the names of causal language models; `repr` shows it too.
+        return architecture_of(type(self)).__name__
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Whether the upstream class is custom code: a class that only adds the mixin is not, for that."""
+        return ask_upstream(cls, ShardedModelMixin, "is_custom_code")
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return ask_upstream(cls, ShardedModelMixin, "_can_set_attn_implementation")
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return ask_upstream(cls, ShardedModelMixin, "_can_set_experts_implementation")
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return ask_upstream(cls, ShardedModelMixin, "_supports_default_dynamic_cache")
+
+    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        # The name of Mamba's cache.
+        upstreams = seen_by_upstream(self)  # type: ignore[type-var]
+        return super(ShardedModelMixin, upstreams)._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
+
+    def post_init(self) -> None:
+        """What upstream does at the end of a model's constructor, with the loss that the upstream class has."""
+        if getattr(self, "loss_type", None) is None:
+            vars(self)["loss_type"] = loss_type_of(architecture_of(type(self)).__name__)
+        super().post_init()  # type: ignore[misc]
+
+    def _is_upstreams_to_save(self, distributed_checkpoint: bool) -> bool:
+        """Whether the save needs what only upstream can do: adapters, weights that are offloaded or on many ranks."""
+        devices = set((getattr(self, "hf_device_map", None) or {}).values())
+        is_offloaded = "disk" in devices or ("cpu" in devices and len(devices) > 1)
+        has_adapters = bool(getattr(self, "_hf_peft_config_loaded", False))
+        return distributed_checkpoint or is_offloaded or has_adapters or is_spread(self)

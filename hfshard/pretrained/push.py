@@ -1,0 +1,137 @@
+"""What `ShardedModelMixin` pushes: a model straight from memory, or the files that a save has just written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from huggingface_hub import CommitInfo
+
+from hfshard.hub.address import directory_of
+from hfshard.hub.listing import PushResult
+from hfshard.hub.local_files import directory_contents
+from hfshard.hub.push import PushRequest, folder_of, push
+from hfshard.pretrained.model_card import tagged_card
+from hfshard.saving.in_memory import stream_request
+from hfshard.saving.prepare import SaveRequest
+from hfshard.storage.disk.content import Content, file_content
+from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.format.names import WeightNames
+
+DEFAULT_MESSAGE: Final = "Upload model"
+"""As upstream's, for a model."""
+
+
+def publish_model(
+    request: SaveRequest, repo_id: str | os.PathLike[str], tags: Sequence[str], **options: Any
+) -> CommitInfo | PushResult:
+    """Push what a save of this request would write, without writing it.
+
+    Args:
+        request: What `save_model` would save.
+        repo_id: As in `push_checkpoint`.
+        tags: Of the model card.
+        options: Arguments of `push_to_hub`.
+    """
+    contents, _ = stream_request(request)
+    return _publish(contents, frozenset({request.names.variant}), request.progress, repo_id, tags, **options)
+
+
+def publish_saved(
+    request: SaveRequest,
+    index: CheckpointIndex,
+    directory: str,
+    repo_id: str | os.PathLike[str],
+    tags: Sequence[str],
+    **options: Any,
+) -> CommitInfo | PushResult:
+    """Push the files that a save has just written into a directory, and nothing else that is there."""
+    names = {*index.weight_map.values(), *index.files, request.names.index, "config.json", *request.extras}
+    contents, _ = directory_contents(directory, names=names)
+    return _publish(contents, frozenset({request.names.variant}), request.progress, repo_id, tags, **options)
+
+
+def publish_by_upstream(
+    save: Callable[[str], object],
+    variant: str | None,
+    repo_id: str | os.PathLike[str],
+    tags: Sequence[str],
+    progress: bool | None,
+    **options: Any,
+) -> CommitInfo | PushResult | None:
+    """Push what upstream saves of a model that only it can collect (offloaded, adapters), by way of the disk.
+
+    Args:
+        save: Saves into an empty directory.
+        variant: Of the weights.
+        repo_id, tags, options: As in `publish_model`.
+        progress: A bar.
+
+    Returns:
+        As `publish_model`; None where this process saves nothing, as another one of the group does.
+    """
+    with tempfile.TemporaryDirectory(prefix="hfshard-push-") as folder:
+        save(folder)
+        names = os.listdir(folder)
+        if not names:
+            return None
+        if any(WeightNames(variant).index == name or WeightNames(variant).single == name for name in names):
+            contents, indexes = directory_contents(folder)
+            variants = frozenset(indexes)
+        else:  # an adapter, beside which the hub may hold its base
+            contents = {name: file_content(os.path.join(folder, name)) for name in names}
+            variants = frozenset()
+        return _publish(contents, variants, progress, repo_id, tags, **options)
+
+
+def tags_of(model: Any, tags: Sequence[str] | str | None) -> list[str]:
+    """The tags of a model's card: the model's own, and those that were asked for."""
+    asked = [tags] if isinstance(tags, str) else list(tags or ())
+    return list(dict.fromkeys([*(getattr(model, "model_tags", None) or ()), *asked]))
+
+
+def _publish(
+    contents: dict[str, Content],
+    variants: frozenset[str | None],
+    progress: bool | None,
+    repo_id: str | os.PathLike[str],
+    tags: Sequence[str],
+    *,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    path_in_repo: str = "",
+) -> CommitInfo | PushResult:
+    message = commit_message or DEFAULT_MESSAGE
+    pushing = PushRequest(
+        contents,
+        variants,
+        message,
+        commit_description,
+        revision,
+        create_pr,
+        folder_of(path_in_repo),
+        card=partial(tagged_card, tags=tags),
+        progress=progress,
+    )
+    result = push(pushing, repo_id, private=private, token=token)
+    if directory_of(repo_id) is not None:
+        return result
+    return CommitInfo(
+        commit_url=result.url,
+        commit_message=message,
+        commit_description=commit_description or "",
+        oid=result.commit,
+        pr_url=result.pr_url,
+    )
+
+
+def default_repo_id(save_directory: str | os.PathLike[str]) -> str:
+    """The repo that `save_pretrained(push_to_hub=True)` pushes to where none is named: as the directory is called."""
+    return os.path.basename(os.path.abspath(os.fspath(save_directory)))

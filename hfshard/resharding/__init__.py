@@ -1,0 +1,1 @@
+"""From shards to shards of another size; the bytes are copied, never decoded."""

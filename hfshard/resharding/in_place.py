@@ -1,0 +1,275 @@
+"""Re-shards a checkpoint in place group by group, so that at no time more than one shard is on the disk twice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hfshard._util.progress import bytes_bar
+from hfshard.planning.plan import PlannedShard, ShardPlan, plan_specs
+from hfshard.save import save_request
+from hfshard.saving.prepare import SaveRequest, index_of, plan_request, shard_room
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.commit.commit import SaveSession, save_session
+from hfshard.storage.commit.directory_state import read_state
+from hfshard.storage.commit.transition import NewCheckpoint, digest_of, plan_transition
+from hfshard.storage.disk.durable import can_link
+from hfshard.storage.format.index import CheckpointIndex, FileRecord
+from hfshard.storage.format.integrity import tensor_digest
+from hfshard.storage.format.names import WeightNames
+from hfshard.storage.tensors.tensor_spec import TensorSpec, tensor_specs
+from hfshard.storage.weights.shard_writer import ShardJob, file_order, shard_metadata, write_shards
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """New files that are made of some old ones, and of nothing else."""
+
+    old: tuple[str, ...]
+    new: tuple[PlannedShard, ...]
+    is_kept: bool
+    """Whether it is one file that stays as it is, but for its name."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors in it."""
+        return sum(shard.nbytes for shard in self.new)
+
+
+def regroup(
+    checkpoint: OpenCheckpoint, request: SaveRequest, directory: str, check: Callable[[], None]
+) -> CheckpointIndex:
+    """`save_request` for the tensors of the checkpoint that stands in the directory, in groups of its files.
+
+    Each group is written, committed by the rename of an index that names its new files and the old ones of all groups
+    to come, and its old files are removed. Readers see a whole checkpoint at any time; so does the next run, when this
+    one is killed.
+
+    Args:
+        checkpoint: Open; files that are gone are closed.
+        request: Its tensors are the checkpoint's.
+        directory: The checkpoint's.
+        check: Called when the directory is locked.
+    """
+    plan = plan_request(request)
+    aligned = aligned_plan(checkpoint, request, plan)
+    if checkpoint.located.kind != "index" or not plan.is_sharded or not aligned.is_sharded:
+        return save_request(request, directory, check)  # one file, old or new: no group is smaller than the whole
+    with save_session(directory, request.names) as session:
+        check()
+        contents = {file: list(shard.header.slots) for file, shard in checkpoint.shards.items()}
+        taken = session.state.listing | session.state.referenced
+        while _is_blocked(aligned, contents, taken):
+            aligned = with_one_more_cut(aligned, request.names, contents)
+        return _Regrouping(checkpoint, request, session, aligned, contents).run()
+
+
+def aligned_plan(checkpoint: OpenCheckpoint, request: SaveRequest, whole: ShardPlan) -> ShardPlan:
+    """A plan whose every file is made of whole old files that lie together and fit, or of parts of one that does not.
+
+    Args:
+        checkpoint: Its files, in order.
+        request: What is to be written.
+        whole: The plan without regard to the old files.
+    """
+    specs = {spec.name: spec for spec in tensor_specs(request.tensors)}
+    room = shard_room(request)
+
+    def parts(names: Iterable[str]) -> list[tuple[TensorSpec, ...]]:
+        chosen = [specs[name] for name in names]
+        plan = plan_specs(
+            chosen, request.max_shard_bytes, packing=request.packing, names=request.names,
+            single_metadata_bytes=room, shard_metadata_bytes=room,
+        )  # fmt: skip
+        return [shard.tensors for shard in plan.shards]
+
+    groups: list[tuple[TensorSpec, ...]] = []
+    current: list[str] = []
+    for shard in checkpoint.shards.values():
+        names = list(shard.header.slots)
+        if len(parts(current + names)) == 1:
+            current += names
+            continue
+        if current:
+            groups += parts(current)
+        mine = parts(names)
+        current = names if len(mine) == 1 else []
+        groups += mine if len(mine) > 1 else []
+    groups += parts(current) if current else []
+    files = request.names.shards(len(groups))
+    shards = tuple(PlannedShard(file, tensors) for file, tensors in zip(files, groups, strict=True))
+    return replace(whole, shards=shards)
+
+
+def groups_of(plan: ShardPlan, contents: Mapping[str, Sequence[str]]) -> list[Group]:
+    """Which new files have tensors of the same old ones.
+
+    Args:
+        plan: The new files, each of whole old files or of parts of one.
+        contents: Old file -> names in it.
+    """
+    old_of = {name: file for file, names in contents.items() for name in names}
+    groups: list[tuple[set[str], list[PlannedShard]]] = []
+    for shard in plan.shards:
+        old, new = {old_of[name] for name in shard.names}, [shard]
+        for other in [group for group in groups if not old.isdisjoint(group[0])]:
+            groups.remove(other)
+            old, new = old | other[0], other[1] + new
+        groups.append((old, new))
+    return [
+        Group(
+            tuple(sorted(old)), tuple(new), len(old) == len(new) == 1 and set(new[0].names) == set(contents[min(old)])
+        )
+        for old, new in groups
+    ]
+
+
+def with_one_more_cut(plan: ShardPlan, names: WeightNames, contents: Mapping[str, Sequence[str]]) -> ShardPlan:
+    """The same plan with its smallest file cut in two, as near to the middle as its groups stay what they are.
+
+    A file that is made of several old ones is cut between two of them. Where none can be cut, an empty one is added.
+
+    Args:
+        plan: Of `aligned_plan`.
+        names: How files are called.
+        contents: Old file -> names in it.
+    """
+    old_of = {name: file for file, members in contents.items() for name in members}
+    shards = [shard.tensors for shard in plan.shards]
+    cuts = {number: at for number, specs in enumerate(shards) if (at := _cut(specs, old_of)) is not None}
+    if cuts:
+        number = min(cuts, key=lambda number: (plan.shards[number].nbytes, number))
+        specs, at = shards[number], cuts[number]
+        shards[number : number + 1] = [specs[:at], specs[at:]]
+    else:
+        shards.append(())
+    files = names.shards(len(shards))
+    return replace(plan, shards=tuple(map(PlannedShard, files, shards)))
+
+
+def _cut(specs: Sequence[TensorSpec], old_of: Mapping[str, str]) -> int | None:
+    """Before which tensor a file may be cut, next to its middle; None: nowhere."""
+    files = [old_of[spec.name] for spec in specs]
+    is_of_one = len(set(files)) <= 1
+    places = [at for at in range(1, len(specs)) if is_of_one or files[at] != files[at - 1]]
+    half, passed = sum(spec.nbytes for spec in specs) / 2, 0
+    distance = {}
+    for at, spec in enumerate(specs):
+        distance[at] = abs(passed - half)
+        passed += spec.nbytes
+    return min(places, key=lambda at: (distance[at], at), default=None)
+
+
+def _is_blocked(plan: ShardPlan, contents: Mapping[str, Sequence[str]], taken: frozenset[str]) -> bool:
+    """Whether a file that is not the planned one has its name."""
+    stay = {group.new[0].file for group in groups_of(plan, contents) if group.is_kept and group.old[0] in _names(group)}
+    return any(shard.file in taken and shard.file not in stay for shard in plan.shards)
+
+
+def _names(group: Group) -> set[str]:
+    return {shard.file for shard in group.new}
+
+
+class _Regrouping:
+    """One run, in a locked directory."""
+
+    def __init__(
+        self,
+        checkpoint: OpenCheckpoint,
+        request: SaveRequest,
+        session: SaveSession,
+        plan: ShardPlan,
+        contents: Mapping[str, Sequence[str]],
+    ) -> None:
+        self.checkpoint, self.request, self.session = checkpoint, request, session
+        self.checksum = request.checksum
+        self.base = index_of(plan, request, [FileRecord()] * len(plan.shards))
+        self.groups = groups_of(plan, contents)
+        self.files = {file: tuple(names) for file, names in contents.items() if names}
+        """The files of the checkpoint as it stands there now, and the names in each; those without any go."""
+        self.has_empty = len(self.files) < len(contents)
+        self.records = {file: checkpoint.index.files[file] for file in self.files if file in checkpoint.index.files}
+        self.is_recorded = len(self.records) == len(self.files)
+
+    def run(self) -> CheckpointIndex:
+        """Write group after group, then give the files that stay their names."""
+        changed = [group for group in self.groups if not group.is_kept]
+        total_bytes = sum(group.nbytes for group in changed)
+        self.session.check_space(max((group.nbytes for group in changed), default=0))
+        with bytes_bar("Re-sharding", total_bytes, self.request.progress) as on_bytes:
+            for group in changed:
+                self._write(group, on_bytes)
+        return self._rename([group for group in self.groups if group.is_kept])
+
+    def _write(self, group: Group, on_bytes: Callable[[int], object]) -> None:
+        staged = {shard.file: f"{number:05d}.weights" for number, shard in enumerate(group.new)}
+        jobs = []
+        for shard in group.new:
+            tensors = file_order({name: self.request.tensors[name] for name in shard.names})
+            metadata = shard_metadata(tensors, self.request.file_metadata)
+            path = os.path.join(self.session.staging, staged[shard.file])
+            jobs.append(ShardJob(path, tensors, metadata, like=self.session.replaced))
+        records = write_shards(jobs, checksum=self.checksum, on_bytes=on_bytes)
+        for file in group.old:
+            del self.files[file]
+            self.records.pop(file, None)
+        self.files |= {shard.file: shard.names for shard in group.new}
+        self.records |= {shard.file: record for shard, record in zip(group.new, records, strict=True)}
+        self._commit(staged)
+        for file in group.old:
+            self.checkpoint.shards.pop(file).close()  # only now the disk has their space back
+
+    def _rename(self, kept: Sequence[Group]) -> CheckpointIndex:
+        """Record the files that stay, and give them the names of the plan as second ones, where there are links."""
+        known = dict(self.records)
+        for group in kept:
+            [file] = group.old
+            self.records[file] = self._record(file)
+        staged: dict[str, str] = {}
+        for file, name in self._moved(kept).items():
+            staged[name] = f"{len(staged):05d}.weights"
+            os.link(os.path.join(self.session.directory, file), os.path.join(self.session.staging, staged[name]))
+            self.files[name], self.records[name] = self.files.pop(file), self.records.pop(file)
+        is_new = bool(staged) or self.has_empty or not self.is_recorded or self.records != known
+        self.is_recorded = True
+        return self._commit(staged) if is_new else self._index()
+
+    def _moved(self, kept: Sequence[Group]) -> dict[str, str]:
+        """Old name -> new name of the files that can have both."""
+        names = {group.old[0]: group.new[0].file for group in kept if group.old[0] != group.new[0].file}
+        paths = {file: os.path.join(self.session.directory, file) for file in names}
+        plain = [file for file in names if not os.path.islink(paths[file])]
+        return {file: names[file] for file in plain if can_link(self.session.staging, paths[file])}
+
+    def _record(self, file: str) -> FileRecord:
+        shard, record, checksum = self.checkpoint.shards[file], self.records.get(file, FileRecord()), self.checksum
+        if record.sample is not None and (checksum is None or getattr(record, checksum) is not None):
+            return record
+        shard.check_digest(record)
+        found = FileRecord(shard.size, sample=shard.sample())
+        if checksum is None:
+            return found
+        tensors = "".join(tensor_digest(shard.blocks(slot)) for slot in shard.header.slots.values())
+        digest = shard.digest(checksum)
+        found = replace(found, sha256=digest) if checksum == "sha256" else replace(found, xxh3=digest)
+        return replace(found, tensors=tensors)
+
+    def _index(self) -> CheckpointIndex:
+        """Of the files as they are; with no records at all, as long as one has none."""
+        records = {**self.records, **self.request.small_records} if self.is_recorded else {}
+        weight_map = {name: file for file, names in self.files.items() for name in names}
+        return replace(self.base, weight_map=weight_map, files=records)
+
+    def _commit(self, staged: Mapping[str, str]) -> CheckpointIndex:
+        index = self._index()
+        if index.weight_map.keys() != self.request.tensors.keys():
+            raise RuntimeError("A group of the re-shard is not whole: a bug of hfshard's. Nothing was removed for it.")
+        raw = index.to_json()
+        keeps = frozenset(self.files) - frozenset(staged)
+        new = NewCheckpoint(dict(staged), list(index.weight_map), raw, None, {}, digest_of([raw]), keeps=keeps)
+        session = self.session
+        session.commit(plan_transition(session.state, new))
+        session.empty_staging()
+        session.state = read_state(session.directory, self.request.names)
+        return index

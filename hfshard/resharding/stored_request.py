@@ -1,0 +1,118 @@
+"""A checkpoint that stands in files as what is to be saved: its tensors as they are, or cast, and what goes along."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final, TypeVar
+
+import torch
+
+from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES, METADATA_KEY
+from hfshard.errors import InvalidArgumentError
+from hfshard.saving.prepare import SaveRequest, plan_request
+from hfshard.state_dicts.tied import find_ties
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.checkpoint.locate import read_config
+from hfshard.storage.checkpoint.stored_checkpoint import cast, is_packed, stored_tensors
+from hfshard.storage.commit.directory_state import explicit_weights
+from hfshard.storage.disk.safe_open import read_small
+from hfshard.storage.format.config_pointer import without_pointer
+from hfshard.storage.format.strict_json import parse_json_object
+from hfshard.storage.weights.shard_writer import PAIRS_KEY
+
+_DTYPE_KEYS: Final = ("dtype", "torch_dtype")
+"""Where a config says in which dtype a model is loaded: transformers' key, and its older one."""
+
+_OWN_KEYS: Final = frozenset({METADATA_KEY, PAIRS_KEY, "format"})
+"""Of a file's `__metadata__`: made anew for each file."""
+
+_Value = TypeVar("_Value")
+
+
+def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint) -> SaveRequest:
+    """A request for all that stands in a checkpoint, as it is.
+
+    Args:
+        request: How to save it; what to save is filled in.
+        checkpoint: Open, and to stay open until it is saved.
+    """
+    index, tensors = checkpoint.index, stored_tensors(checkpoint)
+    aliases = find_ties(tensors) if checkpoint.pickles else index.aliases
+    file_metadata: dict[str, str] = {}
+    for shard in checkpoint.shards.values():
+        file_metadata = shard.header.metadata | file_metadata
+    config, directory = read_config(checkpoint.directory), checkpoint.directory
+    generation = os.path.join(directory, GENERATION_CONFIG_NAME)
+    extras = {}
+    if os.path.lexists(generation):
+        extras = {GENERATION_CONFIG_NAME: read_small(generation, directory, MAX_CONFIG_BYTES)[0]}
+    request = replace(
+        request,
+        tensors={name: value for name, value in tensors.items() if name not in aliases},
+        aliases=aliases,
+        undeclared=index.undeclared,
+        metadata=_without(index.metadata, _OWN_KEYS if checkpoint.located.kind == "single" else frozenset()),
+        file_metadata=_without(file_metadata, _OWN_KEYS),
+        total_parameters=index.total_parameters,
+        config=config if config is None or explicit_weights(config) is None else without_pointer(config),
+        extras=extras,
+    )
+    if checkpoint.pickles or plan_request(request).weight_map == index.weight_map:
+        return request
+    return replace(request, tensors={name: tensors[name] for name in likely_order(checkpoint)})
+
+
+def likely_order(checkpoint: OpenCheckpoint) -> list[str]:
+    """The names in the order of the state dict that was saved, as far as files of safetensors tell.
+
+    Files are filled in that order, but a tensor that is too large for one gets a file of its own before the one that
+    is being filled. Where a file has one tensor, and more bytes than any with several, its tensor came after the first
+    of those in the next file: here it comes after the last, as an output layer does. The first files may have been
+    made when none was being filled, as for an embedding, and stay the first.
+    """
+    files = [list(shard.header.slots) for shard in checkpoint.shards.values()]
+    sizes = [shard.size for shard in checkpoint.shards.values()]
+    limit = max((size for size, names in zip(sizes, files, strict=True) if len(names) > 1), default=0)
+    order: list[str] = []
+    waiting: list[str] = []
+    was_filled = False
+    for size, names in zip(sizes, files, strict=True):
+        is_large = len(names) == 1 and size > limit > 0
+        if is_large and was_filled:
+            waiting += names
+            continue
+        order += names + waiting
+        waiting, was_filled = [], was_filled or not is_large
+    return order + waiting
+
+
+def _without(values: Mapping[str, _Value], keys: frozenset[str]) -> dict[str, _Value]:
+    return {key: value for key, value in values.items() if key not in keys}
+
+
+def with_dtype(request: SaveRequest, dtype: torch.dtype, directory: str) -> SaveRequest:
+    """The same request with floating tensors cast when they are written, and a config that says so.
+
+    Raises:
+        InvalidArgumentError: The checkpoint is quantized: its floats are no weights without their scales.
+    """
+    path, raw = os.path.join(directory, CONFIG_NAME), request.config
+    config = None if raw is None else parse_json_object(raw, path=path, what="Config", remedy="Save the model again.")
+    packed = [name for name, value in request.tensors.items() if is_packed(value)]
+    if packed or (config is not None and config.get("quantization_config")):
+        why = f"'{packed[0]}' is an 8-bit float or smaller" if packed else "its config has a quantization_config"
+        raise InvalidArgumentError(
+            f"The checkpoint in '{directory}' is quantized ({why}), and a cast would spoil it. "
+            "Re-shard it without dtype, or dequantize the model first.",
+            path=directory,
+        )
+    tensors = {name: cast(value, dtype) for name, value in request.tensors.items()}
+    if config is not None:
+        keys = [key for key in _DTYPE_KEYS if key in config] or [_DTYPE_KEYS[0]]
+        changed = config | dict.fromkeys(keys, str(dtype).removeprefix("torch."))
+        if changed != config:
+            raw = f"{json.dumps(changed, indent=2, sort_keys=True)}\n".encode()  # as transformers writes it
+    return replace(request, tensors=tensors, config=raw)

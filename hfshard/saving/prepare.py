@@ -1,0 +1,216 @@
+"""One save on its way to the commit: the request, a plan with free names, the staged files and their index."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from hfshard.constants import README
+from hfshard.errors import InvalidArgumentError
+from hfshard.planning.plan import Packing, ShardPlan, plan_specs, with_one_more_shard
+from hfshard.storage.commit.commit import SaveSession
+from hfshard.storage.commit.transition import NewCheckpoint, digest_of, needs_links
+from hfshard.storage.disk.companions import BesideFile
+from hfshard.storage.format.index import CheckpointIndex, FileRecord, own_metadata
+from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX, Checksum, sha256_of
+from hfshard.storage.format.names import WeightNames
+from hfshard.storage.tensors.stored_tensor import Storable, stored_form
+from hfshard.storage.tensors.tensor_spec import tensor_specs
+from hfshard.storage.weights.shard_writer import (
+    ShardJob,
+    file_order,
+    sample_of,
+    shard_header,
+    shard_metadata,
+    write_shards,
+)
+
+_OWN_DIGEST_BYTES: Final = 256
+"""The digests that a single file states of itself, with their names, without those of its tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What is to be saved, collected and checked."""
+
+    tensors: Mapping[str, Storable]
+    """FQN -> tensor, or bytes that lie in a file; each stored once."""
+    names: WeightNames
+    max_shard_bytes: int
+    packing: Packing = "greedy"
+    checksum: Checksum | None = "sha256"
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    undeclared: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """For the index."""
+    file_metadata: Mapping[str, str] = field(default_factory=dict)
+    """For every file's `__metadata__`."""
+    total_parameters: int | None = None
+    config: bytes | None = None
+    extras: Mapping[str, bytes] = field(default_factory=dict)
+    others: Mapping[str, BesideFile] = field(default_factory=dict)
+    """Files of another directory that go along: they are copied, and are no part of the checkpoint."""
+    apart: frozenset[str] = frozenset()
+    """Tensors that have files of their own: the others change together, or these do."""
+    progress: bool | None = None
+
+    @property
+    def small_records(self) -> dict[str, FileRecord]:
+        """Records of the small JSON files that belong to the checkpoint."""
+        files = {**({"config.json": self.config} if self.config is not None else {}), **self.extras}
+        return {
+            name: FileRecord(size=len(raw), sha256=sha256_of(raw))
+            for name, raw in sorted(files.items())
+            if name.endswith(".json")
+        }
+
+
+def plan_request(request: SaveRequest) -> ShardPlan:
+    """Plan the files of a request, with room in their headers for the metadata that they will carry.
+
+    Raises:
+        UnstorableTensorError: A value that the format has no bytes for.
+        InvalidArgumentError: Metadata that are no JSON, or a packing that nobody knows.
+    """
+    _check_metadata(request.metadata)
+    specs, room = tensor_specs(request.tensors), shard_room(request)
+    own = own_metadata(request.small_records, request.aliases, request.undeclared)
+    digests = _OWN_DIGEST_BYTES + TENSOR_DIGEST_HEX * len(specs)
+    return plan_specs(
+        specs,
+        request.max_shard_bytes,
+        packing=request.packing,
+        names=request.names,
+        aliases=request.aliases,
+        single_metadata_bytes=room + digests + _json_bytes(own) + _json_bytes(dict(request.metadata)),
+        shard_metadata_bytes=room,
+        apart=request.apart,
+    )
+
+
+def shard_room(request: SaveRequest) -> int:
+    """The most bytes that the metadata of one of several files take in its header."""
+    return _json_bytes(shard_metadata(request.tensors, request.file_metadata))
+
+
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    try:
+        json.dumps(dict(metadata), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(
+            f"metadata must be JSON (no NaN, no objects), and are not: {error}. Write the values as text."
+        ) from error
+
+
+def with_free_names(plan: ShardPlan, session: SaveSession, request: SaveRequest) -> ShardPlan:
+    """Take names that no file has, unless the files there look like the ones that are to be written."""
+    if not plan.is_sharded or _looks_saved(plan, session, request):
+        return plan
+    return until_free(plan, session, request.names)
+
+
+def until_free(plan: ShardPlan, session: SaveSession, names: WeightNames) -> ShardPlan:
+    """Split the smallest shard until no file in the directory has any of the plan's names."""
+    taken = session.state.listing | session.state.referenced
+    while plan.is_sharded and not taken.isdisjoint(shard.file for shard in plan.shards):
+        plan = with_one_more_shard(plan, names)
+    return plan
+
+
+def _json_bytes(value: Any) -> int:
+    """The most bytes that a value takes as JSON that stands as a string in other JSON."""
+    return len(json.dumps(json.dumps(value))) + len('"__metadata__":{},')
+
+
+def _looks_saved(plan: ShardPlan, session: SaveSession, request: SaveRequest) -> bool:
+    """Whether the index that stands there lists these very files, by their samples."""
+    index = session.state.index
+    if index is None or index.weight_map != plan.weight_map:
+        return False
+    for shard in plan.shards:
+        tensors = file_order({name: request.tensors[name] for name in shard.names})
+        header = shard_header(tensors, shard_metadata(tensors, request.file_metadata))
+        record = index.files.get(shard.file)
+        if record is None or record.sample != sample_of(header, list(tensors.values())):
+            return False
+    return True
+
+
+def must_rename(plan: ShardPlan, new: NewCheckpoint, index: CheckpointIndex, session: SaveSession) -> bool:
+    """Whether files that looked the same turned out to differ, or a single file needs links that there are none of."""
+    old = session.state
+    if plan.is_sharded:
+        taken = [shard.file for shard in plan.shards if shard.file in old.listing]
+        same = old.index is not None and all(old.index.files.get(file) == index.files[file] for file in taken)
+        return bool(taken) and not (same and index.is_verifiable)
+    return needs_links(old, new) and not session.can_link(next(iter(new.shards.values())))
+
+
+def stage(
+    plan: ShardPlan, session: SaveSession, request: SaveRequest, on_bytes: Callable[[int], object] | None
+) -> tuple[NewCheckpoint, CheckpointIndex]:
+    """Write the weights into the staging directory, and make the index."""
+    staged = {shard.file: f"{number:05d}.weights" for number, shard in enumerate(plan.shards)}
+    paths = [os.path.join(session.staging, name) for name in staged.values()]
+    records = write_shards(
+        shard_jobs(plan, request, paths, session.replaced), checksum=request.checksum, on_bytes=on_bytes
+    )
+    index = index_of(plan, request, records)
+    index_json = index.to_json() if plan.is_sharded else None
+    files = {shard.file: record for shard, record in zip(plan.shards, records, strict=True)}
+    digest = digest_of([index_json] if index_json is not None else [repr(files).encode()])
+    keys = list(plan.weight_map)
+    others = _stage_others(session, request, on_bytes)
+    return NewCheckpoint(staged, keys, index_json, request.config, dict(request.extras), digest, others), index
+
+
+def _stage_others(
+    session: SaveSession, request: SaveRequest, on_bytes: Callable[[int], object] | None
+) -> dict[str, str]:
+    staged = {}
+    for number, (name, file) in enumerate(request.others.items()):
+        if name == README and name in session.state.listing:
+            continue  # the user's own
+        staged[name] = f"{number:05d}.other"
+        file.copy_to(os.path.join(session.staging, staged[name]), session.status_of(name), on_bytes)
+    return staged
+
+
+def shard_jobs(
+    plan: ShardPlan, request: SaveRequest, paths: Sequence[str], like: os.stat_result | None = None
+) -> list[ShardJob]:
+    """What is to be written for each file of a plan, into these paths."""
+    own = None if plan.is_sharded else own_metadata(request.small_records, request.aliases, request.undeclared)
+    extra = dict(request.file_metadata)
+    if not plan.is_sharded:
+        extra |= {
+            key: value if isinstance(value, str) else json.dumps(value) for key, value in request.metadata.items()
+        }
+    jobs = []
+    for shard, path in zip(plan.shards, paths, strict=True):
+        tensors = file_order({name: request.tensors[name] for name in shard.names})
+        jobs.append(ShardJob(path, tensors, shard_metadata(tensors, extra), own, like))
+    return jobs
+
+
+def index_of(plan: ShardPlan, request: SaveRequest, records: Sequence[FileRecord]) -> CheckpointIndex:
+    """The index of a plan whose files have these records."""
+    files = {shard.file: record for shard, record in zip(plan.shards, records, strict=True)}
+    return CheckpointIndex(
+        weight_map=plan.weight_map,
+        total_size=plan.total_size,
+        total_parameters=_parameters(request),
+        metadata=dict(request.metadata),
+        files={**files, **request.small_records},
+        aliases=dict(request.aliases),
+        undeclared=request.undeclared,
+    )
+
+
+def _parameters(request: SaveRequest) -> int:
+    if request.total_parameters is not None:
+        return request.total_parameters
+    return sum(stored_form(tensor).parameters for tensor in request.tensors.values())

@@ -1,0 +1,1 @@
+"""Modules and named tensors: wrappers, shared tensors, and which names fit which."""

@@ -1,0 +1,1 @@
+"""A whole checkpoint in a directory: found, opened, checked."""

@@ -1,0 +1,229 @@
+"""A checkpoint in a directory, opened for reading: checked whole, and of one save from first byte to last."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from hfshard.constants import (
+    CHANGED_RETRIES,
+    CHANGED_WAIT_SECONDS,
+    MAX_INDEX_BYTES,
+    METADATA_KEY,
+    SAFETENSORS_SUFFIX,
+)
+from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError
+from hfshard.storage.checkpoint.checks import check_digests, check_keys, check_records
+from hfshard.storage.checkpoint.locate import Located, explicit_of, locate_entry, read_config, stamp_of
+from hfshard.storage.disk.safe_open import Identity, read_small
+from hfshard.storage.format.index import CheckpointIndex, check_aliases
+from hfshard.storage.format.names import MODEL_BASE, WeightNames
+from hfshard.storage.weights.pickle_file import PickleFile
+from hfshard.storage.weights.shard_file import ShardFile
+from hfshard.storage.weights.tensor_reader import ReadMode, read_from
+
+Verify = Literal["none", "structure", "full", "sha256"]
+
+FilesOf = Callable[[CheckpointIndex], Collection[str]]
+"""Of the files that an index names, those that are needed."""
+
+
+@dataclass
+class OpenCheckpoint:
+    """A checkpoint whose files are open and checked.
+
+    Attributes:
+        directory: Where it lies.
+        located: The file that it was entered by.
+        index: Which file holds which tensor; for a single file, what the file says of itself.
+        shards: File -> open safetensors file.
+        pickles: File -> tensors of a pickled file.
+    """
+
+    directory: str
+    names: WeightNames
+    located: Located
+    index: CheckpointIndex
+    shards: dict[str, ShardFile] = field(default_factory=dict)
+    pickles: dict[str, PickleFile] = field(default_factory=dict)
+    explicit: str | None = None
+    """The weights that config.json names, if it does."""
+    stamp: tuple[Identity | None, ...] = ()
+    """The identities of the files that tell that it was replaced."""
+
+    @property
+    def entry(self) -> str:
+        """Path of the file that it was entered by."""
+        return os.path.join(self.directory, self.located.name)
+
+    @property
+    def keys(self) -> list[str]:
+        """FQNs of the stored tensors, in the order of the files and of the bytes in them."""
+        stored = [name for shard in self.shards.values() for name in shard.header.slots]
+        return stored + [name for pickled in self.pickles.values() for name in pickled.tensors]
+
+    def read(
+        self, names: Collection[str], read: ReadMode = "auto", device: str | torch.device = "cpu"
+    ) -> dict[str, torch.Tensor]:
+        """Stored tensors by their FQNs, in the order of the names (see `tensor_reader.read_from`)."""
+        device, wanted = torch.device(device), set(names)
+        held = [(shard, [name for name in shard.header.slots if name in wanted]) for shard in self.shards.values()]
+        tensors = read_from(held, read, device)
+        for pickled in self.pickles.values():
+            tensors |= {name: tensor.to(device) for name, tensor in pickled.tensors.items() if name in wanted}
+        return {name: tensors[name] for name in names}
+
+    def is_unchanged(self) -> bool:
+        """Whether the directory still holds this checkpoint."""
+        return self.stamp == stamp_of(self.directory, self.names, self.explicit)
+
+    def close(self) -> None:
+        """Close all files; mapped tensors stay valid."""
+        for shard in self.shards.values():
+            shard.close()
+
+
+@contextmanager
+def open_checkpoint(
+    directory: str,
+    *,
+    variant: str | None = None,
+    use_safetensors: bool | None = None,
+    verify: Verify = "structure",
+    on_bytes: Callable[[int], object] | None = None,
+    files_of: FilesOf | None = None,
+    base: str = MODEL_BASE,
+    entry: str | None = None,
+) -> Iterator[OpenCheckpoint]:
+    """Open a checkpoint: everything that costs nothing is checked, and with verify="full" every byte.
+
+    A writer may replace the checkpoint meanwhile: then it is opened anew, until all its files are of one save.
+
+    Args:
+        directory: Where it lies.
+        variant: As in `from_pretrained`.
+        use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
+        verify: "none": only what reading needs; "structure": sizes, samples and the total too; "full" (or
+            "sha256"): the checksums of all files too.
+        on_bytes: Told the bytes that were checked, from any thread.
+        files_of: Where there is an index: which of its files to open and check; the others need not be there.
+        base: Begins the names of its files.
+        entry: Name of the index or single file to enter by, whatever else lies there. None: as transformers finds it.
+
+    Raises:
+        CheckpointNotFoundError: No weights there.
+        CheckpointChangedError: It kept changing.
+        DamagedCheckpointError, UnsafePathError, UnsafePickleError: Something is wrong with a file.
+    """
+    if verify not in ("none", "structure", "full", "sha256"):
+        raise InvalidArgumentError(f"verify must be 'none', 'structure' or 'full' (or 'sha256'), and is {verify!r}.")
+    checkpoint = _open_until_whole(directory, WeightNames(variant, base), use_safetensors, verify, files_of, entry)
+    try:
+        if verify in ("full", "sha256"):
+            check_digests(checkpoint.entry, checkpoint.index, checkpoint.shards, on_bytes)
+        yield checkpoint
+    finally:
+        checkpoint.close()
+
+
+def _open_until_whole(
+    directory: str,
+    names: WeightNames,
+    use_safetensors: bool | None,
+    verify: Verify,
+    files_of: FilesOf | None,
+    entry: str | None,
+) -> OpenCheckpoint:
+    last: HfshardError | None = None
+    for _ in range(CHANGED_RETRIES):
+        explicit = entry
+        before = stamp_of(directory, names, explicit)
+        try:
+            explicit = entry or explicit_of(read_config(directory), directory, names)
+            before = (*before, *stamp_of(directory, names, explicit)[len(before) :])
+            located = locate_entry(directory, names, use_safetensors, explicit)
+            checkpoint = _open_once(directory, names, located, verify, files_of)
+        except HfshardError as error:
+            if before == stamp_of(directory, names, explicit):
+                raise
+            last = error
+        else:
+            checkpoint.explicit, checkpoint.stamp = explicit, before
+            if checkpoint.is_unchanged():
+                return checkpoint
+            checkpoint.close()
+        time.sleep(CHANGED_WAIT_SECONDS)
+    raise CheckpointChangedError(
+        f"The checkpoint in '{directory}' was replaced {CHANGED_RETRIES} times while it was being opened. "
+        "Load it when the process that saves there is done.",
+        path=directory,
+    ) from last
+
+
+def _open_once(
+    directory: str, names: WeightNames, located: Located, verify: Verify, files_of: FilesOf | None
+) -> OpenCheckpoint:
+    path = os.path.join(directory, located.name)
+    if located.kind == "bin":
+        pickled = PickleFile(path, directory)
+        index = CheckpointIndex(weight_map=dict.fromkeys(pickled.tensors, located.name))
+        return OpenCheckpoint(directory, names, located, index, pickles={located.name: pickled})
+    if located.kind == "single":
+        checkpoint = _open_single(directory, names, located)
+    else:
+        raw, _ = read_small(path, directory, MAX_INDEX_BYTES)
+        suffix = SAFETENSORS_SUFFIX if located.kind == "index" else ".bin"
+        checkpoint = OpenCheckpoint(directory, names, located, CheckpointIndex.from_json(raw, path, suffix=suffix))
+    try:
+        if located.kind != "single":
+            _open_files(checkpoint, files_of)
+        if verify != "none":
+            is_part = located.kind != "single" and files_of is not None
+            index = replace(checkpoint.index, total_size=None) if is_part else checkpoint.index
+            check_records(checkpoint.entry, index, checkpoint.shards)
+    except BaseException:
+        checkpoint.close()
+        raise
+    return checkpoint
+
+
+def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
+    index, directory, weight_map = checkpoint.index, checkpoint.directory, checkpoint.index.weight_map
+    wanted = {name for name in index.files if name.endswith(SAFETENSORS_SUFFIX)} | set(weight_map.values())
+    if files_of is not None:
+        wanted &= set(files_of(index))
+        weight_map = {name: file for name, file in weight_map.items() if file in wanted}
+    for file in sorted(wanted):
+        path = os.path.join(directory, file)
+        if checkpoint.located.kind == "index":
+            checkpoint.shards[file] = ShardFile(path, directory)
+        else:
+            checkpoint.pickles[file] = PickleFile(path, directory)
+    contents = {file: list(shard.header.slots) for file, shard in checkpoint.shards.items()}
+    contents |= {file: list(pickled.tensors) for file, pickled in checkpoint.pickles.items()}
+    check_keys(checkpoint.entry, weight_map, contents)
+
+
+def _open_single(directory: str, names: WeightNames, located: Located) -> OpenCheckpoint:
+    shard = ShardFile(os.path.join(directory, located.name), directory)
+    try:
+        slots, own = shard.header.slots, shard.own
+        check_aliases(own.aliases, slots, shard.path)
+        index = CheckpointIndex(
+            weight_map=dict.fromkeys(slots, located.name),
+            total_size=shard.data_bytes,
+            metadata={key: value for key, value in shard.header.metadata.items() if key != METADATA_KEY},
+            files={**own.files, located.name: own.digests} if own.digests.sample is not None else {},
+            aliases=own.aliases,
+            undeclared=own.undeclared,
+        )
+    except BaseException:
+        shard.close()
+        raise
+    return OpenCheckpoint(directory, names, located, index, shards={located.name: shard})

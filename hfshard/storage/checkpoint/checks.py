@@ -1,0 +1,155 @@
+"""What must hold between an index and its files: every key in its file, every file the one that was saved."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+
+from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
+from hfshard.storage.disk.content import in_threads, stoppable
+from hfshard.storage.disk.safe_open import read_small
+from hfshard.storage.format.config_pointer import as_saved
+from hfshard.storage.format.index import CheckpointIndex, FileRecord
+from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.format.names import INDEX_FILE
+from hfshard.storage.weights.shard_file import ShardFile
+
+logger = logging.getLogger(__name__)
+
+
+def check_keys(entry: str, weight_map: Mapping[str, str], contents: Mapping[str, Collection[str]]) -> None:
+    """Every key in exactly the file that the index names.
+
+    Args:
+        entry: Path of the index.
+        weight_map: What it says: name -> file.
+        contents: What is: file -> names in it.
+
+    Raises:
+        DamagedCheckpointError: A key is in two files, in another one, in none, or not in the index.
+    """
+    directory = os.path.dirname(entry)
+    seen: dict[str, str] = {}
+    for file, names in contents.items():
+        for name in names:
+            if name not in seen and weight_map.get(name) == file:
+                seen[name] = file
+                continue
+            path = os.path.join(directory, file)
+            if name in seen:
+                raise _key_error(path, name, f"stands in '{seen[name]}' too")
+            if name not in weight_map:
+                raise _key_error(path, name, f"is not in the index '{entry}'")
+            raise _key_error(path, name, f"is said to lie in '{weight_map[name]}' by the index '{entry}'")
+    for name, file in weight_map.items() if len(seen) < len(weight_map) else ():
+        if name not in seen:
+            path = os.path.join(directory, file)
+            raise _key_error(path, name, f"is missing in it, and the index '{entry}' says that it is there")
+
+
+def check_records(entry: str, index: CheckpointIndex, shards: Mapping[str, ShardFile]) -> None:
+    """Every file of the size and sample that were recorded when it was saved, and all of them of the total size.
+
+    Raises:
+        IntegrityError: A file is another one.
+        DamagedCheckpointError: The total is wrong.
+    """
+    for file, shard in shards.items():
+        if file in index.files:
+            shard.check_record(index.files[file], sample=True)
+    check_total(entry, index, sum(shard.data_bytes for shard in shards.values()))
+
+
+def check_total(entry: str, index: CheckpointIndex, actual: int) -> None:
+    """The tensors of all files together as large as the index says.
+
+    Raises:
+        DamagedCheckpointError: They are not.
+    """
+    # Foreign indexes count views and ties in their own ways: theirs is not compared.
+    if index.files and index.total_size is not None and index.total_size != actual:
+        raise DamagedCheckpointError(
+            f"Index '{entry}' is damaged: its total_size is {index.total_size}, and the shards hold {actual} bytes. "
+            "Download or save the checkpoint again.",
+            path=entry,
+            expected=index.total_size,
+            actual=actual,
+        )
+
+
+def check_digests(
+    entry: str, index: CheckpointIndex, shards: Mapping[str, ShardFile], on_bytes: Callable[[int], object] | None
+) -> None:
+    """Every byte of every file against its checksum, several files at once.
+
+    Raises:
+        DamagedCheckpointError: There are no checksums.
+        IntegrityError: A file differs.
+    """
+    if not index.is_verifiable:
+        lacking = sorted(file for file in shards if file not in index.files or not index.files[file].is_verifiable)
+        of_which = f" of '{lacking[0]}'" if 0 < len(lacking) < len(shards) else "s"
+        raise DamagedCheckpointError(
+            f"'{entry}' can't be verified in full: it carries no checksum{of_which} (hfshard writes them). "
+            "Load it with verify='structure', or save it once with hfshard.",
+            path=entry,
+        )
+    in_threads(
+        lambda file, stop: shards[file].check_digest(index.files[file], stoppable(on_bytes, stop), to_cache=True),
+        sorted(shards, key=lambda file: -shards[file].size),
+        FILES_AT_ONCE,
+    )
+    for name, record in index.files.items():
+        if name.endswith(".json"):
+            check_small_file(os.path.dirname(entry), name, record)
+
+
+def check_small_file(directory: str, name: str, record: FileRecord) -> None:
+    """Compare config.json or generation_config.json with what was recorded when it was saved.
+
+    A variant shares these files with the weights beside it, and the last save of either writes them: what any
+    checkpoint in the directory recorded is right for all of them.
+
+    Raises:
+        DamagedCheckpointError: It is missing (`MissingShardError`), or differs (`IntegrityError`).
+    """
+    path = os.path.join(directory, name)
+    raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
+    found = sha256_of(as_saved(raw) if name == CONFIG_NAME else raw)
+    if record.sha256 not in (None, found) and found not in _recorded_by_others(directory, name):
+        raise IntegrityError(
+            f"'{path}' is not the file that was saved: its sha256 is {found}, and {record.sha256} was recorded. "
+            "If you edited it on purpose, load with verify='structure', or save again.",
+            path=path,
+            expected=record.sha256,
+            actual=found,
+        )
+
+
+def _recorded_by_others(directory: str, name: str) -> set[str | None]:
+    """The sha256 of a small file that the checkpoints in a directory recorded; damaged ones are passed over."""
+    found: set[str | None] = set()
+    for file in os.listdir(directory):
+        path = os.path.join(directory, file)
+        try:
+            if INDEX_FILE.fullmatch(file):
+                raw, _ = read_small(path, directory, MAX_INDEX_BYTES)
+                found.add(CheckpointIndex.from_json(raw, path).files.get(name, FileRecord()).sha256)
+            elif file.endswith(SAFETENSORS_SUFFIX):
+                shard = ShardFile(path, directory)
+                shard.close()
+                found.add(shard.own.files.get(name, FileRecord()).sha256)
+        except HfshardError as error:
+            logger.debug("'%s' records nothing that can be read: %s", path, error)
+    return found
+
+
+def _key_error(path: str, name: str, problem: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"Tensor '{name}' of shard '{path}' {problem}: the files are of different saves, or damaged. "
+        f"Download or save the checkpoint again, or run 'hfshard verify {os.path.dirname(path)}'.",
+        path=path,
+        fqn=name,
+    )

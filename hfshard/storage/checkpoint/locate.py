@@ -1,0 +1,134 @@
+"""Finds the file that a checkpoint is entered by, as transformers does, and notices when it is replaced."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from hfshard.constants import (
+    ADAPTER_CONFIG_NAME,
+    BIN_SUFFIX,
+    CONFIG_NAME,
+    EXPLICIT_WEIGHTS_KEY,
+    GENERATION_CONFIG_NAME,
+    INDEX_SUFFIX,
+    MAX_CONFIG_BYTES,
+    SAFETENSORS_SUFFIX,
+)
+from hfshard.errors import CheckpointNotFoundError, UnsafePathError
+from hfshard.storage.disk.safe_open import Identity, identity_of, read_small
+from hfshard.storage.format.names import MODEL_BASE, WeightNames, check_file_name
+from hfshard.storage.format.strict_json import parse_json_object
+
+Kind = Literal["single", "index", "bin", "bin_index"]
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The file that a checkpoint is entered by."""
+
+    kind: Kind
+    name: str
+
+
+def locate_checkpoint(directory: str, names: WeightNames, use_safetensors: bool | None = None) -> Located:
+    """Find the file that a checkpoint is entered by, as transformers does.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        DamagedCheckpointError, UnsafePathError: config.json is no JSON, or names weights outside the directory.
+    """
+    return locate_entry(directory, names, use_safetensors, explicit_of(read_config(directory), directory, names))
+
+
+def locate_entry(directory: str, names: WeightNames, use_safetensors: bool | None, explicit: str | None) -> Located:
+    """`locate_checkpoint` where the config was read already: `explicit` is what it names."""
+    if explicit is not None:
+        return Located("index" if explicit.endswith(INDEX_SUFFIX) else "single", explicit)
+    candidates: list[tuple[Kind, str]] = []
+    if use_safetensors is not False:
+        candidates += [("single", names.single), ("index", names.index)]
+    if not use_safetensors:
+        candidates += [("bin", names.bin_single), ("bin_index", names.bin_index)]
+    for kind, name in candidates:
+        if os.path.lexists(os.path.join(directory, name)):
+            return Located(kind, name)
+    raise _not_found(directory, names, [name for _, name in candidates])
+
+
+def _not_found(directory: str, names: WeightNames, looked_for: list[str]) -> CheckpointNotFoundError:
+    if not os.path.isdir(directory):
+        return CheckpointNotFoundError(f"There is no directory '{directory}'. Check the path.", path=directory)
+    found = sorted(name for name in os.listdir(directory) if name.endswith((SAFETENSORS_SUFFIX, ".bin")))
+    hint = f"It holds {', '.join(found[:5])}" if found else "It holds no weights at all"
+    if ADAPTER_CONFIG_NAME in os.listdir(directory):
+        hint = "It holds a PEFT adapter: load it with from_pretrained of a model class, with peft installed"
+    variant = f" of variant '{names.variant}'" if names.variant is not None else ""
+    return CheckpointNotFoundError(
+        f"There is no checkpoint{variant} in '{directory}': none of {', '.join(looked_for)}. {hint}. "
+        f"To see what is there, run: ls -l {directory}",
+        path=directory,
+    )
+
+
+def weights_bytes(directory: str, suffixes: tuple[str, ...] = (SAFETENSORS_SUFFIX, BIN_SUFFIX)) -> int:
+    """Bytes of the weights in a directory, of whatever checkpoint; none where there is no directory."""
+    if not os.path.isdir(directory):
+        return 0
+    paths = [os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(suffixes)]
+    return sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
+
+
+def read_config(directory: str) -> bytes | None:
+    """The bytes of config.json, or None where there is none."""
+    path = os.path.join(directory, CONFIG_NAME)
+    return read_small(path, directory, MAX_CONFIG_BYTES)[0] if os.path.lexists(path) else None
+
+
+def check_generation_config(directory: str) -> None:
+    """Refuse a generation_config.json that upstream would hang on, follow outside, or pass over in silence.
+
+    Raises:
+        DamagedCheckpointError, UnsafePathError: It is no JSON object, or no file of the checkpoint's.
+    """
+    path = os.path.join(directory, GENERATION_CONFIG_NAME)
+    if os.path.lexists(path):
+        raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
+        remedy = "Download it again, or remove it to generate by the defaults."
+        parse_json_object(raw, path=path, what="Generation config", remedy=remedy)
+
+
+def explicit_of(config: bytes | None, directory: str, names: WeightNames) -> str | None:
+    """The weights that config.json tells every reader to load, if it does."""
+    if config is None or names.base != MODEL_BASE:
+        return None
+    path = os.path.join(directory, CONFIG_NAME)
+    remedy = "Save the model again, or download the file again."
+    value = parse_json_object(config, path=path, what="Config", remedy=remedy).get(EXPLICIT_WEIGHTS_KEY)
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.endswith((SAFETENSORS_SUFFIX, SAFETENSORS_SUFFIX + INDEX_SUFFIX)):
+        raise UnsafePathError(
+            f"'{path}' names {str(value)[:200]!r} as its weights, which is neither a .safetensors file nor its index. "
+            f"Remove '{EXPLICIT_WEIGHTS_KEY}' from it, or download it again.",
+            path=path,
+            actual=value,
+        )
+    check_file_name(value, index_path=path, suffix=".json" if value.endswith(".json") else SAFETENSORS_SUFFIX)
+    if names.variant is not None and "-hfshard-" in value and not names.is_transient(value):
+        return None  # an unfinished commit of the weights beside this variant
+    return value
+
+
+def stamp_of(directory: str, names: WeightNames, explicit: str | None) -> tuple[Identity | None, ...]:
+    """The identities of all files that tell whether the checkpoint was replaced."""
+    files = [CONFIG_NAME, names.single, names.index, names.bin_single, names.bin_index]
+    return tuple(_identity(os.path.join(directory, name)) for name in files + ([explicit] if explicit else []))
+
+
+def _identity(path: str) -> Identity | None:
+    try:
+        return identity_of(os.stat(path))
+    except OSError:
+        return None

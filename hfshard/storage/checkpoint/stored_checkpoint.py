@@ -1,0 +1,101 @@
+"""The tensors of an open checkpoint as a save takes them: bytes, compared on the way with what was recorded of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from hfshard.errors import IntegrityError
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.format.header import TensorSlot, remedy
+from hfshard.storage.format.index import FileRecord
+from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX, tensor_hasher
+from hfshard.storage.tensors.dtypes import DTYPE_BITS, TORCH_DTYPES, stored_dtype_name
+from hfshard.storage.tensors.stored_tensor import Storable, StoredForm, StoredTensor, stored_form
+from hfshard.storage.tensors.tensor_bytes import iter_blocks, memory_of, own_memory, tensor_nbytes
+from hfshard.storage.weights.shard_file import ShardFile
+
+_CAST_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
+"""What a cast changes: 8-bit floats and smaller are packed weights, which mean nothing without their scales."""
+
+_PACKED_BITS = 8
+
+
+def stored_tensors(checkpoint: OpenCheckpoint) -> dict[str, Storable]:
+    """The stored tensors by name, in the order of the files and of the bytes in them; nothing is read yet.
+
+    The bytes of a safetensors file are read when a block is asked for, past what torch knows of dtypes, and compared
+    with the tensor's recorded digest when the last one was. Those of a pickle are torch's.
+
+    Raises:
+        IntegrityError: Of a file of which only the whole has a checksum: it differs. (While reading: a tensor does.)
+    """
+    found: dict[str, Storable] = {}
+    for file, shard in checkpoint.shards.items():
+        digests = _digests(shard, checkpoint.index.files.get(file, FileRecord()))
+        for slot in shard.header.slots.values():
+            form = StoredForm(slot.dtype, slot.shape, slot.nbytes, slot.name in shard.pairs)
+            found[slot.name] = StoredTensor(form, partial(_blocks, shard, slot, digests.get(slot.name)))
+    for pickled in checkpoint.pickles.values():
+        found.update(pickled.tensors)
+    return found
+
+
+def is_recorded(checkpoint: OpenCheckpoint) -> bool:
+    """Whether there is a checksum of every byte: else only the structure of the checkpoint can be checked."""
+    return not checkpoint.pickles and checkpoint.index.is_verifiable
+
+
+def _digests(shard: ShardFile, record: FileRecord) -> dict[str, str]:
+    names = list(shard.header.slots)
+    if record.tensors is not None and len(record.tensors) == TENSOR_DIGEST_HEX * len(names):
+        starts = range(0, len(record.tensors), TENSOR_DIGEST_HEX)
+        return {name: record.tensors[at : at + TENSOR_DIGEST_HEX] for name, at in zip(names, starts, strict=True)}
+    shard.check_digest(record)
+    return {}
+
+
+def _blocks(shard: ShardFile, slot: TensorSlot, digest: str | None, block_bytes: int) -> Iterator[memoryview]:
+    if digest is None:
+        yield from shard.blocks(slot, block_bytes)
+        return
+    hasher = tensor_hasher()
+    for block in shard.blocks(slot, block_bytes):
+        hasher.update(block)
+        yield block
+    if (found := hasher.hexdigest()) != digest:
+        raise IntegrityError(
+            f"Tensor '{slot.name}' of shard '{shard.path}' is damaged: its xxh3 is {found}, and {digest} was recorded "
+            f"when it was saved. {remedy(shard.path)}",
+            path=shard.path,
+            fqn=slot.name,
+            expected=digest,
+            actual=found,
+        )
+
+
+def is_packed(value: Storable) -> bool:
+    """Whether it is a float too small to be a weight by itself (fp8, fp6, fp4)."""
+    dtype = stored_form(value).dtype
+    return dtype.startswith("F") and DTYPE_BITS[dtype] <= _PACKED_BITS
+
+
+def cast(value: Storable, dtype: torch.dtype) -> Storable:
+    """The same tensor in another floating dtype, cast block by block when it is read; other tensors as they are."""
+    form = stored_form(value)
+    if form.dtype not in _CAST_DTYPES or form.is_pair or TORCH_DTYPES[form.dtype] == dtype:
+        return value
+    nbytes = form.parameters * dtype.itemsize
+    new = StoredForm(stored_dtype_name(dtype) or "", form.shape, nbytes)
+    return StoredTensor(new, partial(_cast_blocks, value, TORCH_DTYPES[form.dtype], dtype))
+
+
+def _cast_blocks(value: Storable, dtype: torch.dtype, new_dtype: torch.dtype, block_bytes: int) -> Iterator[memoryview]:
+    # A block of the old that makes one of the new, or a part of it where the new one's elements are smaller.
+    source_bytes = block_bytes * dtype.itemsize // max(dtype.itemsize, new_dtype.itemsize)
+    room = own_memory((min(source_bytes, tensor_nbytes(value)) // dtype.itemsize,), new_dtype)
+    for block in iter_blocks(value, source_bytes):
+        old = torch.frombuffer(block, dtype=dtype)
+        yield memory_of(room[: old.numel()].copy_(old))

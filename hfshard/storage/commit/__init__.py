@@ -1,0 +1,1 @@
+"""The crash-safe step from one checkpoint in a directory to the next."""

@@ -1,0 +1,175 @@
+"""What stands in a save directory before a commit: the checkpoint to protect, what it owns, and wrecks to sweep."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from hfshard.constants import CONFIG_NAME, EXPLICIT_WEIGHTS_KEY, MAX_CONFIG_BYTES, MAX_INDEX_BYTES
+from hfshard.errors import HfshardError
+from hfshard.storage.commit.removals import noted_removals
+from hfshard.storage.disk.safe_open import read_small
+from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.format.names import INDEX_FILE, WeightNames
+from hfshard.storage.weights.shard_file import ShardFile
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryState:
+    """A save directory as it is."""
+
+    directory: str
+    names: WeightNames
+    listing: frozenset[str]
+    config: bytes | None
+    """The bytes of config.json."""
+    explicit: str | None
+    """The weights file that config.json tells transformers to load before all others, if it is there."""
+    index: CheckpointIndex | None
+    """Of the checkpoint that stands there (its explicit index before its conventional one), where it can be read."""
+    owned: frozenset[str]
+    """Files that belong to the checkpoint that stands there, and to nothing else."""
+    referenced: frozenset[str]
+    """Files that an index or the config names, there or not: no new file may take such a name before they go."""
+    wrecks: tuple[str, ...]
+    """Files that a killed save left and that nothing refers to, in the order in which to remove them."""
+
+    @property
+    def has_single(self) -> bool:
+        """Whether `model.safetensors` is there."""
+        return self.names.single in self.listing
+
+    @property
+    def has_index(self) -> bool:
+        """Whether `model.safetensors.index.json` is there."""
+        return self.names.index in self.listing
+
+    @property
+    def has_bins(self) -> bool:
+        """Whether pickled weights are there."""
+        return self.names.bin_single in self.listing or self.names.bin_index in self.listing
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is a checkpoint to protect."""
+        return self.has_single or self.has_index or self.has_bins or self.explicit is not None
+
+    @property
+    def shares_config(self) -> bool:
+        """Whether this is a variant beside other weights, which read the same config.json."""
+        if self.names.variant is None:
+            return False
+        mine = {self.names.single, self.names.index, self.names.bin_single, self.names.bin_index, self.explicit}
+        weights = re.compile(r"(?:model|pytorch_model)(?:\.[^/]+)?\.(?:safetensors|bin)|" + INDEX_FILE.pattern)
+        return any(weights.fullmatch(name) for name in self.listing - self.owned - mine)
+
+    def single_keys(self) -> list[str]:
+        """The names of the tensors in `model.safetensors`; none where it can't be read."""
+        return _keys_of(self.directory, self.names.single)
+
+
+def read_state(directory: str, names: WeightNames) -> DirectoryState:
+    """Look at a save directory. What can't be read is taken as belonging to somebody else: it is never removed."""
+    listing = frozenset(os.listdir(directory))
+    config, explicit = _read_config(directory, listing)
+    indexes = {name: _read_index(directory, name) for name in listing if INDEX_FILE.fullmatch(name)}
+    ours = explicit is not None and names.is_transient(explicit)
+    mine = {names.index, names.bin_index} | ({explicit} if explicit is not None and ours else set())
+    # An index of ours that nothing points at is a wreck, and so are the shards that only it names.
+    orphans = {name for name in indexes if names.is_transient(name) and name != explicit}
+    references = {name: _references(index) for name, index in indexes.items() if name not in orphans}
+    others = _union(references[name] for name in references if name not in mine)
+    if explicit is not None and not ours:
+        others |= {explicit}
+    owned = _union(references.get(name, frozenset()) for name in mine)
+    owned |= {names.index, names.bin_index, names.bin_single, names.single}
+    owned |= {name for name in listing if names.is_transient(name)}
+    referenced = _union(references.values()) | ({explicit} if explicit is not None else set())
+    index = indexes.get(explicit) if explicit in indexes else indexes.get(names.index)
+    # With an index that can't be read, its shards look like those of a killed save: they may be all that is left.
+    is_known = all(indexes[name] is not None for name in indexes if name not in orphans)
+    return DirectoryState(
+        directory=directory,
+        names=names,
+        listing=listing,
+        config=config,
+        explicit=explicit,
+        index=index,
+        owned=frozenset(name for name in owned & listing - others if os.path.isfile(_at(directory, name))),
+        referenced=frozenset(referenced),
+        wrecks=_wrecks(directory, names, listing - referenced, is_known=is_known),
+    )
+
+
+def _wrecks(directory: str, names: WeightNames, unreferenced: Collection[str], *, is_known: bool) -> tuple[str, ...]:
+    transient = [name for name in unreferenced if names.is_transient(name)]
+    noted = noted_removals(directory, names, unreferenced)
+    shards = [name for name in unreferenced if names.is_shard(name) and (name in noted or _is_ours(directory, name))]
+    if not is_known:
+        shards = []
+    # The placeholder goes last: while it is there, huggingface_hub takes no lone shard for a whole checkpoint.
+    return tuple(sorted(shards) + sorted(transient, key=lambda name: (name == names.placeholder, name)))
+
+
+def _read_config(directory: str, listing: frozenset[str]) -> tuple[bytes | None, str | None]:
+    if CONFIG_NAME not in listing:
+        return None, None
+    raw, _ = read_small(_at(directory, CONFIG_NAME), directory, MAX_CONFIG_BYTES)
+    explicit = explicit_weights(raw)
+    return raw, explicit if explicit in listing else None
+
+
+def explicit_weights(config: bytes) -> str | None:
+    """The file that a config.json names as `transformers_weights`, if it does; None where it is not JSON."""
+    try:
+        value = json.loads(config)
+    except (ValueError, RecursionError):
+        return None
+    name = value.get(EXPLICIT_WEIGHTS_KEY) if isinstance(value, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _read_index(directory: str, name: str) -> CheckpointIndex | None:
+    suffix = ".bin" if ".bin.index" in name else ".safetensors"
+    try:
+        raw, _ = read_small(_at(directory, name), directory, MAX_INDEX_BYTES)
+        return CheckpointIndex.from_json(raw, _at(directory, name), suffix=suffix)
+    except HfshardError:
+        return None  # damaged: what it refers to is unknown, and so is left alone
+
+
+def _references(index: CheckpointIndex | None) -> frozenset[str]:
+    if index is None:
+        return frozenset()
+    files = set(index.weight_map.values()) | {name for name in index.files if not name.endswith(".json")}
+    return frozenset(files)
+
+
+def _is_ours(directory: str, name: str) -> bool:
+    try:
+        shard = ShardFile(_at(directory, name), directory)
+    except HfshardError:
+        return False
+    shard.close()
+    return shard.is_ours
+
+
+def _keys_of(directory: str, name: str) -> list[str]:
+    try:
+        shard = ShardFile(_at(directory, name), directory)
+    except HfshardError:
+        return []
+    shard.close()
+    return list(shard.header.slots)
+
+
+def _union(sets: Iterable[frozenset[str]]) -> set[str]:
+    result: set[str] = set()
+    return result.union(*sets)
+
+
+def _at(directory: str, name: str) -> str:
+    return os.path.join(directory, name)

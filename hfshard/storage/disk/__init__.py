@@ -1,0 +1,1 @@
+"""System calls: durable writes, direct I/O, locks, and files that are safe to open."""

@@ -1,0 +1,147 @@
+"""Reads a stretch of a file block by block, the next ones while one is used; past the page cache where it is cold."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+from hfshard.constants import DATA_ALIGNMENT
+from hfshard.storage.disk.direct_io import BLOCK_BYTES, LIBRARY, aligned_block, is_direct_wanted
+
+_AHEAD: Final = 2
+"""Blocks that are read while one is used."""
+
+_MIN_AHEAD_BYTES: Final = 4 * BLOCK_BYTES
+"""Shorter stretches are not worth a thread."""
+
+_PROBES: Final = 8
+"""Places at which the page cache is asked."""
+
+
+def read_blocks(
+    fd: int, start: int, count_bytes: int, block_bytes: int = BLOCK_BYTES, *, to_cache: bool = False
+) -> Iterator[memoryview]:
+    """Yield the bytes of a file from `start` on, in blocks of `block_bytes`; only the last one is shorter.
+
+    A block is valid until the next one is asked for. Where the file ends too early, so do the blocks.
+
+    Args:
+        fd: Open for reading; stays the caller's.
+        start, count_bytes: The stretch.
+        block_bytes: The size of a block.
+        to_cache: Whether the file is to be in the page cache afterwards, as it will be mapped.
+    """
+    is_long = count_bytes >= _MIN_AHEAD_BYTES and block_bytes >= BLOCK_BYTES
+    past_cache = is_long and not to_cache and is_direct_wanted(count_bytes) and not is_cached(fd, start, count_bytes)
+    direct = open_direct(fd) if past_cache else -1
+    reads = _Reads(fd, direct, start, count_bytes, block_bytes)
+    try:
+        for block in reads.one_by_one() if direct < 0 else reads.ahead():  # the page cache reads ahead by itself
+            if not block:
+                return
+            yield block
+    finally:
+        if direct >= 0:
+            os.close(direct)
+
+
+def is_cached(fd: int, start: int, count_bytes: int) -> bool:
+    """Whether the page cache has a stretch of a file, by a few of its pages; True where the system does not say.
+
+    `preadv2` with RWF_NOWAIT would answer too, but begins to read what it does not find.
+    """
+    hits = 0
+    for number in range(_PROBES):
+        # Not at the beginning of a tensor: that was read for the file's sample.
+        at = start + (2 * number + 1) * count_bytes // (2 * _PROBES)
+        try:
+            page = mmap.mmap(fd, 1, access=mmap.ACCESS_COPY, offset=at - at % mmap.ALLOCATIONGRANULARITY)
+        except (OSError, ValueError):
+            return True
+        resident = ctypes.c_ubyte()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        if LIBRARY.mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(resident)) != 0:
+            return True
+        hits += resident.value & 1
+    return 2 * hits >= _PROBES
+
+
+def open_direct(fd: int) -> int:
+    """Open the file that `fd` is, whatever happened to its name, for reading past the page cache; -1: it can't be."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return -1
+
+
+def read_direct(fd: int, direct: int, buffer: memoryview, start: int, count_bytes: int) -> memoryview:
+    """Read a stretch into an aligned buffer, and return where in it the stretch came to lie.
+
+    Args:
+        fd: The file.
+        direct: The same, opened by `open_direct`; or -1.
+        buffer: Begins at a page and has room for a page more than the stretch, on either side of it.
+        start, count_bytes: The stretch.
+
+    Returns:
+        A part of `buffer`, shorter than asked for where the file ends.
+    """
+    lead = start % DATA_ALIGNMENT
+    at = start - lead
+    filled, wanted = 0, lead + count_bytes
+    if direct >= 0:
+        whole = -(-wanted // DATA_ALIGNMENT) * DATA_ALIGNMENT
+        try:
+            while filled < wanted and filled % DATA_ALIGNMENT == 0:
+                count = os.preadv(direct, [buffer[filled:whole]], at + filled)
+                filled += count
+                if count == 0:
+                    break
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    while filled < wanted and (count := os.preadv(fd, [buffer[filled:wanted]], at + filled)):
+        filled += count
+    return buffer[lead : min(filled, wanted)]
+
+
+class _Reads:
+    """The reads of one stretch."""
+
+    def __init__(self, fd: int, direct: int, start: int, count_bytes: int, block_bytes: int) -> None:
+        self.fd, self.direct, self.end, self.block_bytes = fd, direct, start + count_bytes, block_bytes
+        self.starts = iter(range(start, self.end, block_bytes))
+        self.room = min(block_bytes, count_bytes) + 2 * DATA_ALIGNMENT
+
+    def one_by_one(self) -> Iterator[memoryview]:
+        """The blocks, each read when it is asked for."""
+        buffer = memoryview(bytearray(self.room))
+        for at in self.starts:
+            yield self._read(buffer, at)
+
+    def ahead(self) -> Iterator[memoryview]:
+        """The blocks, read by another thread while one is used."""
+        free = [aligned_block(self.room) for _ in range(_AHEAD + 1)]
+        under_way: deque[tuple[Future[memoryview], memoryview]] = deque()
+        with ThreadPoolExecutor(1, thread_name_prefix="hfshard-read") as pool:
+            try:
+                while True:
+                    while free and (at := next(self.starts, None)) is not None:
+                        buffer = free.pop()
+                        under_way.append((pool.submit(self._read, buffer, at), buffer))
+                    if not under_way:
+                        return
+                    read, buffer = under_way.popleft()
+                    yield read.result()
+                    free.append(buffer)
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _read(self, buffer: memoryview, at: int) -> memoryview:
+        return read_direct(self.fd, self.direct, buffer, at, min(self.block_bytes, self.end - at))

@@ -1,0 +1,145 @@
+"""A file that takes its bytes in order and writes them in aligned blocks, past the page cache where it can."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from hfshard.constants import DATA_ALIGNMENT
+from hfshard.storage.disk.direct_io import BLOCK_BYTES, aligned_block, allocate, is_direct_wanted, set_direct
+
+_BLOCKS: Final = 4
+"""Blocks of a file that are filled or under way at once."""
+
+_COPY_BY_LIBRARY_BYTES: Final = 64 * 1024
+"""From here on a copy is made without Python's lock: other files are hashed and copied meanwhile."""
+
+
+class BlockWriter:
+    """Writes one new file from its beginning to its end; used by one thread, and another one writes behind it."""
+
+    def __init__(
+        self, fd: int, size: int, stop: threading.Event, on_bytes: Callable[[int], object] | None, *, behind: bool
+    ) -> None:
+        """Take an open, empty file, and reserve its space.
+
+        Args:
+            fd: Open for writing; stays the caller's.
+            size: Bytes that it will have.
+            stop: When it is set, the next block raises.
+            on_bytes: Told the bytes of each block that was written, maybe from the other thread.
+            behind: Whether to write in another thread, while the next block is filled.
+
+        Raises:
+            OSError: There is no space.
+        """
+        self._fd, self._stop, self._on_bytes = fd, stop, on_bytes
+        self._is_direct = is_direct_wanted(size) and set_direct(fd, wanted=True)
+        if self._is_direct:
+            allocate(fd, size)
+        block_bytes = min(BLOCK_BYTES, max(1, -(-size // DATA_ALIGNMENT)) * DATA_ALIGNMENT)
+        is_several = behind and size > block_bytes
+        self._block = aligned_block(block_bytes)
+        self._filled = self._at = 0
+        self._full: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._is_several, self._is_closed = is_several, False
+        self._pool: ThreadPoolExecutor | None = None
+
+    def write(self, view: memoryview) -> None:
+        """Take the next bytes; they are copied before this returns.
+
+        Raises:
+            OSError: This block, or one before it, could not be written.
+            InterruptedError: `stop` was set.
+        """
+        while view:
+            count = min(len(view), len(self._block) - self._filled)
+            _copy(self._block[self._filled : self._filled + count], view[:count])
+            self._filled += count
+            view = view[count:]
+            if self._filled == len(self._block):
+                self._hand_on()
+
+    def finish(self) -> None:
+        """Write what is left, and wait until all is written; flushing it to the disk is the caller's."""
+        if self._pool is not None:
+            self._full.put(None)
+            self._behind.result()
+        whole = self._filled - self._filled % DATA_ALIGNMENT if self._is_direct else 0
+        self._write(self._fd, self._block[:whole])
+        self._to_buffered()
+        self._write(self._fd, self._block[whole : self._filled])
+
+    def close(self) -> None:
+        """Have the other thread end; what it has not yet begun to write is not written."""
+        self._is_closed = True
+        if self._pool is not None:
+            self._full.put(None)
+            self._pool.shutdown()
+
+    def _hand_on(self) -> None:
+        if self._stop.is_set():
+            raise InterruptedError("another file of this save failed")
+        if not self._is_several:
+            self._write(self._fd, self._block)
+        else:
+            if self._pool is None:
+                self._begin_behind()
+            self._full.put(self._block)
+            block = self._free.get()
+            if block is None:
+                self._behind.result()  # raises what ended the other thread
+                raise InterruptedError("the file was finished")
+            self._block = block
+        self._filled = 0
+
+    def _begin_behind(self) -> None:
+        for _ in range(_BLOCKS - 1):
+            self._free.put(aligned_block(len(self._block)))
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hfshard-disk")
+        self._behind = self._pool.submit(self._write_behind, os.dup(self._fd))
+
+    def _write_behind(self, fd: int) -> None:
+        # With a descriptor of its own: Ctrl-C upon Ctrl-C may let the caller close the other one under it.
+        try:
+            while (block := self._full.get()) is not None and not self._is_closed:
+                self._write(fd, block)
+                self._free.put(block)
+        finally:
+            os.close(fd)
+            self._free.put(None)  # whoever waits for a block must not wait for ever
+
+    def _write(self, fd: int, block: memoryview) -> None:
+        left = block
+        while left:
+            try:
+                count = os.pwrite(fd, left, self._at)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._is_direct:
+                    raise
+                self._to_buffered()  # the file system takes O_DIRECT, and wants another alignment
+                continue
+            self._at += count
+            left = left[count:]
+        if self._on_bytes is not None:
+            self._on_bytes(len(block))
+
+    def _to_buffered(self) -> None:
+        if self._is_direct:
+            set_direct(self._fd, wanted=False)
+            self._is_direct = False
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    if len(source) < _COPY_BY_LIBRARY_BYTES or source.readonly:
+        target[:] = source
+        return
+    byte = ctypes.c_char
+    ctypes.memmove(ctypes.addressof(byte.from_buffer(target)), ctypes.addressof(byte.from_buffer(source)), len(source))

@@ -1,0 +1,97 @@
+"""What lies beside the weights of a checkpoint and belongs to who uses it: found without trust, and copied."""
+
+from __future__ import annotations
+
+import filecmp
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from hfshard.constants import ADAPTER_CONFIG_NAME, COPY_BYTES, MAX_OTHER_BYTES, README, WEIGHTS_SUFFIXES
+from hfshard.errors import SaveDirectoryError
+from hfshard.storage.disk.durable import copy_mode, sync
+from hfshard.storage.disk.safe_open import open_regular
+from hfshard.storage.format.names import INDEX_FILE
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BesideFile:
+    """A file beside the weights of a checkpoint in the directory `root`."""
+
+    path: str
+    root: str
+    size: int
+
+    def copy_to(self, target: str, like: os.stat_result | None, on_bytes: Callable[[int], object] | None) -> None:
+        """Copy it into a new file, durably.
+
+        Raises:
+            UnsafePathError, DamagedCheckpointError: It became a link that leaves `root`, or no regular file.
+        """
+        fd = open_regular(self.path, self.root)
+        try:
+            with open(target, "xb") as writing:
+                while block := os.read(fd, COPY_BYTES):
+                    writing.write(block)
+                    if on_bytes is not None:
+                        on_bytes(len(block))
+                writing.flush()
+                copy_mode(writing.fileno(), like)
+                sync(writing.fileno(), target)
+        finally:
+            os.close(fd)
+
+
+def files_beside(directory: str, but: Collection[str]) -> dict[str, BesideFile]:
+    """The files at the top level of a checkpoint's directory that are no weights: tokenizer, README, code, by name.
+
+    Left out are weights and indexes of whatever library, files over 256 MiB (they are data sets), names with a dot in
+    front (git's, and secrets), folders, and an adapter's config, whose weights do not go along.
+
+    Args:
+        directory: The checkpoint's.
+        but: Names to leave out.
+
+    Raises:
+        UnsafePathError: A link that leaves the directory.
+        DamagedCheckpointError: A link to nothing, or a file that can't be opened.
+    """
+    found = {}
+    for name in sorted(os.listdir(directory)):
+        path = os.path.join(directory, name)
+        if name.startswith(".") or name == ADAPTER_CONFIG_NAME or name in but:
+            continue
+        if name.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(name):
+            continue
+        if os.path.exists(path) and not os.path.isfile(path):
+            if not os.path.isdir(path):
+                logger.warning("'%s' is a pipe, a socket or a device: it is not copied.", path)
+            continue
+        os.close(open_regular(path, directory))
+        size = os.stat(path).st_size
+        if size > MAX_OTHER_BYTES:
+            logger.warning("'%s' has %d bytes and is no weights: it is not copied.", path, size)
+            continue
+        found[name] = BesideFile(path, directory, size)
+    return found
+
+
+def refuse_others(files: Mapping[str, BesideFile], directory: str) -> None:
+    """Refuse to copy over what stands in a directory and is another file; a README of its own stays.
+
+    Raises:
+        SaveDirectoryError: A name is taken.
+    """
+    for name, file in files.items():
+        target = os.path.join(directory, name)
+        if name == README or not os.path.lexists(target):
+            continue
+        if not os.path.isfile(target) or not filecmp.cmp(file.path, target, shallow=False):
+            raise SaveDirectoryError(
+                f"'{target}' is there already, and is not the '{name}' that lies beside the checkpoint to be copied. "
+                "Move it away, or give another directory.",
+                path=target,
+            )

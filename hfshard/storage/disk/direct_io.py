@@ -1,0 +1,76 @@
+"""Reading and writing past the page cache: whether to, and what Python lacks for it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from typing import Final
+
+from hfshard.errors import InvalidArgumentError
+from hfshard.storage.disk.durable import UNSUPPORTED
+
+LIBRARY: Final = ctypes.CDLL(None, use_errno=True)
+"""The C library, for what Python lacks."""
+
+BLOCK_BYTES: Final = 1024 * 1024
+"""Bytes of one read or write: enough for any disk, and what is hashed and then copied is still in the core's cache."""
+
+DIRECT_VARIABLE: Final = "HFSHARD_DIRECT"
+"""The environment variable that turns O_DIRECT off (0), or on for small files too (1)."""
+
+_MIN_DIRECT_BYTES: Final = 1024 * 1024
+"""Smaller files go through the page cache: a flush of one costs as much as its bytes."""
+
+
+def is_direct_wanted(size: int) -> bool:
+    """Whether a file of so many bytes is to go past the page cache, if its file system can."""
+    wanted = check_setting()
+    return hasattr(os, "O_DIRECT") and wanted != "0" and (wanted == "1" or size >= _MIN_DIRECT_BYTES)
+
+
+def check_setting() -> str:
+    """What the environment says: "", "0" or "1".
+
+    Raises:
+        InvalidArgumentError: It says something else.
+    """
+    wanted = os.environ.get(DIRECT_VARIABLE, "")
+    if wanted not in ("", "0", "1"):
+        raise InvalidArgumentError(f"The variable {DIRECT_VARIABLE} must be 0 or 1, and is {wanted!r}.")
+    return wanted
+
+
+def set_direct(fd: int, *, wanted: bool) -> bool:
+    """Turn O_DIRECT of an open file on or off; False where the file system does not know it."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
+
+
+def aligned_block(count_bytes: int) -> memoryview:
+    """Memory that begins at a page, and goes back to the system with the last view of it."""
+    return memoryview(mmap.mmap(-1, count_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def allocate(fd: int, size: int) -> None:
+    """Reserve a new file's space; nothing where the file system can't.
+
+    Not `os.posix_fallocate`: the C library would write a byte into each block where the file system can't.
+
+    Raises:
+        OSError: There is no space.
+    """
+    while LIBRARY.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
+        number = ctypes.get_errno()
+        if number in UNSUPPORTED | {errno.EINVAL}:
+            return
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))

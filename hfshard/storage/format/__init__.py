@@ -1,0 +1,1 @@
+"""The format: names of files, headers, the index and its digests, strict JSON."""

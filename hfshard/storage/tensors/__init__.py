@@ -1,0 +1,1 @@
+"""Tensors as bytes: dtypes, layouts, and what can be stored."""

@@ -1,0 +1,233 @@
+"""The bytes of a tensor as the format wants them, in bounded blocks and without a copy where none is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, Final, TypeGuard
+
+import torch
+
+from hfshard.constants import MAX_DIMENSIONS
+from hfshard.errors import UnstorableTensorError
+from hfshard.storage.tensors.dtypes import PLAIN_DTYPES, REAL_PAIR_DTYPES, stored_dtype_name
+from hfshard.storage.tensors.stored_tensor import Storable, StoredTensor
+
+_INTEGER_OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Blocks are copied as integers, so that no copy touches a bit (NaN payloads, fp4 that torch can't copy)."""
+
+_OWN_PAGES_BYTES: Final = 128 * 1024
+"""From this size on a block is mapped: glibc's own first threshold, which it raises as it goes."""
+
+_PLAIN_TYPES: Final = frozenset((torch.Tensor, torch.nn.Parameter))
+
+_LARGEST_ELEMENT: Final = 16
+"""Bytes of one complex128."""
+
+
+def check_storable(name: str, value: Any) -> None:
+    """Refuse what the format has no bytes for, before anything is written.
+
+    Raises:
+        UnstorableTensorError: Not a tensor; sparse, nested, quantized, meta, or a wrapper (DTensor, torchao); a dtype
+            or a name that safetensors does not know.
+    """
+    problem = _problem(name, value)
+    if problem is not None:
+        raise UnstorableTensorError(f"Can't store {name!r}: {problem}", fqn=str(name))
+
+
+def is_plain(value: Any, name: Any) -> TypeGuard[torch.Tensor]:
+    """Whether nothing can be wrong, and torch's shape is the format's.
+
+    So it is with most tensors, and this tells them in a fraction of the time that looking for a problem takes.
+    """
+    return (
+        type(name) is str
+        and name.isascii()
+        and name != "__metadata__"
+        and type(value) in _PLAIN_TYPES
+        and value.dtype in PLAIN_DTYPES
+        and value.layout is torch.strided
+        and not (value.is_meta or value.is_nested)
+        and value.dim() <= MAX_DIMENSIONS
+    )
+
+
+def _has_memory(value: torch.Tensor) -> bool:
+    """Whether a tensor's bytes are where it says; a subclass that wraps others may have none."""
+    if type(value) in _PLAIN_TYPES or value.numel() == 0:
+        return True
+    try:
+        return value.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+def is_plain_type(value: object) -> bool:
+    """Whether it is torch's own tensor, and no wrapper whose memory is elsewhere."""
+    return type(value) in _PLAIN_TYPES
+
+
+def tensor_nbytes(tensor: Storable) -> int:
+    """Bytes that the tensor takes in a file."""
+    if isinstance(tensor, StoredTensor):
+        return tensor.form.nbytes
+    return tensor.numel() * tensor.element_size()
+
+
+def iter_blocks(tensor: Storable, block_bytes: int) -> Iterator[memoryview]:
+    """Yield the tensor's bytes in row-major order, at most `block_bytes` at a time.
+
+    A contiguous CPU tensor is not copied; of any other (strided, expanded, conjugated, on a device) one block at a
+    time is. A view stays valid until the next one is asked for.
+
+    Args:
+        tensor: Anything that `check_storable` lets pass.
+        block_bytes: At least 16, the largest element.
+    """
+    if isinstance(tensor, StoredTensor):
+        yield from tensor.blocks(block_bytes)
+        return
+    tensor = tensor.detach()
+    if tensor.numel() == 0:
+        return
+    if tensor.is_conj() or tensor.is_neg() or tensor.dtype in REAL_PAIR_DTYPES:
+        yield from _copied_blocks(tensor, block_bytes)
+        return
+    tensor = tensor.view(_INTEGER_OF_SIZE.get(tensor.element_size(), tensor.dtype))
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        memory = memory_of(tensor)
+        for start in range(0, len(memory), block_bytes):
+            yield memory[start : start + block_bytes]
+        return
+    yield from device_blocks(tensor, block_bytes) if tensor.is_cuda else _copied_blocks(tensor, block_bytes)
+
+
+def device_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
+    """The blocks of a GPU's tensor, by way of two page-locked buffers: one is filled while the other is used.
+
+    Args:
+        tensor: Of a dtype that is copied as it is, not empty. On the CPU it takes the same way, for tests.
+        block_bytes: As in `iter_blocks`.
+    """
+    stages = [torch.empty(block_bytes, dtype=torch.uint8, pin_memory=tensor.is_cuda) for _ in range(2)]
+    before: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+    for number, piece in enumerate(_device_pieces(tensor, block_bytes)):
+        stage = stages[number % 2][: piece.numel()]
+        stage.copy_(piece, non_blocking=True)
+        arrived = None
+        if tensor.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(tensor.device))
+        if before is not None:
+            yield _arrived(*before)
+        before = stage, arrived
+    if before is not None:
+        yield _arrived(*before)
+
+
+def _arrived(stage: torch.Tensor, event: torch.cuda.Event | None) -> memoryview:
+    if event is not None:
+        event.synchronize()
+    return memory_of(stage)
+
+
+def _device_pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
+    """The bytes of a tensor on its device; where its strides are odd, a contiguous copy of one piece at a time."""
+    if tensor.dim() == 0:
+        tensor = tensor.reshape(1)
+    if tensor.is_contiguous():
+        raw = tensor.view(torch.uint8).view(-1)
+        for at in range(0, raw.numel(), block_bytes):
+            yield raw[at : at + block_bytes]
+        return
+    for block in _row_blocks(tensor, block_bytes):
+        yield block.contiguous().view(torch.uint8).view(-1)
+
+
+def first_bytes(tensor: Storable, count: int) -> Iterator[memoryview]:
+    """Yield the tensor's first `count` bytes (all, if it has fewer), whatever its strides."""
+    for block in iter_blocks(tensor, max(count, _LARGEST_ELEMENT)):
+        yield block[:count]
+        count -= len(block)
+        if count <= 0:
+            return
+
+
+def _copied_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
+    room = turned_room = own_memory((0,), tensor.dtype)
+    for block in _row_blocks(tensor, block_bytes):
+        if room.numel() < block.numel():
+            room = own_memory((block.numel(),), block.dtype)
+        copy = room[: block.numel()].view(block.shape)
+        if block.dim() == 2 and block.stride(0) < block.stride(1) and not block.is_conj():
+            # Rows of a transposed matrix: torch turns a whole one fast (three times, at least), a part of one slowly.
+            if turned_room.numel() < block.numel():
+                turned_room = own_memory((block.numel(),), block.dtype)
+            block = turned_room[: block.numel()].view(block.t().shape).copy_(block.t()).t()
+        yield memory_of(copy.copy_(block))
+
+
+def _row_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
+    """Parts of a tensor of at most so many bytes, in row-major order."""
+    if tensor.dim() == 0:
+        tensor = tensor.reshape(1)
+    row_bytes = tensor_nbytes(tensor) // tensor.shape[0]
+    if row_bytes > block_bytes:
+        for number in range(tensor.shape[0]):  # not `for row in tensor`, which makes all the views at once
+            yield from _row_blocks(tensor[number], block_bytes)
+        return
+    rows = block_bytes // row_bytes
+    for start in range(0, tensor.shape[0], rows):
+        yield tensor[start : start + rows]
+
+
+def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Contiguous memory for a block; a large one has pages of its own, which go back to the system with it.
+
+    The C library would keep them: two threads that copied a transposed model held 130 MiB.
+    """
+    nbytes = prod(shape) * dtype.itemsize
+    if nbytes < _OWN_PAGES_BYTES:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied; the view keeps the tensor alive."""
+    array: Any = (ctypes.c_ubyte * tensor_nbytes(tensor)).from_address(tensor.data_ptr())
+    array.owner = tensor  # the memoryview holds the array, the array holds the tensor
+    return memoryview(array).cast("B")
+
+
+def _problem(name: Any, value: Any) -> str | None:
+    if not isinstance(name, str):
+        return f"names must be strings, and this is a {type(name).__name__}."
+    if name == "__metadata__":
+        return "the format has another use for this name. Rename it."
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return "its name is no valid Unicode. Rename it."
+    if isinstance(value, StoredTensor):
+        return None
+    if not isinstance(value, torch.Tensor):
+        kind = type(value).__name__
+        return f"it is a {kind}, not a tensor. Take it out of the state dict, or make it a tensor."
+    if value.device.type == "meta":
+        return "it is on the meta device and has no data. Load or initialise the model first."
+    if value.layout != torch.strided or value.is_nested:
+        return f"its layout is {value.layout}. Call .to_dense() on it first."
+    if hasattr(type(value), "__tensor_flatten__") or not _has_memory(value):
+        return f"it is a {type(value).__name__}, a wrapper around other tensors. Gather or dequantize it first."
+    if value.dim() > MAX_DIMENSIONS:
+        return f"it has {value.dim()} dimensions, and readers take {MAX_DIMENSIONS}. Reshape it."
+    if stored_dtype_name(value.dtype) is None:
+        return f"the format has no dtype {value.dtype}. Cast or dequantize it first."
+    if value.dtype == torch.float4_e2m1fn_x2 and value.dim() == 0:
+        return "a 0-d float4 pair has no shape in the format. Reshape it to (1,)."
+    return None

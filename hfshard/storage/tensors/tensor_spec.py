@@ -1,0 +1,56 @@
+"""What a plan has to know of a tensor: its name, and how the format stores it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from hfshard.storage.tensors.dtypes import DTYPE_NAMES
+from hfshard.storage.tensors.stored_tensor import Storable, stored_form
+from hfshard.storage.tensors.tensor_bytes import check_storable, is_plain
+
+
+class TensorSpec(NamedTuple):
+    """What the plan knows of one tensor (a named tuple for the reason that `StoredForm` is one)."""
+
+    name: str
+    dtype: str
+    """The format's name: "F32"."""
+    shape: tuple[int, ...]
+    """As the format counts it."""
+    nbytes: int
+
+
+def tensor_specs(state_dict: Mapping[str, Storable]) -> list[TensorSpec]:
+    """What the plan needs to know of each tensor, in state dict order.
+
+    Raises:
+        UnstorableTensorError: A value that the format has no bytes for.
+    """
+    specs = []
+    with _no_collection():
+        for name, tensor in state_dict.items():
+            if is_plain(tensor, name):
+                specs.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes))
+                continue
+            check_storable(name, tensor)
+            dtype, shape, nbytes, _ = stored_form(tensor)
+            specs.append(TensorSpec(name, dtype, shape, nbytes))
+    return specs
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's collector from going through all that lives, again and again, while a million objects are made.
+
+    Nothing here makes a circle. It took half of the time of a plan of 100,000 tensors.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

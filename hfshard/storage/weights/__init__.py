@@ -1,0 +1,1 @@
+"""Files of weights: safetensors written, streamed and read, and legacy pickles read."""

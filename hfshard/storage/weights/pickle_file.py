@@ -1,0 +1,133 @@
+"""Reads `pytorch_model.bin` files, zip and older: tensors only, never code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from typing import Any
+
+import torch
+
+from hfshard.constants import LFS_POINTER_MARK
+from hfshard.errors import DamagedCheckpointError, IntegrityError, UnsafePickleError
+from hfshard.storage.disk.safe_open import open_regular
+from hfshard.storage.format.header import remedy
+from hfshard.storage.weights.zip_check import check_archive, damaged_record
+
+_ZIP_MARK = b"PK\x03\x04"
+_LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""The number that files of before the zip begin with, pickled. Of other pickles, and of tars, torch reads more."""
+_FIRST_BYTES = 32
+_GLOBAL = re.compile(r"(?:Unsupported global: )?GLOBAL ([\w.]+)")
+
+
+class PickleFile:
+    """The tensors of one pickled file, read with `weights_only=True`; a zip file is mapped, not read.
+
+    Attributes:
+        path: Where it was found.
+        tensors: FQN -> tensor.
+    """
+
+    def __init__(self, path: str, root: str) -> None:
+        """Read a file.
+
+        Raises:
+            UnsafePickleError: It asks for anything but tensors and plain containers.
+            DamagedCheckpointError: It is no pickle of a state dict.
+        """
+        self.path = path
+        fd = open_regular(path, root)
+        try:
+            is_zip = _is_zip(fd, path)
+            if is_zip:
+                check_archive(fd, path)
+            value = _load(fd, path, mapped=is_zip)
+        finally:
+            os.close(fd)
+        self.tensors: dict[str, torch.Tensor] = _state_dict_of(value, path)
+
+
+def check_every_byte(path: str, root: str) -> bool:
+    """Compare all bytes of a zip file with the checksums that torch.save wrote into it; False where there are none.
+
+    Raises:
+        IntegrityError: A record differs.
+        Everything that `PickleFile` raises before it loads.
+    """
+    fd = open_regular(path, root)
+    try:
+        if not _is_zip(fd, path):
+            return False
+        record = damaged_record(fd, path)
+    finally:
+        os.close(fd)
+    if record is not None:
+        raise IntegrityError(
+            f"'{path}' is damaged: its record '{record}' does not match the zip's own checksum. {remedy(path)}",
+            path=path,
+        )
+    return True
+
+
+def _is_zip(fd: int, path: str) -> bool:
+    first = os.pread(fd, _FIRST_BYTES, 0)
+    if first.startswith(LFS_POINTER_MARK):
+        raise DamagedCheckpointError(
+            f"'{path}' is a git-lfs pointer, not the file itself. Run: git lfs pull", path=path
+        )
+    if not first.startswith(_ZIP_MARK) and _LEGACY_MAGIC not in first:
+        raise DamagedCheckpointError(
+            f"'{path}' is no PyTorch checkpoint: it begins neither as a zip nor with PyTorch's magic number. "
+            f"{remedy(path)}",
+            path=path,
+        )
+    return first.startswith(_ZIP_MARK)
+
+
+def _load(fd: int, path: str, *, mapped: bool) -> Any:
+    try:
+        if mapped:
+            source = f"/proc/self/fd/{fd}" if os.path.exists(f"/proc/self/fd/{fd}") else path
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+        with os.fdopen(os.dup(fd), "rb") as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = _GLOBAL.search(str(error))
+        if found is None and "Unsupported" not in str(error):
+            raise _damaged(path, error) from error
+        what = f"'{found.group(1)}'" if found else "something"
+        raise UnsafePickleError(
+            f"'{path}' is not loaded: its pickle asks for {what}, and a checkpoint needs only tensors. "
+            "It may run code on your machine. Do not load it, unless you made it; then save it anew as safetensors.",
+            path=path,
+            actual=found.group(1) if found else None,
+        ) from error
+    except Exception as error:  # torch.load meets a damaged file with any of a dozen kinds
+        raise _damaged(path, error) from error
+
+
+def _state_dict_of(value: Any, path: str) -> dict[str, torch.Tensor]:
+    if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
+        value = value["state_dict"]
+    if not isinstance(value, dict):
+        raise DamagedCheckpointError(
+            f"'{path}' holds a {type(value).__name__}, not a state dict. {remedy(path)}", path=path, expected="dict"
+        )
+    for name, tensor in value.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            kind = type(tensor).__name__
+            raise DamagedCheckpointError(
+                f"'{path}' is no state dict: its entry {str(name)[:200]!r} is a {kind}, not a tensor. {remedy(path)}",
+                path=path,
+                fqn=str(name),
+            )
+    return dict(value)
+
+
+def _damaged(path: str, error: Exception) -> DamagedCheckpointError:
+    reason = (str(error).splitlines() or [""])[0][:200]
+    return DamagedCheckpointError(
+        f"'{path}' is no whole PyTorch checkpoint: {type(error).__name__}: {reason}. {remedy(path)}", path=path
+    )

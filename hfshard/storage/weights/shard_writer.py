@@ -1,0 +1,238 @@
+"""Writes safetensors files straight from tensor memory, with their checksums in the same pass."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from hfshard.constants import FILES_AT_ONCE, FORMAT_VERSION, METADATA_KEY, SAMPLE_BYTES
+from hfshard.errors import InvalidArgumentError
+from hfshard.storage.disk.block_writer import BlockWriter
+from hfshard.storage.disk.content import stoppable
+from hfshard.storage.disk.direct_io import BLOCK_BYTES, check_setting
+from hfshard.storage.disk.durable import copy_mode, sync, write_all
+from hfshard.storage.format.header import build_header
+from hfshard.storage.format.index import FileRecord, single_file_metadata
+from hfshard.storage.format.integrity import (
+    HASHERS,
+    TENSOR_DIGEST_HEX,
+    Hasher,
+    new_sample,
+    sampled_positions,
+    tensor_digest,
+)
+from hfshard.storage.tensors.stored_tensor import Storable, stored_form
+from hfshard.storage.tensors.tensor_bytes import first_bytes, iter_blocks, tensor_nbytes
+
+PAIRS_KEY: Final = "hfshard.complex"
+"""Key of a file's `__metadata__`: JSON list of tensors that are complex, and stored as real pairs."""
+
+WRITERS_VARIABLE: Final = "HFSHARD_WRITERS"
+"""The environment variable that says how many files are written at once; with 1, all is done by one thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardJob:
+    """One file to write."""
+
+    path: str
+    tensors: Mapping[str, Storable]
+    """In the order of their bytes."""
+    metadata: Mapping[str, str]
+    """The file's `__metadata__`."""
+    own: Mapping[str, Any] | None = None
+    """For a single file: what it says of itself (see `index.own_metadata`); its digests are added."""
+    like: os.stat_result | None = None
+    """The file that it will replace."""
+
+
+def write_shards(
+    jobs: Sequence[ShardJob], *, checksum: str | None, on_bytes: Callable[[int], object] | None = None
+) -> list[FileRecord]:
+    """Write files durably, several at once, in bounded memory.
+
+    Args:
+        jobs: Their paths must not exist.
+        checksum: A key of `HASHERS`, or None.
+        on_bytes: Told the bytes of each block that was written, from any thread.
+
+    Returns:
+        A record for each job, in order.
+
+    Raises:
+        OSError: The first error of any file; the others are stopped. What was written stays for the caller to remove.
+    """
+    stop = threading.Event()
+    await_devices(jobs)
+    threads = writer_threads()
+    write = partial(_write_shard, checksum=checksum, on_bytes=on_bytes, stop=stop, behind=threads > 1)
+    if min(threads, len(jobs)) <= 1:
+        return [write(job) for job in jobs]
+    with ThreadPoolExecutor(min(threads, len(jobs)), thread_name_prefix="hfshard-write") as pool:
+        futures = [pool.submit(write, job) for job in jobs]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                if (error := future.exception()) is not None:
+                    raise error
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+        return [future.result() for future in futures]
+
+
+def await_devices(jobs: Sequence[ShardJob]) -> None:
+    """Let what was begun on the GPUs be done: the threads that read the tensors know no stream but the default one."""
+    if torch.cuda.is_initialized():
+        tensors = (tensor for job in jobs for tensor in job.tensors.values())
+        for device in {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+
+
+def writer_threads() -> int:
+    """Files to write at once, at most."""
+    check_setting()
+    wanted = os.environ.get(WRITERS_VARIABLE, "")
+    if not wanted:
+        return FILES_AT_ONCE
+    if not (wanted.isascii() and wanted.isdigit() and int(wanted) > 0):
+        raise InvalidArgumentError(f"The variable {WRITERS_VARIABLE} must be a number of threads, and is {wanted!r}.")
+    return int(wanted)
+
+
+def sample_of(header: bytes, tensors: Sequence[Storable]) -> str:
+    """The sample that a file with this header and these tensors, in the order of their bytes, will have."""
+    sample = new_sample()
+    sample.update(header)
+    for position in sampled_positions(len(tensors)):
+        for block in first_bytes(tensors[position], SAMPLE_BYTES):
+            sample.update(block)
+    return sample.hexdigest()
+
+
+def file_order(tensors: Mapping[str, Storable]) -> dict[str, Storable]:
+    """Tensors in the order of their bytes: larger elements first, so that each is aligned to its own size."""
+    return dict(sorted(tensors.items(), key=lambda item: -stored_form(item[1]).element_bytes))
+
+
+def shard_header(tensors: Mapping[str, Storable], metadata: Mapping[str, str]) -> bytes:
+    """The head of a file of these tensors, which are in the order of their bytes."""
+    forms = ((name, stored_form(tensor)) for name, tensor in tensors.items())
+    return build_header(((name, form.dtype, list(form.shape), form.nbytes) for name, form in forms), metadata)
+
+
+def shard_metadata(tensors: Mapping[str, Storable], extra: Mapping[str, str]) -> dict[str, str]:
+    """The `__metadata__` of a shard: what stock readers need, what hfshard adds, what the caller adds."""
+    pairs = [name for name, tensor in tensors.items() if stored_form(tensor).is_pair]
+    own = {PAIRS_KEY: json.dumps(pairs, ensure_ascii=False)} if pairs else {}
+    mark = {METADATA_KEY: str(FORMAT_VERSION)}
+    return mark | own | dict(extra) | {"format": "pt"} | mark
+
+
+def _write_shard(
+    job: ShardJob,
+    checksum: str | None,
+    on_bytes: Callable[[int], object] | None,
+    stop: threading.Event,
+    *,
+    behind: bool,
+) -> FileRecord:
+    fd = os.open(job.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        blank = blank_header(job, checksum)
+        size = len(blank) + sum(tensor_nbytes(tensor) for tensor in job.tensors.values())
+        writer = BlockWriter(fd, size, stop, on_bytes, behind=behind)
+        try:
+            record, header = _put_through(job, checksum, blank, writer.write)
+            writer.finish()
+        finally:
+            writer.close()
+        if header != blank:
+            os.lseek(fd, 0, os.SEEK_SET)
+            write_all(fd, header)
+        copy_mode(fd, job.like)
+        sync(fd, job.path)
+    finally:
+        os.close(fd)
+    return record
+
+
+def digest_shard(
+    job: ShardJob, checksum: str | None, on_bytes: Callable[[int], object] | None, stop: threading.Event
+) -> tuple[FileRecord, bytes]:
+    """The record and the head of the file that `write_shards` would write for a job; nothing is written.
+
+    Raises:
+        InterruptedError: `stop` was set.
+    """
+    tell = stoppable(on_bytes, stop)
+    return _put_through(job, checksum, blank_header(job, checksum), lambda block: tell(len(block)))
+
+
+def blank_header(job: ShardJob, checksum: str | None) -> bytes:
+    """The head of a job's file by which its digests are made: where it states its own, zeros stand."""
+    return _headers(job, checksum, {})[1]
+
+
+def _put_through(
+    job: ShardJob, checksum: str | None, blank: bytes, put: Callable[[memoryview], object]
+) -> tuple[FileRecord, bytes]:
+    """Hash a file's bytes and hand them on: its record, and its final header (`blank` is the one to hash)."""
+    output = _Output(put, checksum)
+    digests = {"sample": sample_of(blank, list(job.tensors.values()))}
+    output.add([memoryview(blank)])
+    tensors = [output.add(iter_blocks(tensor, BLOCK_BYTES)) for tensor in job.tensors.values()]
+    if checksum is not None and output.hasher is not None:
+        digests |= {checksum: output.hasher.hexdigest(), "tensors": "".join(tensors)}
+    header = blank if job.own is None else _headers(job, checksum, digests)[0]
+    size = len(header) + sum(tensor_nbytes(tensor) for tensor in job.tensors.values())
+    return FileRecord(size, **digests), header
+
+
+def _headers(job: ShardJob, checksum: str | None, digests: Mapping[str, str]) -> tuple[bytes, bytes]:
+    """The header with these digests in it, and the one with zeros in their places, by which they are computed."""
+    if job.own is None:
+        header = shard_header(job.tensors, job.metadata)
+        return header, header
+    lengths = {"sample": 32}
+    if checksum is not None:
+        lengths |= {checksum: 64 if checksum == "sha256" else 32, "tensors": TENSOR_DIGEST_HEX * len(job.tensors)}
+    zeros = {name: "0" * length for name, length in lengths.items()}
+    own = job.own
+
+    def stating(values: Mapping[str, str]) -> bytes:
+        return shard_header(job.tensors, {**job.metadata, METADATA_KEY: single_file_metadata(own, values)})
+
+    blank = stating(zeros)
+    return stating(zeros | dict(digests)) if digests else blank, blank
+
+
+class _Output:
+    """Takes a file's blocks in order: each is hashed, and handed on while it is in the core's cache."""
+
+    def __init__(self, put: Callable[[memoryview], object], checksum: str | None) -> None:
+        self._put = put
+        self.hasher: Hasher | None = HASHERS[checksum]() if checksum is not None else None
+
+    def add(self, blocks: Iterable[memoryview]) -> str:
+        """Take the blocks of one tensor, and return its digest ("" where no checksum is wanted)."""
+        if self.hasher is not None:
+            return tensor_digest(self._taken(blocks, self.hasher))
+        for block in blocks:
+            self._put(block)
+        return ""
+
+    def _taken(self, blocks: Iterable[memoryview], hasher: Hasher) -> Iterator[memoryview]:
+        for block in blocks:
+            hasher.update(block)
+            yield block
+            self._put(block)

@@ -1,0 +1,270 @@
+"""Brings tensors of open files into memory: mapped, or read by several threads straight to where they are wanted."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Literal
+
+import torch
+
+from hfshard.constants import DATA_ALIGNMENT
+from hfshard.errors import InvalidArgumentError
+from hfshard.storage.disk.block_reader import is_cached, open_direct, read_direct
+from hfshard.storage.disk.content import in_threads
+from hfshard.storage.disk.direct_io import aligned_block, check_setting, is_direct_wanted
+from hfshard.storage.disk.file_system import is_remote
+from hfshard.storage.tensors.tensor_bytes import memory_of
+from hfshard.storage.weights.read_ahead import read_ahead
+from hfshard.storage.weights.shard_file import ShardFile
+
+ReadMode = Literal["auto", "mmap", "pread"]
+
+Wanted = Sequence[tuple[ShardFile, Sequence[str]]]
+"""Files, each with the names of the tensors to read from it."""
+
+_READERS: Final = 4
+"""Threads that read into memory: with more, a disk reads no faster, and fresh pages come no sooner on few cores."""
+
+_DEVICE_READERS: Final = 8
+"""Threads that fill page-locked memory: copying out of the page cache takes several cores to keep a GPU's bus busy."""
+
+_PIECE_BYTES: Final = 1024 * 1024
+"""Bytes that one thread reads at once into their place: with 4 MiB, 2.5 GB from a cold disk took a fifth longer."""
+
+_STAGE_BYTES: Final = 4 * 1024 * 1024
+"""Bytes that are read together and then copied: enough for a GPU's bus, and one call for many small tensors."""
+
+_MIN_OWN_BYTES: Final = 1024 * 1024
+"""From here on a tensor has pages of its own, which the disk writes to; smaller ones are read together and copied."""
+
+_HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
+
+_LARGEST_ALIGNMENT: Final = 16
+"""Bytes: of a complex128. What a foreign file does not even align to that is copied to memory that is."""
+
+_STAGES: Final = 2
+"""Page-locked pieces of a thread: one is copied to the device while the other is filled."""
+
+
+def check_read_mode(read: str, *, disable_mmap: bool | None = None) -> ReadMode:
+    """The mode of reading that two arguments ask for.
+
+    Raises:
+        InvalidArgumentError: There is no such mode, or they contradict each other.
+    """
+    if read not in ("auto", "mmap", "pread"):
+        raise InvalidArgumentError(f"read must be 'auto', 'mmap' or 'pread', and is {read!r}.")
+    if disable_mmap and read == "mmap":
+        raise InvalidArgumentError("read='mmap' and disable_mmap=True contradict each other. Leave one of them out.")
+    check_setting()
+    return "pread" if disable_mmap else read  # type: ignore[return-value]
+
+
+def read_from(wanted: Wanted, read: ReadMode, device: torch.device) -> dict[str, torch.Tensor]:
+    """Tensors by name, on a device.
+
+    On the CPU, and where the files lie on this machine's own disks, they are mapped: a page is read when it is touched,
+    and threads go ahead of that (see `read_ahead`). On a GPU, and from file systems of the network, they are
+    read at once.
+
+    Args:
+        wanted: The files and names.
+        read: "mmap" or "pread" in place of that choice. For a GPU, "mmap" copies from mapped memory.
+        device: Where the tensors go.
+    """
+    if str(device) == "cuda":  # which one it is, is a matter of the thread
+        device = torch.device("cuda", torch.cuda.current_device())
+    if read == "auto":
+        is_far = any(is_remote(number) for number in {shard.identity[0] for shard, _ in wanted})
+        read = "pread" if device.type == "cuda" or is_far else "mmap"
+    if read == "mmap" or device.type not in ("cpu", "cuda"):
+        read_ahead(wanted)
+        return {name: shard.tensor(name).to(device) for shard, names in wanted for name in names}
+    return _read_at_once(wanted, device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A stretch of a file, and the bytes of a tensor that it is to become."""
+
+    target: torch.Tensor
+    """Bytes, one dimension, as long as the stretch."""
+    start: int
+    """In the file."""
+
+    @property
+    def end(self) -> int:
+        """In the file: one past the last byte."""
+        return self.start + self.target.numel()
+
+
+def _read_at_once(wanted: Wanted, device: torch.device, *, staged: bool = False) -> dict[str, torch.Tensor]:
+    """Tensors in memory of their own; `staged` takes a GPU's way for the CPU too."""
+    staged = staged or device.type != "cpu"
+    threads = _DEVICE_READERS if device.type == "cuda" else _READERS
+    stages = _Stages(device, threads)
+    tensors: dict[str, torch.Tensor] = {}
+    jobs: list[Callable[[], object]] = []
+    with ExitStack() as stack:
+        for shard, names in wanted:
+            file, parts = _File(shard, stack), list[_Part]()
+            for name in sorted(names, key=lambda name: shard.header.slots[name].begin):
+                slot = shard.header.slots[name]
+                start = shard.header.data_start + slot.begin
+                if slot.nbytes == 0:
+                    tensors[name] = shard.tensor(name).to(device)
+                elif staged or slot.nbytes < _MIN_OWN_BYTES or start % _LARGEST_ALIGNMENT:
+                    raw = torch.empty(slot.nbytes, dtype=torch.uint8, device=device)
+                    tensors[name] = shard.shaped(name, raw.untyped_storage())
+                    parts += [_Part(piece, start + at) for at, piece in _pieces(raw)]
+                else:
+                    storage, reads = _own_pages(file, start, slot.nbytes)
+                    tensors[name] = shard.shaped(name, storage)
+                    jobs += reads
+            jobs += [partial(stages.bring, file, run) for run in _runs(parts)]
+        left = _Jobs(jobs)
+        in_threads(lambda _, stop: left.do(stop), range(threads), threads)
+        stages.wait()
+    return {name: tensors[name] for _, names in wanted for name in names}
+
+
+class _Jobs:
+    """What is left to do, which several threads take from."""
+
+    def __init__(self, jobs: Sequence[Callable[[], object]]) -> None:
+        self._left, self._lock = iter(jobs), threading.Lock()
+        self._has_failed = False
+
+    def do(self, stop: threading.Event) -> None:
+        """Do one after another, until none is left or one fails."""
+        try:
+            while not (stop.is_set() or self._has_failed):
+                with self._lock:
+                    job = next(self._left, None)
+                if job is None:
+                    return
+                job()
+        except BaseException:
+            self._has_failed = True
+            raise
+
+
+class _File:
+    """A file that pieces are read from: past the page cache where it is cold."""
+
+    def __init__(self, shard: ShardFile, stack: ExitStack) -> None:
+        self.shard, self.direct = shard, -1
+        if is_direct_wanted(shard.data_bytes) and not is_cached(shard.fd, shard.header.data_start, shard.data_bytes):
+            self.direct = open_direct(shard.fd)
+            if self.direct >= 0:
+                stack.callback(os.close, self.direct)
+
+    def read(self, buffer: memoryview, start: int, count_bytes: int) -> None:
+        """Read a stretch to where it belongs in an aligned buffer with room around it (see `read_direct`)."""
+        if len(read_direct(self.shard.fd, self.direct, buffer, start, count_bytes)) < count_bytes:
+            raise self.shard.became_shorter()
+
+
+def _own_pages(file: _File, start: int, nbytes: int) -> tuple[torch.UntypedStorage, list[Callable[[], object]]]:
+    """Fresh memory for one tensor, that lies to its page as the tensor does in the file, and the reads that fill it."""
+    lead = start % DATA_ALIGNMENT
+    end = lead + nbytes
+    pages = mmap.mmap(-1, -(-end // DATA_ALIGNMENT) * DATA_ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if len(pages) >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    whole, begin = memoryview(pages), start - lead
+    raw = torch.frombuffer(pages, dtype=torch.uint8, offset=lead, count=nbytes)
+    return raw.untyped_storage(), [
+        partial(file.read, whole[at:], begin + at, min(_PIECE_BYTES, end - at)) for at in range(0, end, _PIECE_BYTES)
+    ]
+
+
+def _pieces(raw: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    for at in range(0, raw.numel(), _STAGE_BYTES):
+        yield at, raw[at : at + _STAGE_BYTES]
+
+
+def _runs(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Parts that follow each other in the file, as many together as a piece holds."""
+    run: list[_Part] = []
+    for part in parts:
+        if run and (part.start != run[-1].end or part.end - run[0].start > _STAGE_BYTES):
+            yield run
+            run = []
+        run.append(part)
+    if run:
+        yield run
+
+
+class _Stages:
+    """Aligned memory, page-locked for a GPU, in which pieces wait to be copied to where they belong."""
+
+    def __init__(self, device: torch.device, threads: int) -> None:
+        self._device, self._count = device, _STAGES * threads
+        # The caller's: the targets' memory is ordered by it.
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._made = 0
+        self._free: queue.SimpleQueue[_Stage] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+
+    def bring(self, file: _File, run: Sequence[_Part]) -> None:
+        """Read the parts of a run, and copy each to its target."""
+        stage = self._take()
+        try:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                stage.bring(file, run)
+        finally:
+            self._free.put(stage)
+
+    def wait(self) -> None:
+        """Wait until every copy has arrived."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _take(self) -> _Stage:
+        with self._lock:
+            is_new = self._made < self._count and self._free.empty()
+            self._made += is_new
+        if not is_new:
+            return self._free.get()
+        try:
+            return _Stage(self._device)
+        except BaseException:
+            with self._lock:
+                self._made -= 1
+            raise
+
+
+class _Stage:
+    """Room for one piece."""
+
+    def __init__(self, device: torch.device) -> None:
+        room = _STAGE_BYTES + 2 * DATA_ALIGNMENT
+        self._device = device
+        self._copied: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._raw = torch.empty(room, dtype=torch.uint8, pin_memory=True)
+            self._memory = memory_of(self._raw)
+        else:
+            self._memory = aligned_block(room)
+            self._raw = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def bring(self, file: _File, run: Sequence[_Part]) -> None:
+        """Read the parts of a run, and copy each to its target; a GPU's copies go on after this returns."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        start = run[0].start
+        file.read(self._memory, start, run[-1].end - start)
+        for part in run:
+            at = start % DATA_ALIGNMENT + part.start - start
+            part.target.copy_(self._raw[at : at + part.target.numel()], non_blocking=True)
+        if self._device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(self._device))

@@ -1,0 +1,75 @@
+"""What the zip of a `pytorch_model.bin` must be before torch reads it: as torch.save writes it, and no bomb."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from hfshard.constants import COPY_BYTES
+from hfshard.errors import DamagedCheckpointError
+from hfshard.storage.format.header import remedy
+
+_LOCAL_HEADER_BYTES: Final = 30
+"""Of a record, before its name."""
+_DATA: Final = "/data/"
+"""Part of the name of a record that holds a tensor's bytes; torch maps it and never looks at its checksum."""
+
+
+def check_archive(fd: int, path: str) -> None:
+    """Refuse a zip that torch.save does not write: torch would inflate a bomb, or read one of two records of a name.
+
+    The checksums of the small records are compared; those of the tensors' bytes are not (see `damaged_record`).
+
+    Raises:
+        DamagedCheckpointError: A record is compressed, there twice, overlaps another, or is damaged.
+    """
+    with _opened(fd, path) as archive:
+        records = sorted(archive.infolist(), key=lambda record: record.header_offset)
+        names = {record.filename for record in records}
+        if len(names) != len(records):
+            raise _damaged(path, "two of its records have the same name")
+        ends = [record.header_offset for record in records[1:]] + [archive.start_dir]
+        for record, end in zip(records, ends, strict=True):
+            used = _LOCAL_HEADER_BYTES + len(record.filename.encode()) + record.compress_size
+            if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
+                raise _damaged(path, f"its record '{record.filename}' is compressed, which torch.save never does")
+            if record.header_offset + used > end:
+                raise _damaged(path, f"its record '{record.filename}' overlaps what follows it")
+        bad = _first_bad(archive, (record for record in records if _DATA not in record.filename))
+        if bad is not None:
+            raise _damaged(path, f"its record '{bad}' is not what was saved")
+
+
+def damaged_record(fd: int, path: str) -> str | None:
+    """The first record whose bytes do not match the zip's own checksum, or None; reads the whole file."""
+    with _opened(fd, path) as archive:
+        return _first_bad(archive, archive.infolist())
+
+
+@contextmanager
+def _opened(fd: int, path: str) -> Iterator[zipfile.ZipFile]:
+    with os.fdopen(os.dup(fd), "rb") as file:
+        try:
+            archive = zipfile.ZipFile(file)
+        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            raise _damaged(path, f"it is no whole zip ({error})") from error
+        yield archive
+
+
+def _first_bad(archive: zipfile.ZipFile, records: Iterable[zipfile.ZipInfo]) -> str | None:
+    for record in records:
+        try:
+            with archive.open(record) as reading:
+                # torch.serialization.set_crc32_options(False) writes 0: then there is nothing to compare.
+                while record.CRC and reading.read(COPY_BYTES):
+                    pass
+        except (zipfile.BadZipFile, EOFError, OSError, ValueError, RuntimeError, NotImplementedError):
+            return record.filename
+    return None
+
+
+def _damaged(path: str, problem: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"'{path}' is no whole PyTorch checkpoint: {problem}. {remedy(path)}", path=path)

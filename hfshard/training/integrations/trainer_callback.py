@@ -1,0 +1,317 @@
+"""`CheckpointCallback`: transformers' Trainer saves and resumes through a CheckpointManager, exact to the bit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from hfshard.errors import HfshardError, InvalidArgumentError
+from hfshard.training.data.dataloader import ResumableDataLoader
+from hfshard.training.data.plain_loader import plain_loader
+from hfshard.training.integrations.trainer_settings import (
+    REPLACED,
+    batch_seed,
+    data_of,
+    manager_for,
+    refuse,
+    refuse_other_data,
+    refuse_rotation,
+)
+from hfshard.training.manager import CheckpointManager
+from hfshard.training.parts.rng import rng_state, set_rng_state
+from hfshard.training.state import TrainingState
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE: Final = "trainer_state.json"
+"""What Trainer reads its own progress from."""
+_STOCK_OPTIMIZER: Final = "optimizer.pt"
+"""A directory that has it was saved by Trainer alone."""
+_LOSS: Final = "_tr_loss"
+"""Since it was last logged."""
+_LOGGED: Final = "_globalstep_last_logged"
+
+
+class CheckpointCallback(TrainerCallback):
+    """Lets a `transformers.Trainer` save and resume through a `CheckpointManager`.
+
+        trainer = Trainer(model=model, args=args, train_dataset=dataset)
+        checkpoints = CheckpointCallback(max_to_keep=3).attach(trainer)
+        trainer.train(resume_from_checkpoint=checkpoints.latest())
+
+    Trainer decides when to save, as ever (`save_strategy`, `save_steps`, "best"), and `optimizer.pt`, `scheduler.pt`,
+    `rng_state.pth` and `training_args.bin` are not written. A resumed training is the straight one, bit for bit:
+    weights, optimizer, scheduler, scaler, RNG, log. Without random augmentation it is also that of Trainer alone.
+
+    Each batch is loaded under seeds of (`data_seed` or `seed`, epoch, batch), so that what a dataset or a collator
+    draws from python's, numpy's and torch's RNG is the same after a resume, for any number of workers. It is other
+    randomness than Trainer's own, which is not the same after a resume. An IterableDataset is resumed as Trainer does
+    it; and what persistent workers draw for an evaluation is not the same after a resume.
+
+    A save that is due at an epoch's last step waits for what is evaluated and logged at the epoch's end.
+
+    `resume_from_checkpoint=True` works too, where `output_dir` is the run's directory, but refuses a damaged newest
+    checkpoint rather than going on from the one before. A directory that Trainer alone has saved is resumed as ever.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager | None = None,
+        *,
+        blocking: bool = True,
+        seed_batches: bool = True,
+        **manager_arguments: Any,
+    ) -> None:
+        """Say where checkpoints go; nothing is made yet.
+
+        Args:
+            manager: None: one of the Trainer's `output_dir`, which keeps `save_total_limit` checkpoints and, with
+                `metric_for_best_model`, the best one too.
+            blocking: As in `CheckpointManager.save`.
+            seed_batches: False: data are loaded as Trainer does it; a resume is exact only where loading draws from
+                no RNG.
+            manager_arguments: Of the CheckpointManager to make: `max_to_keep`, `max_shard_size`, `checksum` ...
+
+        Raises:
+            InvalidArgumentError: A manager and arguments for another.
+        """
+        if manager is not None and manager_arguments:
+            raise InvalidArgumentError(
+                f"CheckpointCallback was given a manager, and {', '.join(sorted(manager_arguments))} for another: "
+                "give them to that manager."
+            )
+        self.manager: CheckpointManager | None = manager
+        self.blocking, self.seed_batches = blocking, seed_batches
+        self._arguments = manager_arguments
+        self._is_own = manager is None
+        self._trainer: Trainer | None = None
+        self._originals: dict[str, Callable[..., Any]] = {}
+        self._metrics: tuple[int, dict[str, float]] = (-1, {})
+        """The step of the last evaluation, and all that came of it."""
+        self._verified: str | None = None
+        """The checkpoint that `latest` has verified."""
+        self._rng: dict[str, Any] | None = None
+        """That of the checkpoint that is being resumed, until Trainer has fetched the batches in between."""
+        self._progress: dict[str, Any] = {}
+        self._data: dict[str, int | None] = {}
+        """What the order of the batches depends on."""
+        self._is_put_off = False
+
+    def attach(self, trainer: Trainer) -> CheckpointCallback:
+        """Take the place of the Trainer's own saving and resuming; it becomes one of its callbacks.
+
+        Returns:
+            Itself.
+
+        Raises:
+            InvalidArgumentError: The Trainer is set to something that would be served by half; it says which.
+        """
+        if self._trainer is not None and self._trainer is not trainer:
+            raise InvalidArgumentError("This CheckpointCallback is another Trainer's: make one for each.")
+        refuse(trainer)
+        manager = self.manager if self.manager is not None else manager_for(trainer.args, self._arguments)
+        refuse_rotation(trainer.args, manager)
+        if self._trainer is None:
+            replacements = (self._save, self._load, self._load_rng, self._train_dataloader, self._eval_dataloader)
+            for name, replacement in zip(REPLACED, replacements):
+                self._originals[name] = getattr(trainer, name)
+                setattr(trainer, name, replacement)
+        self.manager, self._trainer = manager, trainer
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        return self
+
+    def latest(self) -> str | None:
+        """The newest whole checkpoint, for `train(resume_from_checkpoint=)`; None where the run has none yet.
+
+        Every byte is compared with its checksum. Damaged checkpoints are passed over, each with a warning.
+
+        Raises:
+            DamagedCheckpointError: All checkpoints are damaged.
+        """
+        manager, _ = self._attached()
+        step = manager.latest_step(verify="full")
+        self._verified = None if step is None else manager.path_of(step)
+        return self._verified
+
+    # What stands in for the Trainer's own
+
+    def _save(self, model: Any, trial: Any) -> None:
+        manager, trainer = self._attached()
+        state, step = trainer.state, trainer.state.global_step
+        if trial is not None:
+            raise InvalidArgumentError("A hyperparameter search has no one run to resume: search without the callback.")
+        trainer.store_flos()
+        if state.best_global_step is not None:
+            best = manager.path_of(state.best_global_step)
+            if state.best_global_step == step or os.path.isdir(best):
+                state.best_model_checkpoint = best
+        exportable = [*trainer.callback_handler.callbacks, trainer.control]
+        exportable = [callback for callback in exportable if isinstance(callback, ExportableState)]
+        state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks
+        manager.save(
+            step,
+            self._training_state(),
+            metric=self._metrics[1] if self._metrics[0] == step else None,
+            extra={"loss": getattr(trainer, _LOSS).item(), "logged": getattr(trainer, _LOGGED), "data": self._data},
+            blocking=self.blocking or trainer.control.should_training_stop,
+            files=_small_files(trainer),
+        )
+
+    def _load(self, checkpoint: str | None) -> None:
+        if checkpoint is None or os.path.isfile(os.path.join(checkpoint, _STOCK_OPTIMIZER)):
+            self._originals["_load_optimizer_and_scheduler"](checkpoint)
+            return
+        manager, trainer = self._attached()
+        path = os.path.realpath(checkpoint)
+        is_verified = self._verified is not None and path == os.path.realpath(self._verified)
+        restored = manager.restore(self._training_state(), path, verify="structure" if is_verified else "full")
+        if not trainer.args.ignore_data_skip:
+            refuse_other_data(restored.extra["data"], self._data, checkpoint)
+        self._progress, self._rng = restored.extra, rng_state()
+
+    def _load_rng(self, checkpoint: str | None) -> None:
+        """Trainer calls it when the loader has drawn what it draws anew: at a new epoch, or after skipping batches."""
+        if self._rng is None:
+            self._originals["_load_rng_state"](checkpoint)
+        else:
+            set_rng_state(self._rng)
+            self._rng = None
+
+    def _train_dataloader(self) -> Any:
+        loader = self._originals["get_train_dataloader"]()
+        _, trainer = self._attached()
+        self._data = data_of(trainer.args, loader)
+        if not self.seed_batches or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+            return loader
+        return trainer.accelerator.prepare_data_loader(_seeded(loader, batch_seed(trainer.args)))
+
+    def _eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """With persistent workers, iter() draws from the RNG when they start, which a resume does once more."""
+        loader = self._originals["get_eval_dataloader"](*args, **kwargs)
+        if loader.persistent_workers:
+            getattr(loader, "base_dataloader", loader).generator = torch.Generator()
+        return loader
+
+    # Events
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take up the log where it was."""
+        manager, trainer = self._attached()
+        if state.is_hyper_param_search:
+            raise InvalidArgumentError("A hyperparameter search has no one run to resume: search without the callback.")
+        self._is_put_off = False
+        if self._progress:
+            getattr(trainer, _LOSS).add_(self._progress["loss"])
+            setattr(trainer, _LOGGED, self._progress["logged"])
+            self._progress = {}
+        if state.best_global_step is not None and os.path.isdir(best := manager.path_of(state.best_global_step)):
+            state.best_model_checkpoint = best  # the run's directory may have been moved
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """See that the RNG was restored."""
+        if self._rng is not None:
+            raise HfshardError(
+                "This version of transformers no longer restores the random state when hfshard expects it: the "
+                "training would go on inexactly. Install one that is named in hfshard's requirements."
+            )
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Keep the metrics for the checkpoint; of several evaluation datasets, of all."""
+        before = self._metrics[1] if self._metrics[0] == state.global_step else {}
+        found = {name: value for name, value in kwargs.get("metrics", {}).items() if isinstance(value, int | float)}
+        self._metrics = state.global_step, {**before, **found}
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Put a save at an epoch's last step off until the epoch's end."""
+        if control.should_save and state.epoch == int(state.epoch):
+            control.should_save, self._is_put_off = False, True
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Save what was put off; before the best model is loaded, have all saves finished."""
+        if self._is_put_off:
+            control.should_save, self._is_put_off = True, False
+        if control.should_training_stop:
+            self._attached()[0].wait_until_finished()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Wait for the last save."""
+        manager, _ = self._attached()
+        if self._is_own:
+            manager.close()
+        else:
+            manager.wait_until_finished()
+
+    def _training_state(self) -> TrainingState:
+        _, trainer = self._attached()
+        return TrainingState(
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            scheduler=trainer.lr_scheduler,
+            scaler=getattr(trainer.accelerator, "scaler", None),
+        )
+
+    def _attached(self) -> tuple[CheckpointManager, Trainer]:
+        if self.manager is None or self._trainer is None:
+            raise InvalidArgumentError(
+                "A CheckpointCallback must know its Trainer: checkpoints.attach(trainer) before trainer.train()."
+            )
+        return self.manager, self._trainer
+
+
+def _seeded(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+    """The same batches in the same order, each loaded under seeds of its own; else RNGs are drawn from as before.
+
+    Not so with persistent workers, for the reason that `_eval_dataloader` has.
+    """
+    resumable = ResumableDataLoader(
+        loader.dataset,
+        batch_sampler=loader.batch_sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        pin_memory_device=loader.pin_memory_device,
+        in_order=loader.in_order,
+        seed=seed,
+    )
+    plain = plain_loader(resumable)
+    if not loader.persistent_workers:
+        plain.generator = loader.generator
+    return plain
+
+
+def _small_files(trainer: Trainer) -> dict[str, bytes]:
+    """Trainer's own progress, and the tokenizer's files, as Trainer would write them."""
+    tokenizer = trainer.processing_class
+    if tokenizer is None:
+        tokenizer = getattr(trainer.data_collator, "tokenizer", None)
+    with tempfile.TemporaryDirectory(prefix="hfshard-") as directory:
+        trainer.state.save_to_json(os.path.join(directory, STATE_FILE))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+        files = {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
+        if folders := sorted(path.name for path in Path(directory).iterdir() if path.is_dir()):
+            logger.warning("Not saved with the checkpoint: the tokenizer's %s.", ", ".join(folders))
+    return files

@@ -1,0 +1,1 @@
+"""Checkpoints of a run on hubs: pushed, in the background too, and fetched."""

@@ -1,0 +1,93 @@
+"""Reads a checkpoint that is to be pushed: every byte compared with the manifest, and hashed as a hub wants it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import Event
+
+from hfshard._util.progress import bytes_bar
+from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
+from hfshard.storage.disk.content import BytesContent, Content, FileContent, in_threads
+from hfshard.storage.disk.safe_open import read_small
+from hfshard.storage.format.index import FileRecord
+from hfshard.storage.weights.shard_file import ShardFile
+from hfshard.training.run.directory import Found
+from hfshard.training.run.manifest import MANIFEST, Manifest, check_files
+
+Hashes = dict[FileRecord, str]
+"""What a manifest records of a file -> its sha256, as it was made before: frozen weights are not hashed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pushable:
+    """A checkpoint on its way to a hub."""
+
+    directory: str
+    manifest: Manifest
+    raw: bytes
+    """The bytes of the manifest."""
+    contents: dict[str, Content] = field(default_factory=dict)
+    """Name -> contents, of all files."""
+
+
+def read_manifest_of(found: Found) -> Pushable:
+    """A checkpoint without its contents.
+
+    Raises:
+        DamagedCheckpointError: Its manifest can't be read.
+    """
+    if found.manifest is None:
+        raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
+    path = os.path.join(found.path, MANIFEST)
+    raw, _ = read_small(path, found.path, MAX_INDEX_BYTES)
+    return Pushable(found.path, Manifest.from_json(raw, path), raw)
+
+
+def read_whole(one: Pushable, progress: bool | None = None, hashes: Hashes | None = None) -> Pushable:
+    """With its contents, compared and hashed in one reading.
+
+    Args:
+        one: The checkpoint.
+        progress: A bar.
+        hashes: Those of earlier pushes; afterwards those of this one.
+
+    Raises:
+        DamagedCheckpointError, UnsafePathError: A file is not what was saved.
+    """
+    hashes = {} if hashes is None else hashes
+    files = one.manifest.files
+    check_files(one.directory, one.manifest, is_full=False)
+    with bytes_bar("Verifying", sum(record.size or 0 for record in files.values()), progress) as on_bytes:
+        work = partial(_content, one.directory, hashes=dict(hashes), on_bytes=on_bytes)
+        made = dict(zip(files, in_threads(work, files.items(), FILES_AT_ONCE), strict=True))
+    hashes.clear()
+    hashes.update({files[name]: content.sha256 for name, content in made.items() if content.sha256 is not None})
+    return replace(one, contents={MANIFEST: BytesContent(one.raw), **made})
+
+
+def _content(
+    directory: str, item: tuple[str, FileRecord], stop: Event, *, hashes: Hashes, on_bytes: Callable[[int], object]
+) -> FileContent:
+    name, record = item
+    path = os.path.join(directory, name)
+    sha256 = _checked_sha256(path, directory, record, hashes) if name.endswith(SAFETENSORS_SUFFIX) else record.sha256
+    if stop.is_set():
+        raise InterruptedError("another file failed, or Ctrl-C came")
+    on_bytes(record.size or 0)
+    return FileContent(path, os.stat(path).st_size, sha256)
+
+
+def _checked_sha256(path: str, directory: str, record: FileRecord, hashes: Hashes) -> str:
+    shard = ShardFile(path, directory)
+    try:
+        # A file that holds its own checksum was hashed with zeros in its place.
+        known = hashes.get(record) or (None if shard.is_ours else record.sha256)
+        if known is None:
+            return shard.checked_sha256(record)
+        shard.check_digest(record)
+        return known
+    finally:
+        shard.close()

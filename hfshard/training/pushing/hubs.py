@@ -1,0 +1,299 @@
+"""Runs on hubs: a checkpoint pushed as one commit, and fetched whole where no run directory is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final, Literal, TypedDict
+
+from hfshard.constants import README, SAFETENSORS_SUFFIX
+from hfshard.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    HubError,
+    IntegrityError,
+    InvalidArgumentError,
+    UnsafePathError,
+)
+from hfshard.hub.address import split_address
+from hfshard.loading.source import Source
+from hfshard.storage.format.index import FileRecord
+from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.format.names import MODEL_BASE, WeightNames
+from hfshard.training.collecting import PARTS
+from hfshard.training.pushing.contents import Hashes, Pushable, read_manifest_of, read_whole
+from hfshard.training.run.directory import Found, found_in
+from hfshard.training.run.finding import Level, checked, of_step
+from hfshard.training.run.manifest import MANIFEST, Manifest, read_manifest
+from hfshard.training.step import checked_step
+
+if TYPE_CHECKING:
+    from hfshard.hub.listing import PushResult, RemoteFile
+    from hfshard.hub.selection import Chosen, View
+
+# What speaks to the Hub is imported when it is needed: huggingface_hub takes time to import.
+
+logger = logging.getLogger(__name__)
+
+_KEPT: Final = frozenset({README, ".gitattributes", ".gitignore"})
+"""Files that stay on a hub, though the checkpoint that was pushed before had them: people edit them there."""
+
+
+class PushArguments(TypedDict, total=False):
+    """Keyword arguments of `CheckpointManager.push`."""
+
+    revision: str | None
+    private: bool | None
+    token: str | bool | None
+    commit_message: str | None
+    create_pr: bool
+    progress: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class PushOptions:
+    """How checkpoints are pushed; as in `push_checkpoint`."""
+
+    revision: str | None = None
+    private: bool | None = None
+    token: str | bool | None = None
+    commit_message: str | None = None
+    create_pr: bool = False
+    progress: bool | None = None
+
+
+def push_run(
+    root: str,
+    repo_id: str | os.PathLike[str],
+    step: int | Literal["best", "all"] | None,
+    best_step: Callable[[], int | None],
+    options: PushOptions,
+) -> PushResult | list[PushResult]:
+    """Push one checkpoint of a run, or all; see `CheckpointManager.push`.
+
+    Raises:
+        InvalidArgumentError: It can't be a step.
+        CheckpointNotFoundError: There is none.
+        Everything that `push_found` and `push_all` raise.
+    """
+    if isinstance(step, str) and step not in ("best", "all"):
+        raise InvalidArgumentError(f"step must be a number, 'best', 'all' or None, and is {step!r}.")
+    found = found_in(root)
+    if not found:
+        raise CheckpointNotFoundError(f"There is no checkpoint in '{root}'. Check the path.", path=root)
+    if step == "all":
+        return push_all(found, repo_id, options)
+    if step is None:
+        return push_found(found[0], repo_id, options)  # damaged or not: never an older one without a word
+    wanted = best_step() if step == "best" else checked_step(step)
+    if wanted is None:
+        raise CheckpointNotFoundError(
+            f"No checkpoint in '{root}' has the metric that the best is chosen by. Pass it when you save: "
+            "manager.save(step, state, metric=...).",
+            path=root,
+        )
+    return push_found(of_step(root, wanted), repo_id, options)
+
+
+def push_found(
+    found: Found, repo_id: str | os.PathLike[str], options: PushOptions, hashes: Hashes | None = None
+) -> PushResult:
+    """Push one checkpoint as one commit: its files lie at the top of the repo, and those of the one before go.
+
+    Raises:
+        DamagedCheckpointError: A file is not what was saved; nothing was sent.
+        HubError: As `push_checkpoint` raises it.
+    """
+    return _push(read_whole(read_manifest_of(found), options.progress, hashes), repo_id, options)
+
+
+def push_all(found: Sequence[Found], repo_id: str | os.PathLike[str], options: PushOptions) -> list[PushResult]:
+    """Push checkpoints in the order in which they were saved, a commit each, but those that the branch has had.
+
+    Which these are, the branch's newest tells: where it is one of them, it and those before; where it is another
+    one, whatever is neither of a later save nor of a higher step.
+
+    Args:
+        found: In any order.
+        repo_id, options: As in `push_found`.
+
+    Returns:
+        What came of those that were pushed.
+
+    Raises:
+        InvalidArgumentError: A pull request has one commit.
+        HubError: The branch is at a checkpoint that is none of these, and newer than all.
+        Everything that `push_found` raises; all are compared with their manifests before the first is pushed.
+    """
+    if options.create_pr:
+        raise InvalidArgumentError("A pull request is for one checkpoint: give its step, or push all to a branch.")
+    in_order = sorted(map(read_manifest_of, found), key=lambda one: one.manifest.sequence)
+    hashes: Hashes = {}
+    newer = _newer_than_remote(in_order, repo_id, options)
+    return [_push(one, repo_id, options) for one in [read_whole(one, options.progress, hashes) for one in newer]]
+
+
+def _newer_than_remote(
+    in_order: list[Pushable], repo_id: str | os.PathLike[str], options: PushOptions
+) -> list[Pushable]:
+    from hfshard.hub.push import open_hub
+
+    hub = open_hub(repo_id, private=options.private, token=options.token)
+    remote = hub.listing(options.revision) or hub.listing(None)  # a new branch begins at main
+    if remote is None or MANIFEST not in remote.files:
+        return in_order
+    raw = hub.read(MANIFEST, remote.commit)
+    raws = [one.raw for one in in_order]
+    if raw in raws:
+        return in_order[raws.index(raw) + 1 :]
+    try:
+        newest = Manifest.from_json(raw, MANIFEST)
+    except (DamagedCheckpointError, UnsafePathError) as error:
+        logger.warning("'%s' on '%s' can't be read, and all checkpoints are pushed: %s", MANIFEST, repo_id, error)
+        return in_order
+    newer = [one for one in in_order if one.manifest.sequence > newest.sequence or one.manifest.step > newest.step]
+    if not newer:
+        raise HubError(
+            f"'{os.fspath(repo_id)}' is at the checkpoint of step {newest.step}, which is none of these and newer than "
+            "all of them. Push to another revision; or, to put one in its place, give its step.",
+            path=os.fspath(repo_id),
+            actual=newest.step,
+        )
+    return newer
+
+
+def _push(pushed: Pushable, repo_id: str | os.PathLike[str], options: PushOptions) -> PushResult:
+    from hfshard.hub.push import PushRequest, push
+
+    has_model = any(_is_of(MODEL_BASE, name) for name in pushed.contents)
+    request = PushRequest(
+        pushed.contents,
+        frozenset({None}) if has_model else frozenset(),
+        options.commit_message or f"Checkpoint at step {pushed.manifest.step}",
+        revision=options.revision,
+        create_pr=options.create_pr,
+        stale=partial(_stale, pushed),
+        progress=options.progress,
+    )
+    return push(request, repo_id, private=options.private, token=options.token)
+
+
+def _stale(pushed: Pushable, there: Mapping[str, RemoteFile], read: Callable[[str], bytes]) -> set[str]:
+    """What the checkpoint that was pushed before left: by the names of its weights, and what else its manifest names.
+
+    What its manifest names, and somebody has changed since, is theirs, and stays.
+    """
+    parts = [base for base in PARTS if any(_is_of(base, name) for name in pushed.contents)]
+    stale = {name for name in there if name not in pushed.contents and any(_is_of(base, name) for base in parts)}
+    left = there.keys() - stale - pushed.contents.keys() - _KEPT
+    if MANIFEST not in there or not left:
+        return stale
+    try:
+        before = Manifest.from_json(read(MANIFEST), MANIFEST)
+    except (DamagedCheckpointError, UnsafePathError) as error:
+        logger.warning("'%s' on the hub can't be read, and what it may name is left alone: %s", MANIFEST, error)
+        return stale
+    return stale | {
+        name for name in left & before.files.keys() if _is_as_recorded(there[name], before.files[name], name, read)
+    }
+
+
+def _is_of(base: str, name: str) -> bool:
+    names = WeightNames(base=base)
+    return name in (names.single, names.index) or names.is_shard(name)
+
+
+def _is_as_recorded(file: RemoteFile, record: FileRecord, name: str, read: Callable[[str], bytes]) -> bool:
+    if file.size != record.size:
+        return False
+    if name.endswith(SAFETENSORS_SUFFIX):
+        return True  # of the same size, and its checksum is of another kind
+    return (file.sha256 or sha256_of(read(name))) == record.sha256
+
+
+def checked_at(
+    place: str | os.PathLike[str], verify: Level, *, token: str | bool | None = None, progress: bool | None = None
+) -> tuple[Found, Manifest]:
+    """The checkpoint in a directory, in a directory hub, or in a repo of the Hub, from where it is fetched whole.
+
+    Args:
+        place: A path or file:// URL, or "org/name"; of a hub with "@revision", if not main.
+        verify: As in `finding.checked`.
+        token: As in huggingface_hub.
+        progress: A bar.
+
+    Raises:
+        InvalidArgumentError: It can't be a place.
+        CheckpointNotFoundError: There is none; also where there is a model alone.
+        HubNotFoundError, HubAccessError, HubConnectionError, HubError: The repo can't be read.
+        DamagedCheckpointError, UnsafePathError: It is damaged.
+    """
+    if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
+        raise InvalidArgumentError(f"'{place}' is neither a place nor a step: give a step as a number, {int(place)}.")
+    path, revision = split_address(place)
+    local = Source(path, revision=revision).local_place()
+    if local is not None:
+        directory = local.directory
+        _refuse_other_directories(directory)
+    else:
+        from hfshard.hub.fetching import fetch
+
+        directory = fetch(path, _pick, revision=revision, token=token, progress=progress).directory
+    manifest = read_manifest(directory)
+    found = Found(directory, manifest.step, manifest)
+    try:
+        return found, checked(found, verify, progress)
+    except IntegrityError as error:
+        if local is not None:
+            raise
+        at = f" --revision {revision}" if revision is not None else ""
+        raise IntegrityError(
+            f"{error.message} What is in the cache may be damaged; to fetch it anew, run: "
+            f"hfshard pull {path}{at} --include '*' --force-download",
+            path=error.path,
+            expected=error.expected,
+            actual=error.actual,
+        ) from error
+
+
+def check_repo(repo_id: str) -> None:
+    """Refuse what can't be the name of a repo of the Hub.
+
+    Raises:
+        HubNotFoundError: Says so.
+    """
+    from hfshard.hub.fetching import check_repo_id
+
+    check_repo_id(repo_id)
+
+
+def _pick(view: View) -> Chosen:
+    """All files of a training checkpoint."""
+    from hfshard.hub.selection import Chosen
+
+    if not view.has(MANIFEST):
+        what, todo = view.described()
+        raise _no_checkpoint(what, f"{todo}. A model alone is loaded by hfshard.load_model.")
+    view.bring([MANIFEST])
+    files = [MANIFEST, *read_manifest(view.snapshot()).files]
+    view.bring(files)
+    return Chosen(view.snapshot(), view.commit, tuple(files), None, ())
+
+
+def _no_checkpoint(what: str, todo: str, path: str | None = None) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(f"{what} holds no training checkpoint: there is no {MANIFEST}. {todo}", path=path)
+
+
+def _refuse_other_directories(directory: str) -> None:
+    if os.path.lexists(os.path.join(directory, MANIFEST)):
+        return
+    checkpoints = [one.path for one in found_in(directory)]
+    todo = (
+        f"It is a run: give one of its checkpoints, such as '{checkpoints[0]}'."
+        if checkpoints
+        else "If it holds a model, hfshard.load_model loads that."
+    )
+    raise _no_checkpoint(f"'{directory}'", todo, directory)

@@ -1,0 +1,95 @@
+"""Pushes what a manager saves to one repo, beside the training: one push at a time, and always the newest."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import replace
+
+from hfshard.hub.address import directory_of, split_address
+from hfshard.training.pushing.contents import Hashes
+from hfshard.training.pushing.hubs import PushOptions, check_repo, push_found
+from hfshard.training.run.background import Background
+from hfshard.training.run.directory import Found
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher:
+    """A failed push is a warning, as the checkpoint lies on the disk; `wait` raises the last one's error."""
+
+    def __init__(self, address: str | os.PathLike[str], progress: bool | None) -> None:
+        """Name the repo; nobody is asked yet.
+
+        Args:
+            address: "org/name", a path or file:// URL of a directory hub; with "@branch", if not main.
+            progress: A bar, while a push is waited for.
+
+        Raises:
+            InvalidArgumentError, HubNotFoundError: It can't be one.
+        """
+        self._repo_id, revision = split_address(address)
+        if directory_of(self._repo_id) is None:
+            check_repo(self._repo_id)
+        self._options = PushOptions(revision=revision, progress=progress)
+        self._hashes: Hashes = {}
+        self._thread = Background()
+        self._lock = threading.Lock()
+        self._pushing: Found | None = None
+        self._waiting: Found | None = None
+        self._error: Exception | None = None
+        """Of the last push."""
+
+    @property
+    def steps_in_use(self) -> set[int]:
+        """Steps whose checkpoints must stay where they are."""
+        with self._lock:
+            return {one.step for one in (self._pushing, self._waiting) if one is not None}
+
+    def publish(self, found: Found, *, blocking: bool) -> None:
+        """Push a checkpoint now; or beside the caller's work, after the push that is under way.
+
+        One that was still waiting is not pushed any more: this one is newer.
+        """
+        if blocking:
+            self.join()
+            self._push(found, self._options)
+            return
+        with self._lock:
+            if self._pushing is not None:
+                self._waiting = found
+                return
+            self._pushing = found
+        self._thread.wait()
+        self._thread.start(self._work, f"Pushing to '{self._repo_id}'")
+
+    def join(self) -> None:
+        """Wait for what is under way."""
+        self._thread.wait()
+
+    def wait(self) -> None:
+        """Wait for what is under way, and raise the last push's error, once."""
+        self.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _work(self) -> None:
+        found = self._pushing
+        while found is not None:
+            self._push(found, replace(self._options, progress=False))
+            with self._lock:
+                found = self._pushing = self._waiting
+                self._waiting = None
+
+    def _push(self, found: Found, options: PushOptions) -> None:
+        try:
+            push_found(found, self._repo_id, options, self._hashes)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+            logger.warning(
+                "The checkpoint of step %d is saved, but was not pushed to '%s': %s", found.step, self._repo_id, error
+            )
+            self._error = error
+        else:
+            self._error = None

@@ -1,0 +1,243 @@
+"""Attacks on what hfshard adds: the files table, the aliases, a single file's own metadata, and mixed saves."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from tests.attacks.files import bases, raw
+from tests.attacks.registry import ENTRIES, Build, Expected, Place, attack, register
+
+S = raw.SECOND
+Own = dict[str, Any]
+
+
+def _edit_own(change: Callable[[Own], Any], expected: Expected) -> Build:
+    def build(place: Place) -> Expected:
+        files = bases.ours_sharded()
+        index, own = bases.own_of_index(files)
+        change(own)
+        bases.put_index(files, index)
+        place.write(files)
+        return expected
+
+    return build
+
+
+def _record(field: str, value: Any) -> Callable[[Own], Any]:
+    return lambda own: own["files"][S].__setitem__(field, value)
+
+
+def _put(key: str, value: Any) -> Callable[[Own], Any]:
+    return lambda own: own.__setitem__(key, value)
+
+
+def _file(name: str, value: Any) -> Callable[[Own], Any]:
+    return lambda own: own["files"].__setitem__(name, value)
+
+
+def _aliases(**aliases: Any) -> Callable[[Own], Any]:
+    return _put("aliases", {name.replace("__", "."): stored for name, stored in aliases.items()})
+
+
+GOOD = {"size": 4224, "sha256": "0" * 64, "sample": "0" * 32}
+INDEX_EDITS: dict[str, Callable[[Own], Any]] = {
+    "format-2": _put("format", 2),
+    "format-0": _put("format", 0),
+    "format-text": _put("format", "1"),
+    "format-null": _put("format", None),
+    "format-true": _put("format", True),
+    "format-float": _put("format", 1.0),
+    "format-missing": lambda own: own.pop("format"),
+    "files-null": _put("files", None),
+    "files-list": _put("files", list(raw.LAYOUT)),
+    "files-text": _put("files", "all"),
+    "file-missing-from-the-table": lambda own: own["files"].pop(S),
+    "file-null": _file(S, None),
+    "file-text": _file(S, "ok"),
+    "file-list": _file(S, [1, 2]),
+    "size-text": _record("size", "4176"),
+    "size-float": _record("size", 4176.0),
+    "size-bool": _record("size", True),
+    "size-negative": _record("size", -1),
+    "sha256-number": _record("sha256", 7),
+    "sha256-short": _record("sha256", "ab" * 16),
+    "sha256-not-hex": _record("sha256", "zz" * 32),
+    "sha256-list": _record("sha256", ["ab" * 32]),
+    "sample-number": _record("sample", 0),
+    "sample-short": _record("sample", "00"),
+    "sample-with-newline": _record("sample", "0" * 32 + "\n"),
+    "table-climbs-out": _file("../outside/" + S, GOOD),
+    "table-is-absolute": _file("/etc/passwd", GOOD),
+    "table-climbs-out-as-json": _file("../outside/config.json", GOOD),
+    "table-has-a-url": _file("https://example.invalid/model.safetensors", GOOD),
+    "table-has-an-empty-name": _file("", GOOD),
+    "aliases-list": _put("aliases", ["a", "b"]),
+    "aliases-null": _put("aliases", None),
+    "alias-to-a-number": _aliases(twin=1),
+    "alias-to-null": _aliases(twin=None),
+    "alias-to-nowhere": _aliases(twin="ghost"),
+    "alias-to-itself": _aliases(twin="twin"),
+    "aliases-at-each-other": _aliases(castor="pollux", pollux="castor"),
+    "aliases-in-a-ring": _aliases(a="b", b="c", c="a"),
+    "alias-of-an-alias": _aliases(twin="block.bias", second="twin"),
+    "alias-shadows-a-stored-name": _aliases(block__bias="head.bias"),
+    "alias-shadows-itself": _aliases(block__bias="block.bias"),
+    "aliases-in-a-million-steps": _put("aliases", {f"a{i}": f"a{i + 1}" for i in range(100_000)}),
+    "aliases-as-deep-names": _aliases(**{"a" * 100_000: "ghost"}),
+    "undeclared-text": _put("undeclared", "twin"),
+    "undeclared-unknown": _put("undeclared", ["twin"]),
+    "undeclared-number": _put("undeclared", [7]),
+}
+for _name, _change in INDEX_EDITS.items():
+    register(f"own-index-{_name}", _edit_own(_change, Expected(raw.INDEX)))
+
+FILE_EDITS: dict[str, tuple[Callable[[Own], Any], str, bool]] = {
+    "size-wrong": (_record("size", 4177), S, False),
+    "size-zero": (_record("size", 0), S, False),
+    "size-huge": (_record("size", 2**70), S, False),
+    "sample-wrong": (_record("sample", "0" * 32), S, False),
+    "sha256-wrong": (_record("sha256", "0" * 64), S, True),
+    "shard-in-the-table-alone": (_file("model-00004-of-00003.safetensors", GOOD), "model-00004-of-00003", False),
+    "one-checksum-lost": (lambda own: own["files"][S].pop("sha256"), S, True),
+    "config-sha256-wrong": (lambda own: own["files"][raw.CONFIG].__setitem__("sha256", "0" * 64), raw.CONFIG, True),
+}
+for _name, (_change, _named, _full) in FILE_EDITS.items():
+    register(f"own-index-{_name}", _edit_own(_change, Expected(_named)), full=_full)
+
+
+def _gone(own: Own) -> None:
+    own.clear()
+    own.update({"format": 1, "files": {}, "aliases": {}})
+
+
+register("own-index-table-emptied", _edit_own(_gone, Expected("", "checksum")), full=True)
+
+
+@attack("own-index", full=True)
+def own_metadata_taken_out(place: Place) -> Expected:
+    """Whoever takes the hashes out must not turn a full check into none."""
+    files = bases.ours_sharded()
+    index, _ = bases.own_of_index(files)
+    del index["metadata"]["hfshard"]
+    bases.put_index(files, index)
+    place.write(files)
+    return Expected("", "checksum|hash|verif|sha256")
+
+
+SINGLE_VALUES: dict[str, str] = {
+    "empty": "",
+    "not-json": "{not json}",
+    "null": "null",
+    "list": "[1]",
+    "number": "2",
+    "deep": '{"a":' * 50_000 + "1" + "}" * 50_000,
+    "format-2": '{"format":2,"files":{},"aliases":{}}',
+    "format-text": '{"format":"1","files":{},"aliases":{}}',
+    "sha256-number": '{"format":1,"sha256":1,"files":{},"aliases":{}}',
+    "sample-lies": json.dumps({"format": 1, "sample": "0" * 32, "files": {}, "aliases": {}}),
+    "alias-to-nowhere": '{"format":1,"files":{},"aliases":{"twin":"ghost"}}',
+    "alias-shadows": '{"format":1,"files":{},"aliases":{"block.bias":"head.bias"}}',
+    "aliases-list": '{"format":1,"files":{},"aliases":[]}',
+    "files-climb-out": '{"format":1,"files":{"../outside/config.json":{"size":1}},"aliases":{}}',
+    "duplicate-aliases": '{"format":1,"files":{},"aliases":{"t":"block.bias","t":"head.bias"}}',
+}
+
+
+PAIRS: dict[str, str] = {
+    "not-json": "block.bias",
+    "number": "7",
+    "unknown-name": '["ghost"]',
+    "unhashable-name": '[["block.bias"]]',
+    "not-a-pair": '["block.bias"]',
+    "deep": "[" * 50_000,
+}
+"""Of `hfshard.complex`, which lists tensors that are stored as real pairs."""
+
+
+def _complex(value: str, place: Place) -> Expected:
+    metadata = {"format": "pt", "hfshard.complex": value}
+    place.write({raw.CONFIG: raw.config(), raw.SINGLE: raw.shard(raw.tensors(), metadata)})
+    return Expected(raw.SINGLE)
+
+
+for _name, _value in PAIRS.items():
+    register(f"own-complex-{_name}", functools.partial(_complex, _value))
+
+
+def _single(value: str, place: Place) -> Expected:
+    place.write({raw.CONFIG: raw.config(), raw.SINGLE: raw.shard(raw.tensors(), {"format": "pt", "hfshard": value})})
+    return Expected(raw.SINGLE)
+
+
+for _name, _value in SINGLE_VALUES.items():
+    register(f"own-single-{_name}", lambda place, v=_value: _single(v, place))  # type: ignore[misc]
+register(
+    "own-single-sha256-lies",
+    lambda place: _single(json.dumps({"format": 1, "sha256": "0" * 64, "files": {}, "aliases": {}}), place),
+    full=True,
+)
+
+
+@attack("own-index")
+def forgets_a_shard(place: Place) -> Expected:
+    """The weight_map and the table agree, and a third of the weights is in neither."""
+    files = bases.ours_sharded()
+    index, own = bases.own_of_index(files)
+    del own["files"][raw.FIRST]
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != raw.FIRST}
+    bases.put_index(files, index)
+    place.write(files)
+    return Expected(raw.INDEX, "total_size")
+
+
+def _total_size(place: Place, value: Any) -> Expected:
+    files = bases.ours_sharded()
+    index, _ = bases.own_of_index(files)
+    index["metadata"]["total_size"] = value
+    bases.put_index(files, index)
+    place.write(files)
+    return Expected(raw.INDEX, "total_size")
+
+
+# Other tools write wrong totals, so a foreign index may lie; ours never does.
+register("own-index-total-size-wrong", lambda place: _total_size(place, 269))
+register("own-index-total-size-text", lambda place: _total_size(place, "268"))
+register("own-index-total-size-negative", lambda place: _total_size(place, -268))
+
+
+def _mixed(place: Place, *names: str) -> Expected:
+    files, other = bases.ours_sharded(1), bases.ours_sharded(2)
+    place.write(files | {name: other[name] for name in names})
+    return Expected(names[0])
+
+
+for _number, _shard in enumerate(raw.LAYOUT, 1):
+    register(f"mixed-shard-{_number}-of-another-save", lambda place, s=_shard: _mixed(place, s))  # type: ignore[misc]
+register("mixed-all-shards-of-another-save", lambda place: _mixed(place, *raw.LAYOUT))
+register("mixed-index-of-another-save", lambda place: _other_index(place))
+
+
+def _other_index(place: Place) -> Expected:
+    place.write(bases.ours_sharded(1) | {raw.INDEX: bases.ours_sharded(2)[raw.INDEX]})
+    return Expected(raw.FIRST)
+
+
+@attack("mixed")
+def two_shards_that_changed_places(place: Place) -> Expected:
+    """Each is whole, and stands under the other's name."""
+    files = bases.ours_sharded()
+    files[S], files[raw.THIRD] = files[raw.THIRD], files[S]
+    place.write(files)
+    return Expected(S)
+
+
+@attack("mixed", entries=(*ENTRIES,), full=True)
+def config_of_another_save(place: Place) -> Expected:
+    """The weights are whole and the config is not theirs: a warning by default, an error when asked."""
+    files = bases.ours_sharded()
+    files[raw.CONFIG] = raw.config()
+    place.write(files)
+    return Expected(raw.CONFIG)

@@ -1,0 +1,36 @@
+"""A process that pushes into a directory hub, again and again: run by test_directory_hub_processes.py."""
+
+from __future__ import annotations
+
+import sys
+
+from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.listing import StaleParentError
+from hfshard.storage.disk.content import BytesContent
+
+
+def content(name: str, number: int) -> bytes:
+    """What a push writes: another size each time, so that a mixture is seen."""
+    return f"{name} {number} ".encode() * (1000 + number)
+
+
+def main(root: str, name: str, count: int) -> None:
+    hub, stale = DirectoryHub.create(root), 0
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for number in range(count):
+        raw = content(name, number)
+        while True:
+            listing = hub.listing()
+            assert listing is not None
+            changes = {f"{name}.bin": BytesContent(raw), "last.bin": BytesContent(raw)}
+            try:
+                hub.commit(changes, parent=listing.commit or None, message=f"{name} {number}")
+                break
+            except StaleParentError:
+                stale += 1
+    print(stale)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,43 @@
+"""What the tests of the directory hub have in common: a fresh hub, a push of bytes, and what lies on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.storage.disk.content import BytesContent
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> DirectoryHub:
+    return DirectoryHub.create(tmp_path / "org" / "name")
+
+
+def push(hub: DirectoryHub, files: Mapping[str, bytes | None], message: str = "push", revision: str = "main") -> str:
+    listing = hub.listing(revision)
+    changes = {path: None if raw is None else BytesContent(raw) for path, raw in files.items()}
+    parent = hub.resolve() if listing is None else listing.commit or None
+    return hub.commit(changes, parent=parent, revision=revision, message=message).commit
+
+
+def files_at(hub: DirectoryHub, revision: str = "main") -> dict[str, bytes]:
+    folder = Path(hub.snapshot(revision))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def everything(folder: str | Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def disk_bytes(folder: str) -> int:
+    """Bytes on disk, each file counted once however many names it has."""
+    blocks = {}
+    for base, folders, names in os.walk(folder):
+        for name in [*folders, *names]:
+            status = os.lstat(os.path.join(base, name))
+            blocks[status.st_ino] = status.st_blocks * 512
+    return sum(blocks.values())

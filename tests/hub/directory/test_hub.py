@@ -1,0 +1,351 @@
+"""A directory hub: commits, their files and space, and what is refused before anything changes."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from hfshard.errors import (
+    HubError,
+    HubNotFoundError,
+    IntegrityError,
+    InvalidArgumentError,
+    MissingShardError,
+    NotEnoughSpaceError,
+    SaveDirectoryError,
+)
+from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.listing import RemoteFile, StaleParentError
+from hfshard.storage.disk.content import BytesContent, Content, StreamContent, file_content
+from tests.hub.directory.helpers import disk_bytes, everything, files_at, hub, push
+from tests.hub.directory.sweep import litter
+
+__all__ = ["hub"]  # a fixture
+
+SHA256_OF_ONE = "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
+"""Of the byte "1": `printf 1 | sha256sum`."""
+
+
+# Making and finding a hub
+
+
+def test_a_new_hub_is_empty_and_marked(tmp_path: Path) -> None:
+    root = tmp_path / "org" / "name"
+    assert not DirectoryHub.is_hub(root)
+    hub = DirectoryHub.create(root)
+    assert DirectoryHub.is_hub(root) and DirectoryHub.is_hub(f"file://{root}")
+    assert everything(root) == {f"{root}/hfshard-hub.json": b'{\n  "format": 1\n}\n'}
+    listing = hub.listing()
+    assert listing is not None and (listing.commit, dict(listing.files)) == ("", {})
+    assert hub.revisions() == []
+    with pytest.raises(HubNotFoundError, match="is empty: nothing was pushed to it yet, so it has no revision 'main'"):
+        hub.snapshot()
+
+
+def test_a_hub_is_made_once_and_opened_after(tmp_path: Path) -> None:
+    commit = push(DirectoryHub.create(f"file://{tmp_path}/hub"), {"a": b"1"})
+    assert DirectoryHub.create(tmp_path / "hub").resolve() == commit
+    assert DirectoryHub.open(f"file://{tmp_path}/hub").resolve() == commit
+    with pytest.raises(HubError, match="is a directory hub already"):
+        DirectoryHub.create(tmp_path / "hub", exist_ok=False)
+
+
+def test_a_checkpoint_is_not_made_a_hub(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(HubError, match=r"is not empty and no directory hub: it holds 'config.json'"):
+        DirectoryHub.create(tmp_path)
+    assert os.listdir(tmp_path) == ["config.json"]
+
+
+def test_a_file_is_not_made_a_hub(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(HubError, match="it, or something above it, is a file"):
+            DirectoryHub.create(path)
+
+
+def test_what_is_no_hub_is_not_opened(tmp_path: Path) -> None:
+    with pytest.raises(HubNotFoundError, match=r"is no directory hub\. A hub is made by the first push to it"):
+        DirectoryHub.open(tmp_path)
+    with pytest.raises(HubNotFoundError, match="does not exist"):
+        DirectoryHub.open(tmp_path / "nothing")
+    (tmp_path / "hfshard-hub.json").write_text('{"format": 2}')
+    with pytest.raises(HubError, match=r"of format 2, and this hfshard knows format 1. Install a newer hfshard"):
+        DirectoryHub.open(tmp_path)
+
+
+# Commits
+
+
+def test_a_commit_is_a_plain_directory_and_a_manifest_that_gives_its_id(hub: DirectoryHub) -> None:
+    result = hub.commit({"s/a": BytesContent(b"1")}, parent=None, message="first", description="more")
+    raw = Path(hub.root, "commits", f"{result.commit}.json").read_bytes()
+    assert json.loads(raw) == {
+        "description": "more",
+        "files": {"s/a": {"sha256": SHA256_OF_ONE, "size": 1}},
+        "format": 1,
+        "message": "first",
+        "parents": [],
+    }
+    # By sha256sum, its first 40 digits: whoever pushes it, wherever and whenever, it is the same commit.
+    assert result.commit == "6eba2670fe2662982fc111c996afdea859d262a8"
+    assert result.url == hub.snapshot() == f"{hub.root}/snapshots/{result.commit}"
+    assert (result.is_new, result.sent_bytes, result.pr_url) == (True, 1, None)
+    listing = hub.listing()
+    assert listing is not None
+    assert (listing.commit, dict(listing.files)) == (result.commit, {"s/a": RemoteFile(1, SHA256_OF_ONE)})
+    assert Path(hub.root, "refs/heads/main").read_text() == f"{result.commit}\n"
+    assert stat.S_IMODE(os.stat(f"{result.url}/s/a").st_mode) & 0o222 == 0
+    assert hub.read("s/a", result.commit) == b"1"
+
+
+def test_a_commit_changes_adds_deletes_and_links_the_rest(hub: DirectoryHub) -> None:
+    first = push(hub, {"kept": b"k" * 100, "changed": b"1", "gone": b"g", "s/deep/kept": b"d"})
+    told: list[int] = []
+    changes: dict[str, Content | None] = {
+        "changed": BytesContent(b"22"),
+        "new/file": BytesContent(b"333"),
+        "gone": None,
+        "was never there": None,
+    }
+    result = hub.commit(changes, parent=first, message="second", on_bytes=told.append)
+    assert files_at(hub) == {"kept": b"k" * 100, "changed": b"22", "new/file": b"333", "s/deep/kept": b"d"}
+    assert files_at(hub, first) == {"kept": b"k" * 100, "changed": b"1", "gone": b"g", "s/deep/kept": b"d"}
+    assert sum(told) == result.sent_bytes == 5
+    for path in ("kept", "s/deep/kept"):
+        assert os.path.samefile(f"{hub.url_of(first)}/{path}", f"{hub.snapshot()}/{path}")
+    assert litter(hub.root) == []
+
+
+def test_a_file_becomes_a_folder_and_a_folder_a_file(hub: DirectoryHub) -> None:
+    push(hub, {"a": b"1", "b/c": b"2"})
+    push(hub, {"a": None, "a/x": b"3", "b/c": None, "b": b"4"})
+    assert files_at(hub) == {"a/x": b"3", "b": b"4"}
+    with pytest.raises(InvalidArgumentError, match="'b' can't be a file and the folder of 'b/c' too"):
+        push(hub, {"b/c": b"5"})
+
+
+def test_the_same_files_make_no_commit(hub: DirectoryHub) -> None:
+    first = push(hub, {"a": b"1"})
+    result = hub.commit({"a": BytesContent(b"1"), "b": None}, parent=first, message="again")
+    assert (result.commit, result.is_new, result.sent_bytes) == (first, False, 0)
+    assert [revision.commit for revision in hub.revisions()] == [first, first]  # main, and the commit
+
+
+def test_changing_one_of_eight_shards_costs_that_shard(hub: DirectoryHub) -> None:
+    shards = {f"model-{number:05d}-of-00008.safetensors": bytes([number]) * 2**20 for number in range(1, 9)}
+    push(hub, shards)
+    before = disk_bytes(hub.root)
+    push(hub, {"model-00003-of-00008.safetensors": b"!" * 2**20})
+    assert 2**20 <= disk_bytes(hub.root) - before < 2**20 + 2**16
+    hub.verify()
+
+
+def test_going_back_to_what_any_commit_has_costs_nothing(hub: DirectoryHub, tmp_path: Path) -> None:
+    push(hub, {"a": b"1" * 2**20})
+    push(hub, {"a": b"2" * 2**20})
+    before = disk_bytes(hub.root)
+    source = tmp_path / "source"
+    source.write_bytes(b"1" * 2**20)
+    result = hub.commit({"b": BytesContent(b"1" * 2**20)}, parent=hub.resolve(), message="known hash")
+    assert result.sent_bytes == 0
+    hub.commit({"c": file_content(str(source))}, parent=result.commit, message="unknown hash")
+    assert disk_bytes(hub.root) - before < 2**17
+    hub.verify()
+
+
+def test_a_damaged_file_is_not_linked_for_the_same_contents(hub: DirectoryHub) -> None:
+    push(hub, {"a": b"good" * 100})
+    push(hub, {"a": b"other"})
+    damaged = next(path for path in Path(hub.root, "snapshots").rglob("a") if path.stat().st_size == 400)
+    damaged.chmod(0o644)
+    damaged.write_bytes(b"evil" * 100)
+    push(hub, {"a": b"good" * 100})
+    hub.verify()
+
+
+def test_contents_that_do_not_have_their_hash_are_refused(hub: DirectoryHub, tmp_path: Path) -> None:
+    push(hub, {"a": b"1"})
+    before = everything(hub.root)
+    source = tmp_path / "source"
+    source.write_bytes(b"2")
+    for content in (
+        file_content(str(source), SHA256_OF_ONE[:-1] + "0"),
+        StreamContent(5, "0" * 64, BytesContent(b"xx").open),
+    ):
+        with pytest.raises(IntegrityError, match=r"changed since it was saved: .* Nothing was pushed"):
+            hub.commit({"b": BytesContent(b"b"), "c": content}, parent=hub.resolve(), message="no")
+        assert everything(hub.root) == before
+        assert litter(hub.root) == []
+
+
+def test_a_full_disk_is_told_before_the_first_byte(hub: DirectoryHub) -> None:
+    push(hub, {"a": b"1"})
+    before = everything(hub.root)
+    told: list[int] = []
+    huge = StreamContent(2**60, "0" * 64, BytesContent(b"").open)
+    with pytest.raises(NotEnoughSpaceError) as raised:
+        changes: dict[str, Content | None] = {"b": BytesContent(b"22"), "c": huge}
+        hub.commit(changes, parent=hub.resolve(), message="huge", on_bytes=told.append)
+    assert raised.value.errno == errno.ENOSPC and raised.value.expected == 2**60 + 2 + 16 * 2**20
+    assert (told, everything(hub.root), litter(hub.root)) == ([], before, [])
+
+
+def test_another_parent_than_the_branch_has_is_stale(hub: DirectoryHub) -> None:
+    first = push(hub, {"a": b"1"})
+    second = push(hub, {"a": b"2"})
+    for parent in (first, None, "0" * 40):
+        with pytest.raises(StaleParentError, match=f"'main' of .* is at {second}"):
+            hub.commit({"a": BytesContent(b"3")}, parent=parent, message="late")
+    with pytest.raises(StaleParentError):
+        hub.commit({}, parent="0" * 40, revision="new", message="on nothing")
+    assert files_at(hub) == {"a": b"2"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "/a",
+        "a/../b",
+        "..",
+        "./a",
+        "a//b",
+        "a/",
+        "a\0b",
+        "a\\b",
+        "C:a",
+        "a\nb",
+        "é" * 128,
+        "a/" * 600 + "a",
+        "\ud800",
+    ],
+)
+def test_paths_that_could_leave_the_snapshot_are_refused(hub: DirectoryHub, path: str) -> None:
+    before = everything(hub.root)
+    for content in (BytesContent(b"1"), None):
+        with pytest.raises(InvalidArgumentError, match="is no path in a repo"):
+            hub.commit({"good": BytesContent(b"1"), path: content}, parent=None, message="bad")
+    assert everything(hub.root) == before
+
+
+def test_a_message_that_is_no_text_is_refused(hub: DirectoryHub) -> None:
+    with pytest.raises(InvalidArgumentError, match="no text that UTF-8 can write"):
+        hub.commit({"a": BytesContent(b"1")}, parent=None, message="\ud800")
+
+
+def test_an_odd_directory_of_the_hubs_own_is_refused(hub: DirectoryHub, tmp_path: Path) -> None:
+    os.symlink(tmp_path, os.path.join(hub.root, "snapshots"))
+    with pytest.raises(SaveDirectoryError, match="snapshots' is a link"):
+        push(hub, {"a": b"1"})
+
+
+# What became damaged
+
+
+def test_a_changed_byte_is_found_by_verify(hub: DirectoryHub) -> None:
+    push(hub, {"a": b"1" * 100, "b": b"2"})
+    path = Path(hub.snapshot(), "a")
+    path.chmod(0o644)
+    path.write_bytes(b"1" * 99 + b"0")
+    assert hub.snapshot() == str(path.parent)
+    with pytest.raises(IntegrityError, match=rf"'{path}' is damaged: it must have sha256") as raised:
+        hub.verify()
+    assert raised.value.path == str(path)
+    with pytest.raises(IntegrityError):
+        hub.read("a", "main")
+
+
+def test_a_snapshot_with_a_cut_missing_or_replaced_file_is_refused(hub: DirectoryHub, tmp_path: Path) -> None:
+    push(hub, {"a": b"1" * 100, "s/b": b"2"})
+    folder = Path(hub.snapshot())
+    os.truncate(folder / "a", 7)
+    with pytest.raises(IntegrityError, match="it must have 100 bytes, and has 7"):
+        hub.snapshot()
+    (folder / "a").unlink()
+    os.symlink("/etc/passwd", folder / "a")
+    with pytest.raises(MissingShardError, match="a' is missing, or no regular file"):
+        hub.snapshot()
+    (folder / "a").unlink()
+    (folder / "a").write_bytes(b"1" * 100)
+    os.rename(folder / "s", tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", folder / "s")
+    with pytest.raises(MissingShardError, match="s/b' is missing, or no regular file"):
+        hub.snapshot()
+    with pytest.raises(MissingShardError):  # nor is it taken over into a new commit
+        push(hub, {"c": b"3"})
+
+
+def test_a_file_that_was_not_pushed_is_found_by_verify(hub: DirectoryHub) -> None:
+    push(hub, {"a": b"1"})
+    Path(hub.snapshot(), "model.safetensors").write_bytes(b"smuggled")
+    with pytest.raises(IntegrityError, match=r"model.safetensors' was not pushed"):
+        hub.verify()
+
+
+def test_a_manifest_with_other_bytes_is_refused(hub: DirectoryHub) -> None:
+    commit = push(hub, {"a": b"1"})
+    path = Path(hub.root, "commits", f"{commit}.json")
+    path.write_bytes(path.read_bytes().replace(b'"a"', b'"b"'))
+    with pytest.raises(IntegrityError, match="is damaged: its bytes are those of commit"):
+        hub.listing()
+    assert [revision.is_damaged for revision in hub.revisions()] == [True, True]
+    with pytest.raises(IntegrityError):
+        hub.prune()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {"../x": {"sha256": "0" * 64, "size": 1}}},
+        {"files": {"x": {"sha256": "0" * 63, "size": 1}}},
+        {"files": {"x": {"sha256": "0" * 64, "size": -1}}},
+        {"files": {"x": {"sha256": "0" * 64, "size": True}}},
+        {"files": {"x": None}},
+        {"files": ["x"]},
+        {"format": 2},
+        {"parents": ["main"]},
+        {"message": None},
+        {"description": 3},
+    ],
+)
+def test_a_hostile_manifest_of_the_right_hash_is_refused(hub: DirectoryHub, change: dict[str, object]) -> None:
+    good: dict[str, object] = {"description": None, "files": {}, "format": 1, "message": "", "parents": []}
+    raw = json.dumps(good | change).encode()
+    commit = hashlib.sha256(raw).hexdigest()[:40]
+    Path(hub.root, "commits").mkdir()
+    Path(hub.root, "commits", f"{commit}.json").write_bytes(raw)
+    with pytest.raises(ValueError, match="is none of this format"):
+        hub.listing(commit)
+
+
+def test_a_damaged_commit_is_deleted_and_pushed_again(hub: DirectoryHub) -> None:
+    commit = push(hub, {"a": b"1"})
+    Path(hub.snapshot(), "a").unlink()
+    hub.delete("main", force=True)
+    hub.delete(commit)
+    assert hub.revisions() == []
+    assert push(hub, {"a": b"1"}) == commit
+    hub.verify()
+
+
+def test_a_damaged_commit_is_made_anew_by_the_same_push(hub: DirectoryHub) -> None:
+    commit = push(hub, {"a": b"1"})
+    Path(hub.snapshot(), "a").unlink()
+    hub.delete("main", force=True)
+    assert push(hub, {"a": b"1"}) == commit
+    hub.verify()
+
+
+@pytest.mark.parametrize("raw", [b"", b"main\n", b"0" * 39, b"0" * 41, b"\xff" * 40])
+def test_a_damaged_ref_is_an_error_that_names_it(hub: DirectoryHub, raw: bytes) -> None:
+    push(hub, {"a": b"1"})
+    Path(hub.root, "refs/heads/main").write_bytes(raw)
+    with pytest.raises(ValueError, match="refs/heads/main' is damaged: it must hold the id of a commit"):
+        hub.resolve()

@@ -1,0 +1,164 @@
+"""A directory hub with several processes: pushes at once, readers beside them, and pushes that are stopped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.storage.disk.content import BytesContent
+from tests import REPOSITORY
+from tests.crash.effects import effects_of
+from tests.crash.tracer import TRACED, has_strace, parse_trace
+from tests.hub.directory.child import content
+from tests.hub.directory.sweep import litter
+
+PUSHES = 20
+SAMPLE = 120
+"""Of the sweep's 1,375 points: about four seconds."""
+
+needs_strace = pytest.mark.skipif(not has_strace(), reason="NO STRACE: NO PUSH IS STOPPED HERE. Install strace.")
+
+
+def test_two_processes_that_push_at_once_make_one_line_of_whole_commits(
+    tmp_path: Path, child_environment: dict[str, str]
+) -> None:
+    root = str(tmp_path / "org" / "name")
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.hub.directory.child", root, name, str(PUSHES)],
+            cwd=REPOSITORY,
+            env=child_environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("one", "two")
+    ]
+    for child in children:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
+    hub, seen = DirectoryHub.open(root), set()
+    while any(child.poll() is None for child in children):  # a reader beside them
+        listing = hub.listing()
+        if listing is not None and listing.commit:
+            hub.verify()
+            seen.add(listing.commit)
+    for child in children:
+        child.communicate()
+        assert child.returncode == 0
+    by_id = {revision.commit: revision for revision in hub.revisions() if revision.kind == "commit"}
+    line = [by_id[hub.resolve()]]
+    while line[-1].parents:
+        line.append(by_id[line[-1].parents[0]])
+    messages = [revision.message for revision in reversed(line)]
+    assert len(line) == len(by_id) == 2 * PUSHES
+    for name in ("one", "two"):
+        assert [message for message in messages if message.startswith(name)] == [f"{name} {i}" for i in range(PUSHES)]
+    for revision in line:
+        hub.verify(revision.commit)
+        name, number = revision.message.split()
+        folder = Path(hub.snapshot(revision.commit))
+        assert (folder / "last.bin").read_bytes() == (folder / f"{name}.bin").read_bytes() == content(name, int(number))
+    assert seen <= set(by_id)
+    assert litter(root) == []
+
+
+def test_files_that_are_open_outlive_a_prune(tmp_path: Path) -> None:
+    hub = DirectoryHub.create(tmp_path / "hub")
+    old = hub.commit({"a": BytesContent(b"old")}, parent=None, message="1", revision="dev").commit
+    with open(os.path.join(hub.snapshot("dev"), "a"), "rb") as file:
+        hub.delete("dev")
+        assert hub.prune() > 0
+        assert file.read() == b"old"
+    assert not os.path.exists(hub.url_of(old))
+
+
+def _sweep(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.hub.directory.sweep", *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@needs_strace
+def test_a_push_that_is_killed_or_fails_leaves_the_old_or_the_new_commit() -> None:
+    done = _sweep("--sample", str(SAMPLE))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{SAMPLE} points, 0 failed" in done.stdout
+
+
+@needs_strace
+@pytest.mark.slow
+def test_every_change_stopped_at_every_call_leaves_the_old_or_the_new_commit() -> None:
+    done = _sweep()
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_strace
+def test_the_sweep_finds_pushes_that_commit_too_early() -> None:
+    done = _sweep("--kinds", "kill", "--scenario", "second", "--broken")
+    assert done.returncode == 1, done.stdout + done.stderr
+
+
+ORDER = """
+import sys
+from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.storage.disk.content import BytesContent
+hub = DirectoryHub.open(sys.argv[1])
+hub.commit({"a": BytesContent(b"new"), "s/c": BytesContent(b"c")}, parent=hub.resolve(), message="second")
+"""
+
+
+@needs_strace
+def test_everything_is_on_disk_before_what_leads_to_it(tmp_path: Path, child_environment: dict[str, str]) -> None:
+    hub = DirectoryHub.create(tmp_path / "hub")
+    old = hub.commit({"a": BytesContent(b"old"), "b": BytesContent(b"kept")}, parent=None, message="first").commit
+    trace = tmp_path / "trace"
+    strace = ["strace", "-f", "-y", "-o", str(trace), "-e", f"trace={TRACED}"]
+    subprocess.run([*strace, sys.executable, "-c", ORDER, hub.root], env=child_environment, check=True, timeout=60)
+    commit = hub.resolve()
+    seen = []
+    for effect in effects_of(parse_trace(trace.read_text())):
+        if effect.path.startswith(hub.root):
+            paths = [os.path.relpath(path, hub.root) for path in (effect.path, effect.target) if path]
+            seen.append(" ".join([effect.kind, *paths]).replace(commit, "NEW").replace(old, "OLD"))
+    assert seen == [
+        "mkdir .staging",
+        "mkdir .staging/files",
+        "link snapshots/OLD/b .staging/files/b",
+        "mkdir .staging/files/s",
+        "create .staging/files/a",
+        "write .staging/files/a",
+        "sync .staging/files/a",
+        "create .staging/files/s/c",
+        "write .staging/files/s/c",
+        "sync .staging/files/s/c",
+        "sync .staging/files/s",
+        "sync .staging/files",
+        "create .staging/manifest.json",
+        "write .staging/manifest.json",
+        "sync .staging/manifest.json",
+        "create .staging/new-commit",
+        "write .staging/new-commit",
+        "sync .staging/new-commit",
+        "sync .staging",
+        "sync .",
+        "rename .staging/files snapshots/NEW",
+        "sync snapshots",
+        "rename .staging/manifest.json commits/NEW.json",
+        "sync commits",
+        "rename .staging/new-commit refs/heads/main",
+        "sync refs/heads",
+        "rmdir .staging",
+    ]

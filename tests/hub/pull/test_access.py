@@ -1,0 +1,169 @@
+"""What a pull says when it can't have what it wants: no repo, no right, no network, not all of it in the cache."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hub.pull.lab import PullLab, cached, lab, repo, saved
+from tests.hubserver.hub_server import Fault
+
+pytestmark = pytest.mark.compat
+__all__ = ["lab", "repo"]
+
+OFFLINE = {"HF_HUB_OFFLINE": True}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a small model of 9 shards."""
+    return saved(tmp_path_factory.mktemp("weights"), 1, 10_000)
+
+
+@pytest.mark.parametrize("task", ["load", "load_auto", "read", "read by ranges"])
+def test_repo_that_is_not_there(task: str, lab: PullLab, tmp_path: Path) -> None:
+    ranges = {"ranges": True} if "ranges" in task else {}
+
+    outcome = lab.refused(task.split()[0], "org/no-such", tmp_path, **ranges)
+
+    assert outcome.error == "HubNotFoundError"
+    assert outcome.message.startswith(f"There is no repo 'org/no-such' on {lab.hub.endpoint}, or it is private")
+    assert "the token '…rite' of the environment variable HF_TOKEN" in outcome.message
+    assert lab.hub.count() == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_private_repo_and_whose_token_it_was(lab: PullLab, repo: str, weights: Path, tmp_path: Path) -> None:
+    lab.publish(repo, weights, private=True)
+
+    of_nobody = lab.refused("load", repo, tmp_path, token=False)
+    of_another = lab.refused("load", repo, tmp_path, token="hf_read")
+    unknown = lab.refused("load", repo, tmp_path, token="hf_never")
+
+    assert of_nobody.error == "HubAccessError"
+    assert "no token, as token=False was passed" in of_nobody.message
+    assert of_another.error == "HubNotFoundError"
+    assert "the token '…read' that was passed" in of_another.message
+    assert unknown.error == "HubAccessError"
+    assert "the token '…ever' that was passed" in unknown.message
+    assert lab.call("load", repo, tmp_path, token="hf_member")
+
+
+def test_gated_repo_says_where_to_ask(lab: PullLab, repo: str, weights: Path, tmp_path: Path) -> None:
+    lab.publish(repo, weights, gated=True)
+
+    outcome = lab.refused("load", repo, tmp_path, token="hf_read")
+
+    assert outcome.error == "HubAccessError"
+    assert f"'{repo}' is gated" in outcome.message
+    assert f"Accept its conditions on {lab.hub.endpoint}/{repo}" in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"revision": "v9"}, "HubNotFoundError", "has no revision 'v9'"),
+        ({"revision": "f" * 40}, "HubNotFoundError", f"has no revision '{'f' * 40}'"),
+        ({"variant": "fp16"}, "CheckpointNotFoundError", "has no weights of variant 'fp16': none of model.fp16"),
+        ({"subfolder": "sub"}, "CheckpointNotFoundError", "has no weights in the folder 'sub'"),
+        ({"use_safetensors": False}, "CheckpointNotFoundError", "none of pytorch_model.bin"),
+    ],
+    ids=str,
+)
+def test_what_the_repo_has_not(
+    options: dict[str, object], error: str, says: str, lab: PullLab, repo: str, weights: Path, tmp_path: Path
+) -> None:
+    lab.publish(repo, weights)
+
+    outcome = lab.refused("load", repo, tmp_path, **options)
+
+    assert (outcome.error, says in outcome.message) == (error, True), outcome.message
+    assert lab.kinds()["storage_get"] == 0
+
+
+def test_index_that_names_a_shard_that_is_not_there(lab: PullLab, repo: str, weights: Path, tmp_path: Path) -> None:
+    lab.publish(repo, weights)
+    lab.view(repo).commit({"model-00002-of-00009.safetensors": None}, "Lose a shard")
+
+    outcome = lab.refused("load", repo, tmp_path)
+
+    assert outcome.error == "CheckpointNotFoundError"
+    assert f"'{repo}' lacks 'model-00002-of-00009.safetensors', which its index names" in outcome.message
+    assert lab.kinds()["storage_get"] == 0
+
+
+@pytest.mark.parametrize("how", ["offline", "local only"])
+def test_incomplete_cache_is_told_by_name(how: str, lab: PullLab, repo: str, weights: Path, tmp_path: Path) -> None:
+    lab.publish(repo, weights)
+    options: dict[str, object] = (
+        {"settings": OFFLINE, "environment": {"HF_HUB_OFFLINE": "1"}}
+        if how == "offline"
+        else {"local_files_only": True}
+    )
+
+    nothing = lab.refused("load", repo, tmp_path, **options)
+    lab.call("load", repo, tmp_path)
+    link = next(path for path in cached(tmp_path, repo, "snapshots") if path.name.startswith("model-00004"))
+    link.resolve().unlink()
+    a_part = lab.refused("load", repo, tmp_path, **options)
+
+    assert nothing.error == a_part.error == "CheckpointNotFoundError"
+    assert f"'{repo}' at revision 'main' is not in the cache '{tmp_path}'" in nothing.message
+    assert "it lacks 'model-00004-of-00009.safetensors'" in a_part.message
+    assert f"'{repo}' (commit " in a_part.message
+    for outcome in (nothing, a_part):
+        what = "offline mode is on (HF_HUB_OFFLINE)" if how == "offline" else "local_files_only=True allows no download"
+        assert what in outcome.message
+        todo = "with HF_HUB_OFFLINE unset" if how == "offline" else "without local_files_only"
+        assert f"Run it once {todo}; to see the files of the repo, run: hf models ls {repo}" in outcome.message
+    assert lab.hub.count() == 0
+    lab.call("load", repo, tmp_path)
+    assert lab.kinds() == {"info": 1, "lfs_batch": 1, "storage_get": 1}
+
+
+def test_offline_variable_is_obeyed_by_a_process_of_its_own(
+    lab: PullLab, repo: str, weights: Path, tmp_path: Path
+) -> None:
+    lab.publish(repo, weights)
+    lab.call("read", repo, tmp_path)
+    code = f"import hfshard; print(len(hfshard.load_state_dict({repo!r}, cache_dir={str(tmp_path)!r})))"
+
+    environment = {**lab.environment, "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+
+    assert run.stdout == "23\n"
+    assert lab.hub.count() == 13  # those of the call before
+
+
+@pytest.mark.parametrize("failure", ["refused", "busy"])
+def test_complete_cache_serves_where_the_hub_does_not_answer(
+    failure: str, lab: PullLab, repo: str, weights: Path, tmp_path: Path
+) -> None:
+    lab.publish(repo, weights)
+    before = lab.call("load", repo, tmp_path)
+    lab.hub.clear_log()
+    if failure == "busy":
+        lab.hub.fail(Fault(match=f"info .*{repo}", kind="status", status=503, times=99))
+    settings = {"ENDPOINT": "http://127.0.0.1:9"} if failure == "refused" else {}
+
+    outcome = lab.start("load", repo, tmp_path, settings=settings).outcome()
+
+    assert (outcome.error, outcome.result) == (None, before)
+    (warning,) = outcome.log
+    assert "What the cache has of it is used: commit " in warning
+    assert lab.hub.count() == (1 if failure == "busy" else 0)
+
+
+def test_no_right_is_no_failure_of_the_network(lab: PullLab, repo: str, weights: Path, tmp_path: Path) -> None:
+    lab.publish(repo, weights)
+    lab.call("load", repo, tmp_path)
+    lab.view(repo).private = True
+
+    outcome = lab.refused("load", repo, tmp_path, token="hf_read")
+
+    assert outcome.error == "HubNotFoundError"

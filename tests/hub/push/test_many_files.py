@@ -1,0 +1,115 @@
+"""More shards than one commit takes: shards of new names go ahead, and main is never a mix at any commit."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import hfshard
+from tests.hub.push.lab import PushLab, contents, differences, lab, repo
+from tests.hubserver.hub_server import Fault
+
+__all__ = ["lab", "repo"]
+
+pytestmark = pytest.mark.compat
+
+SHARDS = 300
+"""More than the 256 files of one commit."""
+
+
+def many(folder: Path, value: float, count: int = SHARDS) -> Path:
+    """A checkpoint of one tensor of 4 bytes a shard; each tensor is one number."""
+    tensors = {f"w{number:04d}": torch.full((1,), value) for number in range(count)}
+    hfshard.save_state_dict(tensors, folder, max_shard_size=4 if count > 1 else 10**6)
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    return folder
+
+
+def seen(lab: PushLab, repo: str, commit: str) -> str:
+    """What stock and hfshard read of a commit: the number that it is full of, or the error's name, and both agree."""
+    cache = lab.root / f"cache-{commit}"
+    tasks = [lab.start(task, repo, cache / task, revision=commit) for task in ("read_ours", "read_stock")]
+    ours, stock = (task.outcome() for task in tasks)
+    assert (ours.error is None) == (stock.error is None), f"{ours.trace}\n{stock.trace}"
+    assert ours.error is None or ours.is_ours, ours.trace
+    assert ours.result == stock.result
+    return str(ours.error or ours.result)
+
+
+def test_no_commit_of_a_new_repo_is_a_mix(lab: PushLab, repo: str, tmp_path: Path) -> None:
+    folder = many(tmp_path / "save", 1)
+    lab.push(folder, repo)
+    assert differences(lab, repo, contents(folder)) == {}
+    commits = list(reversed(lab.view(repo).commits()))
+    assert [commit.title for commit in commits] == [
+        "initial commit",
+        "Upload checkpoint (shards, part 1 of 2)",
+        "Upload checkpoint (shards, part 2 of 2)",
+        "Upload checkpoint",
+    ]
+    assert [commit.parents for commit in commits[1:]] == [(before.oid,) for before in commits[:-1]]
+    assert [len(commit.files) - 1 for commit in commits] == [0, 256, 300, 302]  # and .gitattributes
+    found = [seen(lab, repo, commit.oid) for commit in commits]
+    assert found == ["CheckpointNotFoundError"] * 3 + ["1.0"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 300), (290, 300), (300, 300), (300, 1)])
+def test_no_commit_of_an_old_repo_is_a_mix(lab: PushLab, repo: str, tmp_path: Path, before: int, after: int) -> None:
+    lab.push(many(tmp_path / "old", 1, before), repo)
+    old = len(lab.view(repo).commits())
+    folder = many(tmp_path / "new", 2, after)
+    lab.push(folder, repo)
+    assert differences(lab, repo, contents(folder)) == {}
+    commits = list(reversed(lab.view(repo).commits()))[old - 1 :]
+    # of the same names: all in one commit, or main would be a mix
+    assert len(commits) == {(1, 300): 4, (290, 300): 4, (300, 300): 2, (300, 1): 2}[before, after]
+    found = [seen(lab, repo, commit.oid) for commit in commits]
+    assert found == ["1.0"] * (len(commits) - 1) + ["2.0"]
+
+
+def test_push_that_dies_between_its_commits_is_repaired_by_the_next(lab: PushLab, repo: str, tmp_path: Path) -> None:
+    lab.push(many(tmp_path / "old", 1, 290), repo)
+    gate = threading.Event()
+    held = lab.hub.fail(Fault(match="POST commit", kind="slow", skip=1, after_bytes=1_000, gate=gate))
+    task = lab.start("push", many(tmp_path / "dead", 2, 300), repo)
+    assert held.reached.wait(60)
+    task.kill()
+    gate.set()
+    head = lab.view(repo).branches["main"]
+    assert len(lab.files(repo)) >= 290 + 2 + 256
+    assert seen(lab, repo, head) == "1.0"
+    folder = many(tmp_path / "next", 3, 280)
+    lab.push(folder, repo)
+    assert differences(lab, repo, contents(folder)) == {}
+    assert seen(lab, repo, lab.view(repo).branches["main"]) == "3.0"
+
+
+def test_many_shards_that_meet_a_readme_go_on_top(lab: PushLab, repo: str, tmp_path: Path) -> None:
+    lab.hub.create_repo(repo)
+    theirs: dict[str, bytes | None] = {"README.md": b"# Theirs"}
+    lab.hub.fail(
+        Fault(match="POST commit", kind="race", skip=1, action=lambda: lab.view(repo).commit(theirs, "theirs"))
+    )
+    folder = many(tmp_path / "new", 2)
+    lab.push(folder, repo)
+    assert differences(lab, repo, contents(folder) | {"README.md": b"# Theirs"}) == {}
+    assert lab.kinds()["lfs_put"] == SHARDS + 1  # and the index, which is large enough for LFS
+
+
+def test_many_shards_as_a_pull_request_open_one(lab: PushLab, repo: str, tmp_path: Path) -> None:
+    folder = many(tmp_path / "new", 2)
+    done = lab.push(folder, repo, create_pr=True).result
+    assert list(lab.view(repo).pull_requests) == [1]
+    assert differences(lab, repo, contents(folder), "refs/pr/1") == {}
+    assert lab.files(repo) == set()
+    assert done["pr_url"].endswith("/discussions/1") and done["commit"] == lab.view(repo).pull_requests[1]
+
+
+def test_many_shards_need_few_open_files(lab: PushLab, repo: str, tmp_path: Path) -> None:
+    folder = many(tmp_path / "new", 1)
+    lab.push(folder, repo, open_files=400)  # the check before a push holds all shards open at once
+    lab.push(many(tmp_path / "next", 2), repo, open_files=400)
+    assert differences(lab, repo, contents(tmp_path / "next")) == {}

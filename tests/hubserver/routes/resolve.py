@@ -1,0 +1,71 @@
+"""Downloads of the test Hub: resolve on the API origin, the bytes of LFS files on the storage origin."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote
+
+from tests.hubserver.hub import Hub
+from tests.hubserver.objects import pieces_of
+from tests.hubserver.repos import Commit, Repo, RevisionNotFoundError
+from tests.hubserver.routes import accounts
+from tests.hubserver.urls import StorageError
+from tests.hubserver.wire import Exchange, HubError
+
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+
+
+def commit_of(repo: Repo, revision: str) -> Commit:
+    """Find the commit that a (quoted) revision names.
+
+    Raises:
+        HubError: 404 RevisionNotFound.
+    """
+    try:
+        return repo.commit_at(unquote(revision))
+    except RevisionNotFoundError:
+        raise HubError(404, f"Invalid rev id: {unquote(revision)}", "RevisionNotFound") from None
+
+
+def resolve(hub: Hub, exchange: Exchange, repo_id: str, revision: str, path: str) -> None:
+    """Answer HEAD and GET of /{repo_id}/resolve/{revision}/{path}."""
+    repo = accounts.downloadable(hub.store, exchange, unquote(repo_id))
+    commit = commit_of(repo, revision)
+    entry = commit.files.get(unquote(path))
+    headers = {"X-Repo-Commit": commit.oid, "Accept-Ranges": "bytes", "ETag": ""}
+    if entry is None:
+        raise HubError(404, "Entry not found", "EntryNotFound", X_Repo_Commit=commit.oid)
+    headers["ETag"] = f'"{entry.etag}"'
+    if entry.is_lfs:
+        headers |= {"X-Linked-Size": str(entry.size), "X-Linked-Etag": f'"{entry.etag}"'}
+        headers["Location"] = hub.sign(f"/{repo.repo_id}/{entry.sha256}", "GET")
+        exchange.reply(302, b"Found", {"Content-Type": "text/plain", **headers})
+    else:
+        _send_file(exchange, repo, entry.sha256, entry.size, headers)
+
+
+def storage_get(hub: Hub, exchange: Exchange, repo_id: str, sha256: str) -> None:
+    """Answer HEAD and GET of a signed URL of an LFS file."""
+    hub.signer.check(exchange)
+    repo = hub.store.get(repo_id)
+    if repo is None or not repo.objects.has(sha256):
+        raise StorageError(404, "NoSuchKey", "The specified key does not exist.")
+    size = repo.objects.path(sha256).stat().st_size
+    _send_file(exchange, repo, sha256, size, {"Accept-Ranges": "bytes", "ETag": f'"{sha256}"'})
+
+
+def _send_file(exchange: Exchange, repo: Repo, sha256: str, size: int, headers: dict[str, str]) -> None:
+    start, stop, status = 0, size, 200
+    match = _RANGE.fullmatch(exchange.record.range or "")
+    if match and any(match.groups()):
+        first, last = match.groups()
+        start = int(first) if first else max(0, size - int(last))
+        stop = min(size, int(last) + 1) if first and last else size
+        if start >= size or start >= stop:
+            message = f"Range {exchange.record.range} of {size} bytes is not satisfiable"
+            raise HubError(416, message, Content_Range=f"bytes */{size}")
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        status = 206
+    headers = {"Content-Type": "application/octet-stream", **headers}
+    pieces = pieces_of(repo.objects.path(sha256), start, stop - start)
+    exchange.stream(status, pieces, stop - start, headers)

@@ -1,0 +1,117 @@
+"""A checkpoint of one class loaded by another: a head over a base model, and a base model out of a head."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+from tests.pretrained.conftest import SHARDS, Saves
+from tests.zoo.compare import differences, facts_of_load, load
+from tests.zoo.models import ZOO
+from tests.zoo.subject import sharded
+
+pytestmark = pytest.mark.compat
+
+PAIRS = [
+    ("bert", "BertForSequenceClassification"),
+    ("bert", "BertForMaskedLM"),
+    ("bert", "BertLMHeadModel"),
+    ("bert_head", "BertModel"),
+    ("bert_head", "BertForTokenClassification"),
+    ("bert_pretraining", "BertModel"),
+    ("bert_pretraining", "BertForMaskedLM"),
+    ("gpt2", "GPT2Model"),
+    ("gpt2", "GPT2ForSequenceClassification"),
+    ("llama_untied", "LlamaModel"),
+    ("llama_tied", "LlamaModel"),
+    ("llama_untied", "LlamaForTokenClassification"),
+    ("mixtral", "MixtralModel"),
+    ("mixtral", "MixtralForSequenceClassification"),
+    ("qwen3_moe", "Qwen3MoeModel"),
+    ("t5", "T5EncoderModel"),
+    ("t5", "T5Model"),
+    ("bart", "BartModel"),
+    ("bart", "BartForSequenceClassification"),
+    ("vit", "ViTForImageClassification"),
+    ("vit_head", "ViTModel"),
+    ("clip", "CLIPTextModel"),
+    ("clip", "CLIPVisionModel"),
+    ("clip", "CLIPVisionModelWithProjection"),
+    ("whisper", "WhisperModel"),
+    ("whisper", "WhisperForAudioClassification"),
+    ("wav2vec2", "Wav2Vec2ForCTC"),
+    ("mamba", "MambaModel"),
+    ("resnet", "ResNetModel"),
+    ("llava", "LlavaModel"),
+    ("qwen2_vl", "Qwen2VLModel"),
+]
+every_pair = pytest.mark.parametrize(("name", "target"), PAIRS)
+
+BASES = [
+    ("LlamaModel", "llama_untied", "LlamaForCausalLM"),
+    ("LlamaModel", "llama_tied", "LlamaForCausalLM"),
+    ("GPT2Model", "gpt2", "GPT2LMHeadModel"),
+    ("MixtralModel", "mixtral", "MixtralForCausalLM"),
+    ("T5Model", "t5", "T5ForConditionalGeneration"),
+    ("LlavaModel", "llava", "LlavaForConditionalGeneration"),
+]
+
+
+@every_pair
+def test_a_stock_checkpoint_of_another_class_loads_and_reports_as_upstream(
+    name: str, target: str, saves: Saves
+) -> None:
+    directory, upstream = saves.stock(name, SHARDS), getattr(transformers, target)
+    theirs = facts_of_load(load(upstream, directory), directory)
+
+    ours = facts_of_load(load(sharded(upstream), directory), directory)
+
+    assert differences(ours, theirs) == []
+
+
+@every_pair
+def test_stock_reads_our_checkpoint_of_another_class_as_its_own(name: str, target: str, saves: Saves) -> None:
+    upstream = getattr(transformers, target)
+    theirs, ours = (
+        facts_of_load(load(upstream, directory), directory)
+        for directory in (saves.stock(name, SHARDS), saves.ours(name, SHARDS))
+    )
+
+    assert differences(ours, theirs) == []
+
+
+@pytest.mark.parametrize(("base", "name", "target"), BASES)
+def test_a_head_over_a_base_model_that_hfshard_saved_loads_and_reports_as_upstream(
+    base: str, name: str, target: str, saves: Saves, tmp_path
+) -> None:
+    upstream_base, upstream = getattr(transformers, base), getattr(transformers, target)
+    theirs_at, ours_at = tmp_path / "theirs", tmp_path / "ours"
+    upstream_base.from_pretrained(saves.stock(name)).save_pretrained(theirs_at, max_shard_size=SHARDS)
+    sharded(upstream_base).from_pretrained(saves.stock(name)).save_pretrained(ours_at, max_shard_size=SHARDS)
+    theirs = facts_of_load(load(upstream, theirs_at), theirs_at)
+
+    stock_from_ours = facts_of_load(load(upstream, ours_at), ours_at)
+    ours_from_stock = facts_of_load(load(sharded(upstream), theirs_at), theirs_at)
+    ours_from_ours = facts_of_load(load(sharded(upstream), ours_at), ours_at)
+
+    for facts in (stock_from_ours, ours_from_stock, ours_from_ours):
+        assert differences(facts, theirs) == []
+
+
+def test_the_pairs_do_differ_in_their_keys(saves: Saves) -> None:
+    head = load(transformers.BertForSequenceClassification, saves.stock("bert"))
+    base = load(transformers.BertModel, saves.stock("bert_head"))
+
+    assert head.info["missing_keys"] == {"classifier.weight", "classifier.bias"}
+    assert base.info["unexpected_keys"] == {"classifier.weight", "classifier.bias"}
+    assert "LOAD REPORT" in head.log[0]
+
+
+@pytest.mark.parametrize("name", ["bert_head", "llama_tied", "mixtral"])
+def test_every_model_of_the_zoo_has_a_loss_of_its_own_class(name: str, saves: Saves) -> None:
+    upstream = ZOO[name].upstream
+    theirs = upstream.from_pretrained(saves.stock(name))
+
+    ours = sharded(upstream).from_pretrained(saves.stock(name))
+
+    assert ours.loss_function is theirs.loss_function

@@ -1,0 +1,162 @@
+"""Repos in the Hub's cache load without network as upstream loads them: revision, subfolder, variant, commit hash."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, BertModel
+
+import hfshard
+from tests.pretrained.conftest import SHARDS, WHOLE, Saves
+from tests.pretrained.load.test_load_options import failure_of
+from tests.zoo.compare import differences, facts_of_load, load
+from tests.zoo.hub_cache import REPO, put_in_cache
+from tests.zoo.models import ZOO
+from tests.zoo.subject import sharded
+
+pytestmark = pytest.mark.compat
+
+OLD, NEW = "a" * 40, "b" * 40
+
+
+@pytest.fixture(params=[WHOLE, SHARDS])
+def cache(request: pytest.FixtureRequest, saves: Saves, tmp_path: Path) -> Path:
+    """A repo with an old commit (tag v1) and a new one (main, and a branch whose name has a slash)."""
+    changed = ZOO["bert"].build()
+    with torch.no_grad():
+        changed.pooler.dense.bias.zero_()
+    changed.save_pretrained(tmp_path / "new", max_shard_size=request.param)
+    changed.save_pretrained(tmp_path / "new" / "sub", max_shard_size=request.param)
+    changed.save_pretrained(tmp_path / "new", max_shard_size=request.param, variant="fp16")
+    root = tmp_path / "cache"
+    put_in_cache(root, saves.stock("bert", request.param), commit=OLD, refs={"v1": OLD})
+    put_in_cache(root, tmp_path / "new", commit=NEW, refs={"main": NEW, "feature/x": NEW})
+    return root
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"local_files_only": True},
+        {"revision": "main"},
+        {"revision": "v1"},
+        {"revision": "feature/x"},
+        {"revision": OLD},
+        {"revision": NEW, "local_files_only": True},
+        {"subfolder": "sub"},
+        {"variant": "fp16"},
+        {"use_safetensors": True},
+        {"token": False},
+        {"hidden_dropout_prob": 0.3},
+    ],
+    ids=str,
+)
+def test_a_cached_repo_loads_as_upstream_loads_it(options: dict[str, Any], cache: Path) -> None:
+    theirs = facts_of_load(load(BertModel, REPO, cache_dir=cache, **options))
+
+    ours = facts_of_load(load(sharded(BertModel), REPO, cache_dir=cache, **options))
+
+    assert differences(ours, theirs) == []
+    assert ours["model"]["name_or_path"] == REPO
+    is_new = not any(ours["state dict"]["pooler.dense.bias"][2])
+    assert is_new == (options.get("revision") not in ("v1", OLD))
+
+
+def test_a_repo_loads_through_an_auto_class_as_upstream_loads_it(cache: Path) -> None:
+    theirs = facts_of_load(load(AutoModel, REPO, cache_dir=cache, revision="v1"))
+
+    ours = facts_of_load(load(_Functional, REPO, cache_dir=cache, revision="v1"))
+
+    assert differences(ours, theirs) == []
+
+
+class _Functional:
+    """`hfshard.load_model(AutoModel, ...)` in the shape of a class."""
+
+    @staticmethod
+    def from_pretrained(*arguments: Any, **options: Any) -> Any:
+        return hfshard.load_model(AutoModel, *arguments, **options)
+
+
+def test_a_state_dict_is_read_from_a_cached_repo(cache: Path) -> None:
+    old = hfshard.load_state_dict(REPO, cache_dir=cache, revision="v1", local_files_only=True)
+    new = hfshard.load_state_dict(REPO, cache_dir=cache)
+
+    assert old.keys() == new.keys()
+    assert [name for name in old if not torch.equal(old[name], new[name])] == ["pooler.dense.bias"]
+
+
+@pytest.mark.parametrize(
+    ("repo_id", "options"),
+    [
+        ("org/other", {}),
+        (REPO, {"revision": "v9"}),
+        (REPO, {"revision": "c" * 40}),
+        (REPO, {"subfolder": "nowhere"}),
+        (REPO, {"variant": "int8"}),
+        (REPO, {"use_safetensors": False}),
+        ("not/a/repo", {}),
+        ("", {}),
+    ],
+    ids=str,
+)
+def test_what_is_not_in_the_cache_is_refused_with_the_same_kind_of_error(
+    repo_id: str, options: dict[str, Any], cache: Path
+) -> None:
+    theirs = failure_of(lambda: BertModel.from_pretrained(repo_id, cache_dir=cache, **options))
+
+    ours = failure_of(lambda: sharded(BertModel).from_pretrained(repo_id, cache_dir=cache, **options))
+
+    kind = next(kind for kind in type(theirs).__mro__ if kind.__module__ == "builtins")
+    assert isinstance(ours, kind), (ours, theirs)
+
+
+def test_a_generation_config_is_read_from_the_same_commit(saves: Saves, tmp_path: Path) -> None:
+    upstream = ZOO["llama_generation"].upstream
+    put_in_cache(tmp_path, saves.stock("llama_generation", SHARDS), commit=OLD, refs={"v1": OLD})
+    put_in_cache(tmp_path, saves.stock("llama_untied", SHARDS), commit=NEW, refs={"main": NEW})
+    theirs = facts_of_load(load(upstream, REPO, cache_dir=tmp_path, revision="v1"))
+
+    ours = facts_of_load(load(sharded(upstream), REPO, cache_dir=tmp_path, revision="v1"))
+
+    assert differences(ours, theirs) == []
+    assert ours["generation config"]["top_k"] == 7
+
+
+@pytest.mark.parametrize("size", [WHOLE, SHARDS])
+def test_what_hfshard_saved_loads_from_the_cache_by_both(size: str, saves: Saves, tmp_path: Path) -> None:
+    put_in_cache(tmp_path, saves.ours("clip", size), commit=NEW, refs={"main": NEW})
+    upstream = ZOO["clip"].upstream
+    theirs = facts_of_load(load(upstream, REPO, cache_dir=tmp_path))
+
+    ours = facts_of_load(load(sharded(upstream), REPO, cache_dir=tmp_path, verify="full"))
+
+    assert differences(ours, theirs) == []
+
+
+def test_a_pickled_repo_in_the_cache_loads_as_upstream_loads_it(saves: Saves, tmp_path: Path) -> None:
+    model = ZOO["bert"].build()
+    (tmp_path / "files").mkdir()
+    model.config.save_pretrained(tmp_path / "files")
+    torch.save(model.state_dict(), tmp_path / "files" / "pytorch_model.bin")
+    put_in_cache(tmp_path / "cache", tmp_path / "files", commit=NEW, refs={"main": NEW})
+    theirs = facts_of_load(load(BertModel, REPO, cache_dir=tmp_path / "cache"))
+
+    ours = facts_of_load(load(sharded(BertModel), REPO, cache_dir=tmp_path / "cache"))
+
+    assert differences(ours, theirs) == []
+
+
+@pytest.mark.parametrize("size", [WHOLE, SHARDS])
+def test_a_subfolder_of_a_directory_loads_as_upstream_loads_it(size: str, saves: Saves, tmp_path: Path) -> None:
+    ZOO["llama_generation"].build().save_pretrained(tmp_path / "a" / "b", max_shard_size=size)
+    upstream = ZOO["llama_generation"].upstream
+    theirs = facts_of_load(load(upstream, tmp_path, subfolder="a/b"), tmp_path)
+
+    ours = facts_of_load(load(sharded(upstream), tmp_path, subfolder="a/b"), tmp_path)
+
+    assert differences(ours, theirs) == []

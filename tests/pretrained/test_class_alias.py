@@ -1,0 +1,142 @@
+"""A class that adds the mixin is to upstream what its own class is, under whatever name; nobody else sees a twin."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    BertModel,
+    CLIPVisionModel,
+    LlamaForTokenClassification,
+    MixtralForCausalLM,
+    ViTModel,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.models.bert.modeling_bert import BertPreTrainedModel
+from transformers.models.glm_image.modeling_glm_image import GlmImageVQVAE
+
+import hfshard
+from hfshard.pretrained.class_alias import architecture_of
+from tests.pretrained.conftest import SHARDS, Saves
+from tests.zoo.compare import differences, facts_of_load, load, stored_tensors
+from tests.zoo.models import ZOO
+from tests.zoo.subject import sharded
+
+pytestmark = pytest.mark.compat
+
+
+class Bert(hfshard.ShardedModelMixin, BertModel):
+    """At the module's level, so that it can be pickled."""
+
+
+def test_the_loaded_model_is_of_the_users_class_and_can_be_copied_and_pickled(saves: Saves) -> None:
+    model = Bert.from_pretrained(saves.stock("bert"))
+
+    assert type(model) is Bert
+    assert type(copy.deepcopy(model)) is Bert
+    assert type(pickle.loads(pickle.dumps(model))) is Bert
+
+
+def test_a_users_own_constructor_and_methods_are_used(saves: Saves) -> None:
+    class Counting(hfshard.ShardedModelMixin, BertModel):
+        def __init__(self, config, add_pooling_layer: bool = True) -> None:
+            super().__init__(config, add_pooling_layer)
+            self.was_built_here = True
+
+        def answer(self) -> int:
+            return 42
+
+    model = Counting.from_pretrained(saves.stock("bert"))
+
+    assert type(model) is Counting and model.was_built_here and model.answer() == 42
+
+
+def test_a_class_of_a_class_with_the_mixin_names_the_same_architecture(saves: Saves, tmp_path: Path) -> None:
+    class Vision(sharded(ViTModel)):  # type: ignore[misc]
+        pass
+
+    Vision.from_pretrained(saves.stock("vit")).save_pretrained(tmp_path)
+
+    assert stored_tensors(tmp_path) == stored_tensors(saves.stock("vit"))
+    assert type(Vision.from_pretrained(tmp_path)) is Vision
+    assert '"ViTModel"' in (tmp_path / "config.json").read_text()
+
+
+def test_a_model_written_on_the_mixin_is_its_own_architecture() -> None:
+    class Net(hfshard.ShardedModelMixin, BertPreTrainedModel):
+        def forward(self) -> None: ...
+
+    class Headless(hfshard.ShardedModelMixin, GlmImageVQVAE):
+        """Upstream's has no forward either."""
+
+    assert architecture_of(Net) is Net
+    assert architecture_of(type("Named", (Net,), {})) is not BertPreTrainedModel
+    assert architecture_of(Headless) is GlmImageVQVAE
+    assert architecture_of(BertModel) is BertModel
+
+
+@pytest.mark.parametrize("upstream", [MixtralForCausalLM, ViTModel, CLIPVisionModel])
+def test_it_is_no_custom_code(upstream: type) -> None:
+    assert not sharded(upstream).is_custom_code()
+
+
+def test_a_model_made_from_a_config_has_the_loss_of_its_upstream_class() -> None:
+    config = ZOO["llama_untied"].make_config()
+
+    assert sharded(LlamaForTokenClassification)(config).loss_type == "ForTokenClassification"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "bert", "gpt2"])
+def test_it_chooses_the_same_attention_and_experts(name: str) -> None:
+    ours, theirs = ZOO[name].build(sharded(ZOO[name].upstream)), ZOO[name].build()
+
+    for what in ("_attn_implementation", "_experts_implementation"):
+        assert getattr(ours.config, what) == getattr(theirs.config, what)
+    ours.set_attn_implementation("eager")
+    assert ours.config._attn_implementation == "eager"
+
+
+def test_adapters_see_the_conversions_of_the_upstream_class() -> None:
+    model = ZOO["mixtral"].build(sharded(MixtralForCausalLM))
+
+    assert get_model_conversion_mapping(model, add_legacy=False)
+
+
+def test_an_offloaded_model_is_saved_under_its_upstream_class(saves: Saves, tmp_path: Path) -> None:
+    specimen = ZOO["llama_untied"]
+    places = {"model": "cpu", "lm_head": "disk"}
+    for who, model_class in (("theirs", specimen.upstream), ("ours", sharded(specimen.upstream))):
+        folder = tmp_path / f"{who}-offloaded"
+        model = model_class.from_pretrained(saves.stock("llama_untied"), device_map=places, offload_folder=folder)
+        with pytest.warns(UserWarning, match="offloaded modules"):
+            model.save_pretrained(tmp_path / who, max_shard_size=SHARDS)
+
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    assert stored_tensors(ours) == stored_tensors(theirs) == stored_tensors(saves.stock("llama_untied"))
+    assert (ours / "config.json").read_bytes() == (theirs / "config.json").read_bytes()
+
+
+def test_two_classes_of_one_name_do_not_disturb_each_other(saves: Saves) -> None:
+    for name in ("vit", "mixtral", "vit", "clip_vision"):
+        directory = saves.stock(name, SHARDS)
+        facts = facts_of_load(load(sharded(ZOO[name].upstream), directory), directory)
+        assert differences(facts, saves.stock_facts(name, SHARDS)) == []
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama_tied", "mamba", "t5", "whisper", "vision_encoder_decoder"])
+def test_it_generates_what_upstreams_class_generates(name: str, saves: Saves) -> None:
+    directory, upstream = saves.stock(name), ZOO[name].upstream
+    inputs = {"whisper": torch.ones(1, 8, 24), "vision_encoder_decoder": torch.ones(1, 3, 16, 16)}
+    given = inputs.get(name, torch.tensor([[1, 5, 9]]))
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1}
+    if name == "vision_encoder_decoder":
+        options["decoder_start_token_id"] = 1
+    theirs = upstream.from_pretrained(directory).generate(given, **options)
+
+    ours = sharded(upstream).from_pretrained(directory).generate(given, **options)
+
+    assert torch.equal(ours, theirs)

@@ -1,0 +1,81 @@
+"""Checkpoints of the zoo that were re-sharded or converted: stock transformers and hfshard load them as before."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import hfshard
+from tests.pretrained.conftest import SHARDS, WHOLE, Saves
+from tests.pretrained.load.test_legacy import write_pickle, write_pickled_shards
+from tests.zoo.compare import differences, facts_of_load, load
+from tests.zoo.models import ZOO
+from tests.zoo.subject import sharded
+
+pytestmark = pytest.mark.compat
+
+NAMES = (
+    "bert_pretraining", "gpt2", "llama_tied", "llama_mixed_dtypes", "llama_generation", "mixtral", "ernie_bf16", "t5",
+    "whisper", "levit",
+)  # fmt: skip
+"""Tied, untied, mixed dtypes, experts that are converted, encoder-decoders, int buffers."""
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+def loads_alike(name: str, one: Path, other: Path) -> list[str]:
+    """How what stock transformers and hfshard load of the one differs from what stock loads of the other."""
+    upstream = ZOO[name].upstream
+    want = facts_of_load(load(upstream, other), other)
+    found = differences(facts_of_load(load(upstream, one), one), want)
+    return found + differences(facts_of_load(load(sharded(upstream), one), one), want)
+
+
+@pytest.mark.parametrize(("old", "new"), [(SHARDS, WHOLE), (WHOLE, SHARDS)], ids=["merged", "split"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resharded_model_is_the_saved_one(name: str, old: str, new: str, saves: Saves, tmp_path: Path) -> None:
+    hfshard.reshard_checkpoint(saves.ours(name, old), tmp_path / "new", new)
+    assert loads_alike(name, tmp_path / "new", saves.stock(name)) == []
+    assert hfshard.verify_checkpoint(tmp_path / "new").ok
+    # Of one dtype, nothing but parameters, and no tensor in the middle that is too large for the small files.
+    if name in ("llama_tied", "llama_generation") or (name in ("gpt2", "t5") and new == SHARDS):
+        assert files_in(tmp_path / "new") == files_in(saves.ours(name, new))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stock_checkpoint_is_resharded_in_place(name: str, saves: Saves, tmp_path: Path) -> None:
+    for number, size in enumerate((WHOLE, SHARDS)):
+        place = tmp_path / str(number)
+        shutil.copytree(saves.stock(name, size), place)
+        hfshard.reshard_checkpoint(place, place, "50KB", low_disk=size == SHARDS)
+        assert loads_alike(name, place, saves.stock(name)) == []
+        assert hfshard.verify_checkpoint(place).ok
+
+
+@pytest.mark.parametrize("name", ["bert_pretraining", "gpt2", "llama_tied", "t5", "whisper"])
+def test_pickles_of_a_tied_model_are_converted_in_place(name: str, tmp_path: Path) -> None:
+    for number, write in enumerate((write_pickle, write_pickled_shards)):
+        place = tmp_path / str(number)
+        state_dict = ZOO[name].build().state_dict()
+        if write is write_pickle:
+            write_pickle(place, name, state_dict)
+        else:
+            write_pickled_shards(place, name)
+        shutil.copytree(place, tmp_path / f"{number}-old")
+        hfshard.reshard_checkpoint(place, place, "50KB")
+        assert not list(place.glob("*.bin*"))
+        assert loads_alike(name, place, tmp_path / f"{number}-old") == []
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
+def test_a_cast_model_is_the_saved_cast_one(name: str, saves: Saves, tmp_path: Path) -> None:
+    hfshard.reshard_checkpoint(saves.ours(name, SHARDS), tmp_path / "new", WHOLE, dtype="bfloat16")
+    model = load(ZOO[name].upstream, tmp_path / "new").model
+    want = load(ZOO[name].upstream, saves.ours(name)).model.to(torch.bfloat16)
+    assert model.dtype == model.config.dtype == torch.bfloat16
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in want.state_dict().items())

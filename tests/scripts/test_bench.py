@@ -1,0 +1,109 @@
+"""The benchmarks run from end to end at a tiny size, and what is written of them is what was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import REPOSITORY
+
+BENCH = REPOSITORY / "scripts" / "bench"
+
+
+def run(arguments: list[str], environment: dict[str, str], script: str = "run.py") -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, str(BENCH / script), *arguments], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def tables(markdown: str) -> list[list[list[str]]]:
+    """The tables as rows of cells."""
+    found: list[list[list[str]]] = [[]]
+    for line in markdown.splitlines():
+        if line.startswith("|"):
+            found[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+        elif found[-1]:
+            found.append([])
+    return [table for table in found if table]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> list[str]:
+    """Arguments that put everything below the test's own directory, at the tiny size, once round."""
+    (tmp_path / "data").mkdir()
+    arguments = ["--directory", str(tmp_path / "data"), "--out", str(tmp_path / "RESULTS.md")]
+    return [*arguments, "--params", "tiny", "--rounds", "1"]
+
+
+def test_a_run_writes_a_table_with_all_columns_for_each_question(
+    tmp_path: Path, place: list[str], child_environment: dict[str, str]
+) -> None:
+    run(["save", "verify", "--main-peers", *place], child_environment)
+    assert list((tmp_path / "data").iterdir()) == []
+    written = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
+    acceptance, machine, save, cold, warm = tables(written)
+    assert acceptance[0] == ["target", "measured", "met", "model"]
+    assert [row[0] for row in machine[2:8]] == ["CPU", "memory", "kernel", "file system", "disk", "Python"]
+    ends = ["CPU s", "peak MiB", "MB read", "MB written", "rounds"]
+    assert save[0] == ["", "s (min–max)", "× transformers", "× the limit", *ends]
+    assert [row[0].split()[0] for row in save[2:6]] == ["transformers", "hfshard,", "hfshard,", "hfshard,"]
+    assert cold[0] == ["", "s (min–max)", "× the plain loop", "× the limit", *ends]
+    assert warm[0] == ["", "s (min–max)", "× the plain loop", *ends]
+    for table in (save, cold, warm):
+        assert {len(row) for row in table} == {len(table[0])}
+    figures = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    [ours] = figures["save"]["peers"]["hfshard sha256"]["runs"]
+    # 2 bytes for each of 2,000 x 128 of the embedding, of 147,712 in each of 2 layers, and of 128 in the last norm.
+    assert figures["save"]["bytes"] == 1_103_104
+    assert ours["written"] >= 1_103_104
+    assert ours["result"]["bytes"] >= 1_103_104
+    [cold_run] = figures["verify"]["peers"]["hfshard sha256/cold"]["runs"]
+    assert cold_run["resident"] == 0.0
+
+    # One question alone replaces its section only, and the rest is as it was.
+    run(place, child_environment, "plan.py")
+    again = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
+    assert "\n## Plan\n" in again
+    assert "\n## Plan\n" not in written
+    assert tables(again)[1:-1] == [machine, save, cold, warm]
+    printed = run(["--readme", "--out", str(tmp_path / "RESULTS.md")], child_environment).stdout.splitlines()
+    assert printed[0] == "<!-- measured: python scripts/bench/run.py --readme -->"
+    assert printed[-1] == "<!-- /measured -->"
+    assert [row[0] for row in tables("\n".join(printed))[0][2:]] == [
+        "save, sha256 of every file, flushed to disk",
+        "save, no checksum, flushed to disk",
+    ]
+
+
+@pytest.mark.slow
+def test_every_question_runs_with_every_peer(
+    tmp_path: Path, place: list[str], child_environment: dict[str, str]
+) -> None:
+    run([*place, "--device", "cuda"], child_environment)
+    figures = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert list(figures) == ["save", "load", "reshard", "verify", "plan", "push", "memory", "training", "loader", "gpu"]
+    not_run = {name for data in figures.values() for name in data["skipped"]}
+    optional = ("fastsafetensors", "runai", "torchdata", "pinned copy")
+    on_gpu = ("transformers", "hfshard load", "hfshard save", "limit")
+    assert [name for name in not_run if not name.startswith(optional + on_gpu)] == []
+
+
+def test_the_written_results_are_those_of_the_raw_figures(child_environment: dict[str, str]) -> None:
+    results = BENCH / "RESULTS.md"
+    if not results.exists():
+        pytest.skip("nothing was measured yet")
+    assert run(["--render"], child_environment).stdout == results.read_text(encoding="utf-8")
+
+
+def test_the_table_of_the_readme_is_that_of_the_results(child_environment: dict[str, str]) -> None:
+    printed = run(["--readme"], child_environment).stdout.strip()
+    if not printed:
+        pytest.skip("nothing was measured yet")
+    assert printed + os.linesep in (REPOSITORY / "README.md").read_text(encoding="utf-8")

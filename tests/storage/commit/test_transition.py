@@ -1,0 +1,117 @@
+"""The steps of the main transitions: `+` place, `!` the place that commits, `=` link, `-` remove, `|` sync."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hfshard.save import save_state_dict
+from hfshard.storage.commit.directory_state import read_state
+from hfshard.storage.commit.transition import NewCheckpoint, Transition, plan_transition
+from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.format.names import WeightNames
+
+UNIQUE = "model-hfshard-0123456789abcdef.safetensors"
+INDEX = "model.safetensors.index.json"
+OLD_SHARDS = "-model-00001-of-00002.safetensors -model-00002-of-00002.safetensors"
+FIRST_NEW_SHARDS = "+model-00001-of-00003.safetensors +model-00002-of-00003.safetensors"
+NEW_SHARDS = f"{FIRST_NEW_SHARDS} +model-00003-of-00003.safetensors"
+
+
+def written(transition: Transition) -> str:
+    signs = {"place": "+", "link": "=", "remove": "-", "sync": "|"}
+    return " ".join(
+        ("!" if step.is_commit else signs[step.kind])
+        + (f"{step.source}>{step.target}" if step.kind == "link" else step.target)
+        for step in transition.steps
+    )
+
+
+def old_checkpoint(folder: Path, kind: str, config: bytes | None = b'{"n": 1}\n') -> None:
+    tensors = {"a": torch.ones(2), "b": torch.ones(2)}
+    if kind in ("single", "sharded"):
+        save_state_dict(tensors, folder, max_shard_size=1 if kind == "sharded" else 10**6)
+    elif kind == "bin":
+        torch.save(tensors, folder / "pytorch_model.bin")
+    if config is not None:
+        (folder / "config.json").write_bytes(config)
+
+
+def new_checkpoint(
+    kind: str, config: bytes | None = b'{"n": 1}\n', extras: dict[str, bytes] | None = None
+) -> NewCheckpoint:
+    names = WeightNames()
+    files = [names.single] if kind == "single" else names.shards(3)
+    index = None if kind == "single" else CheckpointIndex({"a": files[0], "b": files[1]}).to_json()
+    shards = {file: f"{number:05d}.weights" for number, file in enumerate(files)}
+    return NewCheckpoint(shards, ["a", "b"], index, config, extras or {}, "0123456789abcdef00")
+
+
+CASES = {
+    # Nothing there: config and index before what they name, so that half a save is an error to every reader.
+    ("none", "single", "same"): "+config.json | !model.safetensors |",
+    ("none", "sharded", "same"): f"+config.json +{INDEX} | {FIRST_NEW_SHARDS} !model-00003-of-00003.safetensors |",
+    # The config stays: the index, or the single file, is the commit.
+    ("sharded", "sharded", "same"): f"{NEW_SHARDS} | !{INDEX} | {OLD_SHARDS} |",
+    ("single", "sharded", "same"): f"+{INDEX} | {NEW_SHARDS} | !{INDEX} | -model.safetensors |",
+    ("single", "single", "same"): "!model.safetensors |",
+    ("sharded", "single", "same"): f"!model.safetensors | +{INDEX} | {OLD_SHARDS} | -{INDEX} |",
+    ("bin", "single", "same"): "!model.safetensors | -pytorch_model.bin |",
+    # The config changes: config.json itself is the commit.
+    ("sharded", "sharded", "other"): (
+        f"{NEW_SHARDS} +{UNIQUE}.index.json | !config.json | +{INDEX} | +config.json | "
+        f"{OLD_SHARDS} -{UNIQUE}.index.json |"
+    ),
+    ("single", "sharded", "other"): (
+        f"+{INDEX} | {NEW_SHARDS} +{UNIQUE}.index.json | !config.json | +{INDEX} | -model.safetensors | +config.json | "
+        f"-{UNIQUE}.index.json |"
+    ),
+    ("single", "single", "other"): (
+        f"+{INDEX} | +{UNIQUE} | !config.json | +{INDEX} | ={UNIQUE}>model.safetensors | +config.json +{INDEX} | "
+        f"-{UNIQUE} | -{INDEX} |"
+    ),
+    ("sharded", "single", "other"): (
+        f"+{UNIQUE} | !config.json | +{INDEX} | ={UNIQUE}>model.safetensors | +config.json +{INDEX} | "
+        f"{OLD_SHARDS} -{UNIQUE} | -{INDEX} |"
+    ),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "config"), CASES)
+def test_the_steps_of_a_transition(old: str, new: str, config: str, tmp_path: Path) -> None:
+    old_checkpoint(tmp_path, old, None if old == "none" else b'{"n": 1}\n')
+    checkpoint = new_checkpoint(new, b'{"n": 1}\n' if config == "same" else b'{"n": 2}\n')
+    transition = plan_transition(read_state(str(tmp_path), WeightNames()), checkpoint)
+    steps, expected = written(transition).split(), CASES[old, new, config].split()
+    assert steps == expected
+
+
+@pytest.mark.parametrize(("old", "new", "config"), CASES)
+def test_one_step_commits_and_syncs_stand_on_both_sides(old: str, new: str, config: str, tmp_path: Path) -> None:
+    old_checkpoint(tmp_path, old)
+    checkpoint = new_checkpoint(new, b'{"n": 1}\n' if config == "same" else b'{"n": 2}\n')
+    transition = plan_transition(read_state(str(tmp_path), WeightNames()), checkpoint)
+    (at,) = [number for number, step in enumerate(transition.steps) if step.is_commit]
+    assert transition.steps[at + 1].kind == transition.steps[-1].kind == "sync"
+    assert "remove" not in {step.kind for step in transition.steps[:at]}
+
+
+def test_a_commit_by_config_names_the_new_weights_and_then_no_longer(tmp_path: Path) -> None:
+    old_checkpoint(tmp_path, "sharded")
+    transition = plan_transition(read_state(str(tmp_path), WeightNames()), new_checkpoint("sharded", b'{"n": 2}\n'))
+    configs = [transition.small_files[step.source] for step in transition.steps if step.target == "config.json"]
+    assert json.loads(configs[0]) == {"n": 2, "transformers_weights": f"{UNIQUE}.index.json"}
+    assert configs[1:] == [b'{"n": 2}\n']
+
+
+def test_new_extras_come_before_the_commit_and_replaced_ones_right_after(tmp_path: Path) -> None:
+    old_checkpoint(tmp_path, "sharded")
+    (tmp_path / "generation_config.json").write_bytes(b"{}")
+    extras = {"generation_config.json": b'{"k": 1}', "modeling_mine.py": b"pass"}
+    transition = plan_transition(read_state(str(tmp_path), WeightNames()), new_checkpoint("sharded", extras=extras))
+    assert written(transition) == (
+        f"+modeling_mine.py {NEW_SHARDS} | !{INDEX} | +generation_config.json | {OLD_SHARDS} |"
+    )

@@ -1,0 +1,152 @@
+"""Reading block by block: the same bytes from the page cache and past it, wherever a stretch begins and ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hfshard.storage.disk import block_reader
+from hfshard.storage.disk.block_reader import is_cached, open_direct, read_blocks
+from hfshard.storage.disk.direct_io import BLOCK_BYTES, aligned_block
+
+SIZE = 9 * 1024 * 1024 + 4096 + 77
+RAW = (bytes(range(251)) * (SIZE // 251 + 1))[:SIZE]
+
+STRETCHES = [
+    (0, SIZE),
+    (4096, SIZE - 4096),
+    (4097, SIZE - 4097),
+    (1, 6 * BLOCK_BYTES),
+    (8 * 1024 * 1024 + 5, 4096),
+    (SIZE - 77, 77),
+    (100, 0),
+]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "x"
+    path.write_bytes(RAW)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return path
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def make_cold(fd: int) -> None:
+    """Drop the file from the page cache; where that can't be (a file system in memory), nothing is to be seen."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    if is_cached(fd, 0, SIZE):
+        pytest.skip("NO COLD FILES HERE: the reads past the page cache are not tested")
+
+
+@pytest.mark.parametrize(("start", "count"), STRETCHES)
+@pytest.mark.parametrize("block_bytes", [4096, BLOCK_BYTES, 3 * BLOCK_BYTES + 1])
+@pytest.mark.parametrize("is_cold", [True, False])
+def test_a_stretch_comes_in_blocks_of_one_size_and_a_last_one(
+    is_cold: bool, block_bytes: int, start: int, count: int, path: Path
+) -> None:
+    with opened(path) as fd:
+        if is_cold:
+            make_cold(fd)
+        blocks = [bytes(block) for block in read_blocks(fd, start, count, block_bytes)]
+    assert b"".join(blocks) == RAW[start : start + count]
+    assert [len(block) for block in blocks[:-1]] == [block_bytes] * (len(blocks) - 1)
+    assert 0 < len(blocks[-1]) <= block_bytes if count else blocks == []
+
+
+def test_a_cold_file_is_read_past_the_page_cache_and_stays_cold(path: Path) -> None:
+    with opened(path) as fd:
+        make_cold(fd)
+        assert b"".join(bytes(block) for block in read_blocks(fd, 0, SIZE)) == RAW
+        assert not is_cached(fd, 0, SIZE)
+
+
+def test_a_file_that_will_be_mapped_is_brought_into_the_page_cache(path: Path) -> None:
+    with opened(path) as fd:
+        make_cold(fd)
+        assert b"".join(bytes(block) for block in read_blocks(fd, 0, SIZE, to_cache=True)) == RAW
+        assert is_cached(fd, 0, SIZE)
+
+
+def test_with_o_direct_turned_off_all_goes_through_the_page_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFSHARD_DIRECT", "0")
+    with opened(path) as fd:
+        make_cold(fd)
+        assert b"".join(bytes(block) for block in read_blocks(fd, 0, SIZE)) == RAW
+        assert is_cached(fd, 0, SIZE)
+
+
+def test_a_file_that_was_cut_short_gives_the_bytes_that_there_are(path: Path) -> None:
+    with opened(path) as fd:
+        make_cold(fd)
+        os.truncate(path, 5_000_000)
+        assert b"".join(bytes(block) for block in read_blocks(fd, 4096, SIZE - 4096)) == RAW[4096:5_000_000]
+
+
+def test_where_direct_reads_are_refused_the_page_cache_serves(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refused = os.preadv, []
+    with opened(path) as fd:
+        make_cold(fd)
+
+        def refuses(at: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+            if at != fd:
+                refused.append(offset)
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return real(at, buffers, offset, flags)
+
+        monkeypatch.setattr(os, "preadv", refuses)
+        assert b"".join(bytes(block) for block in read_blocks(fd, 5, SIZE - 5)) == RAW[5:]
+    assert refused
+
+
+def test_an_error_of_the_disk_is_raised(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(path) as fd:
+        make_cold(fd)
+
+        def fails(*_arguments: object) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(block_reader, "is_cached", lambda *_arguments: False)
+        monkeypatch.setattr(os, "preadv", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            list(read_blocks(fd, 0, SIZE))
+
+
+def test_a_reader_that_stops_early_leaves_no_thread_and_no_file_open(path: Path) -> None:
+    with opened(path) as fd:
+        make_cold(fd)
+        threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        blocks = read_blocks(fd, 0, SIZE)
+        next(blocks)
+        blocks.close()  # type: ignore[attr-defined]
+        assert threading.active_count() == threads
+        assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_file_is_opened_again_though_its_name_is_gone(path: Path) -> None:
+    with opened(path) as fd:
+        direct = open_direct(fd)
+        if direct < 0:
+            pytest.skip("NO O_DIRECT HERE")
+        os.close(direct)
+        os.unlink(path)
+        path.write_bytes(b"another file by that name")
+        direct, block = open_direct(fd), aligned_block(8192)
+        assert os.preadv(direct, [block], 4096) == 8192
+        assert bytes(block) == RAW[4096:12288]
+        os.close(direct)

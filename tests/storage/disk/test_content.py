@@ -1,0 +1,69 @@
+"""Contents on their way to a hub know their size and hash, and are read from the first byte each time."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from hfshard.storage.disk.content import (
+    BytesContent,
+    Content,
+    FileContent,
+    StreamContent,
+    file_content,
+    sha256_of_content,
+)
+
+RAW = b"hello\n"
+# As `sha256sum` prints it.
+SHA256 = "5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03"
+EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+@pytest.fixture(params=["file", "bytes", "stream"])
+def content(request: pytest.FixtureRequest, tmp_path: Path) -> Content:
+    (tmp_path / "file").write_bytes(RAW)
+    made: dict[str, Content] = {
+        "file": file_content(str(tmp_path / "file")),
+        "bytes": BytesContent(RAW),
+        "stream": StreamContent(len(RAW), SHA256, partial(io.BytesIO, RAW)),
+    }
+    return made[request.param]
+
+
+def test_every_content_has_size_and_hash_and_reads_anew(content: Content) -> None:
+    assert content.size == 6
+    assert sha256_of_content(content) == SHA256
+    for _ in range(2):
+        with content.open() as reader:
+            assert reader.read(2) == b"he"
+            assert reader.seek(1) == 1
+            assert reader.read() == b"ello\n"
+
+
+def test_hash_that_is_known_costs_no_reading(tmp_path: Path) -> None:
+    known = FileContent(str(tmp_path / "is not there"), 6, "ab" * 32)
+    assert sha256_of_content(known) == "ab" * 32
+
+
+def test_file_of_unknown_hash_is_read_in_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(9_000_000))
+    content = file_content(str(path))
+    assert (content.size, content.sha256) == (9_000_000, None)
+    # head -c 9000000 /dev/zero | sha256sum
+    assert sha256_of_content(content) == "177ffe9ef4bc54e6880afccabfbdb0273a15b89c0e663eabeeb8e9cda211f21f"
+
+
+def test_empty_file_has_the_hash_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert sha256_of_content(file_content(str(tmp_path / "file"))) == EMPTY
+    assert (BytesContent(b"").sha256, BytesContent(b"").size) == (EMPTY, 0)
+
+
+def test_missing_file_is_an_error_when_it_is_looked_at(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        file_content(str(tmp_path / "nothing"))

@@ -1,0 +1,120 @@
+"""The head of a file, in literal bytes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import hfshard
+from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
+from hfshard.storage.format.header import TensorSlot, build_header, entry_bytes, parse_header, read_header_length
+
+TWO = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},' + (
+    '"é":{"dtype":"BOOL","shape":[],"data_offsets":[8,9]}}'.encode()
+)
+
+NAMES = ("a", "layers.0.weight", "größe", "漢字", 'quo"te', "back\\slash", "tab\t", "\x01", "🙂")
+
+
+def test_a_header_is_its_length_compact_json_and_blanks_to_a_page() -> None:
+    raw = build_header([("a", "F32", [2], 8), ("é", "BOOL", [], 1)], {"format": "pt"})
+    assert raw == b"\xf8\x0f\0\0\0\0\0\0" + TWO + b" " * (4096 - 8 - len(TWO))
+
+
+def test_a_header_without_tensors_is_a_page_too() -> None:
+    assert build_header([], {}) == b"\xf8\x0f\0\0\0\0\0\0" + b'{"__metadata__":{}}'.ljust(4088)
+
+
+def test_names_and_metadata_are_escaped_as_json_wants_it_and_no_more() -> None:
+    raw = build_header([('a"\\\t\x01é🙂', "F32", [2, 3], 24), ("", "U8", [0], 0)], {'k"': "é\n"})
+    text = (
+        r'{"__metadata__":{"k\"":"é\n"},'
+        r'"a\"\\\t\u0001é🙂":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},'
+        r'"":{"dtype":"U8","shape":[0],"data_offsets":[24,24]}}'
+    )
+    assert raw[8:].rstrip(b" ") == text.encode()
+
+
+def test_a_shape_whose_sizes_overflow_is_refused_even_where_one_of_them_is_zero() -> None:
+    raw = _one(shape=[0, 2**62, 2**62], offsets=[0, 0])
+    with pytest.raises(DamagedCheckpointError, match="shape that no tensor can have"):
+        parse_header(raw, 8 + len(raw), "x")
+
+
+@pytest.mark.parametrize(("name_bytes", "pages"), [(4019, 1), (4020, 2)])
+def test_a_header_takes_the_pages_that_it_needs(name_bytes: int, pages: int) -> None:
+    # 8 bytes of length and 69 of JSON around the name: 4,019 are left.
+    assert len('{"__metadata__":{},"":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}') == 69
+    assert len(build_header([("n" * name_bytes, "U8", [], 1)], {})) == 4096 * pages
+
+
+def test_a_header_is_read_back() -> None:
+    header = parse_header(TWO, 8 + len(TWO) + 9, "x.safetensors")
+    assert header.metadata == {"format": "pt"}
+    assert header.data_start == 8 + len(TWO)
+    assert list(header.slots.values()) == [TensorSlot("a", "F32", (2,), 0, 8), TensorSlot("é", "BOOL", (), 8, 9)]
+
+
+@pytest.mark.parametrize(
+    "name", ["a", "layers.0.weight", "größe", "漢字", 'quo"te', "back\\slash", "tab\t", "\x01", "🙂"]
+)
+def test_the_plan_never_takes_an_entry_for_smaller_than_it_is(name: str) -> None:
+    entry = json.dumps({name: {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]}}, ensure_ascii=False)
+    written = len(entry.replace(" ", "").encode()) - 2 + 1  # without the braces, with a comma
+    assert entry_bytes(name, "F32", [3, 4], 48) in (written, written + 1)
+
+
+def test_a_tensor_can_not_have_the_name_of_the_metadata() -> None:
+    with pytest.raises(UnstorableTensorError, match="__metadata__"):
+        hfshard.plan_shards({"__metadata__": torch.zeros(1)})
+
+
+def _one(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) -> bytes:
+    return json.dumps({"t": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("raw", "data_bytes", "problem"),
+    [
+        (_one(dtype="F33"), 8, "unknown dtype"),
+        (_one(shape=[3]), 8, "data_offsets hold 8"),
+        (_one(shape=[-2]), 8, "impossible shape"),
+        (_one(shape=[True, 2]), 8, "impossible shape"),
+        (_one(offsets=[8, 0]), 8, "impossible shape"),
+        (_one(offsets=[4, 12]), 12, "leaves a gap"),
+        (_one(), 7, "is truncated"),
+        (_one(), 9, "belong to no tensor"),
+        (b"[]", 0, "object"),
+        (b"{", 0, "JSON"),
+        (b'{"t": {"dtype": "F32"}}', 0, "must have dtype, shape and data_offsets"),
+        (b'{"__metadata__": {"a": 1}}', 0, "strings to strings"),
+        (_one("F4", [3], [0, 2]), 2, "data_offsets hold 2"),
+    ],
+)
+def test_a_wrong_header_is_refused_with_its_reason(raw: bytes, data_bytes: int, problem: str) -> None:
+    with pytest.raises(DamagedCheckpointError, match=problem) as caught:
+        parse_header(raw, 8 + len(raw) + data_bytes, "dir/x.safetensors")
+    assert "dir/x.safetensors" in str(caught.value)
+
+
+def test_tensors_that_overlap_are_refused() -> None:
+    raw = b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}}'
+    with pytest.raises(DamagedCheckpointError, match="overlaps"):
+        parse_header(raw, 8 + len(raw) + 6, "x")
+
+
+@pytest.mark.parametrize(
+    ("first", "file_bytes", "problem"),
+    [
+        (b"", 0, "fewer than the 8"),
+        (b"\0\0\0", 3, "fewer than the 8"),
+        (b"\x09\0\0\0\0\0\0\0", 16, "declares 9 bytes, the file has 16"),
+        (b"\xff" * 8, 100, "declares 18446744073709551615"),
+        (b"version ", 130, "git lfs pull"),
+    ],
+)
+def test_a_length_that_the_file_can_not_have_is_refused(first: bytes, file_bytes: int, problem: str) -> None:
+    with pytest.raises(DamagedCheckpointError, match=problem):
+        read_header_length(first, file_bytes, "x.safetensors")

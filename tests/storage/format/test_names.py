@@ -1,0 +1,69 @@
+"""Names of files, in literals; and names that must not be opened."""
+
+from __future__ import annotations
+
+import pytest
+
+from hfshard.errors import InvalidArgumentError, UnsafePathError
+from hfshard.storage.format.names import WeightNames, check_file_name
+
+
+def test_plain_names() -> None:
+    names = WeightNames()
+    assert (names.single, names.index) == ("model.safetensors", "model.safetensors.index.json")
+    assert (names.bin_single, names.bin_index) == ("pytorch_model.bin", "pytorch_model.bin.index.json")
+    assert names.shards(2) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert names.shard(100_000, 100_001) == "model-100000-of-100001.safetensors"
+
+
+def test_names_of_a_variant_are_upstreams() -> None:
+    names = WeightNames("fp16")
+    assert (names.single, names.index) == ("model.fp16.safetensors", "model.safetensors.index.fp16.json")
+    assert (names.bin_single, names.bin_index) == ("pytorch_model.fp16.bin", "pytorch_model.bin.index.fp16.json")
+    assert names.shards(1) == ["model.fp16-00001-of-00001.safetensors"]
+
+
+def test_names_of_a_commit_under_way() -> None:
+    names = WeightNames()
+    assert names.unique_single("0123456789abcdef99") == "model-hfshard-0123456789abcdef.safetensors"
+    assert names.unique_index("0123456789abcdef99") == "model-hfshard-0123456789abcdef.safetensors.index.json"
+    assert names.placeholder == "model-hfshard-placeholder.safetensors"
+    for name in (names.placeholder, names.unique_single("a" * 16), names.unique_index("b" * 16)):
+        assert names.is_transient(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model_ema-00001-of-00002.safetensors", "model.fp16-00001-of-00002.safetensors", "model-1-of-2.safetensors",
+        "model-00001-of-00002.safetensors.orig", "xmodel-00001-of-00002.safetensors", "model-00001-of-00002.bin",
+        "model-hfshard-xyz.safetensors", "model.safetensors", "model-00001-of-00002.safetensors\n",
+    ],
+)  # fmt: skip
+def test_names_that_are_not_ours(name: str) -> None:
+    assert not WeightNames().is_shard(name)
+    assert not WeightNames().is_transient(name)
+
+
+@pytest.mark.parametrize("variant", ["", "../x", "a/b", "a b", ".hidden", "a\n", "-x"])
+def test_a_variant_that_can_be_no_part_of_a_name_is_refused(variant: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        WeightNames(variant)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "sub/model.safetensors", "..x.safetensors", "größe.safetensors"])
+def test_names_inside_the_directory_pass(name: str) -> None:
+    assert check_file_name(name, index_path="i", suffix=".safetensors") == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/etc/x.safetensors", "../x.safetensors", "a/../x.safetensors", "./x.safetensors", "a//x.safetensors",
+        "C:x.safetensors", "C:\\x.safetensors", "\\\\host\\x.safetensors", "a\0.safetensors", "http://h/x.safetensors",
+        "x.bin", "", 7, None, "a" * 2000 + ".safetensors", "~/../x.safetensors",
+    ],
+)  # fmt: skip
+def test_names_outside_do_not(name: object) -> None:
+    with pytest.raises(UnsafePathError, match=r"'i\.json'"):
+        check_file_name(name, index_path="i.json", suffix=".safetensors")

@@ -1,0 +1,51 @@
+"""The bytes of a tensor, block by block: those of its contiguous copy, whatever its strides and its way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hfshard.storage.tensors.tensor_bytes import device_blocks, iter_blocks, memory_of
+
+BASE = torch.arange(5000, dtype=torch.int32)
+
+TENSORS = {
+    "whole": BASE,
+    "part": BASE[1:4444],
+    "matrix": BASE.reshape(50, 100),
+    "turned": BASE.reshape(50, 100).t(),
+    "long rows": BASE.reshape(2, 2500).t().reshape(2500, 2).t(),
+    "every other": BASE[::2],
+    "expanded": BASE[:10].reshape(10, 1).expand(10, 300),
+    "deep": BASE.reshape(5, 10, 100).permute(2, 0, 1),
+    "scalar": torch.tensor(7, dtype=torch.int16),
+    "one": torch.tensor([1.5], dtype=torch.bfloat16),
+    "flags": BASE.reshape(50, 100).t() > 2500,
+}
+
+
+def expected(tensor: torch.Tensor) -> bytes:
+    return bytes(memory_of(tensor.contiguous()))
+
+
+@pytest.mark.parametrize("block_bytes", [16, 4096, 1024 * 1024])
+@pytest.mark.parametrize("name", TENSORS)
+def test_blocks_are_the_bytes_in_row_major_order(name: str, block_bytes: int) -> None:
+    blocks = [bytes(block) for block in iter_blocks(TENSORS[name], block_bytes)]
+    assert b"".join(blocks) == expected(TENSORS[name])
+    assert max(map(len, blocks)) <= block_bytes
+
+
+@pytest.mark.parametrize("block_bytes", [16, 4096, 1024 * 1024])
+@pytest.mark.parametrize("name", TENSORS)
+def test_the_way_of_a_gpu_gives_the_same_bytes_by_two_buffers(name: str, block_bytes: int) -> None:
+    blocks, places = [], set()
+    for block in device_blocks(TENSORS[name], block_bytes):
+        blocks.append(bytes(block))
+        places.add(memoryview(block).obj.owner.data_ptr())  # type: ignore[attr-defined]
+    assert b"".join(blocks) == expected(TENSORS[name])
+    assert len(places) <= 2
+
+
+def test_an_empty_tensor_has_no_blocks() -> None:
+    assert list(iter_blocks(torch.empty(0, 3), 4096)) == []

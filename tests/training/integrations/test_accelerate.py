@@ -1,0 +1,85 @@
+"""Accelerate's prepared objects: killed and resumed they end as if they had run straight; what can't is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader
+
+from hfshard.errors import InvalidArgumentError
+from hfshard.training import CheckpointManager, ResumableDataLoader, prepare_loader, prepared_state
+from tests.training import processes
+from tests.training.integrations.accelerate_child import CASES, play
+
+pytestmark = pytest.mark.compat
+
+
+def played(name: str, roles: tuple[str, ...], directory: Path) -> dict[str, Any]:
+    """The reports of some roles, played one after the other."""
+    reports = {}
+    for role in roles:
+        end = processes.run(directory / f"{role}.txt", play, name, role, directory)
+        assert end.status == (-signal.SIGKILL if role == "killed" else 0), end.words
+        if role != "killed":
+            reports[role] = json.loads((directory / f"{role}.json").read_text())
+    return reports
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_killed_training_is_resumed_exactly(name: str, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        straight = threads.submit(played, name, ("straight",), tmp_path)
+        reports = played(name, ("killed", "resumed"), tmp_path) | straight.result()
+    resumed = reports["resumed"]["losses"]
+    assert 0 < len(resumed) < 21
+    assert resumed == reports["straight"]["losses"][-len(resumed) :]
+    assert reports["resumed"]["everything"] == reports["straight"]["everything"]
+    suffixes = {path.suffix for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert suffixes == {".safetensors", ".json"}
+
+
+@pytest.fixture
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True, gradient_accumulation_steps=2)
+
+
+def test_an_epochs_end_ends_an_accumulation(accelerator: Accelerator) -> None:
+    loader = prepare_loader(accelerator, ResumableDataLoader(torch.arange(3.0), batch_size=1))  # type: ignore[arg-type]
+    model = accelerator.prepare(nn.Linear(1, 1))
+    synced = []
+    for _ in range(2):
+        for _ in loader:
+            with accelerator.accumulate(model):
+                synced.append(accelerator.sync_gradients)
+    assert synced == [False, True, True, False, True, True]
+    assert (len(loader), loader.epoch, loader.batch) == (3, 2, 0)
+
+
+def test_a_save_amid_an_accumulation_is_refused(accelerator: Accelerator, tmp_path: Path) -> None:
+    model = accelerator.prepare(nn.Linear(1, 1))
+    state = prepared_state(accelerator, model=model)
+    with accelerator.accumulate(model):
+        pass
+    with pytest.raises(InvalidArgumentError, match=r"gradients=Gradients\(model\)"):
+        CheckpointManager(tmp_path).save(1, state)
+    assert os.listdir(tmp_path) == []
+    with accelerator.accumulate(model):
+        pass
+    CheckpointManager(tmp_path).save(2, state)
+
+
+def test_a_loader_without_a_position_is_refused(accelerator: Accelerator) -> None:
+    loader: DataLoader[Any] = DataLoader(torch.arange(3.0))  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="Do not prepare it: loader = prepare_loader"):
+        prepared_state(accelerator, loader=accelerator.prepare(loader))
+    with pytest.raises(InvalidArgumentError, match="this is a DataLoader"):
+        prepare_loader(accelerator, loader)  # type: ignore[arg-type]

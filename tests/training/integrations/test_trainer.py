@@ -1,0 +1,51 @@
+"""transformers' Trainer through `CheckpointCallback`: killed and resumed it ends as if it had run straight."""
+
+from __future__ import annotations
+
+import json
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training import processes
+from tests.training.integrations.trainer_child import CASES, play
+
+OLDEST = {"amid an epoch, with dropout", "gradient accumulation", "evaluated, best kept, on plateau"}
+"""Run on the oldest versions too: together they call all that Trainer keeps to itself."""
+
+
+def played(name: str, roles: tuple[str, ...], directory: Path) -> dict[str, Any]:
+    """The reports of some roles, played one after the other."""
+    reports = {}
+    for role in roles:
+        end = processes.run(directory / f"{role}.txt", play, name, role, directory)
+        assert end.status == (-signal.SIGKILL if role == "killed" else 0), end.words
+        if role != "killed":
+            reports[role] = json.loads((directory / f"{role}.json").read_text())
+    return reports
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.compat if name in OLDEST else ()) for name in CASES]
+)
+def test_a_killed_training_is_resumed_exactly(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    with ThreadPoolExecutor(2) as threads:
+        roles = ("straight", "upstream") if case.as_upstream else ("straight",)
+        others = threads.submit(played, name, roles, tmp_path)
+        reports = played(name, ("killed", "resumed"), tmp_path) | others.result()
+    newest = [str(tmp_path / "run" / f"checkpoint-{step:08d}") for step in case.resumed_after]
+    assert reports["resumed"]["from"] in newest
+    for role in reports:
+        assert differences(reports["straight"], reports[role]) == [], role
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Every value in which two trainings differ."""
+    mine, theirs = one["everything"], other["everything"]
+    return [
+        f"{path}: {mine.get(path)} | {theirs.get(path)}" for path in mine | theirs if mine.get(path) != theirs.get(path)
+    ]

@@ -1,0 +1,260 @@
+"""Runs in directory hubs and elsewhere on the disk; pushes beside the training; what an address means."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hfshard.errors import CheckpointNotFoundError, HfshardError, HubNotFoundError, InvalidArgumentError
+from hfshard.hub.address import split_address
+from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.storage.format.integrity import Checksum
+from hfshard.training import CheckpointManager, TrainingState
+from tests.hub.push.lab import contents
+
+
+class Run:
+    """A model of 41 numbers in training."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.state = TrainingState(model=self.model, optimizer=self.optimizer)
+
+    def step(self) -> torch.Tensor:
+        """One step; gives its loss."""
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = self.model(torch.randn(2, 4)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def trained(manager: CheckpointManager, steps: int, *, blocking: bool = True) -> Run:
+    """A run that was saved at each step."""
+    run = Run(0)
+    for step in range(1, steps + 1):
+        run.step()
+        manager.save(step, run.state, blocking=blocking)
+    return run
+
+
+def resumed(root: Path, place: str | os.PathLike[str], losses: list[torch.Tensor]) -> int:
+    """Resume another run from there; gives the step, and sees that it goes on as the first did."""
+    run = Run(1)
+    step = CheckpointManager(root / "no run").restore(run.state, place)
+    assert [run.step() for _ in losses[step:]] == losses[step:]
+    return step
+
+
+@pytest.fixture(scope="module")
+def losses() -> list[torch.Tensor]:
+    """Of the first steps of a run."""
+    run = Run(0)
+    return [run.step() for _ in range(5)]
+
+
+def titles(hub: str | Path, revision: str = "main") -> list[str]:
+    """Of the commits that a branch has had, the oldest first."""
+    from hfshard.hub.directory.manifest import read_manifest
+
+    commit: str | None = DirectoryHub.open(hub).resolve(revision)
+    found: list[str] = []
+    while commit is not None:
+        manifest = read_manifest(str(hub), commit)
+        found.insert(0, manifest.message)
+        commit = manifest.parents[0] if manifest.parents else None
+    return found
+
+
+@pytest.mark.compat
+def test_run_goes_to_a_directory_hub_and_resumes_from_any_of_its_commits(
+    tmp_path: Path, losses: list[torch.Tensor]
+) -> None:
+    hub = tmp_path / "srv" / "a hub@home"
+    with CheckpointManager(tmp_path / "run") as manager:
+        trained(manager, 3)
+        pushed = manager.push(hub, "all")
+        assert [one.is_new for one in pushed] == [True, True, True]
+        assert titles(hub) == ["Checkpoint at step 1", "Checkpoint at step 2", "Checkpoint at step 3"]
+        assert manager.push(hub, "all") == []
+        assert manager.push(hub).is_new is False
+        assert manager.push(hub, 1, revision="old").is_new
+    for step, one in enumerate(pushed, 1):
+        assert contents(Path(one.url)) == contents(tmp_path / "run" / f"checkpoint-{step:08d}")
+        assert resumed(tmp_path, f"{hub}@{one.commit}", losses) == step
+    assert resumed(tmp_path, hub, losses) == 3
+    assert resumed(tmp_path, f"{hub}@old", losses) == 1
+    assert resumed(tmp_path, f"file://{str(hub).replace(' ', '%20')}@old", losses) == 1
+    with pytest.raises(HubNotFoundError, match="nowhere"):
+        resumed(tmp_path, f"{hub}@nowhere", losses)
+
+
+def test_checkpoint_of_another_run_directory_restores(
+    tmp_path: Path, losses: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path / "run") as manager:
+        trained(manager, 2)
+    path = tmp_path / "run" / "checkpoint-00000001"
+    monkeypatch.chdir(tmp_path / "run")
+    for place in (path, str(path), "checkpoint-00000001", "./checkpoint-00000001", path.as_uri()):
+        assert resumed(tmp_path, place, losses) == 1
+    (path / "optimizer.safetensors").unlink()
+    with pytest.raises(HfshardError, match=r"optimizer\.safetensors' is missing"):
+        resumed(tmp_path, path, losses)
+
+
+def test_directories_that_hold_no_checkpoint_are_told(tmp_path: Path, losses: list[torch.Tensor]) -> None:
+    with CheckpointManager(tmp_path / "run") as manager:
+        trained(manager, 1)
+    hint = rf"there is no checkpoint\.json\. It is a run: .* '{tmp_path}/run/checkpoint-00000001'\."
+    with pytest.raises(CheckpointNotFoundError, match=hint):
+        resumed(tmp_path, tmp_path / "run", losses)
+    with pytest.raises(CheckpointNotFoundError, match=r"If it holds a model, hfshard\.load_model loads that"):
+        resumed(tmp_path, tmp_path, losses)
+    with pytest.raises(CheckpointNotFoundError, match="There is no directory"):
+        resumed(tmp_path, tmp_path / "gone", losses)
+    with pytest.raises(CheckpointNotFoundError, match="It has: 1"):
+        CheckpointManager(tmp_path / "run").push(tmp_path / "hub", 7)
+    with pytest.raises(CheckpointNotFoundError, match="There is no checkpoint in"):
+        CheckpointManager(tmp_path / "none").push(tmp_path / "hub")
+    with pytest.raises(CheckpointNotFoundError, match=r"manager\.save\(step, state, metric="):
+        CheckpointManager(tmp_path / "run", keep_best="loss").push(tmp_path / "hub", "best")
+    with pytest.raises(InvalidArgumentError, match="pull request is for one checkpoint"):
+        CheckpointManager(tmp_path / "run").push(tmp_path / "hub", "all", create_pr=True)
+    with pytest.raises(InvalidArgumentError, match=r"'best', 'all' or None, and is 'latest'\."):
+        CheckpointManager(tmp_path / "run").push(tmp_path / "hub", "latest")  # type: ignore[call-overload]
+    with pytest.raises(InvalidArgumentError, match=r"give a step as a number, 1\."):
+        resumed(tmp_path, "1", losses)
+    assert not (tmp_path / "hub").exists()
+
+
+def test_state_without_a_model_leaves_the_model_that_is_there(tmp_path: Path) -> None:
+    hub = tmp_path / "hub"
+    parameter = nn.Parameter(torch.ones(3))
+    ema = nn.ParameterList([parameter])
+    state = TrainingState(ema=ema, optimizer=torch.optim.SGD([parameter], momentum=0.9))
+    from tests.hub.directory.helpers import push
+
+    push(DirectoryHub.create(hub), {"model.safetensors": b"a user's", "pytorch_model.bin": b"another's"})
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, state)
+        manager.push(hub)
+    files = contents(Path(DirectoryHub.open(hub).snapshot()))
+    assert files.pop("model.safetensors") == b"a user's"
+    assert files.pop("pytorch_model.bin") == b"another's"
+    assert files == contents(tmp_path / "run" / "checkpoint-00000001")
+
+
+@pytest.mark.parametrize("checksum", ["sha256", "xxh3"])
+@pytest.mark.parametrize("limit", [200, "5GB"])
+def test_files_are_pushed_with_the_hashes_of_their_bytes(
+    tmp_path: Path, losses: list[torch.Tensor], checksum: Checksum, limit: int | str
+) -> None:
+    hub = tmp_path / "hub"
+    with CheckpointManager(tmp_path / "run", max_shard_size=limit, checksum=checksum) as manager:
+        run = trained(manager, 1)
+        manager.save(2, run.state)  # files whose hashes are known from the one before
+        pushed = manager.push(hub, "all")
+    for one in pushed:
+        DirectoryHub.open(hub).verify(one.commit)
+    assert resumed(tmp_path, f"{hub}@{pushed[0].commit}", losses) == 1
+
+
+@contextmanager
+def occupied(hub: Path) -> Iterator[None]:
+    """While the block runs, pushes to a directory hub wait."""
+    fd = os.open(hub, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def test_saves_go_on_beside_a_push_and_the_newest_is_pushed_next(tmp_path: Path, losses: list[torch.Tensor]) -> None:
+    hub, root = tmp_path / "hub", tmp_path / "run"
+    DirectoryHub.create(hub)
+    manager = CheckpointManager(root, max_to_keep=1, push_to_hub=f"{hub}@runs")
+    with occupied(hub):
+        trained(manager, 3, blocking=False)
+        assert manager.all_steps() == [1, 2, 3]  # the first is being pushed, and what waits stays too
+    manager.wait_until_finished()
+    assert titles(hub, "runs") == ["Checkpoint at step 1", "Checkpoint at step 3"]
+    assert manager.all_steps() == [3]
+    manager.close()
+    assert resumed(tmp_path, f"{hub}@runs", losses) == 3
+
+
+def test_failed_pushes_stop_nothing_and_waiting_raises_the_last(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    (hub / "model.safetensors").write_bytes(b"no hub")
+    manager = CheckpointManager(tmp_path / "run", push_to_hub=hub)
+    with caplog.at_level(logging.WARNING):
+        trained(manager, 2, blocking=False)
+        with pytest.raises(HfshardError, match="hub"):
+            manager.wait_until_finished()
+    assert "The checkpoint of step 2 is saved, but was not pushed" in caplog.text
+    manager.wait_until_finished()  # raised once
+    assert manager.all_steps() == [1, 2]
+    (hub / "model.safetensors").unlink()
+    with manager:
+        trained(manager, 1)
+    assert titles(hub) == ["Checkpoint at step 1"]
+
+
+@pytest.mark.compat
+def test_end_of_the_process_waits_for_the_last_push(tmp_path: Path, child_environment: dict[str, str]) -> None:
+    code = f"""
+import torch
+from torch import nn
+from hfshard.training import CheckpointManager, TrainingState
+model = nn.Linear(2, 2)
+manager = CheckpointManager({str(tmp_path / "run")!r}, push_to_hub={str(tmp_path / "hub")!r}, max_shard_size=200)
+manager.save(1, TrainingState(model=model, optimizer=torch.optim.Adam(model.parameters())), blocking=False)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=child_environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert titles(tmp_path / "hub") == ["Checkpoint at step 1"]
+
+
+def test_address_that_can_be_none_is_refused_at_once(tmp_path: Path) -> None:
+    for address in ("a/b/c", "org/name@", "@main", "https://huggingface.co/org/name"):
+        with pytest.raises((InvalidArgumentError, HubNotFoundError)):
+            CheckpointManager(tmp_path / "run", push_to_hub=address)
+
+
+def test_address_is_a_place_and_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    DirectoryHub.create(tmp_path / "me@home" / "hub")
+    DirectoryHub.create("plain")
+    (tmp_path / "hub@v1").mkdir()
+    here = str(tmp_path)
+    assert split_address("org/name") == ("org/name", None)
+    assert split_address("org/name@v1.0") == ("org/name", "v1.0")
+    assert split_address("org/name@refs/pr/3") == ("org/name", "refs/pr/3")
+    assert split_address(f"{here}/me@home/hub") == (f"{here}/me@home/hub", None)
+    assert split_address(f"{here}/me@home/hub@a/b@c") == (f"{here}/me@home/hub", "a/b@c")
+    assert split_address("./me@home/hub@main") == (f"{here}/me@home/hub", "main")
+    assert split_address(f"file://{here}/me%40home/hub@main") == (f"{here}/me@home/hub", "main")
+    assert split_address("plain@main") == ("plain", "main")
+    assert split_address("plain") == (f"{here}/plain", None)
+    assert split_address("hub@v1") == ("hub@v1", None)
+    assert split_address(Path("plain")) == (f"{here}/plain", None)
+    assert split_address("/new/me@home/hub") == ("/new/me@home/hub", None)

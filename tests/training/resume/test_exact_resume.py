@@ -1,0 +1,217 @@
+"""Exact resume: a run that is killed and resumed in a new process ends as the one that was left alone, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hfshard.training import CheckpointManager
+from tests.training import processes
+from tests.training.resume.cases import CASES
+from tests.training.resume.playing import BACK, play
+from tests.training.resume.runs import STEPS, Case, Run
+
+BATCHES_PER_EPOCH = 5
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """The runs of a case, each with how it ended and what it reports."""
+
+    ends: dict[str, processes.End]
+    reports: dict[str, dict[str, Any]]
+
+    def differences(self, one: str, other: str) -> list[str]:
+        """Every value in which two runs differ; empty if they are the same, bit for bit."""
+        first = self.reports[one]["restored"] or self.reports[other]["restored"] or 0
+        steps = [self.reports[role]["steps"][-(STEPS - first) :] for role in (one, other)]
+        assert [len(part) for part in steps] == [STEPS - first] * 2
+        pairs = [(f"step {number}: ", *pair) for number, pair in enumerate(zip(*steps), first + 1)]
+        pairs.append(("", self.reports[one]["everything"], self.reports[other]["everything"]))
+        return [
+            f"{at}{path}: {mine.get(path)} | {theirs.get(path)}"
+            for at, mine, theirs in pairs
+            for path in mine | theirs
+            if mine.get(path) != theirs.get(path)
+        ]
+
+
+def played(name: str, root: Path, roles: tuple[str, ...], store: str = "hfshard", fresh: bool = False) -> Played:
+    """Play some of a case's runs, one after the other, until one of them does not end as it should."""
+    root.mkdir(parents=True)
+    ends: dict[str, processes.End] = {}
+    reports: dict[str, dict[str, Any]] = {}
+    for role in roles:
+        words, is_new = root / f"{role}.txt", fresh and role != "straight"
+        ends[role] = processes.run(words, play, name, role, root, store, fresh=is_new)
+        if ends[role].status != (-signal.SIGKILL if role.startswith("killed") else 0):
+            break
+        if not role.startswith("killed"):
+            reports[role] = json.loads((root / f"{role}.json").read_text())
+    return Played(ends, reports)
+
+
+RESUMED = ("straight", "killed", "resumed")
+TWICE = ("straight", "killed", "killed again", "resumed")
+SAVING = ("straight", "saving")
+BROKEN = {
+    "optimizer-nadam-bf16": "optimizer 1/state/first.weight/'mu_product': torch.float32",
+    "optimizer-asgd-bf16": "optimizer 1/state/first.weight/'eta': torch.float32",
+    "optimizer-own-master-weights": "optimizer 1/state/first.weight/'master': torch.float32",
+}
+"""What a run with torch.save gets wrong; the rest of such a run, and other such runs, are exact."""
+
+ROLLED_BACK = (
+    "everything", "stateful-diary", "extra-state", "alternating-gradients", "scaler-skips-steps", "optimizer-lbfgs",
+    "optimizer-own-master-weights", "optimizer-own-counter", "optimizer-adamw-three-groups", "optimizer-asgd-bf16",
+    "scheduler-lambda-callable", "scheduler-lambda-holds-optimizer", "scheduler-cyclic-callable", "scheduler-plateau",
+    "scheduler-sequential-stateful", "scheduler-chained", "scheduler-own-bound-method", "scheduler-hf-greedy",
+    "scheduler-own-crowded",
+)  # fmt: skip
+"""What could keep something of the steps that are to be forgotten."""
+
+Jobs = dict[tuple[str, str], Future[Played]]
+
+
+def _job(item: pytest.Item) -> tuple[str, str] | None:
+    """What a test wants to have played: a case, and how."""
+    wants = getattr(item, "originalname", "")
+    case = getattr(item, "callspec", None)
+    return None if wants not in HOW or case is None else (case.params["name"], wants)
+
+
+@pytest.fixture(scope="module")
+def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    """Every case that a test of this session asks for, played on all cores at once while the tests look at them."""
+    root = tmp_path_factory.mktemp("runs")
+    wanted = dict.fromkeys(job for item in request.session.items if (job := _job(item)) is not None)
+    with processes.pool() as pool:
+        yield {
+            (name, how): pool.submit(played, name, root / f"{number}-{name}", **HOW[how])
+            for number, (name, how) in enumerate(wanted)
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+def _names(cases: list[Case]) -> list[Any]:
+    return [pytest.param(case.name, marks=[pytest.mark.compat] * case.compat, id=case.name) for case in cases]
+
+
+def _last_saves(case: Case) -> set[int]:
+    """The steps that may be the newest whole checkpoint of the killed run."""
+    every = BATCHES_PER_EPOCH if case.save_at == "epoch" else case.save_every
+    last = case.death[0] // every * every
+    if case.death[1] == "saving":
+        return set(range(last - 2 * every, STEPS + 1))
+    return {last} if case.blocking else {last, last - every}
+
+
+def _assert_resumed_exactly(case: Case, played: Played) -> None:
+    assert "resumed" in played.reports, played.ends
+    assert played.reports["resumed"]["restored"] in _last_saves(case)
+    differences = played.differences("straight", "resumed")
+    assert not differences, f"killed at {case.death}: {len(differences)} differ: {differences[:_SHOWN]}"
+
+
+@pytest.mark.parametrize("name", _names(list(CASES.values())))
+def test_a_killed_run_resumes_to_the_bit(name: str, jobs: Jobs) -> None:
+    _assert_resumed_exactly(CASES[name], jobs[name, "test_a_killed_run_resumes_to_the_bit"].result())
+
+
+@pytest.mark.parametrize("name", _names([case for case in CASES.values() if case.fresh]))
+def test_a_killed_run_resumes_to_the_bit_in_new_interpreters(name: str, jobs: Jobs) -> None:
+    _assert_resumed_exactly(
+        CASES[name], jobs[name, "test_a_killed_run_resumes_to_the_bit_in_new_interpreters"].result()
+    )
+
+
+@pytest.mark.parametrize("name", ["everything", "async-everything", "saved-at-epoch-ends", "rotated-to-one"])
+def test_a_run_that_is_killed_twice_resumes_to_the_bit(name: str, jobs: Jobs) -> None:
+    played = jobs[name, "test_a_run_that_is_killed_twice_resumes_to_the_bit"].result()
+    assert "resumed" in played.reports, played.ends
+    assert played.reports["resumed"]["restored"] > CASES[name].death[0]
+    assert played.differences("straight", "resumed") == []
+
+
+@pytest.mark.parametrize("name", ROLLED_BACK)
+def test_an_older_step_is_restored_into_objects_that_went_on(name: str, jobs: Jobs) -> None:
+    played = jobs[name, "test_an_older_step_is_restored_into_objects_that_went_on"].result()
+    assert "rolled back" in played.reports, played.ends
+    assert played.reports["rolled back"]["restored"] == BACK
+    assert played.differences("straight", "rolled back") == []
+
+
+@pytest.mark.parametrize(
+    "name", ["dropout-2-workers-augmented", "everything", "async-everything", "optimizer-nadam-bf16"]
+)
+def test_saving_at_every_step_changes_no_number(name: str, jobs: Jobs) -> None:
+    played = jobs[name, "test_saving_at_every_step_changes_no_number"].result()
+    assert "saving" in played.reports, played.ends
+    assert played.differences("straight", "saving") == []
+
+
+@pytest.mark.parametrize("name", [*BROKEN, "optimizer-adamw", "dropout"])
+def test_the_matrix_tells_an_exact_store_from_an_inexact_one(name: str, jobs: Jobs) -> None:
+    played = jobs[name, "test_the_matrix_tells_an_exact_store_from_an_inexact_one"].result()
+    assert "resumed" in played.reports, played.ends
+    differences = played.differences("straight", "resumed")
+    if name in BROKEN:
+        assert any(text.startswith(BROKEN[name]) for text in differences), differences
+    else:
+        assert differences == []
+
+
+HOW: dict[str, dict[str, Any]] = {
+    test_a_killed_run_resumes_to_the_bit.__name__: {"roles": RESUMED},
+    test_a_killed_run_resumes_to_the_bit_in_new_interpreters.__name__: {"roles": RESUMED, "fresh": True},
+    test_a_run_that_is_killed_twice_resumes_to_the_bit.__name__: {"roles": TWICE},
+    test_an_older_step_is_restored_into_objects_that_went_on.__name__: {"roles": ("straight", "rolled back")},
+    test_saving_at_every_step_changes_no_number.__name__: {"roles": SAVING},
+    test_the_matrix_tells_an_exact_store_from_an_inexact_one.__name__: {"roles": RESUMED, "store": "torch.save"},
+}
+"""How the cases of a test are played."""
+
+
+def test_the_matrix_has_all_that_it_promises() -> None:
+    assert len(CASES) >= 90
+    torch_schedulers = {
+        name
+        for name, value in vars(torch.optim.lr_scheduler).items()
+        if isinstance(value, type)
+        and name.endswith(("LR", "Restarts", "Plateau", "Scheduler"))
+        and name not in ("LRScheduler", "_LRScheduler")
+    }
+    tried = {type(Run(case).scheduler).__name__ for name, case in CASES.items() if name.startswith("scheduler-")}
+    assert torch_schedulers - tried == set()
+    torch_optimizers = {
+        name for name, value in vars(torch.optim).items() if isinstance(value, type) and name != "Optimizer"
+    }
+    used = {
+        type(one).__name__
+        for name, case in CASES.items()
+        if name.startswith("optimizer-")
+        for one in Run(case).optimizers
+    }
+    assert torch_optimizers - used == set()
+
+
+def test_a_save_leaves_every_tensor_where_it_is(tmp_path: Path) -> None:
+    run = Run(CASES["everything"])
+    run.train(3)
+    tensors = [*run.model.state_dict(keep_vars=True).values()]
+    tensors += [value for state in run.optimizers[0].state.values() for value in state.values()]
+    tensors += [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
+    before = [(id(tensor), tensor.data_ptr(), tensor._version, tensor.requires_grad) for tensor in tensors]
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(3, run.state())
+    run.close()
+    assert [(id(tensor), tensor.data_ptr(), tensor._version, tensor.requires_grad) for tensor in tensors] == before

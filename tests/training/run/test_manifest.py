@@ -1,0 +1,139 @@
+"""The last file of a checkpoint: what it says, and that every change of it, or of a file that it names, is seen."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, MissingShardError, UnsafePathError
+from hfshard.storage.format.index import FileRecord
+from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.format.strict_json import dump_json
+from hfshard.training.run.manifest import Manifest, check_files, plain_metrics, read_manifest, small_record
+
+RAW = b'{"a": 1}\n'
+RECORD = FileRecord(9, sha256="e8c628edc9968ef0c668f54e0ba2636b35503357eb1aca0ddc828aeace432f67")
+
+EXPECTED = {
+    "format": 1,
+    "step": 1200,
+    "sequence": 3,
+    "metrics": {"loss": 0.5, "best": {"$type": "float", "value": "nan"}},
+    "files": {"training_state.json": {"size": 9, "sha256": RECORD.sha256}},
+}
+
+
+def body() -> dict[str, Any]:
+    return dict(json.loads(json.dumps(EXPECTED)))
+
+
+def raw_of(changed: dict[str, Any]) -> bytes:
+    """A manifest of anything, with its checksum."""
+    return json.dumps({**changed, "checksum": sha256_of(dump_json(changed))}).encode()
+
+
+def manifest() -> Manifest:
+    return Manifest(1200, 3, {"loss": 0.5, "best": math.nan}, {"training_state.json": RECORD})
+
+
+def test_a_manifest_says_what_it_is_of() -> None:
+    raw = manifest().to_json()
+    found = json.loads(raw)
+    checksum = found.pop("checksum")
+    assert found == EXPECTED
+    assert checksum == sha256_of(dump_json(EXPECTED))
+    assert len(raw) == 4096
+    assert raw.endswith(b" \n")
+
+
+def test_a_manifest_comes_back() -> None:
+    found = Manifest.from_json(manifest().to_json(), "checkpoint.json")
+    assert (found.step, found.sequence, found.files) == (1200, 3, {"training_state.json": RECORD})
+    assert found.metrics["loss"] == 0.5
+    assert math.isnan(found.metrics["best"])
+
+
+def test_every_flipped_bit_of_a_manifest_is_seen_or_says_the_same() -> None:
+    raw, same = manifest().to_json(), 0
+    for position in range(len(raw.rstrip())):
+        for bit in range(8):
+            flipped = bytearray(raw)
+            flipped[position] ^= 1 << bit
+            try:
+                found = Manifest.from_json(bytes(flipped), "checkpoint.json")
+            except DamagedCheckpointError:
+                continue
+            assert found.to_json() == raw, (position, bit)
+            same += 1
+    assert same == 1  # "0.5 " became "0.50"
+
+
+def test_every_cut_of_a_manifest_is_seen() -> None:
+    raw = manifest().to_json()
+    for length in range(len(raw.rstrip())):
+        with pytest.raises(DamagedCheckpointError):
+            Manifest.from_json(raw[:length], "checkpoint.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("format", 2), ("format", None), ("format", "1"), ("step", -1), ("step", 1.0), ("step", "1"), ("step", True),
+        ("sequence", -1), ("sequence", None), ("metrics", []), ("metrics", None), ("metrics", {"a": 1}),
+        ("metrics", {"a": "low"}), ("metrics", {"a": [0.5]}), ("metrics", {"$type": "device", "value": "toaster"}),
+        ("files", []), ("files", {"a": {"size": -1}}), ("files", {"a": 5}), ("files", {"a": {"sha256": "x"}}),
+        ("files", {"a": {"size": 9, "xxh3": 5}}),
+    ],
+)  # fmt: skip
+def test_a_manifest_that_says_something_else_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(DamagedCheckpointError, match=r"checkpoint\.json"):
+        Manifest.from_json(raw_of({**body(), key: value}), "checkpoint.json")
+
+
+@pytest.mark.parametrize("key", EXPECTED)
+def test_a_manifest_that_lacks_something_is_refused(key: str) -> None:
+    with pytest.raises(DamagedCheckpointError, match=r"checkpoint\.json"):
+        Manifest.from_json(raw_of({name: value for name, value in body().items() if name != key}), "checkpoint.json")
+
+
+def test_a_manifest_of_a_later_format_says_what_to_do() -> None:
+    with pytest.raises(DamagedCheckpointError, match=r"is of format 2, and this hfshard reads 1\. Run: pip install"):
+        Manifest.from_json(raw_of({**body(), "format": 2}), "checkpoint.json")
+
+
+def test_a_manifest_that_names_a_file_elsewhere_is_refused() -> None:
+    with pytest.raises(UnsafePathError):
+        Manifest.from_json(raw_of({**body(), "files": {"../x": {"size": 9}}}), "checkpoint.json")
+
+
+def test_a_directory_without_a_manifest_was_never_finished(tmp_path: Path) -> None:
+    with pytest.raises(MissingShardError, match=r"checkpoint\.json' is missing"):
+        read_manifest(str(tmp_path))
+
+
+def test_every_damaged_file_is_told_of(tmp_path: Path) -> None:
+    names = ["a.json", "b.json", "c.json", "d.safetensors"]
+    whole = Manifest(1, 1, {}, {name: small_record(RAW) for name in names})
+    (tmp_path / "a.json").write_bytes(RAW)
+    (tmp_path / "b.json").write_bytes(RAW.replace(b"1", b"2"))
+    (tmp_path / "c.json").symlink_to("/etc/hostname")
+    (tmp_path / "d.safetensors").symlink_to("/etc/hostname")
+    problems: list[Exception] = []
+    check_files(str(tmp_path), whole, is_full=True, on_problem=problems.append)
+    assert all(isinstance(problem, (DamagedCheckpointError, UnsafePathError)) for problem in problems)
+    assert sorted(str(problem).split("'")[1] for problem in problems) == [str(tmp_path / name) for name in names[1:]]
+    with pytest.raises(DamagedCheckpointError):
+        check_files(str(tmp_path), whole, is_full=False)
+
+
+def test_metrics_are_numbers_by_name() -> None:
+    assert plain_metrics(None, "loss") == {}
+    assert plain_metrics(0.5, "loss") == {"loss": 0.5}
+    assert plain_metrics(0.5, None) == {"metric": 0.5}
+    assert plain_metrics({"a": 1, "b": math.inf}, "loss") == {"a": 1.0, "b": math.inf}
+    with pytest.raises(InvalidArgumentError, match="The metric 'loss' must be a number, and is 'low'"):
+        plain_metrics("low", "loss")  # type: ignore[arg-type]

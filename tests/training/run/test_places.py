@@ -1,0 +1,197 @@
+"""Runs in odd places: new, nested, relative, left by chdir, linked, read-only, and on file systems that can less."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from hfshard.errors import HfshardError
+from hfshard.training import CheckpointManager, TrainingState
+from tests.crash.runs.content import Counter, litter
+from tests.training import processes
+
+NOBODY = 65534
+"""A user who owns nothing, for tests that run as root, whom no mode stops."""
+
+
+def state(count: int = 0) -> TrainingState:
+    counter = Counter()
+    counter.values["count"] = count
+    return TrainingState(counter=counter)
+
+
+def count_of(manager: CheckpointManager, step: int | None = None) -> int:
+    counter = Counter()
+    manager.restore(TrainingState(counter=counter), step)
+    return int(counter.values["count"])
+
+
+def test_a_run_is_made_with_all_directories_above_it(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "a/b/c run é") as manager:
+        path = manager.save(1, state(7))
+        assert path == str(tmp_path / "a/b/c run é/checkpoint-00000001")
+        assert count_of(manager) == 7
+
+
+def test_a_relative_run_stays_where_it_is_when_the_process_goes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with CheckpointManager("run") as manager:
+        manager.save(1, state(1))
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        manager.save(2, state(2), blocking=False)
+        assert count_of(manager) == 2
+    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoint-00000001", "checkpoint-00000002"]
+    assert os.listdir(tmp_path / "elsewhere") == []
+    assert count_of(CheckpointManager("../run"), 1) == 1
+
+
+def test_a_run_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with CheckpointManager(".", max_to_keep=1) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    assert os.listdir(tmp_path) == ["checkpoint-00000002"]
+
+
+def test_a_run_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to("disk")
+    with CheckpointManager(tmp_path / "run", max_to_keep=1) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+        assert count_of(manager) == 2
+    assert os.listdir(tmp_path / "disk") == ["checkpoint-00000002"]
+
+
+def test_a_checkpoint_that_was_moved_and_linked_restores_and_goes(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", max_to_keep=1) as manager:
+        manager.save(1, state(1))
+        os.rename(tmp_path / "run/checkpoint-00000001", tmp_path / "moved")
+        (tmp_path / "run/checkpoint-00000001").symlink_to(tmp_path / "moved")
+        assert count_of(manager, 1) == 1
+        manager.save(2, state(2))
+        assert manager.all_steps() == [2]
+        assert litter(tmp_path / "run") == []
+    assert (tmp_path / "moved/checkpoint.json").exists()  # the link is ours to remove, and not what it leads to
+
+
+def test_a_file_in_the_place_of_the_run_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(OSError, match="run"):
+        CheckpointManager(tmp_path / "run").save(1, state())
+    with pytest.raises(OSError, match="run"):
+        CheckpointManager(tmp_path / "run/below").save(1, state())
+    assert CheckpointManager(tmp_path / "run").restore_latest(state()) is None
+    assert (tmp_path / "run").read_text() == "a file"
+
+
+def test_steps_of_all_sizes(tmp_path: Path) -> None:
+    largest = 10**18 - 1
+    with CheckpointManager(tmp_path) as manager:
+        for step in (0, 99_999_999, 100_000_000, largest):
+            manager.save(step, state(step % 1000))
+        assert manager.all_steps() == [0, 99_999_999, 100_000_000, largest]
+        assert [count_of(manager, step) for step in (0, 100_000_000, largest)] == [0, 0, 999]
+        assert os.path.basename(manager.path_of(100_000_000)) == "checkpoint-100000000"
+
+
+def read_only_child(run: str) -> None:
+    """What a user who may only read sees of a run."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    manager = CheckpointManager(run)
+    assert count_of(manager) == 1
+    assert manager.verify() == {1: []}
+    for blocking in (True, False):
+        with pytest.raises(PermissionError, match=r"Permission denied.*run"):
+            manager.save(2, state(2), blocking=blocking)
+            manager.wait_until_finished()
+    with pytest.raises(PermissionError, match=r"Permission denied.*new"):
+        CheckpointManager(os.path.join(run, "new")).save(1, state())
+    assert manager.all_steps() == [1]
+    manager.close()
+
+
+def test_a_read_only_run_is_restored_and_not_saved_into(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with CheckpointManager(run) as manager:
+        manager.save(1, state(1))
+    for directory in (*list(tmp_path.parents)[:3], tmp_path):
+        if os.geteuid() == 0:
+            directory.chmod(directory.stat().st_mode | 0o055)
+    run.chmod(0o555)
+    end = processes.run(tmp_path / "words", read_only_child, str(run))
+    run.chmod(0o755)
+    assert end.status == 0, end.words
+    assert os.listdir(run) == ["checkpoint-00000001"]
+
+
+def unreadable_child(run: str) -> None:
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    with pytest.raises(HfshardError, match=r"checkpoint-00000001/state.safetensors.*Permission denied.*chmod"):
+        CheckpointManager(run).restore(state(), 1)
+
+
+def test_a_file_that_may_not_be_read_is_an_error_that_tells_how_to_let_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with CheckpointManager(run) as manager:
+        manager.save(1, state(1))
+    for directory in (*list(tmp_path.parents)[:3], tmp_path):
+        if os.geteuid() == 0:
+            directory.chmod(directory.stat().st_mode | 0o055)
+    (run / "checkpoint-00000001/state.safetensors").chmod(0)
+    end = processes.run(tmp_path / "words", unreadable_child, str(run))
+    assert end.status == 0, end.words
+
+
+@pytest.mark.parametrize("call", ["flock", "fsync"])
+def test_a_file_system_without_locks_or_flushes_is_warned_of_and_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(fcntl if call == "flock" else os, call, refuse)
+    with CheckpointManager(tmp_path / "run", max_to_keep=1) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+        assert count_of(manager) == 2
+    assert {"flock": "can't be locked", "fsync": "can't be flushed to disk"}[call] in caplog.text
+    assert os.listdir(tmp_path / "run") == ["checkpoint-00000002"]
+
+
+def test_a_run_that_was_removed_meanwhile_is_an_error_and_not_a_lock_for_ever(tmp_path: Path) -> None:
+    import shutil
+
+    manager = CheckpointManager(tmp_path / "run")
+    manager.save(1, state(1))
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(FileNotFoundError, match="run"):
+        manager.save(2, state(2))
+    manager.close()
+    manager.save(2, state(2))
+    manager.close()
+    assert os.listdir(tmp_path / "run") == ["checkpoint-00000002"]
+
+
+def test_files_get_the_modes_that_the_umask_gives(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with CheckpointManager(tmp_path / "run") as manager:
+            path = Path(manager.save(1, state()))
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o750
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o640}
