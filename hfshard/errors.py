@@ -206,3 +206,9 @@ class StateDictMismatchError(HfshardError, RuntimeError):
         self.missing_keys = missing_keys
         self.unexpected_keys = unexpected_keys
         self.mismatched_keys = mismatched_keys
+
+
+def remedy(path: str) -> str:
+    """What to do about a damaged file: the last sentence of its error."""
+    folder = path.rsplit("/", 1)[0] if "/" in path else "."
+    return f"Download or save it again, or run 'hfshard verify {folder}'."

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hfshard._util.progress import bytes_bar
+from hfshard._util.threads import in_threads, stoppable
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
-from hfshard.errors import CheckpointNotFoundError, HfshardError, IntegrityError, InvalidArgumentError, readable
+from hfshard.errors import CheckpointNotFoundError, HfshardError, IntegrityError, InvalidArgumentError, readable, remedy
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file, check_total
 from hfshard.storage.checkpoint.locate import locate_checkpoint, weights_bytes
-from hfshard.storage.disk.content import in_threads, stoppable
 from hfshard.storage.disk.safe_open import read_small
-from hfshard.storage.format.header import remedy
 from hfshard.storage.format.index import CheckpointIndex, FileRecord, check_aliases
 from hfshard.storage.format.names import WeightNames
 from hfshard.storage.weights.pickle_file import check_every_byte

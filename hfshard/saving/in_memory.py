@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import partial
 
 from hfshard._util.progress import bytes_bar
+from hfshard._util.threads import in_threads
 from hfshard.saving.prepare import SaveRequest, index_of, plan_request, shard_jobs
-from hfshard.storage.disk.content import BytesContent, Content, StreamContent, in_threads, sha256_of_reader
+from hfshard.storage.disk.content import BytesContent, Content, StreamContent, sha256_of_reader
 from hfshard.storage.format.index import CheckpointIndex, FileRecord
 from hfshard.storage.weights.shard_stream import ShardStream
 from hfshard.storage.weights.shard_writer import ShardJob, digest_shard, writer_threads

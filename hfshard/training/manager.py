@@ -20,7 +20,7 @@ from hfshard.training.run.directory import Found, checkpoint_path, found_in
 from hfshard.training.run.finding import Level, manifests_in, newest_whole, of_step, problems_of
 from hfshard.training.run.manifest import Manifest, plain_metrics
 from hfshard.training.run.rotation import MetricMode, Rotation, best_of
-from hfshard.training.run.writer import RunWriter
+from hfshard.training.writer import RunWriter
 from hfshard.training.run.writing import check_names
 from hfshard.training.state import TrainingState
 from hfshard.training.step import RestoredStep, checked_step

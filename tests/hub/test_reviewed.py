@@ -13,6 +13,7 @@ import torch
 from accelerate import cpu_offload
 
 import hfshard
+from hfshard._util.threads import in_threads
 from hfshard.errors import (
     HubAccessError,
     HubConnectionError,
@@ -24,7 +25,6 @@ from hfshard.hub.address import directory_of
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.remote.client import speaking
 from hfshard.hub.selection import Wanted, other_files
-from hfshard.storage.disk.content import in_threads
 from tests.helpers.tiny_bert import Bert, bert, value_of
 
 pytestmark = pytest.mark.compat

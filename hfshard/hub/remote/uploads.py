@@ -16,8 +16,9 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
 from huggingface_hub.lfs import UploadInfo
 from huggingface_hub.utils import build_hf_headers
 
+from hfshard._util.threads import in_threads
 from hfshard.errors import IntegrityError
-from hfshard.storage.disk.content import Content, FileContent, in_threads, sha256_of_content
+from hfshard.storage.disk.content import Content, FileContent, sha256_of_content
 
 logger = logging.getLogger(__name__)
 

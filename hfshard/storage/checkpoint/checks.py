@@ -6,9 +6,9 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping
 
+from hfshard._util.threads import in_threads, stoppable
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
-from hfshard.storage.disk.content import in_threads, stoppable
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.config_pointer import as_saved
 from hfshard.storage.format.index import CheckpointIndex, FileRecord

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from hfshard.errors import IntegrityError
+from hfshard.errors import IntegrityError, remedy
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.format.header import TensorSlot, remedy
+from hfshard.storage.format.header import TensorSlot
 from hfshard.storage.format.index import FileRecord
 from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX, tensor_hasher
 from hfshard.storage.tensors.dtypes import DTYPE_BITS, TORCH_DTYPES, stored_dtype_name

@@ -6,15 +6,11 @@ import hashlib
 import io
 import os
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from hfshard.constants import COPY_BYTES
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
 class Content(Protocol):
@@ -104,34 +100,3 @@ def sha256_of_reader(reader: io.BufferedIOBase, stop: threading.Event | None = N
             raise InterruptedError("another file failed, or Ctrl-C came")
         hasher.update(block)
     return hasher.hexdigest()
-
-
-def stoppable(on_bytes: Callable[[int], object] | None, stop: threading.Event) -> Callable[[int], None]:
-    """What to tell the bytes of a long work to, so that it ends early when another one failed, or Ctrl-C came."""
-
-    def tell(count_bytes: int) -> None:
-        if stop.is_set():
-            raise InterruptedError("another file failed, or Ctrl-C came")
-        if on_bytes is not None:
-            on_bytes(count_bytes)
-
-    return tell
-
-
-def in_threads(
-    work: Callable[[_Item, threading.Event], _Result], items: Iterable[_Item], threads: int
-) -> list[_Result]:
-    """Do some work for all items, several at once; an error or Ctrl-C sets the event that the others look at.
-
-    Raises:
-        The first error, in the order of the items.
-    """
-    stop = threading.Event()
-    with ThreadPoolExecutor(threads, thread_name_prefix="hfshard-hash") as pool:
-        futures = [pool.submit(work, item, stop) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise

@@ -8,8 +8,7 @@ import stat
 from typing import Final
 
 from hfshard.constants import COPY_BYTES
-from hfshard.errors import DamagedCheckpointError, MissingShardError, UnsafePathError
-from hfshard.storage.format.header import remedy
+from hfshard.errors import DamagedCheckpointError, MissingShardError, UnsafePathError, remedy
 
 Identity = tuple[int, int, int, int]
 """Device, inode, size and mtime (ns) of a file: another one means that it was replaced."""

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from hfshard.constants import DATA_ALIGNMENT, LFS_POINTER_MARK, MAX_DIMENSIONS, MAX_HEADER_BYTES
-from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
+from hfshard.errors import DamagedCheckpointError, UnstorableTensorError, remedy
 from hfshard.storage.format.strict_json import parse_json_object
 from hfshard.storage.tensors.dtypes import DTYPE_BITS
 
@@ -159,12 +159,6 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
             actual=file_bytes,
         )
     return Header({slot.name: slot for slot in slots}, metadata, data_start)
-
-
-def remedy(path: str) -> str:
-    """What to do about a damaged file: the last sentence of its error."""
-    folder = path.rsplit("/", 1)[0] if "/" in path else "."
-    return f"Download or save it again, or run 'hfshard verify {folder}'."
 
 
 def _slot(name: str, entry: Any, path: str) -> TensorSlot:

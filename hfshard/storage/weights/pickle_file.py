@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from hfshard.constants import LFS_POINTER_MARK
-from hfshard.errors import DamagedCheckpointError, IntegrityError, UnsafePickleError
+from hfshard.errors import DamagedCheckpointError, IntegrityError, UnsafePickleError, remedy
 from hfshard.storage.disk.safe_open import open_regular
-from hfshard.storage.format.header import remedy
 from hfshard.storage.weights.zip_check import check_archive, damaged_record
 
 _ZIP_MARK = b"PK\x03\x04"

@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 
 from hfshard.constants import MAX_HEADER_BYTES, METADATA_KEY, SAMPLE_BYTES
-from hfshard.errors import DamagedCheckpointError, IntegrityError
+from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
 from hfshard.storage.disk.block_reader import read_blocks
 from hfshard.storage.disk.direct_io import BLOCK_BYTES
 from hfshard.storage.disk.safe_open import identity_of, open_regular, read_text
-from hfshard.storage.format.header import LENGTH_BYTES, Header, TensorSlot, parse_header, read_header_length, remedy
+from hfshard.storage.format.header import LENGTH_BYTES, Header, TensorSlot, parse_header, read_header_length
 from hfshard.storage.format.index import FileRecord, OwnMetadata, parse_single_file_metadata
 from hfshard.storage.format.integrity import (
     HASHERS,

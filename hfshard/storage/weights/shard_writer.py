@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import torch
 
+from hfshard._util.threads import stoppable
 from hfshard.constants import FILES_AT_ONCE, FORMAT_VERSION, METADATA_KEY, SAMPLE_BYTES
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.disk.block_writer import BlockWriter
-from hfshard.storage.disk.content import stoppable
 from hfshard.storage.disk.direct_io import BLOCK_BYTES, check_setting
 from hfshard.storage.disk.durable import copy_mode, sync, write_all
 from hfshard.storage.format.header import build_header

@@ -14,10 +14,10 @@ from typing import Final, Literal
 
 import torch
 
+from hfshard._util.threads import in_threads
 from hfshard.constants import DATA_ALIGNMENT
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.disk.block_reader import is_cached, open_direct, read_direct
-from hfshard.storage.disk.content import in_threads
 from hfshard.storage.disk.direct_io import aligned_block, check_setting, is_direct_wanted
 from hfshard.storage.disk.file_system import is_remote
 from hfshard.storage.tensors.tensor_bytes import memory_of

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from hfshard.constants import COPY_BYTES
-from hfshard.errors import DamagedCheckpointError
-from hfshard.storage.format.header import remedy
+from hfshard.errors import DamagedCheckpointError, remedy
 
 _LOCAL_HEADER_BYTES: Final = 30
 """Of a record, before its name."""

@@ -9,8 +9,9 @@ from functools import partial
 from threading import Event
 
 from hfshard._util.progress import bytes_bar
+from hfshard._util.threads import in_threads
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
-from hfshard.storage.disk.content import BytesContent, Content, FileContent, in_threads
+from hfshard.storage.disk.content import BytesContent, Content, FileContent
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import FileRecord
 from hfshard.storage.weights.shard_file import ShardFile

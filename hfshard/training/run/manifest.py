@@ -9,11 +9,11 @@ from functools import partial
 from threading import Event
 from typing import Final, TypeGuard
 
+from hfshard._util.threads import in_threads, stoppable
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
-from hfshard.errors import DamagedCheckpointError, IntegrityError, InvalidArgumentError, UnsafePathError
-from hfshard.storage.disk.content import in_threads, sha256_of_reader, stoppable
+from hfshard.errors import DamagedCheckpointError, IntegrityError, InvalidArgumentError, UnsafePathError, remedy
+from hfshard.storage.disk.content import sha256_of_reader
 from hfshard.storage.disk.safe_open import open_regular, read_small
-from hfshard.storage.format.header import remedy
 from hfshard.storage.format.index import FileRecord, parse_record
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import check_file_name

@@ -10,6 +10,7 @@ from functools import partial
 from threading import Event
 from typing import Final
 
+from hfshard._util.threads import in_threads
 from hfshard.constants import (
     CONFIG_NAME,
     FILES_AT_ONCE,
@@ -20,7 +21,6 @@ from hfshard.constants import (
 )
 from hfshard.errors import HfshardError, InvalidArgumentError
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
-from hfshard.storage.disk.content import in_threads
 from hfshard.storage.disk.durable import require_space, sync_directory, write_file
 from hfshard.storage.format.index import FileRecord
 from hfshard.storage.format.integrity import Checksum

@@ -1,0 +1,42 @@
+"""Work in several threads that ends early when one of them fails, or Ctrl-C comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def stoppable(on_bytes: Callable[[int], object] | None, stop: threading.Event) -> Callable[[int], None]:
+    """What to tell the bytes of a long work to, so that it ends early when another one failed, or Ctrl-C came."""
+
+    def tell(count_bytes: int) -> None:
+        if stop.is_set():
+            raise InterruptedError("another file failed, or Ctrl-C came")
+        if on_bytes is not None:
+            on_bytes(count_bytes)
+
+    return tell
+
+
+def in_threads(
+    work: Callable[[_Item, threading.Event], _Result], items: Iterable[_Item], threads: int
+) -> list[_Result]:
+    """Do some work for all items, several at once; an error or Ctrl-C sets the event that the others look at.
+
+    Raises:
+        The first error, in the order of the items.
+    """
+    stop = threading.Event()
+    with ThreadPoolExecutor(threads, thread_name_prefix="hfshard-hash") as pool:
+        futures = [pool.submit(work, item, stop) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
