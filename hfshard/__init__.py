@@ -10,9 +10,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from hfshard import training
     from hfshard.errors import HfshardError
-    from hfshard.hub.listing import PushResult
     from hfshard.hub.pull import pull_checkpoint
     from hfshard.hub.push import push_checkpoint
+    from hfshard.hub.repo_tree import PushResult
     from hfshard.load import load_model, load_state_dict
     from hfshard.planning.plan import ShardPlan, plan_shards
     from hfshard.planning.size import parse_size
@@ -50,7 +50,7 @@ _HOMES = {
     "CheckpointIndex": "storage.format.index",
     "CheckpointManager": "training.manager",
     "HfshardError": "errors",
-    "PushResult": "hub.listing",
+    "PushResult": "hub.repo_tree",
     "ShardPlan": "planning.plan",
     "ShardedModelMixin": "pretrained.mixin",
     "VerifyReport": "verify",

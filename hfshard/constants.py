@@ -38,11 +38,11 @@ FILES_AT_ONCE: Final = 8
 """Files that are written or hashed at once: a few MiB each. More than most machines need to be busy: so the cores are
 to the end, where the number of files is no multiple of theirs."""
 
-SAMPLE_BYTES: Final = 4096
-"""Bytes of each tensor that go into a file's `sample`."""
+FINGERPRINT_BYTES: Final = 4096
+"""Bytes of each tensor that go into a file's `fingerprint`."""
 
-SAMPLE_TENSORS: Final = 1024
-"""At most so many tensors of a file go into its `sample`, evenly chosen."""
+FINGERPRINT_TENSORS: Final = 1024
+"""At most so many tensors of a file go into its `fingerprint`, evenly chosen."""
 
 MAX_OTHER_BYTES: Final = 256 * 1024 * 1024
 """The largest file beside the weights that comes with a checkpoint: tokenizers have up to 35 MB; a data set stays."""

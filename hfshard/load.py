@@ -13,10 +13,10 @@ from torch import nn
 
 from hfshard._util.arguments import refuse_unknown
 from hfshard.errors import InvalidArgumentError
-from hfshard.loading.source import Source, opened, opened_by_ranges
+from hfshard.loading.source import CheckpointSource, open_source, open_source_by_ranges
 from hfshard.state_dicts.state_dict import (
+    KeyMismatch,
     KeySelection,
-    Mismatch,
     assign,
     collect_state_dict,
     compare,
@@ -25,7 +25,7 @@ from hfshard.state_dicts.state_dict import (
     select_keys,
     unwrap,
 )
-from hfshard.state_dicts.tied import find_ties
+from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.weights.tensor_reader import ReadMode, check_read_mode
@@ -60,7 +60,7 @@ def load_state_dict(
         device: Where the tensors go.
         variant, subfolder, revision, token, cache_dir, local_files_only: As in transformers' `from_pretrained`.
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
-        verify: "none": only what reading needs; "structure": names, sizes, headers and samples; "full" (or
+        verify: "none": only what reading needs; "structure": names, sizes, headers and fingerprints; "full" (or
             "sha256"): every byte against its checksum.
         disable_mmap: As in transformers: True is read="pread".
         read: "auto": on the CPU the tensors are mapped (a page is read when it is touched), and what the page cache
@@ -79,13 +79,15 @@ def load_state_dict(
         StateDictMismatchError: `keys` names something that is not there.
     """
     mode = check_read_mode(read, disable_mmap=disable_mmap)
-    source = Source(os.fspath(path), subfolder, variant, use_safetensors, revision, token, cache_dir, local_files_only)
+    source = CheckpointSource(
+        os.fspath(path), subfolder, variant, use_safetensors, revision, token, cache_dir, local_files_only
+    )
     if keys is not None:
         source = replace(source, files_of=lambda index: files_holding(index, keys))
     if ranges and not local_files_only and source.local_place() is None:
-        with opened_by_ranges(source, lambda index: stored_names(index, keys), verify, progress) as checkpoint:
+        with open_source_by_ranges(source, lambda index: stored_names(index, keys), verify, progress) as checkpoint:
             return read_tensors(checkpoint, keys, device, "pread")
-    with opened(source, verify, progress) as checkpoint:
+    with open_source(source, verify, progress) as checkpoint:
         return read_tensors(checkpoint, keys, device, mode)
 
 
@@ -132,8 +134,8 @@ def load_model(
     if model_args:
         raise InvalidArgumentError("Positional arguments after the path are for a model class, not for a module.")
     refuse_unknown(kwargs, known, "load_model")
-    source = Source(os.fspath(path), **kwargs)
-    with opened(source, verify, progress) as checkpoint:
+    source = CheckpointSource(os.fspath(path), **kwargs)
+    with open_source(source, verify, progress) as checkpoint:
         info = _load_into(unwrap(model), checkpoint, mode, strict=strict is not False)
     return (model, info) if output_loading_info else model
 
@@ -149,24 +151,24 @@ def files_holding(index: CheckpointIndex, keys: KeySelection) -> set[str]:
 
 def stored_names(index: CheckpointIndex, keys: KeySelection | None) -> set[str]:
     """The stored tensors that these names are, or are aliases of."""
-    chosen = select_keys([*index.weight_map, *index.aliases], keys)
-    return {index.aliases.get(name, name) for name in chosen}
+    chosen = select_keys([*index.weight_map, *index.tied_names], keys)
+    return {index.tied_names.get(name, name) for name in chosen}
 
 
 def read_tensors(
     checkpoint: OpenCheckpoint, keys: KeySelection | None, device: str | torch.device, read: ReadMode
 ) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint by name, aliases included."""
-    aliases = checkpoint.index.aliases
-    chosen = select_keys([*checkpoint.keys, *aliases], keys)
-    stored = {aliases.get(name, name) for name in chosen}
+    tied_names = checkpoint.index.tied_names
+    chosen = select_keys([*checkpoint.keys, *tied_names], keys)
+    stored = {tied_names.get(name, name) for name in chosen}
     tensors = checkpoint.read([name for name in checkpoint.keys if name in stored], read, device)
-    return {name: tensors[aliases.get(name, name)] for name in chosen}
+    return {name: tensors[tied_names.get(name, name)] for name in chosen}
 
 
-def fitted(
+def match_to_model(
     tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], Mismatch]:
+) -> tuple[dict[str, torch.Tensor], KeyMismatch]:
     """The tensors of a checkpoint by the names that a model has for them, and how the two differ.
 
     Args:
@@ -183,7 +185,7 @@ def fitted(
 
 def _load_into(model: nn.Module, checkpoint: OpenCheckpoint, read: ReadMode, *, strict: bool) -> dict[str, Any]:
     own = collect_state_dict(model)
-    tensors, difference = fitted(read_tensors(checkpoint, None, "cpu", read), own)
+    tensors, difference = match_to_model(read_tensors(checkpoint, None, "cpu", read), own)
     matched = len(own) - len(difference.missing)
     difference.raise_unless_allowed(strict=strict, path=checkpoint.directory, matched=matched)
     assign(model, tensors)
@@ -198,7 +200,7 @@ def _load_into(model: nn.Module, checkpoint: OpenCheckpoint, read: ReadMode, *, 
 def _with_tied_names(tensors: dict[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Names that the model ties to one that the checkpoint has are not missing."""
     tied = {}
-    for alias, kept in find_ties(own).items():
+    for alias, kept in find_shared_tensors(own).items():
         if alias not in tensors and kept in tensors:
             tied[alias] = tensors[kept]
         elif kept not in tensors and alias in tensors:

@@ -19,15 +19,15 @@ from hfshard.constants import (
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.hub.address import directory_of
 from hfshard.hub.marker import is_marked
-from hfshard.loading.source import Place, Source, opened
+from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source
 from hfshard.planning.plan import Packing
 from hfshard.planning.size import parse_size
-from hfshard.resharding.in_place import regroup
-from hfshard.resharding.stored_request import with_dtype, with_tensors
+from hfshard.resharding.in_place import reshard_in_place
+from hfshard.resharding.request import with_dtype, with_tensors
 from hfshard.save import save_request
 from hfshard.saving.prepare import SaveRequest
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.checkpoint.stored_checkpoint import is_recorded
+from hfshard.storage.checkpoint.raw_tensors import is_recorded
 from hfshard.storage.disk.companions import files_beside, refuse_others
 from hfshard.storage.disk.safe_open import Identity, identity_of
 from hfshard.storage.format.index import CheckpointIndex
@@ -43,7 +43,7 @@ _FLOATS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Resharded:
+class ReshardResult:
     """What came of it."""
 
     directory: str
@@ -115,7 +115,9 @@ def reshard_checkpoint(
         CheckpointChangedError: Somebody else saved over the source meanwhile; nothing was changed.
         Everything that `load_state_dict` and `save_state_dict` raise.
     """
-    source = Source(os.fspath(src), subfolder, variant, use_safetensors, revision, token, cache_dir, local_files_only)
+    source = CheckpointSource(
+        os.fspath(src), subfolder, variant, use_safetensors, revision, token, cache_dir, local_files_only
+    )
     return resharded(
         source, os.fspath(dst), max_shard_size,
         packing=packing, dtype=dtype, low_disk=low_disk, checksum=checksum, progress=progress,
@@ -123,7 +125,7 @@ def reshard_checkpoint(
 
 
 def resharded(
-    source: Source,
+    source: CheckpointSource,
     dst: str,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
     *,
@@ -132,7 +134,7 @@ def resharded(
     low_disk: bool = False,
     checksum: Checksum | None = "sha256",
     progress: bool | None = None,
-) -> Resharded:
+) -> ReshardResult:
     """`reshard_checkpoint`, and what there is to tell of it."""
     limit, floating = parse_size(max_shard_size), _floating(dtype)
     check_checksum(checksum)
@@ -145,7 +147,7 @@ def resharded(
         )
     place = local or replace(source, has_others=True).place(progress)
     _check_places(source, place, dst, is_in_place=is_in_place)
-    with opened(source, "structure", progress, place) as checkpoint:
+    with open_source(source, "structure", progress, place) as checkpoint:
         if is_in_place:
             _check_in_place(checkpoint, low_disk=low_disk)
         request = with_tensors(SaveRequest({}, names, limit, packing, checksum, progress=progress), checkpoint)
@@ -157,10 +159,10 @@ def resharded(
         identities, is_compared = _identities(checkpoint), is_recorded(checkpoint)
         if not is_compared:
             logger.info("'%s' has no checksums: its structure was checked, its bytes can't be.", checkpoint.entry)
-        save = partial(regroup, checkpoint) if low_disk else save_request
+        save = partial(reshard_in_place, checkpoint) if low_disk else save_request
         index = save(request, dst, partial(_check_unchanged, checkpoint, identities))
     files = {os.path.relpath(path, place.directory): size for path, (_, _, size, _) in identities.items()}
-    return Resharded(dst, index, place.directory, files, is_compared, tuple(request.others))
+    return ReshardResult(dst, index, place.directory, files, is_compared, tuple(request.others))
 
 
 def _floating(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -176,7 +178,7 @@ def _is_same(directory: str, other: str) -> bool:
     return os.path.isdir(directory) and os.path.isdir(other) and os.path.samefile(directory, other)
 
 
-def _check_places(source: Source, place: Place, dst: str, *, is_in_place: bool) -> None:
+def _check_places(source: CheckpointSource, place: LocalCheckpoint, dst: str, *, is_in_place: bool) -> None:
     """Refuse to write into the source, but for a checkpoint that is replaced; what a hub keeps is nobody's to write."""
     root, target = os.path.realpath(place.directory), os.path.realpath(dst)
     if source.subfolder and not is_in_place and os.path.isdir(source.path) and _is_same(source.path, dst):

@@ -17,15 +17,15 @@ from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import InvalidArgumentError
 from hfshard.planning.plan import Packing, with_one_more_shard
 from hfshard.planning.size import parse_size
-from hfshard.saving.prepare import SaveRequest, must_rename, plan_request, stage, until_free, with_free_names
+from hfshard.saving.prepare import SaveRequest, avoid_taken_names, needs_new_names, plan_request, stage, with_free_names
 from hfshard.state_dicts.state_dict import collect_state_dict, unwrap
-from hfshard.state_dicts.tied import find_ties
+from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.commit.commit import save_session
-from hfshard.storage.commit.transition import plan_transition
+from hfshard.storage.commit.commit_plan import plan_commit
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.integrity import Checksum, check_checksum
 from hfshard.storage.format.names import WeightNames
-from hfshard.storage.weights.shard_writer import writer_threads
+from hfshard.storage.weights.safetensors_writer import writer_threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,14 +76,14 @@ def save_state_dict(
     check_checksum(checksum)
     if not isinstance(state_dict, Mapping):
         raise InvalidArgumentError(f"state_dict must map names to tensors, and is a {type(state_dict).__name__}.")
-    aliases = find_ties(state_dict)
+    tied_names = find_shared_tensors(state_dict)
     request = SaveRequest(
-        tensors={name: tensor for name, tensor in state_dict.items() if name not in aliases},
+        tensors={name: tensor for name, tensor in state_dict.items() if name not in tied_names},
         names=WeightNames(variant),
         max_shard_bytes=limit,
         packing=packing,
         checksum=checksum,
-        aliases=aliases,
+        tied_names=tied_names,
         metadata=dict(metadata or {}),
         progress=progress,
     )
@@ -162,9 +162,9 @@ def request_of(
     if is_pretrained(model):
         return _pretrained_request(model, state_dict, request, save_original_format=save_original_format)
     collected = dict(state_dict) if state_dict is not None else collect_state_dict(model)
-    aliases = find_ties(collected)
-    stored = {name: tensor for name, tensor in collected.items() if name not in aliases}
-    return replace(request, tensors=stored, aliases=aliases)
+    tied_names = find_shared_tensors(collected)
+    stored = {name: tensor for name, tensor in collected.items() if name not in tied_names}
+    return replace(request, tensors=stored, tied_names=tied_names)
 
 
 def is_pretrained(model: object) -> bool:
@@ -185,14 +185,14 @@ def save_request(
         plan = with_free_names(plan, session, request)
         need_bytes = plan.total_size + sum(file.size for file in request.others.values())
         session.check_space(need_bytes)
-        with bytes_bar("Saving", need_bytes, request.progress) as on_bytes:
-            new, index = stage(plan, session, request, on_bytes)
-            if must_rename(plan, new, index, session):
+        with bytes_bar("Saving", need_bytes, request.progress) as progress_callback:
+            new, index = stage(plan, session, request, progress_callback)
+            if needs_new_names(plan, new, index, session):
                 session.empty_staging()
-                plan = until_free(with_one_more_shard(plan, request.names), session, request.names)
+                plan = avoid_taken_names(with_one_more_shard(plan, request.names), session, request.names)
                 new, index = stage(plan, session, request, None)
         check()
-        session.commit(plan_transition(session.state, new))
+        session.commit(plan_commit(session.state, new))
     logger.info("Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), plan.total_size, directory)
     return index
 
@@ -207,8 +207,8 @@ def _pretrained_request(
     return replace(
         request,
         tensors=state.state_dict,
-        aliases=state.aliases,
-        undeclared=state.undeclared,
+        tied_names=state.tied_names,
+        undeclared_ties=state.undeclared_ties,
         file_metadata=state.metadata,
         total_parameters=state.total_parameters,
         config=files.pop("config.json"),

@@ -16,10 +16,10 @@ from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoin
 from hfshard.storage.checkpoint.checks import check_small_file, check_total
 from hfshard.storage.checkpoint.locate import locate_checkpoint, weights_bytes
 from hfshard.storage.disk.safe_open import read_small
-from hfshard.storage.format.index import CheckpointIndex, FileRecord, check_aliases
+from hfshard.storage.format.index import CheckpointIndex, FileDigest, check_tied_names
 from hfshard.storage.format.names import WeightNames
 from hfshard.storage.weights.pickle_file import check_every_byte
-from hfshard.storage.weights.shard_file import ShardFile
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def verify_checkpoint(
     Args:
         path: A directory.
         variant, subfolder: As in `from_pretrained`.
-        level: "structure": names, sizes, headers, samples; "full": the checksum of every file too. A checkpoint that
+        level: "structure": names, sizes, headers, fingerprints; "full": the checksum of every file too. A checkpoint that
             hfshard did not write has none: that is a warning.
         progress: A bar on stderr: None: on a terminal.
 
@@ -80,10 +80,10 @@ def verify_checkpoint(
     if level not in ("structure", "full"):
         raise InvalidArgumentError(f"level must be 'structure' or 'full', and is {level!r}.")
     directory = os.path.join(os.fspath(path), subfolder) if subfolder else os.fspath(path)
-    checking = _Checking(directory, WeightNames(variant), level)
+    checking = _Verifier(directory, WeightNames(variant), level)
     total = weights_bytes(directory, (SAFETENSORS_SUFFIX,)) if level == "full" else 0
-    with bytes_bar("Verifying", total, progress if total else False) as on_bytes:
-        checking.run(on_bytes)
+    with bytes_bar("Verifying", total, progress if total else False) as progress_callback:
+        checking.run(progress_callback)
     return checking.report()
 
 
@@ -97,7 +97,7 @@ class _Findings:
     data_bytes: int = 0
     """Of tensors, whether they were checked or not."""
 
-    def add(self, shard: ShardFile, tensor: str, what: str) -> None:
+    def add(self, shard: SafetensorsFile, tensor: str, what: str) -> None:
         """A tensor is not as it should be."""
         message = readable(f"Tensor '{tensor}' {what}. Download or save it again.")
         self.problems.append(Problem(shard.path, tensor, message))
@@ -117,7 +117,7 @@ class _Findings:
         self.data_bytes += other.data_bytes
 
 
-class _Checking:
+class _Verifier:
     """Collects problems file by file, several at once, then those that only the whole shows."""
 
     def __init__(self, directory: str, names: WeightNames, level: str) -> None:
@@ -133,7 +133,7 @@ class _Checking:
         problems = tuple(dict.fromkeys(found.problems))
         return VerifyReport(self.directory, tuple(self.files), problems, tuple(found.warnings), found.checked_bytes)
 
-    def run(self, on_bytes: Callable[[int], object]) -> None:
+    def run(self, progress_callback: Callable[[int], object]) -> None:
         """Check everything."""
         try:
             located = locate_checkpoint(self.directory, self.names)
@@ -144,11 +144,11 @@ class _Checking:
             return
         index = self._index(located.name) if located.kind == "index" else None
         if located.kind == "single":
-            self._check_files(None, [located.name], on_bytes)
+            self._check_files(None, [located.name], progress_callback)
         elif index is not None:
             # A file without tensors, as of an empty state dict, has a record too.
             listed = {name for name in index.files if name.endswith(SAFETENSORS_SUFFIX)}
-            self._check_files(index, sorted(listed | set(index.weight_map.values())), on_bytes)
+            self._check_files(index, sorted(listed | set(index.weight_map.values())), progress_callback)
             if not self.findings.problems:
                 self._check_total(located.name, index)
         elif located.kind != "index":
@@ -165,14 +165,16 @@ class _Checking:
             self.findings.found(error, self.directory)
             return None
 
-    def _check_files(self, index: CheckpointIndex | None, names: list[str], on_bytes: Callable[[int], object]) -> None:
+    def _check_files(
+        self, index: CheckpointIndex | None, names: list[str], progress_callback: Callable[[int], object]
+    ) -> None:
         records = dict(index.files) if index is not None else {}
         for tensor, file in index.weight_map.items() if index is not None else ():
             self.names_in[file].append(tensor)
         self.files += names
         largest_first = sorted(names, key=lambda name: -_size(os.path.join(self.directory, name)))
         checked = in_threads(
-            lambda name, stop: self._check_file(name, index, records, stoppable(on_bytes, stop)),
+            lambda name, stop: self._check_file(name, index, records, stoppable(progress_callback, stop)),
             largest_first,
             FILES_AT_ONCE,
         )
@@ -182,7 +184,7 @@ class _Checking:
             if name.endswith(".json"):
                 self._check_small_file(name, records[name])
 
-    def _check_small_file(self, name: str, record: FileRecord) -> None:
+    def _check_small_file(self, name: str, record: FileDigest) -> None:
         self.files.append(name)
         try:
             check_small_file(self.directory, name, record)
@@ -196,12 +198,12 @@ class _Checking:
         self,
         name: str,
         index: CheckpointIndex | None,
-        records: dict[str, FileRecord],
-        on_bytes: Callable[[int], object],
+        records: dict[str, FileDigest],
+        progress_callback: Callable[[int], object],
     ) -> _Findings:
         findings = _Findings()
         try:
-            shard = ShardFile(os.path.join(self.directory, name), self.directory)
+            shard = SafetensorsFile(os.path.join(self.directory, name), self.directory)
         except HfshardError as error:
             findings.found(error, self.directory)
             return findings
@@ -212,20 +214,26 @@ class _Checking:
                 self._check_aliases(shard, findings)
             else:
                 self._check_names(shard, index, findings)
-            self._check_bytes(shard, records.get(name, FileRecord()), findings, on_bytes)
-            if self.level == "full" and not records.get(name, FileRecord()).is_verifiable:
+            self._check_bytes(shard, records.get(name, FileDigest()), findings, progress_callback)
+            if self.level == "full" and not records.get(name, FileDigest()).is_verifiable:
                 self._note_unverifiable(shard, index, findings)
         finally:
             shard.close()
         return findings
 
     def _check_bytes(
-        self, shard: ShardFile, record: FileRecord, findings: _Findings, on_bytes: Callable[[int], object]
+        self,
+        shard: SafetensorsFile,
+        record: FileDigest,
+        findings: _Findings,
+        progress_callback: Callable[[int], object],
     ) -> None:
         try:
-            shard.check_record(record, sample=True)
+            shard.check_record(record, with_fingerprint=True)
             if self.level == "full" and record.is_verifiable:
-                shard.check_digest(replace(record, tensors=None), on_bytes)  # which of them they are is found below
+                shard.check_digest(
+                    replace(record, tensor_digests=None), progress_callback
+                )  # which of them they are is found below
                 findings.checked_bytes += shard.size
         except HfshardError as error:
             damaged = shard.damaged_tensors(record)
@@ -239,21 +247,21 @@ class _Checking:
             message = readable(f"'{shard.path}' can't be read: {error.strerror}. Download or save it again.")
             findings.problems.append(Problem(shard.path, None, message))
 
-    def _check_names(self, shard: ShardFile, index: CheckpointIndex, findings: _Findings) -> None:
+    def _check_names(self, shard: SafetensorsFile, index: CheckpointIndex, findings: _Findings) -> None:
         name = os.path.relpath(shard.path, self.directory)
-        for tensor in shard.header.slots:
+        for tensor in shard.header.tensors:
             if (where := index.weight_map.get(tensor, "no file")) != name:
                 findings.add(shard, tensor, f"lies in '{shard.path}', and the index names {where} for it")
         for tensor in self.names_in[name]:
-            if tensor not in shard.header.slots:
+            if tensor not in shard.header.tensors:
                 findings.add(shard, tensor, f"is missing in '{shard.path}', where the index says that it is")
 
-    def _note_unverifiable(self, shard: ShardFile, index: CheckpointIndex | None, findings: _Findings) -> None:
+    def _note_unverifiable(self, shard: SafetensorsFile, index: CheckpointIndex | None, findings: _Findings) -> None:
         name = os.path.relpath(shard.path, self.directory)
         # Checksums are written for all files or for none, and a shard says by itself that hfshard wrote it.
         records = index.files if index is not None else {}
         others = any(record.is_verifiable for file, record in records.items() if file.endswith(SAFETENSORS_SUFFIX))
-        if index is not None and (others or (shard.is_ours and name not in records)):
+        if index is not None and (others or (shard.written_by_hfshard and name not in records)):
             message = f"'{shard.path}' was saved with a checksum, and the index has none. {remedy(shard.path)}"
             findings.problems.append(Problem(shard.path, None, message))
         else:
@@ -261,9 +269,9 @@ class _Checking:
                 f"'{name}' carries no checksum (hfshard writes them): only its structure was checked."
             )
 
-    def _check_aliases(self, shard: ShardFile, findings: _Findings) -> None:
+    def _check_aliases(self, shard: SafetensorsFile, findings: _Findings) -> None:
         try:
-            check_aliases(shard.own.aliases, shard.header.slots, shard.path)
+            check_tied_names(shard.own.tied_names, shard.header.tensors, shard.path)
         except HfshardError as error:
             findings.found(error, self.directory)
 

@@ -29,9 +29,9 @@ from hfshard.errors import (
     UnsafePathError,
     UnsafePickleError,
 )
-from hfshard.loading.source import Source
+from hfshard.loading.source import CheckpointSource
 from hfshard.reshard import resharded
-from hfshard.storage.disk.durable import locked_directory
+from hfshard.storage.disk.fsops import locked_directory
 from tests.helpers.random_state_dicts import assert_same, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -220,7 +220,7 @@ def test_what_lies_beside_goes_along_and_weights_of_others_do_not(tmp_path: Path
     (old / "onnx").mkdir()
     new.mkdir()
     (new / "README.md").write_text("# mine\n")
-    result = resharded(Source(str(old)), str(new), "1MB")
+    result = resharded(CheckpointSource(str(old)), str(new), "1MB")
     assert result.others == ("README.md", "chat_template.jinja", "modeling_own.py", "tokenizer.json")
     assert sorted(os.listdir(new)) == sorted([*beside, "model.safetensors"])
     for name in beside.keys() - {"README.md"}:
@@ -295,10 +295,10 @@ def test_a_source_without_checksums_is_said_to_be_one(tmp_path: Path, caplog: py
     (tmp_path / "old").mkdir()
     save_file(floats(), tmp_path / "old" / "model.safetensors", metadata={"format": "pt"})
     with caplog.at_level("INFO", logger="hfshard"):
-        result = resharded(Source(str(tmp_path / "old")), str(tmp_path / "new"))
+        result = resharded(CheckpointSource(str(tmp_path / "old")), str(tmp_path / "new"))
     assert not result.is_compared
     assert "has no checksums: its structure was checked, its bytes can't be" in caplog.text
-    assert resharded(Source(str(tmp_path / "new")), str(tmp_path / "again")).is_compared
+    assert resharded(CheckpointSource(str(tmp_path / "new")), str(tmp_path / "again")).is_compared
 
 
 def test_bad_arguments_touch_nothing(tmp_path: Path) -> None:
@@ -427,7 +427,7 @@ def test_ties_of_a_pickle_are_stored_once(tmp_path: Path) -> None:
     embed = torch.ones(30, 4)
     old = write_bins(tmp_path / "old", {"embed": embed, "head": embed, "part": embed[:3]})
     index = hfshard.reshard_checkpoint(old, old)
-    assert index.aliases == {"head": "embed"}
+    assert index.tied_names == {"head": "embed"}
     assert index.total_size == 480 + 48
     assert weights_in(old) == ["model.safetensors"]
 

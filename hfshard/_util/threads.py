@@ -11,14 +11,14 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def stoppable(on_bytes: Callable[[int], object] | None, stop: threading.Event) -> Callable[[int], None]:
+def stoppable(progress_callback: Callable[[int], object] | None, stop: threading.Event) -> Callable[[int], None]:
     """What to tell the bytes of a long work to, so that it ends early when another one failed, or Ctrl-C came."""
 
     def tell(count_bytes: int) -> None:
         if stop.is_set():
             raise InterruptedError("another file failed, or Ctrl-C came")
-        if on_bytes is not None:
-            on_bytes(count_bytes)
+        if progress_callback is not None:
+            progress_callback(count_bytes)
 
     return tell
 

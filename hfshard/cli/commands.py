@@ -33,8 +33,8 @@ def inspect(arguments: argparse.Namespace) -> int:
     print_text("\n" + _dtypes_table(found))
     shown = list(found.tensors) if arguments.tensors else found.largest(_LARGEST)
     print_text("\n" + _tensors_table("tensor" if arguments.tensors else "largest tensors", shown))
-    if found.aliases:
-        print_text("\n" + table(["alias", "stored as"], [list(pair) for pair in sorted(found.aliases.items())]))
+    if found.tied_names:
+        print_text("\n" + table(["alias", "stored as"], [list(pair) for pair in sorted(found.tied_names.items())]))
     if found.metadata:
         print_text(
             "\n" + table(["metadata", ""], [[key, _shown(found.metadata[key])] for key in sorted(found.metadata)])

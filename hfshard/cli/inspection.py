@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.storage.format.index import FileRecord
+from hfshard.storage.format.index import FileDigest
 from hfshard.storage.tensors.dtypes import stored_dtype_name
 
 
@@ -33,7 +33,7 @@ class FileEntry:
     nbytes: int
     tensors: int | None
     """How many tensors it holds; None for a config, which holds none."""
-    record: FileRecord
+    record: FileDigest
     """What was recorded of it when it was saved; empty where hfshard did not save it."""
 
 
@@ -57,7 +57,7 @@ class Inspection:
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
     """In the order of the files and of the bytes in them."""
-    aliases: dict[str, str]
+    tied_names: dict[str, str]
     metadata: dict[str, Any]
     is_verifiable: bool
     """Whether every file that holds tensors has a checksum."""
@@ -111,7 +111,7 @@ class Inspection:
             ],
             "tensors": [{**asdict(tensor), "shape": list(tensor.shape)} for tensor in self.tensors],
             "dtypes": [asdict(entry) for entry in self.dtypes],
-            "aliases": self.aliases,
+            "tied_names": self.tied_names,
             "metadata": self.metadata,
         }
 
@@ -129,7 +129,7 @@ def inspect_checkpoint(directory: str, *, variant: str | None = None) -> Inspect
             entry=checkpoint.located.name,
             files=tuple(_files(checkpoint)),
             tensors=tuple(_tensors(checkpoint)),
-            aliases=dict(checkpoint.index.aliases),
+            tied_names=dict(checkpoint.index.tied_names),
             metadata=dict(checkpoint.index.metadata),
             is_verifiable=checkpoint.index.is_verifiable,
         )
@@ -144,7 +144,7 @@ def _files(checkpoint: OpenCheckpoint) -> list[FileEntry]:
         path = os.path.join(checkpoint.directory, name)
         nbytes = os.stat(path).st_size if os.path.exists(path) else 0
         is_config = name in configs and name not in checkpoint.pickles
-        entries.append(FileEntry(name, nbytes, None if is_config else counts[name], records.get(name, FileRecord())))
+        entries.append(FileEntry(name, nbytes, None if is_config else counts[name], records.get(name, FileDigest())))
     return entries
 
 
@@ -152,7 +152,7 @@ def _tensors(checkpoint: OpenCheckpoint) -> list[TensorEntry]:
     entries = [
         TensorEntry(slot.name, slot.dtype, slot.shape, slot.nbytes, file)
         for file, shard in checkpoint.shards.items()
-        for slot in shard.header.slots.values()
+        for slot in shard.header.tensors.values()
     ]
     for file, pickled in checkpoint.pickles.items():
         for name, tensor in pickled.tensors.items():

@@ -11,11 +11,11 @@ from typing import Any
 
 from hfshard.cli.output import print_json, print_message, print_text, printable, table
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
-from hfshard.loading.source import Source
+from hfshard.loading.source import CheckpointSource
 from hfshard.planning.size import format_size
-from hfshard.reshard import Resharded, resharded
+from hfshard.reshard import ReshardResult, resharded
 from hfshard.storage.checkpoint.locate import locate_checkpoint
-from hfshard.storage.format.index import FileRecord
+from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.names import WeightNames
 
 _HASH_DIGITS = 12
@@ -42,8 +42,8 @@ def convert(arguments: argparse.Namespace) -> int:
     return _show(result, arguments)
 
 
-def _run(arguments: argparse.Namespace, *, use_safetensors: bool | None, low_disk: bool) -> Resharded:
-    source = Source(
+def _run(arguments: argparse.Namespace, *, use_safetensors: bool | None, low_disk: bool) -> ReshardResult:
+    source = CheckpointSource(
         arguments.source,
         subfolder=arguments.subfolder,
         variant=arguments.variant,
@@ -75,7 +75,7 @@ def _has_safetensors(arguments: argparse.Namespace) -> bool:
     return True
 
 
-def _show(result: Resharded, arguments: argparse.Namespace) -> int:
+def _show(result: ReshardResult, arguments: argparse.Namespace) -> int:
     if arguments.format == "json":
         print_json(_as_json(result))
     else:
@@ -87,13 +87,13 @@ def _show(result: Resharded, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _weights(result: Resharded) -> dict[str, FileRecord]:
+def _weights(result: ReshardResult) -> dict[str, FileDigest]:
     """The files of weights that were written, and their records; also those that hold no tensor."""
     found = {name: record for name, record in result.index.files.items() if not name.endswith(".json")}
     return dict(sorted(found.items()))
 
 
-def _as_json(result: Resharded) -> dict[str, Any]:
+def _as_json(result: ReshardResult) -> dict[str, Any]:
     counts = Counter(result.index.weight_map.values())
     return {
         "directory": result.directory,
@@ -104,12 +104,12 @@ def _as_json(result: Resharded) -> dict[str, Any]:
         "files": [
             {"name": name, **asdict(record), "tensors": counts[name]} for name, record in _weights(result).items()
         ],
-        "aliases": result.index.aliases,
+        "tied_names": result.index.tied_names,
         "copied": list(result.others),
     }
 
 
-def _as_text(result: Resharded, variant: str | None) -> str:
+def _as_text(result: ReshardResult, variant: str | None) -> str:
     counts, weights = Counter(result.index.weight_map.values()), _weights(result)
     before = sum(result.files_before.values())
     after = sum(record.size or 0 for record in weights.values())
@@ -129,7 +129,7 @@ def _as_text(result: Resharded, variant: str | None) -> str:
     return "\n\n".join([*parts, printable(f"To check it at any time, run: {command}")])
 
 
-def _checksum(record: FileRecord) -> str:
+def _checksum(record: FileDigest) -> str:
     for kind, digest in (("sha256", record.sha256), ("xxh3", record.xxh3)):
         if digest is not None:
             return f"{kind} {digest[:_HASH_DIGITS]}…"

@@ -14,8 +14,8 @@ from hfshard.cli.output import print_json, print_message, print_text, table
 from hfshard.cli.training_reports import as_problems, is_checkpoint, report_of
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.planning.size import format_size
-from hfshard.training.run.directory import Found, found_in
-from hfshard.training.run.manifest import MANIFEST, Manifest
+from hfshard.training.run.directory import RunCheckpoint, found_in
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.rotation import best_of
 from hfshard.verify import Problem
 
@@ -79,7 +79,7 @@ def _entries(arguments: argparse.Namespace) -> list[_Entry]:
     return [_entry(one, problems[one.path], latest, best, is_verified=arguments.verify) for one in found]
 
 
-def _problems_of(found: Found, arguments: argparse.Namespace) -> tuple[Problem, ...]:
+def _problems_of(found: RunCheckpoint, arguments: argparse.Namespace) -> tuple[Problem, ...]:
     if found.manifest is None:
         return tuple(as_problems([found.problem] if found.problem is not None else [], found.path))
     if not arguments.verify:
@@ -88,7 +88,12 @@ def _problems_of(found: Found, arguments: argparse.Namespace) -> tuple[Problem, 
 
 
 def _entry(
-    found: Found, problems: tuple[Problem, ...], latest: int | None, best: Manifest | None, *, is_verified: bool
+    found: RunCheckpoint,
+    problems: tuple[Problem, ...],
+    latest: int | None,
+    best: CheckpointManifest | None,
+    *,
+    is_verified: bool,
 ) -> _Entry:
     manifest = found.manifest
     if manifest is None:

@@ -10,9 +10,9 @@ from hfshard._util.progress import bytes_bar
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames
-from hfshard.training.run.directory import Found, found_in
+from hfshard.training.run.directory import RunCheckpoint, found_in
 from hfshard.training.run.finding import Level, problems_of
-from hfshard.training.run.manifest import MANIFEST, Manifest, read_manifest
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, read_checkpoint_manifest
 from hfshard.training.run.writing import TREE
 from hfshard.verify import Problem, VerifyReport, verify_checkpoint
 
@@ -47,12 +47,12 @@ def reports(arguments: argparse.Namespace) -> Iterator[VerifyReport]:
 def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyReport:
     """Check every file that the manifest of a training checkpoint names; of damaged weights, name the tensors."""
     try:
-        manifest = read_manifest(directory)
+        manifest = read_checkpoint_manifest(directory)
     except HfshardError as error:
         return VerifyReport(directory, (MANIFEST,), tuple(as_problems([error], directory)), (), 0)
     total = sum(record.size or 0 for record in manifest.files.values())
-    with bytes_bar("Verifying", total, progress if level == "full" else False) as on_bytes:
-        errors = problems_of(Found(directory, manifest.step, manifest), level, on_bytes)
+    with bytes_bar("Verifying", total, progress if level == "full" else False) as progress_callback:
+        errors = problems_of(RunCheckpoint(directory, manifest.step, manifest), level, progress_callback)
     problems = _with_tensors(as_problems(errors, directory), directory, manifest, level)
     damaged = {os.path.basename(problem.file) for problem in problems}
     warnings = tuple(
@@ -65,7 +65,7 @@ def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyR
     return VerifyReport(directory, files, tuple(problems), warnings, compared if level == "full" else 0)
 
 
-def _with_tensors(problems: list[Problem], directory: str, manifest: Manifest, level: Level) -> list[Problem]:
+def _with_tensors(problems: list[Problem], directory: str, manifest: CheckpointManifest, level: Level) -> list[Problem]:
     """With what the model's own index knows of its damaged files."""
     model = WeightNames(base=MODEL_BASE)
     if model.index not in manifest.files or not any(model.is_shard(os.path.basename(one.file)) for one in problems):

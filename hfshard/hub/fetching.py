@@ -10,35 +10,35 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from hfshard.errors import CheckpointNotFoundError, HubConnectionError, HubNotFoundError
-from hfshard.hub.listing import Listing
 from hfshard.hub.remote.cache import RepoCache, is_commit
-from hfshard.hub.remote.client import listing_of, offline_variable, retry_after, speaking
-from hfshard.hub.remote.transport import RETRY_SECONDS, Patience, Remote
-from hfshard.hub.remote.views import Cached, NotCachedError, OnHub
-from hfshard.hub.selection import Chosen, Pick, Wanted, other_files
+from hfshard.hub.remote.client import offline_variable, retry_after, translate_hub_errors, tree_of
+from hfshard.hub.remote.commit_files import CachedFiles, NotCachedError, RemoteFiles
+from hfshard.hub.remote.transport import RETRY_SECONDS, HubReader, RetryPolicy
+from hfshard.hub.repo_tree import RepoTree
+from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, Resolver, other_files
 
 logger = logging.getLogger(__name__)
 
 
 def fetch(
     repo_id: str,
-    pick: Pick,
+    pick: Resolver,
     *,
     revision: str | None = None,
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     force_download: bool = False,
-    others: Wanted | None = None,
+    others: CheckpointQuery | None = None,
     progress: bool | None = None,
-) -> Chosen:
+) -> ResolvedCheckpoint:
     """Bring what somebody picks into the cache, as `fetch_checkpoint` does; `others`: what lies beside this, too."""
-    fetching = Fetching(repo_id, revision, token, cache_dir, progress, force=force_download)
+    fetching = Fetcher(repo_id, revision, token, cache_dir, progress, force=force_download)
     if is_offline(local_files_only):
         return fetching.from_cache(pick, local_files_only=local_files_only)
     if is_commit(revision) and not force_download and others is None:
         try:
-            return pick(Cached(fetching.cache, str(revision), repo_id, is_sure=True))
+            return pick(CachedFiles(fetching.cache, str(revision), repo_id, is_sure=True))
         except NotCachedError as error:
             logger.debug("%s: the Hub is asked.", error)
     return fetching.from_hub(pick, others=others)
@@ -46,7 +46,7 @@ def fetch(
 
 def resolve(
     repo_id: str, revision: str | None, token: str | bool | None = None, *, retries: int = len(RETRY_SECONDS)
-) -> Listing:
+) -> RepoTree:
     """The commit that a revision is at, and its files, by one request.
 
     Args:
@@ -58,18 +58,18 @@ def resolve(
     Raises:
         HubNotFoundError, HubAccessError, HubConnectionError, HubError: See `client.speaking`.
     """
-    api, patience = HfApi(token=token, library_name="hfshard"), Patience(failures=retries)
+    api, patience = HfApi(token=token, library_name="hfshard"), RetryPolicy(failures=retries)
     while True:
         try:
-            with speaking(repo_id, token, revision=revision):
-                return listing_of(api, repo_id, revision)
+            with translate_hub_errors(repo_id, token, revision=revision):
+                return tree_of(api, repo_id, revision)
         except HubConnectionError as error:
             cause = error.__cause__
             if not patience.can_wait(retry_after(cause.response) if isinstance(cause, HfHubHTTPError) else None):
                 raise
 
 
-def resolve_for_reading(repo_id: str, revision: str | None, token: str | bool | None) -> Listing:
+def resolve_for_reading(repo_id: str, revision: str | None, token: str | bool | None) -> RepoTree:
     """`resolve` for a name that a user gave.
 
     Raises:
@@ -94,7 +94,7 @@ def check_repo_id(repo_id: str) -> None:
         ) from error
 
 
-class Fetching:
+class Fetcher:
     """One fetch of a repo's files into its cache."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Fetching:
         self.was_asked = False
         """Whether the Hub told which files there are."""
 
-    def from_hub(self, pick: Pick, *, others: Wanted | None = None) -> Chosen:
+    def from_hub(self, pick: Resolver, *, others: CheckpointQuery | None = None) -> ResolvedCheckpoint:
         """Ask the Hub, and bring what is not in the cache."""
         try:
             listing = self._listing(pick)
@@ -124,16 +124,18 @@ class Fetching:
                 raise
             return chosen
         self.was_asked = True
-        view = OnHub(Remote(self.repo_id, listing, self.token), self.cache, force=self.force, progress=self.progress)
+        view = RemoteFiles(
+            HubReader(self.repo_id, listing, self.token), self.cache, force=self.force, progress=self.progress
+        )
         chosen = pick(view)
         if others is not None:
-            view.bring(other_files({path: file.size for path, file in listing.files.items()}, others))
+            view.download(other_files({path: file.size for path, file in listing.files.items()}, others))
         for path in chosen.absent:
             self.cache.mark_missing(listing.commit, path)
         self.cache.remember(self.revision, listing.commit)
         return chosen
 
-    def from_cache(self, pick: Pick, *, local_files_only: bool) -> Chosen:
+    def from_cache(self, pick: Resolver, *, local_files_only: bool) -> ResolvedCheckpoint:
         """Ask nobody.
 
         Raises:
@@ -154,11 +156,11 @@ class Fetching:
                 path=self.repo_id,
             )
         try:
-            return pick(Cached(self.cache, commit, self.repo_id, is_sure=False, todo=f"{why}. {todo}"))
+            return pick(CachedFiles(self.cache, commit, self.repo_id, is_sure=False, todo=f"{why}. {todo}"))
         except NotCachedError as error:
             raise CheckpointNotFoundError(f"{error}, and {why}. {todo}", path=self.repo_id) from error
 
-    def _listing(self, pick: Pick) -> Listing:
+    def _listing(self, pick: Resolver) -> RepoTree:
         """Ask at once; where the cache has all that is wanted, once is enough."""
         try:
             return resolve(self.repo_id, self.revision, self.token, retries=0)
@@ -168,19 +170,19 @@ class Fetching:
             logger.info("%s It is tried again.", error)
         return resolve(self.repo_id, self.revision, self.token)
 
-    def _despite(self, error: HubConnectionError, pick: Pick) -> Chosen | None:
+    def _despite(self, error: HubConnectionError, pick: Resolver) -> ResolvedCheckpoint | None:
         chosen = self._cached(pick)
         if chosen is not None:
             logger.warning("%s What the cache has of it is used: commit %s.", error, chosen.commit)
         return chosen
 
-    def _cached(self, pick: Pick) -> Chosen | None:
+    def _cached(self, pick: Resolver) -> ResolvedCheckpoint | None:
         """What the cache has, where that is all of it."""
         commit = self.cache.commit_of(self.revision)
         if commit is None or self.force:
             return None
         try:
-            return pick(Cached(self.cache, commit, self.repo_id, is_sure=False))
+            return pick(CachedFiles(self.cache, commit, self.repo_id, is_sure=False))
         except (NotCachedError, CheckpointNotFoundError):
             return None
 

@@ -13,8 +13,8 @@ from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.push_plan import is_weights, variants_of
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.storage.disk.content import Content, file_content
-from hfshard.storage.format.index import CheckpointIndex, FileRecord
+from hfshard.storage.disk.byte_source import ByteSource, file_source
+from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.format.names import WeightNames
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def directory_contents(
     names: Collection[str] | None = None,
     allow_patterns: list[str] | str | None = None,
     ignore_patterns: list[str] | str | None = None,
-) -> tuple[dict[str, Content], dict[str | None, CheckpointIndex]]:
+) -> tuple[dict[str, ByteSource], dict[str | None, CheckpointIndex]]:
     """Look at a directory that is to be pushed; every checkpoint in it is opened and checked in structure.
 
     Args:
@@ -82,14 +82,14 @@ def directory_contents(
             f"The patterns leave no weights of '{directory}' to push. Check allow_patterns and ignore_patterns.",
             path=directory,
         )
-    return {name: file_content(os.path.join(directory, name), known.get(name)) for name in wanted - strays}, indexes
+    return {name: file_source(os.path.join(directory, name), known.get(name)) for name in wanted - strays}, indexes
 
 
 def _known_hashes(checkpoint: OpenCheckpoint) -> dict[str, str | None]:
     """File -> sha256, as the save recorded it; files of which it recorded another checksum are read, and compared."""
     hashes: dict[str, str | None] = {}
     for name, shard in checkpoint.shards.items():
-        record = checkpoint.index.files.get(name, FileRecord())
+        record = checkpoint.index.files.get(name, FileDigest())
         hashes[name] = record.sha256
         if record.is_verifiable and (checkpoint.located.kind == "single" or record.sha256 is None):
             hashes[name] = shard.checked_sha256(record)

@@ -8,7 +8,7 @@ from typing import Final
 
 from hfshard.constants import FORMAT_VERSION, MAX_CONFIG_BYTES
 from hfshard.errors import HubError, HubNotFoundError
-from hfshard.storage.disk.durable import (
+from hfshard.storage.disk.fsops import (
     locked_directory,
     make_directories,
     remove_empty_directories,

@@ -10,9 +10,9 @@ from functools import partial
 from hfshard.errors import IntegrityError
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.hub.fetching import Fetching, fetch, is_offline
-from hfshard.hub.selection import Chosen, Wanted, choose, other_files
-from hfshard.hub.unpack import unpack
+from hfshard.hub.export import export
+from hfshard.hub.fetching import Fetcher, fetch, is_offline
+from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, other_files, resolve
 from hfshard.storage.checkpoint.checkpoint import Verify, open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def pull_checkpoint(
         NotEnoughSpaceError: Before the first byte came.
         SaveDirectoryError: `local_dir` is a file, or has shards of the same names with other contents.
     """
-    wanted = Wanted(
+    wanted = CheckpointQuery(
         variant=variant,
         subfolder=subfolder,
         allow_patterns=_listed(allow_patterns),
@@ -76,11 +76,11 @@ def pull_checkpoint(
         snapshot = DirectoryHub.open(root).snapshot(revision)
         directory = os.path.join(snapshot, *wanted.path("").split("/"))
     else:
-        fetching = Fetching(repo_id, revision, token, cache_dir, progress, force=force_download)
+        fetching = Fetcher(repo_id, revision, token, cache_dir, progress, force=force_download)
         if is_offline(local_files_only):
-            chosen = fetching.from_cache(partial(choose, wanted=wanted), local_files_only=local_files_only)
+            chosen = fetching.from_cache(partial(resolve, wanted=wanted), local_files_only=local_files_only)
         else:
-            chosen = fetching.from_hub(partial(choose, wanted=wanted), others=wanted)
+            chosen = fetching.from_hub(partial(resolve, wanted=wanted), others=wanted)
         if not fetching.was_asked:
             logger.warning(
                 "'%s' was not asked which files it has: beside the checkpoint comes what the cache has of it.", repo_id
@@ -92,7 +92,7 @@ def pull_checkpoint(
                 return checkpoint.directory
             below = len(wanted.path(""))
             others = [path[below:] for path in other_files(_sizes_in(snapshot), wanted)]
-            unpack(checkpoint, os.fspath(local_dir), others)
+            export(checkpoint, os.fspath(local_dir), others)
     except IntegrityError as error:
         if root is not None or force_download:
             raise
@@ -109,7 +109,7 @@ def pull_checkpoint(
 
 def fetch_checkpoint(
     repo_id: str,
-    wanted: Wanted,
+    wanted: CheckpointQuery,
     *,
     revision: str | None = None,
     token: str | bool | None = None,
@@ -118,7 +118,7 @@ def fetch_checkpoint(
     force_download: bool = False,
     with_others: bool = False,
     progress: bool | None = None,
-) -> Chosen:
+) -> ResolvedCheckpoint:
     """Bring what a load needs into the cache, all of one commit.
 
     One request tells the commit and its files; none where `revision` is a commit and all is in the cache. Where the
@@ -135,7 +135,7 @@ def fetch_checkpoint(
     """
     return fetch(
         repo_id,
-        partial(choose, wanted=wanted),
+        partial(resolve, wanted=wanted),
         revision=revision,
         token=token,
         cache_dir=cache_dir,

@@ -13,7 +13,6 @@ from hfshard._util.progress import bytes_bar
 from hfshard.constants import README
 from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteChangedError
 from hfshard.hub.address import directory_of
-from hfshard.hub.listing import Listing, PushResult, RemoteFile, StaleParentError
 from hfshard.hub.local_files import directory_contents
 from hfshard.hub.push_plan import (
     SHARD,
@@ -24,7 +23,8 @@ from hfshard.hub.push_plan import (
     stale_names,
     unknown_weights,
 )
-from hfshard.storage.disk.content import BytesContent, Content
+from hfshard.hub.repo_tree import PushResult, RemoteFile, RepoTree, StaleParentError
+from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import WeightNames
 
@@ -37,7 +37,7 @@ _ATTEMPTS: Final = 5
 class Hub(Protocol):
     """What a push needs of a repo, on the Hub or in a directory."""
 
-    def listing(self, revision: str | None) -> Listing | None:
+    def listing(self, revision: str | None) -> RepoTree | None:
         """The files at a revision; None where there is no such branch yet."""
 
     def make_branch(self, branch: str) -> None:
@@ -51,14 +51,14 @@ class Hub(Protocol):
 
     def commit(
         self,
-        changes: Mapping[str, Content | None],
+        changes: Mapping[str, ByteSource | None],
         *,
         parent: str | None,
         revision: str | None,
         message: str,
         description: str | None,
         create_pr: bool,
-        on_bytes: Callable[[int], object] | None,
+        progress_callback: Callable[[int], object] | None,
     ) -> PushResult:
         """Make one commit on top of `parent`."""
 
@@ -67,7 +67,7 @@ class Hub(Protocol):
 class PushRequest:
     """What is to be pushed, and how."""
 
-    contents: Mapping[str, Content]
+    contents: Mapping[str, ByteSource]
     """Path in the folder -> contents."""
     variants: frozenset[str | None]
     """Of the checkpoints among them: what else the hub holds of these goes."""
@@ -153,7 +153,7 @@ def push(
         raise InvalidArgumentError("create_pr opens a pull request on main: leave out revision, or create_pr.")
     hub = open_hub(repo_id, private=private, token=token)
     repo_id = os.fspath(repo_id)
-    before: Listing | None = None
+    before: RepoTree | None = None
     for _ in range(_ATTEMPTS):
         remote = _listing(hub, request, repo_id)
         plan = _plan(hub, request, remote)
@@ -164,7 +164,7 @@ def push(
             _refuse_conflict(before, remote, plan, request, repo_id)
         total = sum(content.size for content in plan.adds.values())
         try:
-            with bytes_bar("Pushing", total, request.progress) as on_bytes:
+            with bytes_bar("Pushing", total, request.progress) as progress_callback:
                 result = hub.commit(
                     plan.changes,
                     parent=remote.commit or None,
@@ -172,7 +172,7 @@ def push(
                     message=request.message,
                     description=request.description,
                     create_pr=request.create_pr,
-                    on_bytes=on_bytes,
+                    progress_callback=progress_callback,
                 )
         except StaleParentError:
             before = remote
@@ -192,12 +192,12 @@ def open_hub(repo_id: str | os.PathLike[str], *, private: bool | None, token: st
         from hfshard.hub.directory.hub import DirectoryHub
 
         return DirectoryHub.create(directory)
-    from hfshard.hub.remote.repo import RemoteRepo
+    from hfshard.hub.remote.repo import HubRepo
 
-    return RemoteRepo(os.fspath(repo_id), token=token, private=private)
+    return HubRepo(os.fspath(repo_id), token=token, private=private)
 
 
-def _listing(hub: Hub, request: PushRequest, repo_id: str) -> Listing:
+def _listing(hub: Hub, request: PushRequest, repo_id: str) -> RepoTree:
     found = hub.listing(request.revision)
     if found is None and request.revision is not None:
         hub.make_branch(request.revision)
@@ -209,7 +209,7 @@ def _listing(hub: Hub, request: PushRequest, repo_id: str) -> Listing:
     return found
 
 
-def _plan(hub: Hub, request: PushRequest, remote: Listing) -> PushPlan:
+def _plan(hub: Hub, request: PushRequest, remote: RepoTree) -> PushPlan:
     folder, local = request.folder, set(request.contents)
     there = {path.removeprefix(folder): path for path in remote.files if _is_in(path, folder)}
     owned, kept = _indexed(hub, request, remote, there)
@@ -223,7 +223,7 @@ def _plan(hub: Hub, request: PushRequest, remote: Listing) -> PushPlan:
     return plan_push(contents, remote, [there[name] for name in stale])
 
 
-def _indexed(hub: Hub, request: PushRequest, remote: Listing, there: Mapping[str, str]) -> tuple[set[str], set[str]]:
+def _indexed(hub: Hub, request: PushRequest, remote: RepoTree, there: Mapping[str, str]) -> tuple[set[str], set[str]]:
     """What the hub's indexes name: those of the checkpoints that are pushed, and those of others.
 
     An index is fetched only where it could make a difference.
@@ -258,14 +258,14 @@ def _shards_in(names: Iterable[str]) -> set[str]:
     return {name for name in names if SHARD.search(name)}
 
 
-def _card(hub: Hub, request: PushRequest, remote: Listing) -> dict[str, Content]:
+def _card(hub: Hub, request: PushRequest, remote: RepoTree) -> dict[str, ByteSource]:
     if request.card is None or README in request.contents:
         return {}
     new = request.card(partial(hub.read, README, remote.commit) if README in remote.files else None)
-    return {} if new is None else {README: BytesContent(new)}
+    return {} if new is None else {README: BytesSource(new)}
 
 
-def _refuse_conflict(before: Listing, now: Listing, plan: PushPlan, request: PushRequest, repo_id: str) -> None:
+def _refuse_conflict(before: RepoTree, now: RepoTree, plan: PushPlan, request: PushRequest, repo_id: str) -> None:
     """Refuse to go on top of somebody else's push of the same files or weights: the two would mix.
 
     What they made exactly as this push would is no conflict: an equal push, or an earlier commit of this one.

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
-from hfshard.hub.listing import Listing, RemoteFile, git_blob_id
-from hfshard.storage.disk.content import Content, FileContent, sha256_of_content
+from hfshard.hub.repo_tree import RemoteFile, RepoTree, git_blob_id
+from hfshard.storage.disk.byte_source import ByteSource, FileSource, sha256_of_source
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
 
 _SHARD_NUMBER: Final = re.compile(r"-\d{5,}-of-\d{5,}$")
@@ -23,7 +23,7 @@ _INDEX: Final = re.compile(r"(?:pytorch_)?model\.(?:safetensors|bin)\.index(?:\.
 class PushPlan:
     """What one push changes."""
 
-    adds: dict[str, Content]
+    adds: dict[str, ByteSource]
     """Path in the repo -> new contents."""
     deletes: tuple[str, ...]
     unchanged: tuple[str, ...]
@@ -35,12 +35,12 @@ class PushPlan:
         return not self.adds and not self.deletes
 
     @property
-    def changes(self) -> dict[str, Content | None]:
+    def changes(self) -> dict[str, ByteSource | None]:
         """Path -> new contents, or None for what goes."""
         return {**self.adds, **dict.fromkeys(self.deletes)}
 
 
-def plan_push(contents: Mapping[str, Content], remote: Listing, stale: Collection[str]) -> PushPlan:
+def plan_push(contents: Mapping[str, ByteSource], remote: RepoTree, stale: Collection[str]) -> PushPlan:
     """Compare what is to be there with what is there; files of unknown hash are read where sizes agree.
 
     Args:
@@ -48,7 +48,7 @@ def plan_push(contents: Mapping[str, Content], remote: Listing, stale: Collectio
         remote: What is there.
         stale: Paths that are to go.
     """
-    adds: dict[str, Content] = {}
+    adds: dict[str, ByteSource] = {}
     unchanged = []
     for path, content in contents.items():
         known = _hashed_if_needed(content, remote.files.get(path))
@@ -59,21 +59,21 @@ def plan_push(contents: Mapping[str, Content], remote: Listing, stale: Collectio
     return PushPlan(adds, tuple(sorted(stale)), tuple(unchanged))
 
 
-def is_same(content: Content, file: RemoteFile) -> bool:
+def is_same(content: ByteSource, file: RemoteFile) -> bool:
     """Whether a remote file holds these bytes."""
     if content.size != file.size:
         return False
     if file.sha256 is not None:
-        return sha256_of_content(content) == file.sha256
+        return sha256_of_source(content) == file.sha256
     with content.open() as reader:
         return git_blob_id(reader.read()) == file.blob_id
 
 
-def _hashed_if_needed(content: Content, file: RemoteFile | None) -> Content:
+def _hashed_if_needed(content: ByteSource, file: RemoteFile | None) -> ByteSource:
     """With its sha256, where that will be compared: so that no file is read twice for it."""
     is_comparable = file is not None and file.sha256 is not None and file.size == content.size
-    if is_comparable and isinstance(content, FileContent) and content.sha256 is None:
-        return replace(content, sha256=sha256_of_content(content))
+    if is_comparable and isinstance(content, FileSource) and content.sha256 is None:
+        return replace(content, sha256=sha256_of_source(content))
     return content
 
 

@@ -13,14 +13,14 @@ from typing import Final
 from hfshard._util.progress import bytes_bar
 from hfshard.constants import METADATA_KEY, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, HubError, IntegrityError, InvalidArgumentError, UnsafePathError
-from hfshard.hub.listing import Listing
 from hfshard.hub.remote.cache import is_plain_path
 from hfshard.hub.remote.download import hasher_for, in_threads
-from hfshard.hub.remote.transport import Remote
-from hfshard.hub.selection import Wanted, choose
+from hfshard.hub.remote.transport import HubReader
+from hfshard.hub.repo_tree import RepoTree
+from hfshard.hub.resolve import CheckpointQuery, resolve
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify, open_checkpoint
-from hfshard.storage.format.header import LENGTH_BYTES, Header, TensorSlot, parse_header, read_header_length
-from hfshard.storage.format.index import CheckpointIndex, FileRecord, parse_single_file_metadata
+from hfshard.storage.format.header import LENGTH_BYTES, Header, TensorInfo, parse_header, read_header_length
+from hfshard.storage.format.index import CheckpointIndex, FileDigest, parse_single_file_metadata
 from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX, tensor_digest
 
 logger = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ GAP_BYTES: Final = 64 * 1024
 
 
 @contextmanager
-def opened_by_ranges(
+def open_by_ranges(
     repo_id: str,
-    listing: Listing,
+    listing: RepoTree,
     token: str | bool | None,
-    wanted: Wanted,
+    wanted: CheckpointQuery,
     names_of: NamesOf,
     *,
     verify: Verify = "structure",
@@ -67,15 +67,15 @@ def opened_by_ranges(
         InvalidArgumentError: Its weights are pickled: they have no ranges.
         DamagedCheckpointError, IntegrityError: A header or a tensor is not what it has to be.
     """
-    remote = Remote(repo_id, listing, token)
+    remote = HubReader(repo_id, listing, token)
     with tempfile.TemporaryDirectory(prefix="hfshard-ranges-") as folder:
-        chosen = choose(_View(remote, folder), wanted)
+        chosen = resolve(_View(remote, folder), wanted)
         if chosen.kind not in ("single", "index"):
             raise InvalidArgumentError(
                 f"'{repo_id}' has pickled weights, of which no ranges can be read. Leave out ranges=True.", path=repo_id
             )
         weights = [path for path in chosen.files if path.endswith(SAFETENSORS_SUFFIX)]
-        remote.announce(weights)
+        remote.prefetch_urls(weights)
         index = None
         if chosen.kind == "index":
             with open_checkpoint(  # of the index alone
@@ -89,8 +89,8 @@ def opened_by_ranges(
         for part in parts:
             part.plan(index, names_of, is_strict=verify in ("full", "sha256"))
         total = sum(end - begin for part in parts for begin, end in part.ranges)
-        with bytes_bar("Pulling", total, progress) as on_bytes:
-            in_threads(lambda path: by_path[path].read_ranges(on_bytes), weights, remote.stop)
+        with bytes_bar("Pulling", total, progress) as progress_callback:
+            in_threads(lambda path: by_path[path].read_ranges(progress_callback), weights, remote.stop)
         for part in parts:
             part.check()
         with open_checkpoint(
@@ -102,13 +102,13 @@ def opened_by_ranges(
 class _View:
     """The files of a commit, of which the small ones are brought into a folder, and the weights are not."""
 
-    def __init__(self, remote: Remote, folder: str) -> None:
+    def __init__(self, remote: HubReader, folder: str) -> None:
         self.commit, self._remote, self._folder = remote.listing.commit, remote, folder
 
     def has(self, path: str, *, is_needed: bool = True) -> bool:
         return path in self._remote.listing.files
 
-    def bring(self, paths: Collection[str]) -> None:
+    def download(self, paths: Collection[str]) -> None:
         for path in paths:
             target = self.snapshot(path)
             if path.endswith(SAFETENSORS_SUFFIX) or os.path.exists(target):
@@ -134,7 +134,7 @@ class _View:
     def code(self) -> list[str]:
         return []
 
-    def described(self) -> tuple[str, str]:
+    def description(self) -> tuple[str, str]:
         repo_id = self._remote.repo_id
         return f"'{repo_id}' (commit {self.commit})", f"To see its files, run: hf models ls {repo_id}"
 
@@ -143,16 +143,16 @@ class _View:
 class _Part:
     """One file of weights, of which some ranges are read."""
 
-    remote: Remote
+    remote: HubReader
     path: str
     folder: str
     name: str
     """In the index."""
     header: Header | None = None
-    slots: Sequence[TensorSlot] = ()
+    tensors: Sequence[TensorInfo] = ()
     """Of the wanted tensors, in the order of their bytes."""
     ranges: Sequence[tuple[int, int]] = ()
-    record: FileRecord = field(default_factory=FileRecord)
+    record: FileDigest = field(default_factory=FileDigest)
 
     @property
     def target(self) -> str:
@@ -179,12 +179,12 @@ class _Part:
         assert self.header is not None
         if index is None:
             own = parse_single_file_metadata(self.header.metadata.get(METADATA_KEY), self.path)
-            index = CheckpointIndex(weight_map=dict.fromkeys(self.header.slots, self.name), aliases=own.aliases)
+            index = CheckpointIndex(weight_map=dict.fromkeys(self.header.tensors, self.name), tied_names=own.tied_names)
         else:
-            self.record = index.files.get(self.name, FileRecord())
+            self.record = index.files.get(self.name, FileDigest())
         wanted = set(names_of(index))
-        self.slots = [slot for slot in self.header.slots.values() if slot.name in wanted]
-        self.ranges = _coalesced(self.slots, self.header.data_start)
+        self.tensors = [slot for slot in self.header.tensors.values() if slot.name in wanted]
+        self.ranges = _coalesced(self.tensors, self.header.data_start)
         if is_strict and self._digests() is None:
             raise DamagedCheckpointError(
                 f"'{self.path}' of '{self.remote.repo_id}' has no checksums of its tensors (hfshard writes them). "
@@ -192,14 +192,14 @@ class _Part:
                 path=self.path,
             )
 
-    def read_ranges(self, on_bytes: Callable[[int], object]) -> None:
+    def read_ranges(self, progress_callback: Callable[[int], object]) -> None:
         """Ask for the wanted bytes, and put them where they belong in the sparse file."""
         with open(self.target, "r+b") as out:
             for begin, end in self.ranges:
                 out.seek(begin)
                 for block in self.remote.read(self.path, begin, end):
                     out.write(block)
-                    on_bytes(len(block))
+                    progress_callback(len(block))
 
     def check(self) -> None:
         """Compare the tensors with their checksums."""
@@ -207,9 +207,9 @@ class _Part:
         if digests is None or self.header is None:
             logger.debug("'%s' of '%s' has no checksums of its tensors.", self.path, self.remote.repo_id)
             return
-        expected = dict(zip(self.header.slots, digests, strict=True))
+        expected = dict(zip(self.header.tensors, digests, strict=True))
         with open(self.target, "rb") as file:
-            for slot in self.slots:
+            for slot in self.tensors:
                 file.seek(self.header.data_start + slot.begin)
                 found = tensor_digest([file.read(slot.nbytes)])
                 if found != expected[slot.name]:
@@ -224,8 +224,8 @@ class _Part:
                     )
 
     def _digests(self) -> list[str] | None:
-        text = self.record.tensors
-        if text is None or self.header is None or len(text) != TENSOR_DIGEST_HEX * len(self.header.slots):
+        text = self.record.tensor_digests
+        if text is None or self.header is None or len(text) != TENSOR_DIGEST_HEX * len(self.header.tensors):
             return None
         return [text[at : at + TENSOR_DIGEST_HEX] for at in range(0, len(text), TENSOR_DIGEST_HEX)]
 
@@ -233,7 +233,7 @@ class _Part:
         return b"".join(self.remote.read(self.path, begin, end))
 
 
-def _coalesced(slots: Sequence[TensorSlot], data_start: int) -> list[tuple[int, int]]:
+def _coalesced(slots: Sequence[TensorInfo], data_start: int) -> list[tuple[int, int]]:
     """Byte ranges of a file that cover the tensors; those that nearly touch are one."""
     ranges: list[tuple[int, int]] = []
     for slot in slots:

@@ -20,13 +20,13 @@ from hfshard.storage.checkpoint.locate import weights_bytes
 from hfshard.storage.format.index import CheckpointIndex
 
 if TYPE_CHECKING:
-    from hfshard.hub.selection import Wanted
+    from hfshard.hub.resolve import CheckpointQuery
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LocalCheckpoint:
     """Where a checkpoint lies on this machine."""
 
     directory: str
@@ -40,7 +40,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CheckpointSource:
     """Where to load from: a directory, a directory hub, or a repo of the Hub."""
 
     path: str
@@ -61,7 +61,7 @@ class Source:
     has_others: bool = False
     """From the Hub: whether what lies beside the checkpoint is needed too: tokenizer, README."""
 
-    def place(self, progress: bool | None = None) -> Place:
+    def place(self, progress: bool | None = None) -> LocalCheckpoint:
         """Where it lies; what is on the Hub is brought into the cache first."""
         place = self.local_place()
         if place is not None:
@@ -79,9 +79,9 @@ class Source:
             with_others=self.has_others,
             progress=progress,
         )
-        return Place(chosen.directory, self.path, chosen.commit)
+        return LocalCheckpoint(chosen.directory, self.path, chosen.commit)
 
-    def local_place(self) -> Place | None:
+    def local_place(self) -> LocalCheckpoint | None:
         """Where it lies, if that is in a directory; None for a repo of the Hub."""
         path = self.path if os.path.isdir(self.path) else directory_of(self.path) or self.path
         if os.path.isdir(path):
@@ -89,18 +89,18 @@ class Source:
                 from hfshard.hub.directory.hub import DirectoryHub
 
                 path = DirectoryHub.open(path).snapshot(self.revision)
-            return Place(os.path.join(path, self.subfolder) if self.subfolder else path, path)
+            return LocalCheckpoint(os.path.join(path, self.subfolder) if self.subfolder else path, path)
         if os.path.exists(path):
             raise InvalidArgumentError(f"'{path}' is a file: give the directory that holds the checkpoint.", path=path)
         if path != self.path or _is_a_path(path):
             raise CheckpointNotFoundError(f"There is no directory '{path}'. Check the path.", path=path)
         return None
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> CheckpointQuery:
         """What of a repo of the Hub."""
-        from hfshard.hub.selection import Wanted
+        from hfshard.hub.resolve import CheckpointQuery
 
-        return Wanted(
+        return CheckpointQuery(
             variant=self.variant,
             use_safetensors=self.use_safetensors,
             subfolder=self.subfolder,
@@ -111,21 +111,21 @@ class Source:
 
 
 @contextmanager
-def opened(
-    source: Source, verify: Verify, progress: bool | None, place: Place | None = None
+def open_source(
+    source: CheckpointSource, verify: Verify, progress: bool | None, place: LocalCheckpoint | None = None
 ) -> Iterator[OpenCheckpoint]:
     """Open the checkpoint of a source, or where it was found to lie: locate, read the index, check."""
     place = place or source.place(progress)
     directory = place.directory
     total = weights_bytes(directory, (SAFETENSORS_SUFFIX,)) if verify in ("full", "sha256") else 0
     with (
-        bytes_bar("Verifying", total, progress if total else False) as on_bytes,
+        bytes_bar("Verifying", total, progress if total else False) as progress_callback,
         open_checkpoint(
             directory,
             variant=source.variant,
             use_safetensors=source.use_safetensors,
             verify=verify,
-            on_bytes=on_bytes,
+            progress_callback=progress_callback,
             files_of=source.files_of if place.commit is not None else None,
         ) as checkpoint,
     ):
@@ -135,15 +135,18 @@ def opened(
 
 
 @contextmanager
-def opened_by_ranges(
-    source: Source, names_of: Callable[[CheckpointIndex], Collection[str]], verify: Verify, progress: bool | None
+def open_source_by_ranges(
+    source: CheckpointSource,
+    names_of: Callable[[CheckpointIndex], Collection[str]],
+    verify: Verify,
+    progress: bool | None,
 ) -> Iterator[OpenCheckpoint]:
     """Open the checkpoint of a repo of the Hub, of which only some tensors are brought, and nothing into the cache."""
     from hfshard.hub import ranges
     from hfshard.hub.fetching import resolve_for_reading
 
     listing = resolve_for_reading(source.path, source.revision, source.token)
-    with ranges.opened_by_ranges(
+    with ranges.open_by_ranges(
         source.path, listing, source.token, source.wanted(), names_of, verify=verify, progress=progress
     ) as checkpoint:
         yield checkpoint

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from hfshard.constants import DATA_ALIGNMENT, DEFAULT_MAX_SHARD_SIZE, MAX_HEADER_BYTES
 from hfshard.errors import InvalidArgumentError
 from hfshard.planning.size import parse_size
-from hfshard.state_dicts.tied import find_ties
+from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.format.header import LENGTH_BYTES, entry_bytes, name_bytes
 from hfshard.storage.format.names import WeightNames
 from hfshard.storage.tensors.tensor_spec import TensorSpec, tensor_specs
@@ -55,7 +55,7 @@ class ShardPlan:
     """
 
     shards: tuple[PlannedShard, ...]
-    aliases: dict[str, str]
+    tied_names: dict[str, str]
     max_shard_size: int
 
     @property
@@ -97,9 +97,9 @@ def plan_shards(
     """
     limit = parse_size(max_shard_size)
     specs = tensor_specs(state_dict)
-    aliases = find_ties(state_dict)
-    stored = [spec for spec in specs if spec.name not in aliases]
-    return plan_specs(stored, limit, packing=packing, names=WeightNames(variant), aliases=aliases)
+    tied_names = find_shared_tensors(state_dict)
+    stored = [spec for spec in specs if spec.name not in tied_names]
+    return plan_specs(stored, limit, packing=packing, names=WeightNames(variant), tied_names=tied_names)
 
 
 def plan_specs(
@@ -108,7 +108,7 @@ def plan_specs(
     *,
     packing: Packing = "greedy",
     names: WeightNames,
-    aliases: Mapping[str, str] | None = None,
+    tied_names: Mapping[str, str] | None = None,
     single_metadata_bytes: int = 1024,
     shard_metadata_bytes: int = _SHARD_METADATA_BYTES,
     apart: Collection[str] = (),
@@ -136,7 +136,7 @@ def plan_specs(
     shards = tuple(
         PlannedShard(file, tuple(specs[i] for i in sorted(group))) for file, group in zip(files, groups, strict=True)
     )
-    return ShardPlan(shards, dict(aliases or {}), max_shard_bytes)
+    return ShardPlan(shards, dict(tied_names or {}), max_shard_bytes)
 
 
 def with_one_more_shard(plan: ShardPlan, names: WeightNames) -> ShardPlan:

@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_peft_available
 
 from hfshard._util.arguments import refuse_unknown
 from hfshard.constants import EXPLICIT_WEIGHTS_KEY
-from hfshard.loading.source import Place, Source
+from hfshard.loading.source import CheckpointSource, LocalCheckpoint
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.tensors.dtypes import TORCH_DTYPES
 
@@ -54,9 +54,9 @@ def where_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
 
 
-def source_of(name: str, kwargs: Mapping[str, Any]) -> Source:
+def source_of(name: str, kwargs: Mapping[str, Any]) -> CheckpointSource:
     """Where these arguments say that the files come from."""
-    return Source(
+    return CheckpointSource(
         name,
         subfolder=kwargs.get("subfolder") or "",
         variant=kwargs.get("variant"),
@@ -71,20 +71,22 @@ def source_of(name: str, kwargs: Mapping[str, Any]) -> Source:
     )
 
 
-def pinned(kwargs: Mapping[str, Any], place: Place) -> dict[str, Any]:
+def pinned(kwargs: Mapping[str, Any], place: LocalCheckpoint) -> dict[str, Any]:
     """The same arguments, by which upstream finds in the cache what was pulled, and asks nobody."""
     if place.commit is None:
         return dict(kwargs)
     return {**kwargs, "revision": place.commit, "force_download": False}
 
 
-def commit_argument(place: Place) -> dict[str, str]:
+def commit_argument(place: LocalCheckpoint) -> dict[str, str]:
     """The argument by which transformers before 5.20 believes the cache that a repo's commit has no such file."""
     takes = "_commit_hash" in inspect.signature(cached_files).parameters
     return {"_commit_hash": place.commit} if takes and place.commit is not None else {}
 
 
-def config_of(model_class: type[PreTrainedModel], place: Place, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def config_of(
+    model_class: type[PreTrainedModel], place: LocalCheckpoint, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """The config, and what is left of the arguments for the model's constructor."""
     rest = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS}
     config = kwargs.get("config")
@@ -107,7 +109,7 @@ def config_of(model_class: type[PreTrainedModel], place: Place, kwargs: dict[str
     return config, model_kwargs
 
 
-def _where_config_is(kwargs: Mapping[str, Any], place: Place) -> dict[str, Any]:
+def _where_config_is(kwargs: Mapping[str, Any], place: LocalCheckpoint) -> dict[str, Any]:
     """Where the config comes from; one of another repo is of the revision that the caller gave, not of our commit."""
     where = where_of(kwargs)
     if kwargs.get("config") is not None and place.commit is not None:
@@ -144,7 +146,7 @@ def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]
     given = [kwargs[key] for key in ("dtype", "torch_dtype") if kwargs.get(key) not in (None, "auto")]
     wanted = given[0] if given else config.dtype
     wanted = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
-    slots = (slot for shard in checkpoint.shards.values() for slot in shard.header.slots.values())
+    slots = (slot for shard in checkpoint.shards.values() for slot in shard.header.tensors.values())
     stored = {TORCH_DTYPES.get(dtype) for dtype in {slot.dtype for slot in slots}}
     floats = {dtype for dtype in stored if dtype is None or dtype.is_floating_point}
     if not isinstance(wanted, torch.dtype) or floats != {wanted}:
@@ -156,7 +158,9 @@ def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]
     return device if 2 * stored_bytes + _SPARE_DEVICE_BYTES <= free_bytes else cpu
 
 
-def class_of_auto(auto: Any, place: Place, kwargs: dict[str, Any]) -> tuple[type[PreTrainedModel], dict[str, Any]]:
+def class_of_auto(
+    auto: Any, place: LocalCheckpoint, kwargs: dict[str, Any]
+) -> tuple[type[PreTrainedModel], dict[str, Any]]:
     """The class that an Auto class would build, found by building it without weights."""
     if not isinstance(kwargs.get("config"), PreTrainedConfig):
         rest = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}

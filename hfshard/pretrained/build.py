@@ -23,7 +23,7 @@ from hfshard.errors import (
     InvalidArgumentError,
     StateDictMismatchError,
 )
-from hfshard.loading.source import Place, Source, opened
+from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source
 from hfshard.pretrained.arguments import (
     CONFIG_ATTRIBUTES,
     MODEL_ARGUMENTS,
@@ -35,9 +35,9 @@ from hfshard.pretrained.arguments import (
     pinned,
     source_of,
 )
-from hfshard.pretrained.fallback import is_adapter, is_upstreams_to_read
+from hfshard.pretrained.fallback import is_adapter, needs_transformers_loader
 from hfshard.state_dicts.state_dict import (
-    Mismatch,
+    KeyMismatch,
     compare,
     has_wrapper_prefix,
     match_prefixes,
@@ -103,7 +103,7 @@ def load_pretrained(
     model_args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     options: LoadOptions,
-    place: Place | None = None,
+    place: LocalCheckpoint | None = None,
 ) -> Any:
     """Build a model as upstream's `from_pretrained` does, from bytes that hfshard has located, checked and opened.
 
@@ -132,21 +132,21 @@ def load_pretrained(
     if is_adapter(place.directory):  # its base may be another repo, of which our commit is none
         return _checked_then_handed_over(build, place, model_args, kwargs, source, options)
     kwargs = pinned(kwargs, place)
-    if is_upstreams_to_read(place.directory, model_class, kwargs):
+    if needs_transformers_loader(place.directory, model_class, kwargs):
         return _checked_then_handed_over(build, place, model_args, kwargs, source, options)
     for _ in range(CHANGED_RETRIES):
-        with opened(source, options.verify, options.progress, place) as checkpoint:
+        with open_source(source, options.verify, options.progress, place) as checkpoint:
             _refuse_full_pickle(checkpoint, kwargs)
             config, model_kwargs = config_of(model_class, place, kwargs)
             if not checkpoint.is_unchanged():
                 continue  # a save came between the config and the weights
-            return _Building(build, model_class, name, place, checkpoint, options).build(
+            return _ModelBuilder(build, model_class, name, place, checkpoint, options).build(
                 model_args, config, model_kwargs, kwargs
             )
     raise CheckpointChangedError(f"The checkpoint in '{name}' kept changing. Load it when the save is done.", path=name)
 
 
-class _Building:
+class _ModelBuilder:
     """One call of upstream's from_pretrained, with an open checkpoint in place of its files."""
 
     def __init__(
@@ -154,7 +154,7 @@ class _Building:
         build: Callable[..., Any],
         model_class: type[PreTrainedModel],
         name: str,
-        place: Place,
+        place: LocalCheckpoint,
         checkpoint: OpenCheckpoint,
         options: LoadOptions,
     ) -> None:
@@ -191,7 +191,7 @@ class _Building:
         prefix = self.model_class.base_model_prefix
         own |= {name.removeprefix(f"{prefix}."): tensor for name, tensor in own.items()}
         mismatched = compare(tensors, own).mismatched
-        shown = Mismatch((), (), mismatched).described() if mismatched else "shapes differ, see the report above"
+        shown = KeyMismatch((), (), mismatched).summary() if mismatched else "shapes differ, see the report above"
         return StateDictMismatchError(
             f"The checkpoint '{self.name}' does not fit {self.model_class.__name__}: {shown}. "
             "Load it into the class and config that it was saved with, or pass ignore_mismatched_sizes=True.",
@@ -203,7 +203,7 @@ class _Building:
         index = self.checkpoint.index
         tensors = self.checkpoint.read(self._keys(), self.options.read, device_of(self.checkpoint, config, kwargs))
         # What the config ties, upstream ties by itself; handing it twice would cost a comparison of the values.
-        tensors |= {alias: tensors[index.aliases[alias]] for alias in index.undeclared}
+        tensors |= {alias: tensors[index.tied_names[alias]] for alias in index.undeclared_ties}
         if has_wrapper_prefix(tensors):
             names = _names_for(self.model_class, config, tensors)
             tensors = {names[name]: tensor for name, tensor in tensors.items()}
@@ -219,11 +219,11 @@ class _Building:
     def _check(self, model: PreTrainedModel, info: dict[str, Any], given: int) -> None:
         missing, unexpected = info["missing_keys"], info["unexpected_keys"]
         own = model.state_dict().keys()
-        difference = Mismatch(tuple(sorted(missing)), tuple(sorted(unexpected)), tuple(info["mismatched_keys"]))
+        difference = KeyMismatch(tuple(sorted(missing)), tuple(sorted(unexpected)), tuple(info["mismatched_keys"]))
         nothing = bool(own) and (len(unexpected) >= given or set(missing) >= set(own))
         if nothing or (self.options.strict and (missing or unexpected or info["mismatched_keys"])):
             raise StateDictMismatchError(
-                f"The checkpoint '{self.name}' does not fit {type(model).__name__}: {difference.described()}. "
+                f"The checkpoint '{self.name}' does not fit {type(model).__name__}: {difference.summary()}. "
                 f"Compare the names with: hfshard inspect --tensors {self.place.directory}",
                 path=self.name,
                 missing_keys=difference.missing,
@@ -243,8 +243,11 @@ class _Building:
     def _tie(self, model: PreTrainedModel) -> None:
         index = self.checkpoint.index
         modules = dict(model.named_modules(remove_duplicate=False))
-        for alias in index.undeclared:
-            (alias_path, _, alias_name), (path, _, name) = alias.rpartition("."), index.aliases[alias].rpartition(".")
+        for alias in index.undeclared_ties:
+            (alias_path, _, alias_name), (path, _, name) = (
+                alias.rpartition("."),
+                index.tied_names[alias].rpartition("."),
+            )
             target, origin = modules.get(alias_path), modules.get(path)
             if target is not None and origin is not None and hasattr(target, alias_name) and hasattr(origin, name):
                 setattr(target, alias_name, getattr(origin, name))
@@ -290,14 +293,14 @@ def _reports_naming(name: str) -> Iterator[None]:
 
 def _checked_then_handed_over(
     build: Callable[..., Any],
-    place: Place,
+    place: LocalCheckpoint,
     model_args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    source: Source,
+    source: CheckpointSource,
     options: LoadOptions,
 ) -> Any:
     try:
-        with opened(source, options.verify, options.progress, place):
+        with open_source(source, options.verify, options.progress, place):
             pass
     except CheckpointNotFoundError:
         logger.debug("'%s' holds no weights that hfshard knows; upstream looks for others.", place.directory)

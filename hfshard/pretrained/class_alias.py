@@ -39,7 +39,7 @@ def _has_forward(model_class: Any) -> bool:
     return model_class.forward is not torch.nn.Module.forward
 
 
-def twin_of(model_class: type[Model]) -> type[Model]:
+def alias_class(model_class: type[Model]) -> type[Model]:
     """A subclass that adds nothing, and has the name and the module of the upstream class.
 
     Upstream takes a class of any other name for custom code, for which it knows no weight conversion (experts would
@@ -56,9 +56,9 @@ def twin_of(model_class: type[Model]) -> type[Model]:
     return cast(type[Model], vars(model_class)[_TWIN])
 
 
-def seen_by_upstream(model: Model) -> Model:
+def view_as_alias(model: Model) -> Model:
     """The same model, with all that it has, as an object of its twin."""
-    twin = twin_of(type(model))
+    twin = alias_class(type(model))
     if twin is type(model):
         return model
     view = twin.__new__(twin)
@@ -66,7 +66,7 @@ def seen_by_upstream(model: Model) -> Model:
     return view
 
 
-def ask_upstream(model_class: type, mixin: type, question: str) -> bool:
+def delegate_to_base(model_class: type, mixin: type, question: str) -> bool:
     """What the upstream class answers to one of upstream's questions, a class method without arguments.
 
     Args:
@@ -90,7 +90,7 @@ def loss_type_of(class_name: str) -> str | None:
     return found[0] if found else None
 
 
-def as_class(model: Any, model_class: type) -> None:
+def restore_class(model: Any, model_class: type) -> None:
     """Make a model of the twin one of the class that it is the twin of."""
     if type(model) is not model_class and vars(model_class).get(_TWIN) is type(model):
         model.__class__ = model_class

@@ -17,9 +17,9 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from hfshard.constants import CONFIG_NAME, EXPLICIT_WEIGHTS_KEY
 from hfshard.errors import InvalidArgumentError
-from hfshard.pretrained.class_alias import architecture_of, seen_by_upstream
+from hfshard.pretrained.class_alias import architecture_of, view_as_alias
 from hfshard.state_dicts.state_dict import collect_state_dict
-from hfshard.state_dicts.tied import find_ties
+from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.format.strict_json import dump_json
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,9 @@ class PretrainedState:
 
     state_dict: dict[str, torch.Tensor]
     """Names and tensors as upstream would write them."""
-    aliases: dict[str, str]
+    tied_names: dict[str, str]
     """Name -> the stored name that shares its tensor."""
-    undeclared: tuple[str, ...]
+    undeclared_ties: tuple[str, ...]
     """Aliases that the config does not tie."""
     metadata: dict[str, str]
     """The quantizer's, for every file."""
@@ -70,14 +70,14 @@ def pretrained_state(
     collected = dict(state_dict) if state_dict is not None else collect_state_dict(model)
     for name in model._keys_to_ignore_on_save or ():
         collected.pop(name, None)
-    ties = find_ties(collected, droppable_patterns=_droppable_patterns(model))
+    ties = find_shared_tensors(collected, droppable_patterns=_droppable_patterns(model))
     kept = {name: value for name, value in collected.items() if name not in ties}
-    stored = revert_weight_conversion(seen_by_upstream(model), dict(kept)) if save_original_format else kept
-    aliases, undeclared = _stored_ties(model, ties, kept, stored)
+    stored = revert_weight_conversion(view_as_alias(model), dict(kept)) if save_original_format else kept
+    tied_names, undeclared_ties = _stored_ties(model, ties, kept, stored)
     return PretrainedState(
         state_dict=stored,
-        aliases=aliases,
-        undeclared=undeclared,
+        tied_names=tied_names,
+        undeclared_ties=undeclared_ties,
         metadata={key: str(value) for key, value in metadata.items()},
         files=small_files(model),
         total_parameters=model.num_parameters(),
@@ -135,30 +135,30 @@ def _stored_ties(
 
     A tie whose stored name was converted into something else is left out: the config ties it again on load.
     """
-    aliases: dict[str, str] = {}
-    undeclared: list[str] = []
+    tied_names: dict[str, str] = {}
+    undeclared_ties: list[str] = []
     declared = getattr(model, "all_tied_weights_keys", None) or {}
     renamed = {id(value): name for name, value in stored.items()}
     for alias, name in ties.items():
         file_name = name if name in stored else renamed.get(id(kept[name]))
         file_alias: str | None = alias
         if file_name != name:
-            file_alias = next(iter(revert_weight_conversion(seen_by_upstream(model), {alias: kept[name]})), None)
+            file_alias = next(iter(revert_weight_conversion(view_as_alias(model), {alias: kept[name]})), None)
         is_declared = declared.get(alias) == name or declared.get(name) == alias or _same_source(declared, alias, name)
-        if file_name is None or file_alias is None or file_alias in stored or file_alias in aliases:
+        if file_name is None or file_alias is None or file_alias in stored or file_alias in tied_names:
             if not is_declared:
                 logger.warning("'%s' and '%s' share a tensor, and the saved checkpoint can't say so.", alias, name)
             continue
-        aliases[file_alias] = file_name
+        tied_names[file_alias] = file_name
         if not is_declared:
-            undeclared.append(file_alias)
-    if undeclared:
+            undeclared_ties.append(file_alias)
+    if undeclared_ties:
         logger.warning(
             "%s share a tensor with another name, which the config does not declare: hfshard ties them again on load, "
             "stock transformers does not.",
-            ", ".join(undeclared),
+            ", ".join(undeclared_ties),
         )
-    return aliases, tuple(undeclared)
+    return tied_names, tuple(undeclared_ties)
 
 
 def _same_source(declared: Mapping[str, str], alias: str, name: str) -> bool:

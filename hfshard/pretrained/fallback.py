@@ -23,7 +23,7 @@ _HANDED_OVER: Final = {
 _AUTO_DEVICE_MAPS: Final = {"auto", "balanced", "balanced_low_0", "sequential"}
 
 
-def is_upstreams_to_read(directory: str, model_class: type, kwargs: Mapping[str, Any]) -> bool:
+def needs_transformers_loader(directory: str, model_class: type, kwargs: Mapping[str, Any]) -> bool:
     """Whether upstream has to read the files itself, for these arguments and what lies in the directory."""
     if any(kwargs.get(name) for name in _HANDED_OVER):
         return True

@@ -17,12 +17,12 @@ from hfshard.planning.plan import Packing
 from hfshard.planning.size import parse_size
 from hfshard.pretrained.build import LoadOptions, load_pretrained
 from hfshard.pretrained.class_alias import (
+    alias_class,
     architecture_of,
-    as_class,
-    ask_upstream,
+    delegate_to_base,
     loss_type_of,
-    seen_by_upstream,
-    twin_of,
+    restore_class,
+    view_as_alias,
 )
 from hfshard.pretrained.collect import is_spread
 from hfshard.pretrained.push import default_repo_id, publish_by_upstream, publish_model, publish_saved, tags_of
@@ -107,7 +107,7 @@ class ShardedModelMixin:
         kwargs.pop("save_function", None)  # of accelerate's older examples; upstream takes it and ignores it
         refuse_unknown(kwargs, _PUSH_ARGUMENTS | _SAVE_ARGUMENTS, "save_pretrained")
         if self._is_upstreams_to_save(distributed_checkpoint):
-            upstreams = seen_by_upstream(self)  # type: ignore[type-var]
+            upstreams = view_as_alias(self)  # type: ignore[type-var]
             super(ShardedModelMixin, upstreams).save_pretrained(  # type: ignore[misc]
                 save_directory,
                 is_main_process=is_main_process,
@@ -220,7 +220,7 @@ class ShardedModelMixin:
             model_args: For the model's constructor.
             strict: True refuses missing, unexpected and mismatched names; None reports them, as upstream does. That
                 nothing at all fits is an error in either case.
-            verify: "none"; "structure" (names, sizes, headers, samples); "full" or "sha256" (every byte).
+            verify: "none"; "structure" (names, sizes, headers, fingerprints); "full" or "sha256" (every byte).
             read: "auto", "mmap" or "pread": how the bytes come into memory (see `load_state_dict`).
             progress: A bar on stderr while checksums are made: None: on a terminal.
             kwargs: Everything that transformers' `from_pretrained` takes.
@@ -237,10 +237,10 @@ class ShardedModelMixin:
                 f"{cls.__name__} is no transformers model: make an object of it, and call hfshard.load_model(it, path)."
             )
         options = LoadOptions(strict, verify, check_read_mode(read, disable_mmap=kwargs.get("disable_mmap")), progress)
-        twin: Any = twin_of(cls)
+        twin: Any = alias_class(cls)
         build = super(ShardedModelMixin, twin).from_pretrained  # type: ignore[misc]
         built = load_pretrained(build, twin, pretrained_model_name_or_path, model_args, kwargs, options)
-        as_class(built[0] if isinstance(built, tuple) else built, cls)
+        restore_class(built[0] if isinstance(built, tuple) else built, cls)
         return built
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -266,23 +266,23 @@ class ShardedModelMixin:
     @classmethod
     def is_custom_code(cls) -> bool:
         """Whether the upstream class is custom code: a class that only adds the mixin is not, for that."""
-        return ask_upstream(cls, ShardedModelMixin, "is_custom_code")
+        return delegate_to_base(cls, ShardedModelMixin, "is_custom_code")
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        return ask_upstream(cls, ShardedModelMixin, "_can_set_attn_implementation")
+        return delegate_to_base(cls, ShardedModelMixin, "_can_set_attn_implementation")
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        return ask_upstream(cls, ShardedModelMixin, "_can_set_experts_implementation")
+        return delegate_to_base(cls, ShardedModelMixin, "_can_set_experts_implementation")
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return ask_upstream(cls, ShardedModelMixin, "_supports_default_dynamic_cache")
+        return delegate_to_base(cls, ShardedModelMixin, "_supports_default_dynamic_cache")
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         # The name of Mamba's cache.
-        upstreams = seen_by_upstream(self)  # type: ignore[type-var]
+        upstreams = view_as_alias(self)  # type: ignore[type-var]
         return super(ShardedModelMixin, upstreams)._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
 
     def post_init(self) -> None:

@@ -11,13 +11,13 @@ from typing import Any, Final
 from huggingface_hub import CommitInfo
 
 from hfshard.hub.address import directory_of
-from hfshard.hub.listing import PushResult
 from hfshard.hub.local_files import directory_contents
 from hfshard.hub.push import PushRequest, folder_of, push
+from hfshard.hub.repo_tree import PushResult
 from hfshard.pretrained.model_card import tagged_card
 from hfshard.saving.in_memory import stream_request
 from hfshard.saving.prepare import SaveRequest
-from hfshard.storage.disk.content import Content, file_content
+from hfshard.storage.disk.byte_source import ByteSource, file_source
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import WeightNames
 
@@ -82,7 +82,7 @@ def publish_by_upstream(
             contents, indexes = directory_contents(folder)
             variants = frozenset(indexes)
         else:  # an adapter, beside which the hub may hold its base
-            contents = {name: file_content(os.path.join(folder, name)) for name in names}
+            contents = {name: file_source(os.path.join(folder, name)) for name in names}
             variants = frozenset()
         return _publish(contents, variants, progress, repo_id, tags, **options)
 
@@ -94,7 +94,7 @@ def tags_of(model: Any, tags: Sequence[str] | str | None) -> list[str]:
 
 
 def _publish(
-    contents: dict[str, Content],
+    contents: dict[str, ByteSource],
     variants: frozenset[str | None],
     progress: bool | None,
     repo_id: str | os.PathLike[str],

@@ -12,14 +12,14 @@ from hfshard.save import save_request
 from hfshard.saving.prepare import SaveRequest, index_of, plan_request, shard_room
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.commit.commit import SaveSession, save_session
+from hfshard.storage.commit.commit_plan import NewCheckpoint, digest_of, plan_commit
 from hfshard.storage.commit.directory_state import read_state
-from hfshard.storage.commit.transition import NewCheckpoint, digest_of, plan_transition
-from hfshard.storage.disk.durable import can_link
-from hfshard.storage.format.index import CheckpointIndex, FileRecord
+from hfshard.storage.disk.fsops import can_link
+from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.format.integrity import tensor_digest
 from hfshard.storage.format.names import WeightNames
 from hfshard.storage.tensors.tensor_spec import TensorSpec, tensor_specs
-from hfshard.storage.weights.shard_writer import ShardJob, file_order, shard_metadata, write_shards
+from hfshard.storage.weights.safetensors_writer import WriteJob, file_order, shard_metadata, write_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Group:
         return sum(shard.nbytes for shard in self.new)
 
 
-def regroup(
+def reshard_in_place(
     checkpoint: OpenCheckpoint, request: SaveRequest, directory: str, check: Callable[[], None]
 ) -> CheckpointIndex:
     """`save_request` for the tensors of the checkpoint that stands in the directory, in groups of its files.
@@ -58,7 +58,7 @@ def regroup(
         return save_request(request, directory, check)  # one file, old or new: no group is smaller than the whole
     with save_session(directory, request.names) as session:
         check()
-        contents = {file: list(shard.header.slots) for file, shard in checkpoint.shards.items()}
+        contents = {file: list(shard.header.tensors) for file, shard in checkpoint.shards.items()}
         taken = session.state.listing | session.state.referenced
         while _is_blocked(aligned, contents, taken):
             aligned = with_one_more_cut(aligned, request.names, contents)
@@ -87,7 +87,7 @@ def aligned_plan(checkpoint: OpenCheckpoint, request: SaveRequest, whole: ShardP
     groups: list[tuple[TensorSpec, ...]] = []
     current: list[str] = []
     for shard in checkpoint.shards.values():
-        names = list(shard.header.slots)
+        names = list(shard.header.tensors)
         if len(parts(current + names)) == 1:
             current += names
             continue
@@ -184,7 +184,7 @@ class _Regrouping:
     ) -> None:
         self.checkpoint, self.request, self.session = checkpoint, request, session
         self.checksum = request.checksum
-        self.base = index_of(plan, request, [FileRecord()] * len(plan.shards))
+        self.base = index_of(plan, request, [FileDigest()] * len(plan.shards))
         self.groups = groups_of(plan, contents)
         self.files = {file: tuple(names) for file, names in contents.items() if names}
         """The files of the checkpoint as it stands there now, and the names in each; those without any go."""
@@ -197,20 +197,20 @@ class _Regrouping:
         changed = [group for group in self.groups if not group.is_kept]
         total_bytes = sum(group.nbytes for group in changed)
         self.session.check_space(max((group.nbytes for group in changed), default=0))
-        with bytes_bar("Re-sharding", total_bytes, self.request.progress) as on_bytes:
+        with bytes_bar("Re-sharding", total_bytes, self.request.progress) as progress_callback:
             for group in changed:
-                self._write(group, on_bytes)
+                self._write(group, progress_callback)
         return self._rename([group for group in self.groups if group.is_kept])
 
-    def _write(self, group: Group, on_bytes: Callable[[int], object]) -> None:
+    def _write(self, group: Group, progress_callback: Callable[[int], object]) -> None:
         staged = {shard.file: f"{number:05d}.weights" for number, shard in enumerate(group.new)}
         jobs = []
         for shard in group.new:
             tensors = file_order({name: self.request.tensors[name] for name in shard.names})
             metadata = shard_metadata(tensors, self.request.file_metadata)
             path = os.path.join(self.session.staging, staged[shard.file])
-            jobs.append(ShardJob(path, tensors, metadata, like=self.session.replaced))
-        records = write_shards(jobs, checksum=self.checksum, on_bytes=on_bytes)
+            jobs.append(WriteJob(path, tensors, metadata, like=self.session.replaced))
+        records = write_shards(jobs, checksum=self.checksum, progress_callback=progress_callback)
         for file in group.old:
             del self.files[file]
             self.records.pop(file, None)
@@ -242,22 +242,22 @@ class _Regrouping:
         plain = [file for file in names if not os.path.islink(paths[file])]
         return {file: names[file] for file in plain if can_link(self.session.staging, paths[file])}
 
-    def _record(self, file: str) -> FileRecord:
-        shard, record, checksum = self.checkpoint.shards[file], self.records.get(file, FileRecord()), self.checksum
-        if record.sample is not None and (checksum is None or getattr(record, checksum) is not None):
+    def _record(self, file: str) -> FileDigest:
+        shard, record, checksum = self.checkpoint.shards[file], self.records.get(file, FileDigest()), self.checksum
+        if record.fingerprint is not None and (checksum is None or getattr(record, checksum) is not None):
             return record
         shard.check_digest(record)
-        found = FileRecord(shard.size, sample=shard.sample())
+        found = FileDigest(shard.size, fingerprint=shard.fingerprint())
         if checksum is None:
             return found
-        tensors = "".join(tensor_digest(shard.blocks(slot)) for slot in shard.header.slots.values())
+        tensors = "".join(tensor_digest(shard.blocks(slot)) for slot in shard.header.tensors.values())
         digest = shard.digest(checksum)
         found = replace(found, sha256=digest) if checksum == "sha256" else replace(found, xxh3=digest)
-        return replace(found, tensors=tensors)
+        return replace(found, tensor_digests=tensors)
 
     def _index(self) -> CheckpointIndex:
         """Of the files as they are; with no records at all, as long as one has none."""
-        records = {**self.records, **self.request.small_records} if self.is_recorded else {}
+        records = {**self.records, **self.request.companion_digests} if self.is_recorded else {}
         weight_map = {name: file for file, names in self.files.items() for name in names}
         return replace(self.base, weight_map=weight_map, files=records)
 
@@ -269,7 +269,7 @@ class _Regrouping:
         keeps = frozenset(self.files) - frozenset(staged)
         new = NewCheckpoint(dict(staged), list(index.weight_map), raw, None, {}, digest_of([raw]), keeps=keeps)
         session = self.session
-        session.commit(plan_transition(session.state, new))
+        session.commit(plan_commit(session.state, new))
         session.empty_staging()
         session.state = read_state(session.directory, self.request.names)
         return index

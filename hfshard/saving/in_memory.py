@@ -9,13 +9,13 @@ from functools import partial
 from hfshard._util.progress import bytes_bar
 from hfshard._util.threads import in_threads
 from hfshard.saving.prepare import SaveRequest, index_of, plan_request, shard_jobs
-from hfshard.storage.disk.content import BytesContent, Content, StreamContent, sha256_of_reader
-from hfshard.storage.format.index import CheckpointIndex, FileRecord
-from hfshard.storage.weights.shard_stream import ShardStream
-from hfshard.storage.weights.shard_writer import ShardJob, digest_shard, writer_threads
+from hfshard.storage.disk.byte_source import ByteSource, BytesSource, StreamSource, sha256_of_reader
+from hfshard.storage.format.index import CheckpointIndex, FileDigest
+from hfshard.storage.weights.safetensors_stream import SafetensorsStream
+from hfshard.storage.weights.safetensors_writer import WriteJob, digest_shard, writer_threads
 
 
-def stream_request(request: SaveRequest) -> tuple[dict[str, Content], CheckpointIndex]:
+def stream_request(request: SaveRequest) -> tuple[dict[str, ByteSource], CheckpointIndex]:
     """The files that a save of this request into an empty directory would write, bit for bit.
 
     Each tensor is read once to make the hashes, and again when its file is read; those of a single file twice for the
@@ -32,19 +32,21 @@ def stream_request(request: SaveRequest) -> tuple[dict[str, Content], Checkpoint
     """
     plan = plan_request(request)
     jobs = shard_jobs(plan, request, [""] * len(plan.shards))
-    with bytes_bar("Hashing", plan.total_size, request.progress) as on_bytes:
-        digested = in_threads(partial(_digest, on_bytes=on_bytes), jobs, writer_threads())
+    with bytes_bar("Hashing", plan.total_size, request.progress) as progress_callback:
+        digested = in_threads(partial(_digest, progress_callback=progress_callback), jobs, writer_threads())
     index = index_of(plan, request, [record for record, _ in digested])
-    contents: dict[str, Content] = {}
+    contents: dict[str, ByteSource] = {}
     for shard, job, (record, header) in zip(plan.shards, jobs, digested, strict=True):
-        opener = partial(ShardStream, header, list(job.tensors.values()))
+        opener = partial(SafetensorsStream, header, list(job.tensors.values()))
         sha256 = record.sha256 if plan.is_sharded and record.sha256 is not None else sha256_of_reader(opener())
-        contents[shard.file] = StreamContent(record.size or 0, sha256, opener)
+        contents[shard.file] = StreamSource(record.size or 0, sha256, opener)
     if plan.is_sharded:
-        contents[request.names.index] = BytesContent(index.to_json())
+        contents[request.names.index] = BytesSource(index.to_json())
     small = {**request.extras, **({"config.json": request.config} if request.config is not None else {})}
-    return contents | {name: BytesContent(raw) for name, raw in small.items()}, index
+    return contents | {name: BytesSource(raw) for name, raw in small.items()}, index
 
 
-def _digest(job: ShardJob, stop: threading.Event, on_bytes: Callable[[int], object]) -> tuple[FileRecord, bytes]:
-    return digest_shard(job, "sha256", on_bytes, stop)
+def _digest(
+    job: WriteJob, stop: threading.Event, progress_callback: Callable[[int], object]
+) -> tuple[FileDigest, bytes]:
+    return digest_shard(job, "sha256", progress_callback, stop)

@@ -12,17 +12,17 @@ from hfshard.constants import README
 from hfshard.errors import InvalidArgumentError
 from hfshard.planning.plan import Packing, ShardPlan, plan_specs, with_one_more_shard
 from hfshard.storage.commit.commit import SaveSession
-from hfshard.storage.commit.transition import NewCheckpoint, digest_of, needs_links
+from hfshard.storage.commit.commit_plan import NewCheckpoint, digest_of, needs_links
 from hfshard.storage.disk.companions import BesideFile
-from hfshard.storage.format.index import CheckpointIndex, FileRecord, own_metadata
+from hfshard.storage.format.index import CheckpointIndex, FileDigest, hfshard_metadata
 from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX, Checksum, sha256_of
 from hfshard.storage.format.names import WeightNames
-from hfshard.storage.tensors.stored_tensor import Storable, stored_form
+from hfshard.storage.tensors.tensor_layout import TensorLike, tensor_layout
 from hfshard.storage.tensors.tensor_spec import tensor_specs
-from hfshard.storage.weights.shard_writer import (
-    ShardJob,
+from hfshard.storage.weights.safetensors_writer import (
+    WriteJob,
     file_order,
-    sample_of,
+    fingerprint_of,
     shard_header,
     shard_metadata,
     write_shards,
@@ -36,14 +36,14 @@ _OWN_DIGEST_BYTES: Final = 256
 class SaveRequest:
     """What is to be saved, collected and checked."""
 
-    tensors: Mapping[str, Storable]
+    tensors: Mapping[str, TensorLike]
     """FQN -> tensor, or bytes that lie in a file; each stored once."""
     names: WeightNames
     max_shard_bytes: int
     packing: Packing = "greedy"
     checksum: Checksum | None = "sha256"
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    undeclared: tuple[str, ...] = ()
+    tied_names: Mapping[str, str] = field(default_factory=dict)
+    undeclared_ties: tuple[str, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """For the index."""
     file_metadata: Mapping[str, str] = field(default_factory=dict)
@@ -58,11 +58,11 @@ class SaveRequest:
     progress: bool | None = None
 
     @property
-    def small_records(self) -> dict[str, FileRecord]:
+    def companion_digests(self) -> dict[str, FileDigest]:
         """Records of the small JSON files that belong to the checkpoint."""
         files = {**({"config.json": self.config} if self.config is not None else {}), **self.extras}
         return {
-            name: FileRecord(size=len(raw), sha256=sha256_of(raw))
+            name: FileDigest(size=len(raw), sha256=sha256_of(raw))
             for name, raw in sorted(files.items())
             if name.endswith(".json")
         }
@@ -77,14 +77,14 @@ def plan_request(request: SaveRequest) -> ShardPlan:
     """
     _check_metadata(request.metadata)
     specs, room = tensor_specs(request.tensors), shard_room(request)
-    own = own_metadata(request.small_records, request.aliases, request.undeclared)
+    own = hfshard_metadata(request.companion_digests, request.tied_names, request.undeclared_ties)
     digests = _OWN_DIGEST_BYTES + TENSOR_DIGEST_HEX * len(specs)
     return plan_specs(
         specs,
         request.max_shard_bytes,
         packing=request.packing,
         names=request.names,
-        aliases=request.aliases,
+        tied_names=request.tied_names,
         single_metadata_bytes=room + digests + _json_bytes(own) + _json_bytes(dict(request.metadata)),
         shard_metadata_bytes=room,
         apart=request.apart,
@@ -107,12 +107,12 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
 
 def with_free_names(plan: ShardPlan, session: SaveSession, request: SaveRequest) -> ShardPlan:
     """Take names that no file has, unless the files there look like the ones that are to be written."""
-    if not plan.is_sharded or _looks_saved(plan, session, request):
+    if not plan.is_sharded or _matches_existing(plan, session, request):
         return plan
-    return until_free(plan, session, request.names)
+    return avoid_taken_names(plan, session, request.names)
 
 
-def until_free(plan: ShardPlan, session: SaveSession, names: WeightNames) -> ShardPlan:
+def avoid_taken_names(plan: ShardPlan, session: SaveSession, names: WeightNames) -> ShardPlan:
     """Split the smallest shard until no file in the directory has any of the plan's names."""
     taken = session.state.listing | session.state.referenced
     while plan.is_sharded and not taken.isdisjoint(shard.file for shard in plan.shards):
@@ -125,8 +125,8 @@ def _json_bytes(value: Any) -> int:
     return len(json.dumps(json.dumps(value))) + len('"__metadata__":{},')
 
 
-def _looks_saved(plan: ShardPlan, session: SaveSession, request: SaveRequest) -> bool:
-    """Whether the index that stands there lists these very files, by their samples."""
+def _matches_existing(plan: ShardPlan, session: SaveSession, request: SaveRequest) -> bool:
+    """Whether the index that stands there lists these very files, by their fingerprints."""
     index = session.state.index
     if index is None or index.weight_map != plan.weight_map:
         return False
@@ -134,12 +134,12 @@ def _looks_saved(plan: ShardPlan, session: SaveSession, request: SaveRequest) ->
         tensors = file_order({name: request.tensors[name] for name in shard.names})
         header = shard_header(tensors, shard_metadata(tensors, request.file_metadata))
         record = index.files.get(shard.file)
-        if record is None or record.sample != sample_of(header, list(tensors.values())):
+        if record is None or record.fingerprint != fingerprint_of(header, list(tensors.values())):
             return False
     return True
 
 
-def must_rename(plan: ShardPlan, new: NewCheckpoint, index: CheckpointIndex, session: SaveSession) -> bool:
+def needs_new_names(plan: ShardPlan, new: NewCheckpoint, index: CheckpointIndex, session: SaveSession) -> bool:
     """Whether files that looked the same turned out to differ, or a single file needs links that there are none of."""
     old = session.state
     if plan.is_sharded:
@@ -150,40 +150,46 @@ def must_rename(plan: ShardPlan, new: NewCheckpoint, index: CheckpointIndex, ses
 
 
 def stage(
-    plan: ShardPlan, session: SaveSession, request: SaveRequest, on_bytes: Callable[[int], object] | None
+    plan: ShardPlan, session: SaveSession, request: SaveRequest, progress_callback: Callable[[int], object] | None
 ) -> tuple[NewCheckpoint, CheckpointIndex]:
     """Write the weights into the staging directory, and make the index."""
     staged = {shard.file: f"{number:05d}.weights" for number, shard in enumerate(plan.shards)}
     paths = [os.path.join(session.staging, name) for name in staged.values()]
     records = write_shards(
-        shard_jobs(plan, request, paths, session.replaced), checksum=request.checksum, on_bytes=on_bytes
+        shard_jobs(plan, request, paths, session.replaced),
+        checksum=request.checksum,
+        progress_callback=progress_callback,
     )
     index = index_of(plan, request, records)
     index_json = index.to_json() if plan.is_sharded else None
     files = {shard.file: record for shard, record in zip(plan.shards, records, strict=True)}
     digest = digest_of([index_json] if index_json is not None else [repr(files).encode()])
     keys = list(plan.weight_map)
-    others = _stage_others(session, request, on_bytes)
+    others = _stage_others(session, request, progress_callback)
     return NewCheckpoint(staged, keys, index_json, request.config, dict(request.extras), digest, others), index
 
 
 def _stage_others(
-    session: SaveSession, request: SaveRequest, on_bytes: Callable[[int], object] | None
+    session: SaveSession, request: SaveRequest, progress_callback: Callable[[int], object] | None
 ) -> dict[str, str]:
     staged = {}
     for number, (name, file) in enumerate(request.others.items()):
         if name == README and name in session.state.listing:
             continue  # the user's own
         staged[name] = f"{number:05d}.other"
-        file.copy_to(os.path.join(session.staging, staged[name]), session.status_of(name), on_bytes)
+        file.copy_to(os.path.join(session.staging, staged[name]), session.status_of(name), progress_callback)
     return staged
 
 
 def shard_jobs(
     plan: ShardPlan, request: SaveRequest, paths: Sequence[str], like: os.stat_result | None = None
-) -> list[ShardJob]:
+) -> list[WriteJob]:
     """What is to be written for each file of a plan, into these paths."""
-    own = None if plan.is_sharded else own_metadata(request.small_records, request.aliases, request.undeclared)
+    own = (
+        None
+        if plan.is_sharded
+        else hfshard_metadata(request.companion_digests, request.tied_names, request.undeclared_ties)
+    )
     extra = dict(request.file_metadata)
     if not plan.is_sharded:
         extra |= {
@@ -192,11 +198,11 @@ def shard_jobs(
     jobs = []
     for shard, path in zip(plan.shards, paths, strict=True):
         tensors = file_order({name: request.tensors[name] for name in shard.names})
-        jobs.append(ShardJob(path, tensors, shard_metadata(tensors, extra), own, like))
+        jobs.append(WriteJob(path, tensors, shard_metadata(tensors, extra), own, like))
     return jobs
 
 
-def index_of(plan: ShardPlan, request: SaveRequest, records: Sequence[FileRecord]) -> CheckpointIndex:
+def index_of(plan: ShardPlan, request: SaveRequest, records: Sequence[FileDigest]) -> CheckpointIndex:
     """The index of a plan whose files have these records."""
     files = {shard.file: record for shard, record in zip(plan.shards, records, strict=True)}
     return CheckpointIndex(
@@ -204,13 +210,13 @@ def index_of(plan: ShardPlan, request: SaveRequest, records: Sequence[FileRecord
         total_size=plan.total_size,
         total_parameters=_parameters(request),
         metadata=dict(request.metadata),
-        files={**files, **request.small_records},
-        aliases=dict(request.aliases),
-        undeclared=request.undeclared,
+        files={**files, **request.companion_digests},
+        tied_names=dict(request.tied_names),
+        undeclared_ties=request.undeclared_ties,
     )
 
 
 def _parameters(request: SaveRequest) -> int:
     if request.total_parameters is not None:
         return request.total_parameters
-    return sum(stored_form(tensor).parameters for tensor in request.tensors.values())
+    return sum(tensor_layout(tensor).parameters for tensor in request.tensors.values())

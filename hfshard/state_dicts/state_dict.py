@@ -144,7 +144,7 @@ def _matching(names: Iterable[str], glob: str) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
+class KeyMismatch:
     """How a checkpoint and a model differ."""
 
     missing: tuple[str, ...]
@@ -162,7 +162,7 @@ class Mismatch:
         if not (nothing or self.mismatched or (strict and (self.missing or self.unexpected))):
             return
         raise StateDictMismatchError(
-            f"The checkpoint '{path}' does not fit the model, and nothing was loaded: {self.described()}. "
+            f"The checkpoint '{path}' does not fit the model, and nothing was loaded: {self.summary()}. "
             + ("Pass strict=False to load what fits, or " if strict and not (nothing or self.mismatched) else "Please ")
             + f"compare the names with: hfshard inspect --tensors {path}",
             path=path,
@@ -171,7 +171,7 @@ class Mismatch:
             mismatched_keys=self.mismatched,
         )
 
-    def described(self) -> str:
+    def summary(self) -> str:
         """All of it in words."""
         parts = []
         if self.missing:
@@ -187,9 +187,9 @@ class Mismatch:
         return "; ".join(parts)
 
 
-def compare(state_dict: Mapping[str, torch.Tensor], model_state: Mapping[str, torch.Tensor]) -> Mismatch:
+def compare(state_dict: Mapping[str, torch.Tensor], model_state: Mapping[str, torch.Tensor]) -> KeyMismatch:
     """Compare the names and shapes of a checkpoint with those of a model."""
-    return Mismatch(
+    return KeyMismatch(
         missing=tuple(name for name in model_state if name not in state_dict),
         unexpected=tuple(name for name in state_dict if name not in model_state),
         mismatched=tuple(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def find_ties(state_dict: Mapping[str, Any], *, droppable_patterns: Iterable[str] = ()) -> dict[str, str]:
+def find_shared_tensors(state_dict: Mapping[str, Any], *, droppable_patterns: Iterable[str] = ()) -> dict[str, str]:
     """Find the names that are the same tensor as another name, by storage identity.
 
     Two names are tied when they view the same bytes in the same way: device, address, dtype, shape and strides (those

@@ -12,17 +12,17 @@ from hfshard.planning.size import parse_size
 from hfshard.save import is_pretrained, request_of
 from hfshard.saving.prepare import SaveRequest
 from hfshard.state_dicts.state_dict import collect_state_dict, parameter_names, unwrap
-from hfshard.state_dicts.tied import find_ties
+from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.format.names import MODEL_BASE, WeightNames
 from hfshard.storage.tensors.tensor_bytes import tensor_nbytes
 from hfshard.storage.tensors.tensor_spec import tensor_specs
+from hfshard.training.parts.nested import encode
 from hfshard.training.parts.optimizer import pack_optimizer
 from hfshard.training.parts.padded_json import padded_json
 from hfshard.training.parts.rng import rng_state
 from hfshard.training.parts.scheduler import pack_scheduler
-from hfshard.training.parts.tree import pack
-from hfshard.training.state import Kind, TrainingState
+from hfshard.training.state import PartKind, TrainingState
 
 TREE_FORMAT: Final = 1
 """Of `training_state.json`."""
@@ -36,7 +36,7 @@ _FROZEN_SHARE: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class SavePayload:
     """All that one save writes."""
 
     requests: dict[str, SaveRequest]
@@ -51,14 +51,14 @@ class Collected:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPart:
+class RankState:
     """What one rank adds to a checkpoint: its random state and the positions of its loaders."""
 
     tree: dict[str, Any]
     tensors: dict[str, torch.Tensor]
 
 
-def collect_rank(state: TrainingState, rank: int) -> RankPart:
+def collect_rank(state: TrainingState, rank: int) -> RankState:
     """Look at what this rank has for itself; nothing is changed, drawn or copied.
 
     Raises:
@@ -67,20 +67,20 @@ def collect_rank(state: TrainingState, rank: int) -> RankPart:
     tensors: dict[str, torch.Tensor] = {}
     prefix = f"rank{rank}"
     loaders = {
-        name: {"kind": "loader", "state": pack(part.state_dict(), f"{prefix}/{name}", tensors)}
+        name: {"kind": "loader", "state": encode(part.state_dict(), f"{prefix}/{name}", tensors)}
         for name, part in state.of_kind("loader").items()
     }
-    return RankPart({"rng": pack(rng_state(), f"{prefix}/rng", tensors), "components": loaders}, tensors)
+    return RankState({"rng": encode(rng_state(), f"{prefix}/rng", tensors), "components": loaders}, tensors)
 
 
 def collect(
     state: TrainingState,
-    ranks: Sequence[RankPart],
+    ranks: Sequence[RankState],
     extra: Any,
     max_shard_size: int | str,
     checksum: Checksum | None,
     progress: bool | None,
-) -> Collected:
+) -> SavePayload:
     """Look at every part of a training state; nothing is changed, drawn or copied.
 
     Args:
@@ -106,7 +106,7 @@ def collect(
     }
     for part in ranks:
         tensors |= part.tensors
-    extras = pack(extra, "extra", tensors)
+    extras = encode(extra, "extra", tensors)
     trees = [part.tree for part in ranks]
     raw = padded_json({"format": TREE_FORMAT, "components": components, "ranks": trees, "extra": extras})
     requests = {}
@@ -117,12 +117,12 @@ def collect(
             requests[base] = _request(base, given, limit, checksum)
     for request in requests.values():
         tensor_specs(request.tensors)  # refuses what has no bytes, before anything is copied
-    return Collected(requests, raw)
+    return SavePayload(requests, raw)
 
 
 def _packed(
     name: str,
-    kind: Kind,
+    kind: PartKind,
     state: TrainingState,
     names: Mapping[int, str],
     optimizer_tensors: dict[str, torch.Tensor],
@@ -130,14 +130,14 @@ def _packed(
 ) -> Any:
     part = state.components[name]
     if name == "model":
-        return pack(_no_tensors(collect_state_dict(part)), name, tensors)
+        return encode(_no_tensors(collect_state_dict(part)), name, tensors)
     if kind == "optimizer" and name == "optimizer":
         return pack_optimizer(part, names, name, optimizer_tensors)
     if kind == "optimizer":
         return pack_optimizer(part, names, name, tensors, f"{name}/")
     if kind == "scheduler":
         return pack_scheduler(part, name, tensors)
-    return pack(collect_state_dict(part) if kind == "module" else part.state_dict(), name, tensors)
+    return encode(collect_state_dict(part) if kind == "module" else part.state_dict(), name, tensors)
 
 
 def _model_request(model: torch.nn.Module, limit: int, checksum: Checksum | None, progress: bool | None) -> SaveRequest:
@@ -163,9 +163,9 @@ def _frozen(model: torch.nn.Module, request: SaveRequest) -> frozenset[str]:
 def _request(
     base: str, tensors: Mapping[str, torch.Tensor], max_shard_bytes: int, checksum: Checksum | None
 ) -> SaveRequest:
-    aliases = find_ties(tensors)
-    stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-    return SaveRequest(stored, WeightNames(base=base), max_shard_bytes, checksum=checksum, aliases=aliases)
+    tied_names = find_shared_tensors(tensors)
+    stored = {name: tensor for name, tensor in tensors.items() if name not in tied_names}
+    return SaveRequest(stored, WeightNames(base=base), max_shard_bytes, checksum=checksum, tied_names=tied_names)
 
 
 def _no_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:

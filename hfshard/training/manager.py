@@ -11,22 +11,22 @@ from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.planning.size import parse_size
 from hfshard.storage.format.integrity import Checksum, check_checksum
-from hfshard.training.collecting import RankPart, collect, collect_rank
+from hfshard.training.collecting import RankState, collect, collect_rank
 from hfshard.training.pushing.hubs import PushOptions, push_run
-from hfshard.training.pushing.pusher import Publisher
+from hfshard.training.pushing.pusher import BackgroundPusher
 from hfshard.training.ranks import Ranks
-from hfshard.training.resuming import choose, resume
-from hfshard.training.run.directory import Found, checkpoint_path, found_in
+from hfshard.training.resuming import choose_checkpoint, resume
+from hfshard.training.run.directory import RunCheckpoint, checkpoint_path, found_in
 from hfshard.training.run.finding import Level, manifests_in, newest_whole, of_step, problems_of
-from hfshard.training.run.manifest import Manifest, plain_metrics
+from hfshard.training.run.manifest import CheckpointManifest, plain_metrics
 from hfshard.training.run.rotation import MetricMode, Rotation, best_of
-from hfshard.training.writer import RunWriter
 from hfshard.training.run.writing import check_names
 from hfshard.training.state import TrainingState
 from hfshard.training.step import RestoredStep, checked_step
+from hfshard.training.writer import RunWriter
 
 if TYPE_CHECKING:
-    from hfshard.hub.listing import PushResult
+    from hfshard.hub.repo_tree import PushResult
     from hfshard.training.pushing.hubs import PushArguments
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class CheckpointManager:
         self.max_to_keep, self.keep_best, self.metric_mode = max_to_keep, keep_best, metric_mode
         self.keep_every, self.max_shard_size, self.checksum = keep_every, max_shard_size, checksum
         self.push_to_hub, self.progress = push_to_hub, progress
-        publisher = Publisher(push_to_hub, progress) if push_to_hub is not None else None
+        publisher = BackgroundPusher(push_to_hub, progress) if push_to_hub is not None else None
         self._writer = RunWriter(self.root, rotation, publisher, progress)
 
     def save(
@@ -156,7 +156,7 @@ class CheckpointManager:
                 or "org/name" on the Hub, or a path or file:// URL of a directory hub, with "@revision" if not main.
             strict: Refuse any difference; False: restore what fits, and report the rest.
             verify: "full": every byte is compared with its checksum before anything is changed; "structure": sizes,
-                headers and samples.
+                headers and fingerprints.
             token: For the Hub, as in huggingface_hub.
 
         Raises:
@@ -310,7 +310,7 @@ class CheckpointManager:
 
     def _save_all(
         self,
-        given: Sequence[tuple[tuple[int, RankPart] | None, str | None]],
+        given: Sequence[tuple[tuple[int, RankState] | None, str | None]],
         state: TrainingState,
         metric: float | Mapping[str, float] | None,
         extra: Any,
@@ -321,7 +321,7 @@ class CheckpointManager:
     ) -> str:
         """On the first rank: what all ranks gave, and everything that is the same on them."""
         self._writer.wait()
-        parts: list[RankPart] = []
+        parts: list[RankState] = []
         steps: list[int] = []
         for rank, (part, problem) in enumerate(given):
             if part is None:
@@ -341,9 +341,9 @@ class CheckpointManager:
 
     def _chosen(
         self, step: int | str | os.PathLike[str] | None, verify: Level, token: str | bool | None
-    ) -> tuple[Found, Manifest] | None:
+    ) -> tuple[RunCheckpoint, CheckpointManifest] | None:
         """On the first rank: the checkpoint to restore, checked; None: the run has none."""
         self._writer.wait()
         if step is None:
             return newest_whole(self.root, verify, self.progress)
-        return choose(self.root, step, verify, token, self.progress)
+        return choose_checkpoint(self.root, step, verify, token, self.progress)

@@ -14,31 +14,31 @@ from torch.optim import Optimizer
 
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError
-from hfshard.load import fitted, read_tensors
+from hfshard.load import match_to_model, read_tensors
 from hfshard.state_dicts.state_dict import assign, collect_state_dict, unwrap
-from hfshard.state_dicts.tied import find_ties
+from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.checkpoint.checkpoint import open_checkpoint
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.names import MODEL_BASE, WeightNames
 from hfshard.storage.format.strict_json import parse_json_object
 from hfshard.training.collecting import TREE_FORMAT
-from hfshard.training.data.foreign_loader import LoaderWatch
+from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.parts.gradients import Gradients
+from hfshard.training.parts.nested import decode
 from hfshard.training.parts.objects import StatefulUpdate, Update, load_all
 from hfshard.training.parts.optimizer import plan_optimizer
-from hfshard.training.parts.rng import check_rng_state, reseed, set_rng_state
+from hfshard.training.parts.rng import check_rng_state, seed_from_state, set_rng_state
 from hfshard.training.parts.scheduler import plan_scheduler
-from hfshard.training.parts.tree import unpack
 from hfshard.training.ranks import ALONE, Ranks
-from hfshard.training.run.manifest import Manifest
+from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.writing import TREE
-from hfshard.training.state import Kind, TrainingState
+from hfshard.training.state import PartKind, TrainingState
 
 logger = logging.getLogger(__name__)
 
 _REMEDY = "Restore another checkpoint, or download it again."
 
-_ORDER: Mapping[Kind, int] = {"module": 0, "optimizer": 1, "scheduler": 2, "stateful": 3, "loader": 3}
+_ORDER: Mapping[PartKind, int] = {"module": 0, "optimizer": 1, "scheduler": 2, "stateful": 3, "loader": 3}
 """What is looked at when: where a model is another one, its optimizer is too, and the model's error says more."""
 
 
@@ -55,7 +55,7 @@ class Restoration:
     set_rng: Callable[[], None] = lambda: None
     directory: str = ""
     without_gradients: list[nn.Parameter] = field(default_factory=list)
-    watches: list[LoaderWatch] = field(default_factory=list)
+    watches: list[LoaderTracker] = field(default_factory=list)
     """Loaders that are not ours: their next `iter()` draws, and what it draws is put back."""
 
     def apply(self) -> None:
@@ -74,7 +74,7 @@ class Restoration:
 
 
 def prepare(
-    state: TrainingState, directory: str, manifest: Manifest, *, strict: bool, ranks: Ranks = ALONE
+    state: TrainingState, directory: str, manifest: CheckpointManifest, *, strict: bool, ranks: Ranks = ALONE
 ) -> Restoration:
     """Read a checkpoint whose files were checked, and compare it with a training state, which is not changed.
 
@@ -103,7 +103,7 @@ def prepare(
         held = rest
         if name == "optimizer":
             held = _part(directory, manifest, name, is_copied=_is_on_accelerators(part))
-        value = unpack(saved[name]["state"], held, path)
+        value = decode(saved[name]["state"], held, path)
         try:
             if name == "model":
                 value |= _part(directory, manifest, MODEL_BASE, is_copied=True)
@@ -121,9 +121,9 @@ def prepare(
                 f"'{path}' is damaged: the state of '{name}' is not what hfshard writes ({error!r:.200}). {_REMEDY}",
                 path=path,
             ) from error
-    rng, restoration.extra = unpack([own["rng"], tree["extra"]], rest, path)
+    rng, restoration.extra = decode([own["rng"], tree["extra"]], rest, path)
     check_rng_state(rng, path)
-    restoration.watches = [one for name in common if isinstance(one := state.components[name], LoaderWatch)]
+    restoration.watches = [one for name in common if isinstance(one := state.components[name], LoaderTracker)]
     if not any(isinstance(part, Gradients) for part in state.components.values()):
         modules = [state.components[name] for name in common if kinds[name] == "module"]
         restoration.without_gradients = [parameter for module in modules for parameter in module.parameters()]
@@ -148,7 +148,7 @@ def _rng_update(rng: dict[str, Any], saved_ranks: int, ranks: Ranks, directory: 
             saved_ranks,
             ranks.world_size,
         )
-        reseed(rng, ranks.rank, ranks.world_size)
+        seed_from_state(rng, ranks.rank, ranks.world_size)
 
     return update
 
@@ -175,7 +175,9 @@ def _read_tree(path: str, directory: str) -> dict[str, Any]:
     return tree
 
 
-def _part(directory: str, manifest: Manifest, base: str, *, is_copied: bool = False) -> dict[str, torch.Tensor]:
+def _part(
+    directory: str, manifest: CheckpointManifest, base: str, *, is_copied: bool = False
+) -> dict[str, torch.Tensor]:
     """The tensors of one set; in memory of their own where they are to be kept, and not only copied from.
 
     A mapped file would keep its space on the disk when it is rotated away.
@@ -222,7 +224,7 @@ def _check_components(
 
 def _plan(
     name: str,
-    kind: Kind,
+    kind: PartKind,
     part: Any,
     value: Any,
     names: Mapping[int, str],
@@ -242,7 +244,7 @@ def _plan_module(
 ) -> Update:
     module, own = unwrap(module), collect_state_dict(module)
     _refuse_untied(name, saved, own, directory)
-    tensors, difference = fitted(saved, own)
+    tensors, difference = match_to_model(saved, own)
     ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
     missing = tuple(key for key in difference.missing if key not in ignored)
     dtypes = [
@@ -252,7 +254,7 @@ def _plan_module(
         if own[key].dtype != tensor.dtype
     ]
     if missing or difference.unexpected or difference.mismatched or dtypes:
-        parts = [text for text in (difference.described(), "; ".join(dtypes[:5])) if text]
+        parts = [text for text in (difference.summary(), "; ".join(dtypes[:5])) if text]
         message = (
             f"'{name}' does not fit the checkpoint '{directory}': {'; '.join(parts)}. "
             "Build it as in the run that was saved, or pass strict=False to load what fits."
@@ -273,7 +275,7 @@ def _plan_module(
 
 def _refuse_untied(name: str, saved: Mapping[str, Any], own: Mapping[str, Any], directory: str) -> None:
     """Of two different tensors, one would be lost where the model has one for both."""
-    for alias, kept in find_ties(own).items():
+    for alias, kept in find_shared_tensors(own).items():
         if alias not in saved or kept not in saved or saved[alias] is saved[kept]:
             continue
         if not torch.equal(saved[alias], saved[kept]):

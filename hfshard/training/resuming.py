@@ -13,9 +13,9 @@ from hfshard.errors import CheckpointChangedError
 from hfshard.training.pushing.hubs import checked_at
 from hfshard.training.ranks import Ranks
 from hfshard.training.restoring import Restoration, prepare
-from hfshard.training.run.directory import Found, has_changed, look_at
+from hfshard.training.run.directory import RunCheckpoint, has_changed, look_at
 from hfshard.training.run.finding import Level, checked, of_step
-from hfshard.training.run.manifest import Manifest
+from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.state import TrainingState
 from hfshard.training.step import RestoredStep
 
@@ -25,9 +25,9 @@ _TRIES: Final = 50
 """Beside a run that saves every moment and keeps one checkpoint."""
 
 
-def choose(
+def choose_checkpoint(
     root: str, step: int | str | os.PathLike[str], verify: Level, token: str | bool | None, progress: bool | None
-) -> tuple[Found, Manifest]:
+) -> tuple[RunCheckpoint, CheckpointManifest]:
     """The checkpoint that was asked for, checked: of a step of the run, or from elsewhere.
 
     Raises:
@@ -42,7 +42,7 @@ def choose(
 
 
 def resume(
-    state: TrainingState, chosen: Callable[[], tuple[Found, Manifest] | None], *, strict: bool
+    state: TrainingState, chosen: Callable[[], tuple[RunCheckpoint, CheckpointManifest] | None], *, strict: bool
 ) -> RestoredStep | None:
     """Restore a checkpoint; every rank calls, and sees its directory.
 
@@ -60,7 +60,11 @@ def resume(
 
 
 def _resume(
-    state: TrainingState, chosen: Callable[[], tuple[Found, Manifest] | None], ranks: Ranks, *, strict: bool
+    state: TrainingState,
+    chosen: Callable[[], tuple[RunCheckpoint, CheckpointManifest] | None],
+    ranks: Ranks,
+    *,
+    strict: bool,
 ) -> RestoredStep | None:
     for _ in range(_TRIES):
         found_there = ranks.first(chosen)
@@ -95,10 +99,12 @@ def _resume(
 
 
 def _found_here(
-    found: Found, manifest: Manifest, chosen: Callable[[], tuple[Found, Manifest] | None]
-) -> tuple[Found, Manifest]:
+    found: RunCheckpoint,
+    manifest: CheckpointManifest,
+    chosen: Callable[[], tuple[RunCheckpoint, CheckpointManifest] | None],
+) -> tuple[RunCheckpoint, CheckpointManifest]:
     """The first rank's checkpoint as this rank sees it: in the same directory, or fetched to this machine."""
-    here: tuple[Found, Manifest] | None
+    here: tuple[RunCheckpoint, CheckpointManifest] | None
     if os.path.isdir(found.path):
         local = look_at(found.path, found.step)
         here = local, checked(local, "structure")

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.state_dicts.state_dict import parameter_names
-from hfshard.training.data.foreign_loader import watched
+from hfshard.training.data.external_loader import track
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.scheduler import is_scheduler
 
-Kind = Literal["module", "optimizer", "scheduler", "loader", "stateful"]
+PartKind = Literal["module", "optimizer", "scheduler", "loader", "stateful"]
 """Of a part. In a run of several ranks each saves its own of the kind "loader" (data positions, gradients that are
 accumulating); all else is the same on every rank."""
 
@@ -59,13 +59,13 @@ class TrainingState:
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "scaler": scaler}
         given |= stateful
         parts = {name: unwrapped(part) for name, part in given.items() if part is not None}
-        self.kinds: dict[str, Kind] = {name: _kind_of(name, part) for name, part in parts.items()}
+        self.kinds: dict[str, PartKind] = {name: _kind_of(name, part) for name, part in parts.items()}
         self.components: dict[str, Any] = {
-            name: watched(part) if self.kinds[name] == "loader" else part for name, part in parts.items()
+            name: track(part) if self.kinds[name] == "loader" else part for name, part in parts.items()
         }
         """By name; a loader that is not ours is followed from now on (see `foreign_loader.py`)."""
 
-    def of_kind(self, kind: Kind) -> dict[str, Any]:
+    def of_kind(self, kind: PartKind) -> dict[str, Any]:
         """The parts of one kind, by name."""
         return {name: part for name, part in self.components.items() if self.kinds[name] == kind}
 
@@ -92,7 +92,7 @@ def unwrapped(part: Any) -> Any:
     return part
 
 
-def _kind_of(name: str, part: Any) -> Kind:
+def _kind_of(name: str, part: Any) -> PartKind:
     if _RESERVED.fullmatch(name):
         raise InvalidArgumentError(f"'{name}' is what hfshard calls a part of its own: give yours another name.")
     if isinstance(part, nn.Module):

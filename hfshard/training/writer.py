@@ -8,16 +8,16 @@ import shutil
 import weakref
 
 from hfshard._util.progress import bytes_bar
-from hfshard.storage.disk.durable import make_directories
-from hfshard.training.collecting import Collected
-from hfshard.training.pushing.pusher import Publisher
+from hfshard.storage.disk.fsops import make_directories
+from hfshard.training.collecting import SavePayload
+from hfshard.training.pushing.pusher import BackgroundPusher
 from hfshard.training.run.background import Background
-from hfshard.training.run.directory import Found, found_in, put_in_place, remove, sweep, writing_path
+from hfshard.training.run.directory import RunCheckpoint, found_in, put_in_place, remove, sweep, writing_path
+from hfshard.training.run.host_copy import HostCopies
 from hfshard.training.run.lock import RunLock
-from hfshard.training.run.manifest import Manifest
+from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.rotation import Rotation
-from hfshard.training.run.snapshot import Snapshots
-from hfshard.training.run.writing import Linkable, write_checkpoint
+from hfshard.training.run.writing import ReusableShards, write_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -25,19 +25,21 @@ logger = logging.getLogger(__name__)
 class RunWriter:
     """The one writer of a run directory, which it locks from the first save on."""
 
-    def __init__(self, root: str, rotation: Rotation, publisher: Publisher | None, progress: bool | None) -> None:
+    def __init__(
+        self, root: str, rotation: Rotation, publisher: BackgroundPusher | None, progress: bool | None
+    ) -> None:
         self.root = root
         self._rotation, self._publisher, self._progress = rotation, publisher, progress
         self._lock: RunLock | None = None
         self._background = Background()
-        self._snapshots = Snapshots()
+        self._snapshots = HostCopies()
         self._is_swept = False
         """Whether nothing is left of saves that were killed or failed; Ctrl-C may end one anywhere."""
         self._sequence = 0
         """The highest of the run, as far as it was seen: a manifest that can't be read for a moment has one, too."""
 
     def save(
-        self, step: int, collected: Collected, metrics: dict[str, float], files: dict[str, bytes], *, blocking: bool
+        self, step: int, collected: SavePayload, metrics: dict[str, float], files: dict[str, bytes], *, blocking: bool
     ) -> None:
         """Write a checkpoint; where it does not block, of a copy, by a thread. None may be under way."""
         self._begin()
@@ -92,7 +94,7 @@ class RunWriter:
     def _write(
         self,
         step: int,
-        collected: Collected,
+        collected: SavePayload,
         metrics: dict[str, float],
         files: dict[str, bytes],
         progress: bool | None,
@@ -102,27 +104,27 @@ class RunWriter:
         found = found_in(self.root)
         newest = next((one for one in found if one.manifest is not None), None)
         sequence = _highest(found, self._sequence) + 1
-        linkable = Linkable.of(newest.path, newest.manifest) if newest and newest.manifest else Linkable()
+        linkable = ReusableShards.of(newest.path, newest.manifest) if newest and newest.manifest else ReusableShards()
         directory = writing_path(self.root, step)
         self._is_swept = False
         try:
             os.mkdir(directory)
-            with bytes_bar("Saving", collected.nbytes, progress) as on_bytes:
-                manifest = Manifest(step, sequence, metrics)
-                manifest = write_checkpoint(directory, collected, manifest, files, linkable, on_bytes)
+            with bytes_bar("Saving", collected.nbytes, progress) as progress_callback:
+                manifest = CheckpointManifest(step, sequence, metrics)
+                manifest = write_checkpoint(directory, collected, manifest, files, linkable, progress_callback)
             self._sequence = sequence
             path = put_in_place(directory, self.root, step)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)  # the next save tries again
             raise
         logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, collected.nbytes, path)
-        saved = Found(path, step, manifest)
+        saved = RunCheckpoint(path, step, manifest)
         self._rotate([one for one in found if one.step != step] + [saved])
         self._is_swept = True
         if self._publisher is not None:
             self._publisher.publish(saved, blocking=blocking)
 
-    def _rotate(self, found: list[Found]) -> None:
+    def _rotate(self, found: list[RunCheckpoint]) -> None:
         steps = self._rotation.steps_to_remove([one.manifest for one in found if one.manifest is not None])
         in_use = self._publisher.steps_in_use if self._publisher is not None else set()
         for one in found:
@@ -130,5 +132,5 @@ class RunWriter:
                 remove(one, self.root)
 
 
-def _highest(found: list[Found], known: int) -> int:
+def _highest(found: list[RunCheckpoint], known: int) -> int:
     return max([known, *(one.manifest.sequence for one in found if one.manifest is not None)])

@@ -71,7 +71,7 @@ def make_tensors(count: int) -> dict[str, Tensor]:
 def _ours(count: int) -> Callable[[Context], Job]:
     def prepare(context: Context) -> Job:
         import hfshard
-        from hfshard.storage.format.index import CheckpointIndex, FileRecord
+        from hfshard.storage.format.index import CheckpointIndex, FileDigest
 
         tensors = make_tensors(count)
         plans: list[Any] = []
@@ -80,7 +80,7 @@ def _ours(count: int) -> Callable[[Context], Job]:
             [plan] = plans
             # What a save adds is as long as here: digests of the file, its sample and of each tensor.
             files = {
-                shard.file: FileRecord(shard.nbytes, "0" * 64, None, "0" * 32, "0" * 16 * len(shard.tensors))
+                shard.file: FileDigest(shard.nbytes, "0" * 64, None, "0" * 32, "0" * 16 * len(shard.tensors))
                 for shard in plan.shards
             }
             CheckpointIndex(plan.weight_map, plan.total_size, plan.total_size // 2, files=files).to_json()

@@ -89,7 +89,7 @@ class Peer:
         return f"{self.key}/{self.state}" if self.state else self.key
 
     @property
-    def is_ours(self) -> bool:
+    def written_by_hfshard(self) -> bool:
         """Whether hfshard itself is run: its failure is an error, not a skipped line."""
         return self.key.startswith("hfshard")
 

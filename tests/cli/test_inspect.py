@@ -84,7 +84,7 @@ def test_json_has_everything(example: Path, run: Run) -> None:
             {"dtype": "BF16", "tensors": 1, "parameters": 50, "nbytes": 100},
             {"dtype": "I64", "tensors": 1, "parameters": 1, "nbytes": 8},
         ],
-        "aliases": {"unembed": "embed"},
+        "tied_names": {"unembed": "embed"},
         "metadata": {"note": "for tests"},
     }
 

@@ -43,7 +43,7 @@ def test_json_says_all_of_it(example: Path, tmp_path: Path, run: Run) -> None:
     found = json.loads(done.stdout)
     assert found["is_compared"] is True
     assert found["total_size"] == 460_108
-    assert found["aliases"] == {"unembed": "embed"}
+    assert found["tied_names"] == {"unembed": "embed"}
     assert found["copied"] == []
     assert [file["name"] for file in found["files_before"]] == [
         "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfshard.hub.listing import Listing, RemoteFile, git_blob_id
 from hfshard.hub.push_plan import foreign_indexes, plan_push, stale_names, unknown_weights, variants_of
-from hfshard.storage.disk.content import BytesContent
+from hfshard.hub.repo_tree import RemoteFile, RepoTree, git_blob_id
+from hfshard.storage.disk.byte_source import BytesSource
 
 pytestmark = pytest.mark.compat
 
@@ -65,9 +65,9 @@ trees = st.dictionaries(st.sampled_from(NAMES), st.sampled_from([b"", b"a", b"b"
 kinds = st.sampled_from(["lfs", "regular"])
 
 
-def listing_of(files: dict[str, bytes], kind: str) -> Listing:
+def listing_of(files: dict[str, bytes], kind: str) -> RepoTree:
     """As the Hub lists them: big ones with their sha256, small ones with git's hash."""
-    return Listing(
+    return RepoTree(
         "c" * 40,
         {
             path: RemoteFile(len(raw), hashlib.sha256(raw).hexdigest() if kind == "lfs" else None, git_blob_id(raw))
@@ -83,7 +83,7 @@ def test_family_becomes_what_is_local_and_all_else_stays(
     local = {name: raw for name, raw in local.items() if FAMILIES[name] in (*variants, "nobody")}
     stale = stale_names(remote, local, variants, ())
     assert {FAMILIES[name] for name in stale} <= variants
-    plan = plan_push({name: BytesContent(raw) for name, raw in local.items()}, listing_of(remote, kind), stale)
+    plan = plan_push({name: BytesSource(raw) for name, raw in local.items()}, listing_of(remote, kind), stale)
     after = {name: raw for name, raw in remote.items() if name not in plan.deletes}
     after |= {name: content.open().read() for name, content in plan.adds.items()}
     for name in NAMES:
@@ -139,10 +139,10 @@ def test_regular_and_lfs_files_are_compared_by_their_own_hash() -> None:
     # git's hash of b"hello\n", as `git hash-object` prints it, and sha256 as `sha256sum` does.
     blob = "ce013625030ba8dba906f756967f9e9ca394464a"
     sha256 = "5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03"
-    local = {"a": BytesContent(b"hello\n"), "b": BytesContent(b"hello\n")}
-    same = Listing("c", {"a": RemoteFile(6, None, blob), "b": RemoteFile(6, sha256, "pointer")})
+    local = {"a": BytesSource(b"hello\n"), "b": BytesSource(b"hello\n")}
+    same = RepoTree("c", {"a": RemoteFile(6, None, blob), "b": RemoteFile(6, sha256, "pointer")})
     assert plan_push(local, same, ()).is_empty
-    other = Listing("c", {"a": RemoteFile(6, None, "pointer"), "b": RemoteFile(6, blob, blob)})
+    other = RepoTree("c", {"a": RemoteFile(6, None, "pointer"), "b": RemoteFile(6, blob, blob)})
     assert set(plan_push(local, other, ()).adds) == {"a", "b"}
-    unknown = Listing("c", {"a": RemoteFile(-1, None, None), "b": RemoteFile(6, None, None)})
+    unknown = RepoTree("c", {"a": RemoteFile(-1, None, None), "b": RemoteFile(6, None, None)})
     assert set(plan_push(local, unknown, ()).adds) == {"a", "b"}

@@ -23,8 +23,8 @@ from hfshard.errors import (
 )
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.hub.remote.client import speaking
-from hfshard.hub.selection import Wanted, other_files
+from hfshard.hub.remote.client import translate_hub_errors
+from hfshard.hub.resolve import CheckpointQuery, other_files
 from tests.helpers.tiny_bert import Bert, bert, value_of
 
 pytestmark = pytest.mark.compat
@@ -49,7 +49,7 @@ def test_pickles_are_not_pushed_on_request_either(tmp_path: Path) -> None:
 def test_token_that_can_not_be_one_is_refused_and_not_quoted(token: str) -> None:
     with (
         pytest.raises(HubAccessError, match="The token that was passed is empty, or has") as raised,
-        speaking("o/n", token),
+        translate_hub_errors("o/n", token),
     ):
         pass
     assert "SECRET" not in str(raised.value)
@@ -152,8 +152,8 @@ def test_pull_brings_modules_in_folders_but_no_other_weights_of_the_checkpoint()
     files = partial(other_files, listed)
     beside = ["config.json", "tokenizer.json", "adapter_model.safetensors", "2_Dense/model.safetensors",
               "2_Dense/config.json"]  # fmt: skip
-    assert files(Wanted()) == beside
-    asked = Wanted(allow_patterns=["voices/*", "*.safetensors"])
+    assert files(CheckpointQuery()) == beside
+    asked = CheckpointQuery(allow_patterns=["voices/*", "*.safetensors"])
     assert files(asked) == [
         "adapter_model.safetensors",
         "consolidated.safetensors",

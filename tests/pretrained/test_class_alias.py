@@ -22,7 +22,7 @@ from transformers.models.glm_image.modeling_glm_image import GlmImageVQVAE
 import hfshard
 from hfshard.pretrained.class_alias import architecture_of
 from tests.pretrained.conftest import SHARDS, Saves
-from tests.zoo.compare import differences, facts_of_load, load, stored_tensors
+from tests.zoo.compare import differences, facts_of_load, load, raw_tensors
 from tests.zoo.models import ZOO
 from tests.zoo.subject import sharded
 
@@ -61,7 +61,7 @@ def test_a_class_of_a_class_with_the_mixin_names_the_same_architecture(saves: Sa
 
     Vision.from_pretrained(saves.stock("vit")).save_pretrained(tmp_path)
 
-    assert stored_tensors(tmp_path) == stored_tensors(saves.stock("vit"))
+    assert raw_tensors(tmp_path) == raw_tensors(saves.stock("vit"))
     assert type(Vision.from_pretrained(tmp_path)) is Vision
     assert '"ViTModel"' in (tmp_path / "config.json").read_text()
 
@@ -116,7 +116,7 @@ def test_an_offloaded_model_is_saved_under_its_upstream_class(saves: Saves, tmp_
             model.save_pretrained(tmp_path / who, max_shard_size=SHARDS)
 
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    assert stored_tensors(ours) == stored_tensors(theirs) == stored_tensors(saves.stock("llama_untied"))
+    assert raw_tensors(ours) == raw_tensors(theirs) == raw_tensors(saves.stock("llama_untied"))
     assert (ours / "config.json").read_bytes() == (theirs / "config.json").read_bytes()
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 import hfshard
 from tests.pretrained.conftest import SHARDS, WHOLE, Saves
 from tests.pretrained.load.test_load_options import failure_of
-from tests.zoo.compare import bits, differences, facts_of_load, load, small_files, stored_tensors
+from tests.zoo.compare import bits, differences, facts_of_load, load, raw_tensors, small_files
 from tests.zoo.models import ZOO
 
 pytestmark = pytest.mark.compat
@@ -36,7 +36,7 @@ def test_save_model_writes_what_the_upstream_model_writes(name: str, size: str, 
     hfshard.save_model(ZOO[name].build(), tmp_path, max_shard_size=size)
 
     theirs = saves.stock(name, size)
-    assert differences({"file": stored_tensors(tmp_path)}, {"file": stored_tensors(theirs)}) == []
+    assert differences({"file": raw_tensors(tmp_path)}, {"file": raw_tensors(theirs)}) == []
     assert small_files(tmp_path) == small_files(theirs)
     ours = saves.ours(name, size)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
@@ -131,7 +131,7 @@ compiles = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is depre
 def test_a_wrapped_model_is_saved_as_the_model_itself(name: str, wrap: Any, saves: Saves, tmp_path: Path) -> None:
     hfshard.save_model(wrap(ZOO[name].build()), tmp_path, max_shard_size=SHARDS)
 
-    assert stored_tensors(tmp_path) == stored_tensors(saves.stock(name, SHARDS))
+    assert raw_tensors(tmp_path) == raw_tensors(saves.stock(name, SHARDS))
     assert small_files(tmp_path) == small_files(saves.stock(name, SHARDS))
 
 
@@ -142,14 +142,14 @@ def test_a_model_whose_layer_is_compiled_is_saved_under_its_own_names(saves: Sav
 
     hfshard.save_model(model, tmp_path)
 
-    assert stored_tensors(tmp_path) == stored_tensors(saves.stock("bert"))
+    assert raw_tensors(tmp_path) == raw_tensors(saves.stock("bert"))
 
 
 @pytest.mark.parametrize("name", ["bert", "llama_tied", "resnet", "llama_mixed_dtypes"])
 def test_load_state_dict_reads_what_stock_wrote(name: str, saves: Saves) -> None:
     tensors = hfshard.load_state_dict(saves.stock(name, SHARDS))
 
-    assert {key: bits(value) for key, value in tensors.items()} == stored_tensors(saves.stock(name))
+    assert {key: bits(value) for key, value in tensors.items()} == raw_tensors(saves.stock(name))
 
 
 def test_a_tied_name_is_the_same_tensor_again(saves: Saves) -> None:

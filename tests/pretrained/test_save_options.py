@@ -16,9 +16,9 @@ from tests.zoo.compare import (
     differences,
     facts_of_load,
     load,
+    raw_tensors,
     read_json,
     small_files,
-    stored_tensors,
     with_variant,
 )
 from tests.zoo.models import ZOO
@@ -37,7 +37,7 @@ def save_both(name: str, at: Path, **options: Any) -> tuple[Path, Path]:
 
 def same_files(ours: Path, theirs: Path, variant: str | None = None) -> list[str]:
     """How two saves differ, in tensors and in small files."""
-    tensors = differences({"file": stored_tensors(ours, variant)}, {"file": stored_tensors(theirs, variant)})
+    tensors = differences({"file": raw_tensors(ours, variant)}, {"file": raw_tensors(theirs, variant)})
     return tensors + differences(small_files(ours), small_files(theirs))
 
 
@@ -63,7 +63,7 @@ def test_two_variants_and_the_plain_weights_live_side_by_side(tmp_path: Path) ->
     model.to(torch.bfloat16).save_pretrained(tmp_path, variant="bf16")
 
     dtypes = [BertModel.from_pretrained(tmp_path, variant=v, dtype="auto").dtype for v in (None, "fp16", "bf16")]
-    stored = [next(iter(stored_tensors(tmp_path, v).values()))[0] for v in (None, "fp16", "bf16")]
+    stored = [next(iter(raw_tensors(tmp_path, v).values()))[0] for v in (None, "fp16", "bf16")]
 
     assert stored == ["torch.float32", "torch.float16", "torch.bfloat16"]
     assert dtypes == [torch.bfloat16] * 3  # what config.json says, as upstream
@@ -110,7 +110,7 @@ def test_the_experts_of_a_mixture_are_fused_in_memory_and_apart_on_disk(tmp_path
     model = sharded(ZOO["mixtral"].upstream).from_pretrained(ours)
 
     assert model.model.layers[0].mlp.experts.gate_up_proj.shape == (4, 96, 32)
-    assert sum(".experts." in name for name in stored_tensors(ours)) == 2 * 4 * 3
+    assert sum(".experts." in name for name in raw_tensors(ours)) == 2 * 4 * 3
 
 
 @pytest.mark.parametrize(

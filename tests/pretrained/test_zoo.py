@@ -15,9 +15,9 @@ from tests.zoo.compare import (
     facts_of_load,
     facts_of_model,
     load,
+    raw_tensors,
     read_json,
     small_files,
-    stored_tensors,
 )
 from tests.zoo.models import ZOO
 from tests.zoo.subject import sharded
@@ -62,7 +62,7 @@ def test_hfshard_loads_what_hfshard_saves_as_stock_does_what_stock_saves(name: s
 @every_layout
 @every_model
 def test_both_saves_hold_the_same_tensors_with_the_same_bytes(name: str, size: str, saves: Saves) -> None:
-    ours, theirs = stored_tensors(saves.ours(name, size)), stored_tensors(saves.stock(name, size))
+    ours, theirs = raw_tensors(saves.ours(name, size)), raw_tensors(saves.stock(name, size))
 
     assert differences({"file": ours}, {"file": theirs}) == []
 
@@ -124,7 +124,7 @@ def test_a_model_that_hfshard_loaded_is_saved_again_with_the_same_bytes(
 
     sharded(upstream).from_pretrained(directory).save_pretrained(tmp_path / "ours", max_shard_size=SHARDS)
 
-    ours, theirs = stored_tensors(tmp_path / "ours"), stored_tensors(tmp_path / "theirs")
+    ours, theirs = raw_tensors(tmp_path / "ours"), raw_tensors(tmp_path / "theirs")
     assert differences({"file": ours}, {"file": theirs}) == []
     assert small_files(tmp_path / "ours") == small_files(tmp_path / "theirs")
 

@@ -135,7 +135,7 @@ def test_aliases_and_metadata_stay(tmp_path: Path) -> None:
     state_dict["tied"] = state_dict["layer.003"]
     hfshard.save_state_dict(state_dict, tmp_path, max_shard_size=4096 + 1500, metadata={"note": [1]})
     index = hfshard.reshard_checkpoint(tmp_path, tmp_path, 4096 + 2500, low_disk=True)
-    assert (index.aliases, index.metadata) == ({"tied": "layer.003"}, {"note": [1]})
+    assert (index.tied_names, index.metadata) == ({"tied": "layer.003"}, {"note": [1]})
     loaded = hfshard.load_state_dict(tmp_path, verify="full")
     assert loaded["tied"] is loaded["layer.003"]
 

@@ -112,8 +112,8 @@ class SavesIntoOneDirectory(RuleBasedStateMachine):
     ) -> None:
         names = WeightNames(variant)
         kept = {name: tensor for name, tensor in state_dict.items() if name != "tied"}
-        aliases = {"tied": "layer.0.weight"}
-        request = SaveRequest(kept, names, limit, packing, checksum, aliases, config=config)  # type: ignore[arg-type]
+        tied_names = {"tied": "layer.0.weight"}
+        request = SaveRequest(kept, names, limit, packing, checksum, tied_names, config=config)  # type: ignore[arg-type]
         index = save_request(request, self.folder)
         files = set(index.weight_map.values())
         planned = {name for name in index.files if name.endswith(".safetensors")}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hfshard.state_dicts.tied import find_ties
+from hfshard.state_dicts.tied import find_shared_tensors
 
 BASE = torch.arange(24.0).reshape(4, 6)
 
@@ -17,7 +17,7 @@ BASE = torch.arange(24.0).reshape(4, 6)
     ids=["itself", "view", "slice", "parameter", "detached", "transposed twice", "strided"],
 )
 def test_the_same_bytes_seen_the_same_way_are_tied(other: torch.Tensor) -> None:
-    assert find_ties({"a": BASE, "b": other}) == {"b": "a"}
+    assert find_shared_tensors({"a": BASE, "b": other}) == {"b": "a"}
 
 
 @pytest.mark.parametrize(
@@ -29,38 +29,40 @@ def test_the_same_bytes_seen_the_same_way_are_tied(other: torch.Tensor) -> None:
     ids=["clone", "transposed", "shape", "prefix", "suffix", "dtype", "columns", "flat", "expanded", "negative"],
 )  # fmt: skip
 def test_anything_else_is_a_tensor_of_its_own(other: torch.Tensor) -> None:
-    assert find_ties({"a": BASE, "b": other}) == {}
+    assert find_shared_tensors({"a": BASE, "b": other}) == {}
 
 
 def test_strides_of_dimensions_of_size_one_say_nothing() -> None:
     column = torch.arange(5.0).reshape(5, 1)
-    assert find_ties({"a": column, "b": column.as_strided((5, 1), (1, 77))}) == {"b": "a"}
+    assert find_shared_tensors({"a": column, "b": column.as_strided((5, 1), (1, 77))}) == {"b": "a"}
 
 
 def test_a_tensor_and_its_conjugate_are_not_tied() -> None:
     values = torch.ones(3, dtype=torch.complex64)
-    assert find_ties({"a": values, "b": values.conj()}) == {}
+    assert find_shared_tensors({"a": values, "b": values.conj()}) == {}
 
 
 def test_empty_tensors_are_never_tied() -> None:
     empty = torch.zeros(0, 3)
-    assert find_ties({"a": empty, "b": empty}) == {}
+    assert find_shared_tensors({"a": empty, "b": empty}) == {}
 
 
 def test_of_three_names_the_first_in_the_alphabet_is_stored() -> None:
-    assert find_ties({"c": BASE, "a": BASE, "b": BASE}) == {"c": "a", "b": "a"}
+    assert find_shared_tensors({"c": BASE, "a": BASE, "b": BASE}) == {"c": "a", "b": "a"}
 
 
 def test_a_name_that_the_model_declares_as_tied_gives_way() -> None:
     names = {"a.lm_head.weight": BASE, "model.embed.weight": BASE}
-    assert find_ties(names, droppable_patterns=[r"lm_head\.weight"]) == {"a.lm_head.weight": "model.embed.weight"}
+    assert find_shared_tensors(names, droppable_patterns=[r"lm_head\.weight"]) == {
+        "a.lm_head.weight": "model.embed.weight"
+    }
 
 
 def test_when_all_names_are_declared_the_last_is_stored() -> None:
     names = {"decoder": BASE, "encoder": BASE}
-    assert find_ties(names, droppable_patterns=["decoder", "encoder"]) == {"decoder": "encoder"}
+    assert find_shared_tensors(names, droppable_patterns=["decoder", "encoder"]) == {"decoder": "encoder"}
 
 
 def test_two_groups_are_told_apart_and_come_in_the_order_of_the_dict() -> None:
     other = torch.zeros(3)
-    assert list(find_ties({"d": other, "b": BASE, "c": other, "a": BASE}).items()) == [("d", "c"), ("b", "a")]
+    assert list(find_shared_tensors({"d": other, "b": BASE, "c": other, "a": BASE}).items()) == [("d", "c"), ("b", "a")]

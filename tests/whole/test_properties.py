@@ -69,8 +69,8 @@ def test_every_name_lies_in_exactly_one_file_and_no_file_is_over_the_limit(
             assert header or not sample.state_dict
             data_bytes += len(raw) - 8 - header_bytes
         assert {name: [file] for name, file in index.weight_map.items()} == places
-        assert set(index.weight_map) | set(index.aliases) == set(sample.state_dict)
-        assert not set(index.weight_map) & set(index.aliases)
+        assert set(index.weight_map) | set(index.tied_names) == set(sample.state_dict)
+        assert not set(index.weight_map) & set(index.tied_names)
         stored = sum(len(bytes_of(sample.state_dict[name])) for name in index.weight_map)
         assert index.total_size == stored == data_bytes
         index_file = folder / "model.safetensors.index.json"
@@ -131,7 +131,7 @@ def test_strides_leave_no_trace_in_the_file(sample: Sample, limit: int, packing:
     }
     untied = Sample({name: sample.state_dict[name] for name in plain}, {})
     with saved(untied, limit, packing) as (first, index), saved(Sample(plain, {}), limit, packing) as (second, _):
-        if not index.aliases:  # two views that happen to be one
+        if not index.tied_names:  # two views that happen to be one
             assert {f.name: f.read_bytes() for f in first.iterdir()} == {
                 f.name: f.read_bytes() for f in second.iterdir()
             }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import hfshard
 from hfshard.planning.plan import with_one_more_shard
 from hfshard.state_dicts.state_dict import compare, match_prefixes, select_keys
-from hfshard.state_dicts.tied import find_ties
+from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.checkpoint.checks import check_keys
 from hfshard.storage.format.header import build_header, parse_header
 from hfshard.storage.format.index import CheckpointIndex
@@ -112,17 +112,17 @@ def keys_checked(count: int) -> Work:
 
 def ties_of_pairs(count: int) -> Work:
     tensors = tensors_of(count)
-    return lambda: find_ties({**tensors, **{f"{name}.tied": tensor for name, tensor in tensors.items()}})
+    return lambda: find_shared_tensors({**tensors, **{f"{name}.tied": tensor for name, tensor in tensors.items()}})
 
 
 def ties_of_one_tensor(count: int) -> Work:
-    return lambda: find_ties(dict.fromkeys(names_of(count), torch.zeros(ELEMENTS)))
+    return lambda: find_shared_tensors(dict.fromkeys(names_of(count), torch.zeros(ELEMENTS)))
 
 
 def ties_of_one_storage(count: int) -> Work:
     flat = torch.zeros(ELEMENTS * count)
     views = {name: flat[:size] for size, name in enumerate(names_of(count), start=1)}
-    return lambda: find_ties(views)
+    return lambda: find_shared_tensors(views)
 
 
 def prefixes_matched(count: int) -> Work:

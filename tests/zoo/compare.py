@@ -153,7 +153,7 @@ def _shown(value: Any) -> str:
     return repr(value)[:400]
 
 
-def stored_tensors(directory: Path, variant: str | None = None) -> dict[str, Bits]:
+def raw_tensors(directory: Path, variant: str | None = None) -> dict[str, Bits]:
     """Every tensor of a safetensors checkpoint, read by plain safetensors through its index or single file."""
     index, single = (with_variant(name, variant) for name in (INDEX, SINGLE_FILE))
     names = {single} if (directory / single).exists() else set(read_json(directory / index)["weight_map"].values())

@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from tests.pretrained.conftest import SHARDS, WHOLE, Saves
-from tests.zoo.compare import Loaded, bits, differences, facts_of_load, load, stored_tensors
+from tests.zoo.compare import Loaded, bits, differences, facts_of_load, load, raw_tensors
 from tests.zoo.models import ZOO
 
 
@@ -22,7 +22,7 @@ def test_stock_is_equal_to_itself_loaded_whole_or_in_shards(name: str, saves: Sa
     again = facts_of_load(load(ZOO[name].upstream, directory), directory)
 
     assert differences(again, saves.stock_facts(name, WHOLE)) == []
-    assert stored_tensors(directory) == stored_tensors(saves.stock(name, WHOLE))
+    assert raw_tensors(directory) == raw_tensors(saves.stock(name, WHOLE))
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -34,7 +34,7 @@ def test_a_specimen_is_the_same_each_time_it_is_built(name: str) -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_no_two_stored_tensors_of_a_specimen_are_alike(name: str, saves: Saves) -> None:
-    floating = [value for value in stored_tensors(saves.stock(name)).values() if "float" in value[0]]
+    floating = [value for value in raw_tensors(saves.stock(name)).values() if "float" in value[0]]
 
     assert len(set(floating)) == len(floating)
 
@@ -125,4 +125,4 @@ def test_a_key_in_two_files_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
 
     with pytest.raises(AssertionError, match="a lies in two files"):
-        stored_tensors(tmp_path)
+        raw_tensors(tmp_path)

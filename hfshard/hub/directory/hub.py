@@ -30,7 +30,14 @@ from typing import Final
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import HubError, HubNotFoundError, IntegrityError, InvalidArgumentError
 from hfshard.hub.address import directory_of
-from hfshard.hub.directory.manifest import Manifest, check_paths, is_commit_id, read_manifest, snapshot_path
+from hfshard.hub.directory.locked_hub import locked_hub
+from hfshard.hub.directory.manifest import (
+    CommitManifest,
+    check_paths,
+    is_commit_id,
+    read_commit_manifest,
+    snapshot_path,
+)
 from hfshard.hub.directory.refs import (
     MAIN,
     all_refs,
@@ -44,12 +51,11 @@ from hfshard.hub.directory.refs import (
     ref_names,
     short_name,
 )
-from hfshard.hub.directory.revisions import Revision, revisions_of, unreached
+from hfshard.hub.directory.revisions import Revision, revisions_of, unreachable
 from hfshard.hub.directory.stage import Stage, check_snapshot, hash_file
-from hfshard.hub.directory.writing import writing
-from hfshard.hub.listing import Listing, PushResult, StaleParentError
 from hfshard.hub.marker import check_marker, is_marked, mark
-from hfshard.storage.disk.content import Content
+from hfshard.hub.repo_tree import PushResult, RepoTree, StaleParentError
+from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.disk.safe_open import read_small
 
 LOCK_WAIT_SECONDS: Final = 600.0
@@ -97,7 +103,7 @@ class DirectoryHub:
             raise HubError(f"'{root}' is a directory hub already. Leave out exist_ok=False to use it.", path=root)
         return cls.open(root)
 
-    def listing(self, revision: str | None = None) -> Listing | None:
+    def listing(self, revision: str | None = None) -> RepoTree | None:
         """The files at a revision (None: main); None where it is not there, but can be made where `main` is.
 
         Where there is no `main` either, a branch that is not there yet is empty: its commit is "".
@@ -108,9 +114,9 @@ class DirectoryHub:
         name = revision or "main"
         commit = self._find(name)
         if commit is not None:
-            return Listing(commit, read_manifest(self.root, commit).files)
+            return RepoTree(commit, read_commit_manifest(self.root, commit).files)
         is_branch = not name.startswith(("refs/pr/", "refs/tags/")) and not is_commit_id(name)
-        return Listing("") if is_branch and read_ref(self.root, MAIN) is None else None
+        return RepoTree("") if is_branch and read_ref(self.root, MAIN) is None else None
 
     def make_branch(self, branch: str) -> None:
         """Make a branch where `main` is; nothing where it is there, or where nothing was pushed yet.
@@ -133,7 +139,7 @@ class DirectoryHub:
             IntegrityError: They are not what was pushed.
         """
         commit = self.resolve(commit)
-        file = read_manifest(self.root, commit).files.get(path)
+        file = read_commit_manifest(self.root, commit).files.get(path)
         if file is None:
             raise HubNotFoundError(f"Commit {commit} of '{self.root}' has no file '{path}'.", path=path)
         folder = snapshot_path(self.root, commit)
@@ -148,14 +154,14 @@ class DirectoryHub:
 
     def commit(
         self,
-        changes: Mapping[str, Content | None],
+        changes: Mapping[str, ByteSource | None],
         *,
         parent: str | None,
         revision: str | None = None,
         message: str,
         description: str | None = None,
         create_pr: bool = False,
-        on_bytes: Callable[[int], object] | None = None,
+        progress_callback: Callable[[int], object] | None = None,
     ) -> PushResult:
         """Make one commit on top of `parent`, and put the branch there.
 
@@ -166,7 +172,7 @@ class DirectoryHub:
             message: What was done.
             description: More about it.
             create_pr: Leave the branch, and give the commit a new "refs/pr/N".
-            on_bytes: Told of every block of new contents.
+            progress_callback: Told of every block of new contents.
 
         Returns:
             The commit; where the files are those of `parent`, no new one.
@@ -184,26 +190,26 @@ class DirectoryHub:
             check_paths([path])
         _check_text(message)
         _check_text(description)
-        with writing(self.root, wait_seconds=self.wait_seconds) as writer:
+        with locked_hub(self.root, wait_seconds=self.wait_seconds) as writer:
             current = read_ref(self.root, base)
             if current != parent and (current is not None or self._find(str(parent)) != parent):
                 raise StaleParentError(f"'{short_name(base)}' of '{self.root}' is at {current}, not at {parent}.")
             check_free(self.root, base)
             ref = self._new_pr() if create_pr else base
-            old = read_manifest(self.root, parent) if parent is not None else Manifest()
+            old = read_commit_manifest(self.root, parent) if parent is not None else CommitManifest()
             kept = {path: file for path, file in old.files.items() if path not in changes}
             adds = {path: content for path, content in changes.items() if content is not None}
             check_paths([*kept, *adds])
             writer.begin()
             os.mkdir(writer.staged_files)
-            stage = Stage(self.root, writer.staged_files, on_bytes)
+            stage = Stage(self.root, writer.staged_files, progress_callback)
             files = stage.put(kept, parent, adds)
             if parent is not None and files == old.files and not create_pr:
                 if current is None:
                     writer.point(ref, parent)
                 return PushResult(parent, self.url_of(parent), is_new=False)
             parents = (parent,) if parent is not None else ()
-            commit = writer.publish(Manifest(files, parents, message, description), ref)
+            commit = writer.publish(CommitManifest(files, parents, message, description), ref)
         pr_url = ref if create_pr else None
         return PushResult(commit, self.url_of(commit), pr_url, sent_bytes=stage.copied_bytes)
 
@@ -229,7 +235,7 @@ class DirectoryHub:
         """
         commit = self.resolve(revision)
         folder = snapshot_path(self.root, commit)
-        check_snapshot(folder, read_manifest(self.root, commit).files)
+        check_snapshot(folder, read_commit_manifest(self.root, commit).files)
         return folder
 
     def verify(self, revision: str | None = None) -> None:
@@ -241,7 +247,7 @@ class DirectoryHub:
         """
         commit = self.resolve(revision)
         folder = snapshot_path(self.root, commit)
-        files = read_manifest(self.root, commit).files
+        files = read_commit_manifest(self.root, commit).files
         found = check_snapshot(folder, files)
         if extra := sorted(set(found) - set(files)):
             where = os.path.join(folder, extra[0])
@@ -283,7 +289,7 @@ class DirectoryHub:
             HubNotFoundError: There is none.
             HubError: It is `main`, or a commit that a name leads to.
         """
-        with writing(self.root, wait_seconds=self.wait_seconds) as writer:
+        with locked_hub(self.root, wait_seconds=self.wait_seconds) as writer:
             if (found := find_ref(self.root, revision)) is not None:
                 if found[0] == MAIN and not force:
                     raise HubError(f"'main' is what '{self.root}' loads by default. To delete it, force it.")
@@ -305,8 +311,8 @@ class DirectoryHub:
         Raises:
             DamagedCheckpointError: A manifest on the way can't be read: nothing is removed.
         """
-        with writing(self.root, wait_seconds=self.wait_seconds) as writer:
-            return writer.remove_commits(unreached(self.root))
+        with locked_hub(self.root, wait_seconds=self.wait_seconds) as writer:
+            return writer.remove_commits(unreachable(self.root))
 
     def _find(self, name: str) -> str | None:
         found = find_ref(self.root, name)
@@ -337,7 +343,7 @@ class DirectoryHub:
         return f"refs/pr/{max(numbers, default=0) + 1}"
 
     def _name(self, ref: str, revision: str | None) -> str:
-        with writing(self.root, wait_seconds=self.wait_seconds) as writer:
+        with locked_hub(self.root, wait_seconds=self.wait_seconds) as writer:
             commit = self.resolve(revision)
             current = read_ref(self.root, ref)
             if current is None:

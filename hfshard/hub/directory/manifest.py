@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from hfshard.constants import FORMAT_VERSION, MAX_CONFIG_BYTES
 from hfshard.errors import DamagedCheckpointError, IntegrityError, InvalidArgumentError, MissingShardError
-from hfshard.hub.listing import RemoteFile
+from hfshard.hub.repo_tree import RemoteFile
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.strict_json import dump_json, parse_json_object
 
@@ -28,7 +28,7 @@ _REMEDY: Final = "Restore the file from a backup, or delete the commit."
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class CommitManifest:
     """One commit."""
 
     files: Mapping[str, RemoteFile] = field(default_factory=dict)
@@ -85,7 +85,7 @@ def commit_ids(root: str) -> list[str]:
     return sorted(name[:40] for name in names if name.endswith(".json") and is_commit_id(name[:-5]))
 
 
-def read_manifest(root: str, commit: str) -> Manifest:
+def read_commit_manifest(root: str, commit: str) -> CommitManifest:
     """Read and check the manifest of a commit.
 
     Raises:
@@ -113,7 +113,7 @@ def read_manifest(root: str, commit: str) -> Manifest:
         )
 
 
-def _parsed(value: Mapping[str, Any]) -> Manifest:
+def _parsed(value: Mapping[str, Any]) -> CommitManifest:
     if value["format"] != FORMAT_VERSION:
         raise ValueError(f"format {value['format']!r}, and this hfshard knows {FORMAT_VERSION}")
     files = {path: _parsed_file(path, entry) for path, entry in value["files"].items()}
@@ -124,7 +124,7 @@ def _parsed(value: Mapping[str, Any]) -> Manifest:
     message, description = value["message"], value["description"]
     if not isinstance(message, str) or not isinstance(description, str | None):
         raise TypeError("message and description must be text")
-    return Manifest(files, parents, message, description)
+    return CommitManifest(files, parents, message, description)
 
 
 def _parsed_file(path: str, entry: Mapping[str, Any]) -> RemoteFile:

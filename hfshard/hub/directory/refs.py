@@ -10,10 +10,10 @@ from hfshard.errors import DamagedCheckpointError, HubError, HubNotFoundError, I
 from hfshard.hub.directory.manifest import commit_ids, is_commit_id
 from hfshard.storage.disk.safe_open import read_small
 
-Kind = Literal["branch", "tag", "pr", "commit"]
+RefKind = Literal["branch", "tag", "pr", "commit"]
 
 MAIN: Final = "refs/heads/main"
-_FOLDERS: Final[dict[str, Kind]] = {"refs/heads/": "branch", "refs/tags/": "tag", "refs/pr/": "pr"}
+_FOLDERS: Final[dict[str, RefKind]] = {"refs/heads/": "branch", "refs/tags/": "tag", "refs/pr/": "pr"}
 _PART: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _NUMBER: Final = re.compile(r"[1-9][0-9]{0,8}")
 _PREFIX: Final = re.compile(r"[0-9a-f]{7,39}")
@@ -26,7 +26,7 @@ _SHOWN_NAMES: Final = 20
 """Of the revisions that exist, in a message."""
 
 
-def kind_of(ref: str) -> Kind:
+def kind_of(ref: str) -> RefKind:
     """What a full name, such as `refs/heads/main`, is the name of."""
     return next(kind for folder, kind in _FOLDERS.items() if ref.startswith(folder))
 
@@ -36,7 +36,7 @@ def short_name(ref: str) -> str:
     return ref.removeprefix("refs/heads/").removeprefix("refs/tags/")
 
 
-def full_name(name: str, kind: Kind = "branch") -> str:
+def full_name(name: str, kind: RefKind = "branch") -> str:
     """The full name of a branch or tag; a full name stays as it is.
 
     Raises:
@@ -143,7 +143,7 @@ def check_free(root: str, ref: str) -> None:
 
 def find_ref(root: str, name: str) -> tuple[str, str] | None:
     """The full name and the id of the branch, tag or pull request of this name, if there is one."""
-    kinds: tuple[Kind, ...] = ("branch", "tag")
+    kinds: tuple[RefKind, ...] = ("branch", "tag")
     for kind in kinds:
         try:
             ref = full_name(name, kind)

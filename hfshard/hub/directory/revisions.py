@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from hfshard.errors import DamagedCheckpointError
-from hfshard.hub.directory.manifest import commit_ids, manifest_path, read_manifest
-from hfshard.hub.directory.refs import Kind, all_refs, kind_of, short_name
+from hfshard.hub.directory.manifest import commit_ids, manifest_path, read_commit_manifest
+from hfshard.hub.directory.refs import RefKind, all_refs, kind_of, short_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Revision:
 
     name: str
     """`main`, `v1`, `refs/pr/1`, or the full id."""
-    kind: Kind
+    kind: RefKind
     commit: str
     """The full id."""
     message: str
@@ -37,17 +37,17 @@ def revisions_of(root: str) -> list[Revision]:
     return named + sorted(commits, key=lambda revision: revision.date, reverse=True)
 
 
-def _revision(root: str, name: str, kind: Kind, commit: str) -> Revision:
+def _revision(root: str, name: str, kind: RefKind, commit: str) -> Revision:
     date = datetime.fromtimestamp(0, UTC)
     try:
         date = datetime.fromtimestamp(os.stat(manifest_path(root, commit)).st_mtime, UTC)
-        manifest = read_manifest(root, commit)
+        manifest = read_commit_manifest(root, commit)
     except (FileNotFoundError, DamagedCheckpointError):
         return Revision(name, kind, commit, "", (), date, 0, is_damaged=True)
     return Revision(name, kind, commit, manifest.message, manifest.parents, date, manifest.size)
 
 
-def unreached(root: str) -> list[str]:
+def unreachable(root: str) -> list[str]:
     """The commits that no branch, tag or pull request leads to, directly or by way of parents.
 
     Raises:
@@ -60,5 +60,5 @@ def unreached(root: str) -> list[str]:
         commit = ends.pop()
         if commit in there and commit not in reached:
             reached.add(commit)
-            ends += read_manifest(root, commit).parents
+            ends += read_commit_manifest(root, commit).parents
     return sorted(there - reached)

@@ -14,10 +14,10 @@ from typing import Final
 
 from hfshard.constants import COPY_BYTES
 from hfshard.errors import DamagedCheckpointError, IntegrityError, MissingShardError
-from hfshard.hub.directory.manifest import commit_ids, read_manifest, snapshot_path
-from hfshard.hub.listing import RemoteFile
-from hfshard.storage.disk.content import Content, FileContent
-from hfshard.storage.disk.durable import UNSUPPORTED, rename, require_space, sync, sync_directory, write_all
+from hfshard.hub.directory.manifest import commit_ids, read_commit_manifest, snapshot_path
+from hfshard.hub.repo_tree import RemoteFile
+from hfshard.storage.disk.byte_source import ByteSource, FileSource
+from hfshard.storage.disk.fsops import UNSUPPORTED, rename, require_space, sync, sync_directory, write_all
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Stage:
     """Of the hub."""
     folder: str
     """Where the files go; it exists and is empty."""
-    on_bytes: OnBytes | None = None
+    progress_callback: OnBytes | None = None
     """Told of every block of new contents."""
     copied_bytes: int = 0
     """Bytes of new contents that were written."""
@@ -48,7 +48,7 @@ class Stage:
     _folders: set[str] = field(default_factory=set)
 
     def put(
-        self, kept: Mapping[str, RemoteFile], commit: str | None, adds: Mapping[str, Content]
+        self, kept: Mapping[str, RemoteFile], commit: str | None, adds: Mapping[str, ByteSource]
     ) -> dict[str, RemoteFile]:
         """Stage all files, and flush them.
 
@@ -66,7 +66,7 @@ class Stage:
             DamagedCheckpointError: A file to keep is missing or has another size.
         """
         self._folders.add(self.folder)
-        copies: list[tuple[str, Content, RemoteFile | None]] = []
+        copies: list[tuple[str, ByteSource, RemoteFile | None]] = []
         if commit is not None:
             copies += self._keep(kept, commit)
         files = dict(kept)
@@ -88,14 +88,14 @@ class Stage:
             sync_directory(made)
         return files
 
-    def _keep(self, kept: Mapping[str, RemoteFile], commit: str) -> Iterator[tuple[str, Content, RemoteFile | None]]:
+    def _keep(self, kept: Mapping[str, RemoteFile], commit: str) -> Iterator[tuple[str, ByteSource, RemoteFile | None]]:
         """Link the files of another commit; those that can't be linked come back, to be copied."""
         source = snapshot_path(self.root, commit)
         found = check_snapshot(source, kept)
         for path, file in kept.items():
             old = os.path.join(source, path)
             if not share(old, self._target(path), found[path]):
-                yield path, FileContent(old, file.size, file.sha256), file
+                yield path, FileSource(old, file.size, file.sha256), file
 
     def _target(self, path: str) -> str:
         """Where a path of the repo goes; the folders above it are made."""
@@ -130,7 +130,7 @@ class Stage:
             self._known = {}
             for commit in commit_ids(self.root):
                 try:
-                    files = read_manifest(self.root, commit).files
+                    files = read_commit_manifest(self.root, commit).files
                 except DamagedCheckpointError as error:
                     logger.warning("Commit %s is passed over: %s", commit, error)
                     continue
@@ -139,7 +139,7 @@ class Stage:
                     self._known.setdefault(str(file.sha256), []).append(where)
         return self._known.get(sha256, [])
 
-    def _copy(self, path: str, content: Content, *, is_new: bool) -> RemoteFile:
+    def _copy(self, path: str, content: ByteSource, *, is_new: bool) -> RemoteFile:
         target = self._target(path)
         hasher, size = hashlib.sha256(), 0
         fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -170,8 +170,8 @@ class Stage:
         if self._link_known(sha256, size, second):
             rename(second, target)
 
-    def _refuse(self, path: str, content: Content, size: int, actual: str) -> None:
-        where = content.path if isinstance(content, FileContent) else path
+    def _refuse(self, path: str, content: ByteSource, size: int, actual: str) -> None:
+        where = content.path if isinstance(content, FileSource) else path
         expected = content.sha256 if size == content.size else content.size
         found = actual if size == content.size else size
         raise IntegrityError(
@@ -184,8 +184,8 @@ class Stage:
         )
 
     def _tell(self, count: int) -> None:
-        if self.on_bytes is not None:
-            self.on_bytes(count)
+        if self.progress_callback is not None:
+            self.progress_callback(count)
 
 
 def check_snapshot(folder: str, files: Mapping[str, RemoteFile]) -> dict[str, os.stat_result]:

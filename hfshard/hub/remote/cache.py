@@ -17,8 +17,8 @@ from huggingface_hub import constants
 from huggingface_hub.utils import WeakFileLock
 
 from hfshard.errors import HubError, UnsafePathError
-from hfshard.hub.listing import RemoteFile
-from hfshard.storage.disk.durable import sync_directory
+from hfshard.hub.repo_tree import RemoteFile
+from hfshard.storage.disk.fsops import sync_directory
 
 logger = logging.getLogger(__name__)
 

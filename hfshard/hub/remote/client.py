@@ -31,7 +31,7 @@ from hfshard.errors import (
     HubNotFoundError,
     InvalidArgumentError,
 )
-from hfshard.hub.listing import Listing, RemoteFile
+from hfshard.hub.repo_tree import RemoteFile, RepoTree
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def offline_variable() -> str:
 
 
 @contextmanager
-def speaking(repo_id: str, token: str | bool | None, *, revision: str | None = None) -> Iterator[None]:
+def translate_hub_errors(repo_id: str, token: str | bool | None, *, revision: str | None = None) -> Iterator[None]:
     """Turn what huggingface_hub raises into hfshard's errors, which say which token was used and what to do.
 
     Raises:
@@ -133,12 +133,12 @@ def speaking(repo_id: str, token: str | bool | None, *, revision: str | None = N
         ) from error
 
 
-def listing_of(api: HfApi, repo_id: str, revision: str | None) -> Listing:
+def tree_of(api: HfApi, repo_id: str, revision: str | None) -> RepoTree:
     """The commit that a revision is at, and its files, by one request.
 
     Raises:
         HubConnectionError: What answers is no Hub: a login page of the network, or a proxy.
-        Whatever huggingface_hub raises; see `speaking`.
+        Whatever huggingface_hub raises; see `translate_hub_errors`.
     """
     try:
         info = api.model_info(
@@ -162,7 +162,7 @@ def listing_of(api: HfApi, repo_id: str, revision: str | None) -> Listing:
             "proxy, or a wrong HF_ENDPOINT. Open the address in a browser.",
             path=repo_id,
         ) from error
-    return Listing(info.sha or "", files)
+    return RepoTree(info.sha or "", files)
 
 
 def ask(
@@ -171,11 +171,11 @@ def ask(
     """Ask the Hub what may be asked twice: again, where it is busy or its answer is lost.
 
     Raises:
-        As `speaking`.
+        As `translate_hub_errors`.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            with speaking(repo_id, token, revision=revision):
+            with translate_hub_errors(repo_id, token, revision=revision):
                 return question()
         except HubConnectionError as error:
             cause = error.__cause__

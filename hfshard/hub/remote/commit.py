@@ -12,11 +12,18 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, SAFETENSORS_SUFFIX
 from hfshard.errors import HfshardError, HubConnectionError, HubError
-from hfshard.hub.listing import Listing, PushResult, StaleParentError
 from hfshard.hub.push_plan import is_same
-from hfshard.hub.remote.client import ATTEMPTS, is_passing, speaking, status_of, transport_errors, wait_before
+from hfshard.hub.remote.client import (
+    ATTEMPTS,
+    is_passing,
+    status_of,
+    translate_hub_errors,
+    transport_errors,
+    wait_before,
+)
 from hfshard.hub.remote.uploads import close_readers, operations_for, rewind_readers
-from hfshard.storage.disk.content import Content
+from hfshard.hub.repo_tree import PushResult, RepoTree, StaleParentError
+from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.format.names import INDEX_FILE
 
 logger = logging.getLogger(__name__)
@@ -33,7 +40,7 @@ _MUST_GO: Final = (SAFETENSORS_SUFFIX, BIN_SUFFIX, CONFIG_NAME)
 class CommitRequest:
     """What one commit is to bring about."""
 
-    changes: Mapping[str, Content | None]
+    changes: Mapping[str, ByteSource | None]
     """Path in the repo -> new contents, or None to delete."""
     parent: str | None
     revision: str | None
@@ -46,14 +53,14 @@ class RemoteCommit:
     """A commit that is being made."""
 
     def __init__(
-        self, api: HfApi, repo_id: str, request: CommitRequest, listing: Callable[[str | None], Listing | None]
+        self, api: HfApi, repo_id: str, request: CommitRequest, listing: Callable[[str | None], RepoTree | None]
     ) -> None:
         """Take the client, the repo, what to do, and what tells the files at a revision."""
         self.api, self.repo_id, self.request, self._listing = api, repo_id, request, listing
         self.failures: tuple[type[Exception], ...] = (HfHubHTTPError, *transport_errors())
         self.upload_failures: tuple[type[Exception], ...] = (RuntimeError, *self.failures)  # huggingface_hub wraps them
 
-    def make(self, *, by_xet: bool, on_bytes: Callable[[int], object]) -> PushResult:
+    def make(self, *, by_xet: bool, progress_callback: Callable[[int], object]) -> PushResult:
         """Upload what the Hub has not, and commit.
 
         Raises:
@@ -61,9 +68,9 @@ class RemoteCommit:
             HubError: The Hub refused, or stopped answering; no commit was made.
             IntegrityError: A file is not what its checksum was made of; no commit was made.
         """
-        operations = operations_for(self.request.changes, by_xet=by_xet, on_bytes=on_bytes)
+        operations = operations_for(self.request.changes, by_xet=by_xet, progress_callback=progress_callback)
         try:
-            with speaking(self.repo_id, self.api.token, revision=self.request.revision):
+            with translate_hub_errors(self.repo_id, self.api.token, revision=self.request.revision):
                 self._upload(operations)
                 return self._make(operations)
         finally:
@@ -165,7 +172,7 @@ class RemoteCommit:
                 return PushResult(found.commit, self._url(found.commit), pull.url)
         return None
 
-    def _holds(self, listing: Listing) -> bool:
+    def _holds(self, listing: RepoTree) -> bool:
         """Whether a commit holds all that this one was to bring about."""
         for path, content in self.request.changes.items():
             there = listing.files.get(path)

@@ -15,10 +15,10 @@ from huggingface_hub import hf_hub_url
 
 from hfshard.constants import COPY_BYTES
 from hfshard.errors import IntegrityError, NotEnoughSpaceError
-from hfshard.hub.listing import RemoteFile
 from hfshard.hub.remote.cache import RepoCache
-from hfshard.hub.remote.transport import Remote, StoppedError
-from hfshard.storage.disk.durable import require_space, sync
+from hfshard.hub.remote.transport import HubReader, StoppedError
+from hfshard.hub.repo_tree import RemoteFile
+from hfshard.storage.disk.fsops import require_space, sync
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +26,13 @@ THREADS: Final = 8
 """Files that come at once: as many as huggingface_hub's own."""
 
 
-def bring(
-    remote: Remote,
+def download(
+    remote: HubReader,
     cache: RepoCache,
     paths: Collection[str],
     *,
     force: bool = False,
-    on_bytes: Callable[[int], object] | None = None,
+    progress_callback: Callable[[int], object] | None = None,
 ) -> None:
     """Bring files into the cache; what is there already is only linked.
 
@@ -41,7 +41,7 @@ def bring(
         cache: Where they go.
         paths: In the repo.
         force: Fetch them even so.
-        on_bytes: Told the bytes that are done, from any thread; in all `bytes_to_bring`.
+        progress_callback: Told the bytes that are done, from any thread; in all `bytes_to_download`.
 
     Raises:
         IntegrityError: The bytes of a file are not those that the Hub lists; the file is not in the cache.
@@ -58,9 +58,9 @@ def bring(
         paths_of.setdefault(cache.blob(files[path]), []).append(path)
     todo = {same[0]: same for same in paths_of.values() if force or not cache.has_blob(files[same[0]])}
     _check_space(cache, [files[path] for path in todo])
-    remote.announce(todo)
-    job = _Bringing(remote, cache, force=force, on_bytes=on_bytes)
-    in_threads(lambda path: job.bring(todo[path]), todo, remote.stop)
+    remote.prefetch_urls(todo)
+    job = _Downloader(remote, cache, force=force, progress_callback=progress_callback)
+    in_threads(lambda path: job.download(todo[path]), todo, remote.stop)
     for path in missing:
         if not cache.holds(commit, path, files[path]):
             cache.link(commit, path, files[path])
@@ -68,22 +68,22 @@ def bring(
         cache.sync()
 
 
-def bytes_to_bring(remote: Remote, cache: RepoCache, paths: Collection[str], *, force: bool = False) -> int:
-    """How many bytes `bring` has to bring."""
+def bytes_to_download(remote: HubReader, cache: RepoCache, paths: Collection[str], *, force: bool = False) -> int:
+    """How many bytes `download` has to bring."""
     files = {cache.blob(file): file for path in paths if (file := remote.listing.files[path])}
     return sum(file.size for file in files.values() if force or not cache.has_blob(file))
 
 
-class _Bringing:
-    """One call of `bring`."""
+class _Downloader:
+    """One call of `download`."""
 
     def __init__(
-        self, remote: Remote, cache: RepoCache, *, force: bool, on_bytes: Callable[[int], object] | None
+        self, remote: HubReader, cache: RepoCache, *, force: bool, progress_callback: Callable[[int], object] | None
     ) -> None:
         self.remote, self.cache, self.force = remote, cache, force
-        self.on_bytes = on_bytes or (lambda count: None)
+        self.progress_callback = progress_callback or (lambda count: None)
 
-    def bring(self, paths: list[str]) -> None:
+    def download(self, paths: list[str]) -> None:
         """One file, under all the names that it has."""
         path = paths[0]
         file = self.remote.listing.files[path]
@@ -91,7 +91,7 @@ class _Bringing:
             if not is_held:
                 raise StoppedError
             if not self.force and self.cache.has_blob(file):
-                self.on_bytes(file.size)  # another process brought it meanwhile
+                self.progress_callback(file.size)  # another process brought it meanwhile
                 return
             partial = self.cache.partial(file)
             fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -113,13 +113,13 @@ class _Bringing:
             before = self._prefix(fd, file, hasher)
             if before:
                 logger.info("'%s' goes on at byte %d of %d.", path, before, file.size)
-            self.on_bytes(before)
+            self.progress_callback(before)
             at = before
             for block in self.remote.read(path, before, file.size, remedy=lambda at: _kept(at, partial)):
                 _write(fd, block, at)
                 hasher.update(block)
                 at += len(block)
-                self.on_bytes(len(block))
+                self.progress_callback(len(block))
             found = hasher.hexdigest()
             if found == file.etag:
                 return
@@ -127,7 +127,7 @@ class _Bringing:
             if not before:
                 break
             # What an earlier pull left may have been torn by a power cut: once more, from the first byte.
-            self.on_bytes(-file.size)
+            self.progress_callback(-file.size)
         os.unlink(partial)
         kind = "sha256" if file.sha256 is not None else "git hash"
         raise IntegrityError(

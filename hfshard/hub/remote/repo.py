@@ -12,13 +12,13 @@ from huggingface_hub.errors import RevisionNotFoundError
 from hfshard.constants import MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
 from hfshard.errors import HubError, HubNotFoundError, IntegrityError
 from hfshard.hub.directory.refs import full_name
-from hfshard.hub.listing import Listing, PushResult
 from hfshard.hub.push_plan import is_same
-from hfshard.hub.remote.client import ask, listing_of
+from hfshard.hub.remote.client import ask, tree_of
 from hfshard.hub.remote.commit import CommitRequest, RemoteCommit
-from hfshard.hub.remote.transport import Remote
+from hfshard.hub.remote.transport import HubReader
 from hfshard.hub.remote.uploads import server_has_xet
-from hfshard.storage.disk.content import BytesContent, Content
+from hfshard.hub.repo_tree import PushResult, RepoTree
+from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 
 MAX_COMMIT_FILES: Final = 256
 """Files that one commit adds before shards go ahead in commits of their own: huggingface_hub asks the Hub about so many
@@ -36,7 +36,7 @@ class _Api(HfApi):
             super()._validate_yaml(content, **kwargs)
 
 
-class RemoteRepo:
+class HubRepo:
     """A repo on the Hub that is to be pushed to."""
 
     def __init__(self, repo_id: str, *, token: str | bool | None, private: bool | None) -> None:
@@ -49,11 +49,11 @@ class RemoteRepo:
         self._api = _Api(token=token)
         make = partial(self._api.create_repo, repo_id, private=private, exist_ok=True)
         self.repo_id = ask(repo_id, token, make).repo_id
-        self._known: Listing | None = None
+        self._known: RepoTree | None = None
         self._branches = {"main"}
         """Names that are known to be branches."""
 
-    def listing(self, revision: str | None) -> Listing | None:
+    def listing(self, revision: str | None) -> RepoTree | None:
         """The files at a revision; None where there is no such branch yet.
 
         Raises:
@@ -62,9 +62,9 @@ class RemoteRepo:
         self._known = ask(self.repo_id, self.token, partial(self._listing, revision), revision=revision)
         return self._known
 
-    def _listing(self, revision: str | None) -> Listing | None:
+    def _listing(self, revision: str | None) -> RepoTree | None:
         try:
-            return listing_of(self._api, self.repo_id, revision)
+            return tree_of(self._api, self.repo_id, revision)
         except RevisionNotFoundError:
             return None
 
@@ -96,8 +96,8 @@ class RemoteRepo:
             raise HubNotFoundError(f"'{self.repo_id}' has no '{path}' at {commit}.", path=path)
         if known.files[path].size > MAX_INDEX_BYTES:
             raise HubError(f"'{path}' of '{self.repo_id}' is too large to be what its name says.", path=path)
-        raw = Remote(self.repo_id, known, self.token).read_all(path)
-        if not is_same(BytesContent(raw), known.files[path]):
+        raw = HubReader(self.repo_id, known, self.token).read_all(path)
+        if not is_same(BytesSource(raw), known.files[path]):
             raise IntegrityError(f"'{path}' of '{self.repo_id}' came damaged. Run it again.", path=path)
         return raw
 
@@ -107,14 +107,14 @@ class RemoteRepo:
 
     def commit(
         self,
-        changes: Mapping[str, Content | None],
+        changes: Mapping[str, ByteSource | None],
         *,
         parent: str | None,
         revision: str | None,
         message: str,
         description: str | None,
         create_pr: bool,
-        on_bytes: Callable[[int], object] | None,
+        progress_callback: Callable[[int], object] | None,
     ) -> PushResult:
         """Upload what the Hub has not, and commit; shards of new names go ahead where they are very many.
 
@@ -124,15 +124,17 @@ class RemoteRepo:
         """
         if revision is not None and not create_pr:
             self._refuse_fixed(revision)
-        sent = _Counter(on_bytes)
-        self._api.trusts_card = isinstance(changes.get(README), BytesContent)  # the user's own is a file
+        sent = _Counter(progress_callback)
+        self._api.trusts_card = isinstance(changes.get(README), BytesSource)  # the user's own is a file
         by_xet = self._has_xet()
         batches = _batches(changes, self._known.files if self._known is not None else {})
         result, pr_url = None, None
         for number, batch in enumerate(batches, 1):
             title = message if number == len(batches) else f"{message} (shards, part {number} of {len(batches) - 1})"
             request = CommitRequest(batch, parent, revision, title, description, create_pr)
-            result = RemoteCommit(self._api, self.repo_id, request, self.listing).make(by_xet=by_xet, on_bytes=sent)
+            result = RemoteCommit(self._api, self.repo_id, request, self.listing).make(
+                by_xet=by_xet, progress_callback=sent
+            )
             if result.pr_url is not None:  # what follows goes on the pull request that the first commit opened
                 pr_url, revision, create_pr = result.pr_url, _pr_revision(result.pr_url), False
             parent = result.commit
@@ -160,8 +162,8 @@ class RemoteRepo:
 class _Counter:
     """Counts bytes, and passes them on."""
 
-    def __init__(self, on_bytes: Callable[[int], object] | None) -> None:
-        self.count, self._on_bytes = 0, on_bytes
+    def __init__(self, progress_callback: Callable[[int], object] | None) -> None:
+        self.count, self._on_bytes = 0, progress_callback
 
     def __call__(self, nbytes: int) -> None:
         self.count += nbytes
@@ -169,7 +171,7 @@ class _Counter:
             self._on_bytes(nbytes)
 
 
-def _batches(changes: Mapping[str, Content | None], there: Mapping[str, Any]) -> list[dict[str, Content | None]]:
+def _batches(changes: Mapping[str, ByteSource | None], there: Mapping[str, Any]) -> list[dict[str, ByteSource | None]]:
     """One batch; or, where the files are very many, first shards whose names nothing has, so that no commit mixes."""
     if len(changes) <= MAX_COMMIT_FILES:
         return [dict(changes)]
@@ -178,7 +180,7 @@ def _batches(changes: Mapping[str, Content | None], there: Mapping[str, Any]) ->
         for path, content in sorted(changes.items())
         if content is not None and path.endswith(SAFETENSORS_SUFFIX) and path not in there and "-of-" in path
     ]
-    batches: list[dict[str, Content | None]] = [
+    batches: list[dict[str, ByteSource | None]] = [
         {path: changes[path] for path in early[at : at + MAX_COMMIT_FILES]}
         for at in range(0, len(early), MAX_COMMIT_FILES)
     ]

@@ -13,8 +13,8 @@ from huggingface_hub import constants, get_session, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from hfshard.errors import HubConnectionError, HubError
-from hfshard.hub.listing import Listing
-from hfshard.hub.remote.client import retry_after, speaking, transport_errors
+from hfshard.hub.remote.client import retry_after, translate_hub_errors, transport_errors
+from hfshard.hub.repo_tree import RepoTree
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class _TryAgainError(Exception):
         self.wait_seconds = wait_seconds
 
 
-class Patience:
+class RetryPolicy:
     """Counts failures in a row, and waits between them."""
 
     def __init__(self, stop: threading.Event | None = None, failures: int = len(RETRY_SECONDS)) -> None:
@@ -75,11 +75,11 @@ class Patience:
         return True
 
 
-class Remote:
+class HubReader:
     """The files of one commit, to be read by whatever way the server has."""
 
     def __init__(
-        self, repo_id: str, listing: Listing, token: str | bool | None, stop: threading.Event | None = None
+        self, repo_id: str, listing: RepoTree, token: str | bool | None, stop: threading.Event | None = None
     ) -> None:
         """Send nothing yet.
 
@@ -96,7 +96,7 @@ class Remote:
         self._refused: set[str] = set()
         self._lock = threading.Lock()
 
-    def announce(self, paths: Collection[str]) -> None:
+    def prefetch_urls(self, paths: Collection[str]) -> None:
         """Tell which files will be read, so that one request asks for the storage URLs of all."""
         with self._lock:
             for path in paths:
@@ -120,7 +120,7 @@ class Remote:
             HubAccessError, HubNotFoundError, HubError: The server refuses.
             StoppedError: `stop` was set.
         """
-        at, patience, by_range = start, Patience(self.stop), True
+        at, patience, by_range = start, RetryPolicy(self.stop), True
         failures: tuple[type[Exception], ...] = (_TryAgainError, *transport_errors())
         while at < end:
             patience.check()
@@ -191,7 +191,7 @@ class Remote:
             with self._lock:
                 self._urls.pop(oid or "", None)  # it has expired: a new one is asked for
             raise _TryAgainError(f"{problem}, the URL has expired", wait_seconds=0.0)
-        with speaking(self.repo_id, self.token, revision=self.listing.commit):
+        with translate_hub_errors(self.repo_id, self.token, revision=self.listing.commit):
             response.read()
             hf_raise_for_status(response)
         raise HubError(f"{problem}, which is neither a file nor an error that is known.", path=self.repo_id)

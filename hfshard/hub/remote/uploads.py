@@ -18,7 +18,7 @@ from huggingface_hub.utils import build_hf_headers
 
 from hfshard._util.threads import in_threads
 from hfshard.errors import IntegrityError
-from hfshard.storage.disk.content import Content, FileContent, sha256_of_content
+from hfshard.storage.disk.byte_source import ByteSource, FileSource, sha256_of_source
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _SAMPLE_BYTES: Final = 512
 
 
 def operations_for(
-    changes: Mapping[str, Content | None], *, by_xet: bool, on_bytes: Callable[[int], object] | None
+    changes: Mapping[str, ByteSource | None], *, by_xet: bool, progress_callback: Callable[[int], object] | None
 ) -> list[CommitOperationAdd | CommitOperationDelete]:
     """The operations of a commit.
 
@@ -45,7 +45,7 @@ def operations_for(
     Args:
         changes: Path in the repo -> new contents, or None to delete.
         by_xet: Whether the server has Xet.
-        on_bytes: Told the bytes that are read to be sent.
+        progress_callback: Told the bytes that are read to be sent.
     """
     adds = {path: content for path, content in sorted(changes.items()) if content is not None}
     known = in_threads(_hash_and_sample, adds.items(), _HASHERS)
@@ -55,18 +55,18 @@ def operations_for(
     for (path, content), (sha256, sample) in zip(adds.items(), known, strict=True):
         operation = CommitOperationAdd(path_in_repo=path, path_or_fileobj=b"")
         operation.upload_info = UploadInfo(size=content.size, sample=sample, sha256=bytes.fromhex(sha256))
-        if by_xet and isinstance(content, FileContent):
+        if by_xet and isinstance(content, FileSource):
             operation.path_or_fileobj = content.path
         else:
-            operation.path_or_fileobj = cast(BinaryIO, CheckedReader(path, content, sha256, on_bytes))
+            operation.path_or_fileobj = cast(BinaryIO, CheckedReader(path, content, sha256, progress_callback))
         operations.append(operation)
     return operations
 
 
-def _hash_and_sample(item: tuple[str, Content], stop: threading.Event) -> tuple[str, bytes]:
+def _hash_and_sample(item: tuple[str, ByteSource], stop: threading.Event) -> tuple[str, bytes]:
     path, content = item
     try:
-        sha256 = sha256_of_content(content, stop)
+        sha256 = sha256_of_source(content, stop)
         with content.open() as reader:
             return sha256, reader.read(_SAMPLE_BYTES)
     except FileNotFoundError as error:
@@ -108,7 +108,7 @@ class CheckedReader(io.BufferedIOBase):
     """
 
     def __init__(
-        self, name: str, content: Content, sha256: str, on_bytes: Callable[[int], object] | None = None
+        self, name: str, content: ByteSource, sha256: str, progress_callback: Callable[[int], object] | None = None
     ) -> None:
         """Take what is to be sent.
 
@@ -116,9 +116,9 @@ class CheckedReader(io.BufferedIOBase):
             name: For messages.
             content: The bytes.
             sha256: In hex, as announced.
-            on_bytes: Told the bytes that are read; bytes that are read again are counted once.
+            progress_callback: Told the bytes that are read; bytes that are read again are counted once.
         """
-        self._name, self._content, self._sha256, self._on_bytes = name, content, sha256, on_bytes
+        self._name, self._content, self._sha256, self._on_bytes = name, content, sha256, progress_callback
         self._reader: io.BufferedIOBase | None = None
         self._position = 0
         self._hasher: Any = hashlib.sha256()

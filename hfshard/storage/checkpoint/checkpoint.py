@@ -20,12 +20,18 @@ from hfshard.constants import (
 )
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError
 from hfshard.storage.checkpoint.checks import check_digests, check_keys, check_records
-from hfshard.storage.checkpoint.locate import Located, explicit_of, locate_entry, read_config, stamp_of
+from hfshard.storage.checkpoint.locate import (
+    WeightsEntry,
+    checked_weights_override,
+    find_weights,
+    read_config,
+    state_token,
+)
 from hfshard.storage.disk.safe_open import Identity, read_small
-from hfshard.storage.format.index import CheckpointIndex, check_aliases
+from hfshard.storage.format.index import CheckpointIndex, check_tied_names
 from hfshard.storage.format.names import MODEL_BASE, WeightNames
 from hfshard.storage.weights.pickle_file import PickleFile
-from hfshard.storage.weights.shard_file import ShardFile
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.storage.weights.tensor_reader import ReadMode, read_from
 
 Verify = Literal["none", "structure", "full", "sha256"]
@@ -48,9 +54,9 @@ class OpenCheckpoint:
 
     directory: str
     names: WeightNames
-    located: Located
+    located: WeightsEntry
     index: CheckpointIndex
-    shards: dict[str, ShardFile] = field(default_factory=dict)
+    shards: dict[str, SafetensorsFile] = field(default_factory=dict)
     pickles: dict[str, PickleFile] = field(default_factory=dict)
     explicit: str | None = None
     """The weights that config.json names, if it does."""
@@ -65,7 +71,7 @@ class OpenCheckpoint:
     @property
     def keys(self) -> list[str]:
         """FQNs of the stored tensors, in the order of the files and of the bytes in them."""
-        stored = [name for shard in self.shards.values() for name in shard.header.slots]
+        stored = [name for shard in self.shards.values() for name in shard.header.tensors]
         return stored + [name for pickled in self.pickles.values() for name in pickled.tensors]
 
     def read(
@@ -73,7 +79,7 @@ class OpenCheckpoint:
     ) -> dict[str, torch.Tensor]:
         """Stored tensors by their FQNs, in the order of the names (see `tensor_reader.read_from`)."""
         device, wanted = torch.device(device), set(names)
-        held = [(shard, [name for name in shard.header.slots if name in wanted]) for shard in self.shards.values()]
+        held = [(shard, [name for name in shard.header.tensors if name in wanted]) for shard in self.shards.values()]
         tensors = read_from(held, read, device)
         for pickled in self.pickles.values():
             tensors |= {name: tensor.to(device) for name, tensor in pickled.tensors.items() if name in wanted}
@@ -81,7 +87,7 @@ class OpenCheckpoint:
 
     def is_unchanged(self) -> bool:
         """Whether the directory still holds this checkpoint."""
-        return self.stamp == stamp_of(self.directory, self.names, self.explicit)
+        return self.stamp == state_token(self.directory, self.names, self.explicit)
 
     def close(self) -> None:
         """Close all files; mapped tensors stay valid."""
@@ -96,7 +102,7 @@ def open_checkpoint(
     variant: str | None = None,
     use_safetensors: bool | None = None,
     verify: Verify = "structure",
-    on_bytes: Callable[[int], object] | None = None,
+    progress_callback: Callable[[int], object] | None = None,
     files_of: FilesOf | None = None,
     base: str = MODEL_BASE,
     entry: str | None = None,
@@ -109,9 +115,9 @@ def open_checkpoint(
         directory: Where it lies.
         variant: As in `from_pretrained`.
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
-        verify: "none": only what reading needs; "structure": sizes, samples and the total too; "full" (or
+        verify: "none": only what reading needs; "structure": sizes, fingerprints and the total too; "full" (or
             "sha256"): the checksums of all files too.
-        on_bytes: Told the bytes that were checked, from any thread.
+        progress_callback: Told the bytes that were checked, from any thread.
         files_of: Where there is an index: which of its files to open and check; the others need not be there.
         base: Begins the names of its files.
         entry: Name of the index or single file to enter by, whatever else lies there. None: as transformers finds it.
@@ -126,7 +132,7 @@ def open_checkpoint(
     checkpoint = _open_until_whole(directory, WeightNames(variant, base), use_safetensors, verify, files_of, entry)
     try:
         if verify in ("full", "sha256"):
-            check_digests(checkpoint.entry, checkpoint.index, checkpoint.shards, on_bytes)
+            check_digests(checkpoint.entry, checkpoint.index, checkpoint.shards, progress_callback)
         yield checkpoint
     finally:
         checkpoint.close()
@@ -143,14 +149,14 @@ def _open_until_whole(
     last: HfshardError | None = None
     for _ in range(CHANGED_RETRIES):
         explicit = entry
-        before = stamp_of(directory, names, explicit)
+        before = state_token(directory, names, explicit)
         try:
-            explicit = entry or explicit_of(read_config(directory), directory, names)
-            before = (*before, *stamp_of(directory, names, explicit)[len(before) :])
-            located = locate_entry(directory, names, use_safetensors, explicit)
+            explicit = entry or checked_weights_override(read_config(directory), directory, names)
+            before = (*before, *state_token(directory, names, explicit)[len(before) :])
+            located = find_weights(directory, names, use_safetensors, explicit)
             checkpoint = _open_once(directory, names, located, verify, files_of)
         except HfshardError as error:
-            if before == stamp_of(directory, names, explicit):
+            if before == state_token(directory, names, explicit):
                 raise
             last = error
         else:
@@ -167,7 +173,7 @@ def _open_until_whole(
 
 
 def _open_once(
-    directory: str, names: WeightNames, located: Located, verify: Verify, files_of: FilesOf | None
+    directory: str, names: WeightNames, located: WeightsEntry, verify: Verify, files_of: FilesOf | None
 ) -> OpenCheckpoint:
     path = os.path.join(directory, located.name)
     if located.kind == "bin":
@@ -202,26 +208,26 @@ def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
     for file in sorted(wanted):
         path = os.path.join(directory, file)
         if checkpoint.located.kind == "index":
-            checkpoint.shards[file] = ShardFile(path, directory)
+            checkpoint.shards[file] = SafetensorsFile(path, directory)
         else:
             checkpoint.pickles[file] = PickleFile(path, directory)
-    contents = {file: list(shard.header.slots) for file, shard in checkpoint.shards.items()}
+    contents = {file: list(shard.header.tensors) for file, shard in checkpoint.shards.items()}
     contents |= {file: list(pickled.tensors) for file, pickled in checkpoint.pickles.items()}
     check_keys(checkpoint.entry, weight_map, contents)
 
 
-def _open_single(directory: str, names: WeightNames, located: Located) -> OpenCheckpoint:
-    shard = ShardFile(os.path.join(directory, located.name), directory)
+def _open_single(directory: str, names: WeightNames, located: WeightsEntry) -> OpenCheckpoint:
+    shard = SafetensorsFile(os.path.join(directory, located.name), directory)
     try:
-        slots, own = shard.header.slots, shard.own
-        check_aliases(own.aliases, slots, shard.path)
+        slots, own = shard.header.tensors, shard.own
+        check_tied_names(own.tied_names, slots, shard.path)
         index = CheckpointIndex(
             weight_map=dict.fromkeys(slots, located.name),
             total_size=shard.data_bytes,
             metadata={key: value for key, value in shard.header.metadata.items() if key != METADATA_KEY},
-            files={**own.files, located.name: own.digests} if own.digests.sample is not None else {},
-            aliases=own.aliases,
-            undeclared=own.undeclared,
+            files={**own.files, located.name: own.digests} if own.digests.fingerprint is not None else {},
+            tied_names=own.tied_names,
+            undeclared_ties=own.undeclared_ties,
         )
     except BaseException:
         shard.close()

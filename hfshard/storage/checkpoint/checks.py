@@ -10,11 +10,11 @@ from hfshard._util.threads import in_threads, stoppable
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
 from hfshard.storage.disk.safe_open import read_small
-from hfshard.storage.format.config_pointer import as_saved
-from hfshard.storage.format.index import CheckpointIndex, FileRecord
+from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import INDEX_FILE
-from hfshard.storage.weights.shard_file import ShardFile
+from hfshard.storage.format.weights_override import as_saved
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ def check_keys(entry: str, weight_map: Mapping[str, str], contents: Mapping[str,
             raise _key_error(path, name, f"is missing in it, and the index '{entry}' says that it is there")
 
 
-def check_records(entry: str, index: CheckpointIndex, shards: Mapping[str, ShardFile]) -> None:
-    """Every file of the size and sample that were recorded when it was saved, and all of them of the total size.
+def check_records(entry: str, index: CheckpointIndex, shards: Mapping[str, SafetensorsFile]) -> None:
+    """Every file of the size and fingerprint that were recorded when it was saved, and all of them of the total size.
 
     Raises:
         IntegrityError: A file is another one.
@@ -58,7 +58,7 @@ def check_records(entry: str, index: CheckpointIndex, shards: Mapping[str, Shard
     """
     for file, shard in shards.items():
         if file in index.files:
-            shard.check_record(index.files[file], sample=True)
+            shard.check_record(index.files[file], with_fingerprint=True)
     check_total(entry, index, sum(shard.data_bytes for shard in shards.values()))
 
 
@@ -80,7 +80,10 @@ def check_total(entry: str, index: CheckpointIndex, actual: int) -> None:
 
 
 def check_digests(
-    entry: str, index: CheckpointIndex, shards: Mapping[str, ShardFile], on_bytes: Callable[[int], object] | None
+    entry: str,
+    index: CheckpointIndex,
+    shards: Mapping[str, SafetensorsFile],
+    progress_callback: Callable[[int], object] | None,
 ) -> None:
     """Every byte of every file against its checksum, several files at once.
 
@@ -97,7 +100,9 @@ def check_digests(
             path=entry,
         )
     in_threads(
-        lambda file, stop: shards[file].check_digest(index.files[file], stoppable(on_bytes, stop), to_cache=True),
+        lambda file, stop: shards[file].check_digest(
+            index.files[file], stoppable(progress_callback, stop), keep_cached=True
+        ),
         sorted(shards, key=lambda file: -shards[file].size),
         FILES_AT_ONCE,
     )
@@ -106,7 +111,7 @@ def check_digests(
             check_small_file(os.path.dirname(entry), name, record)
 
 
-def check_small_file(directory: str, name: str, record: FileRecord) -> None:
+def check_small_file(directory: str, name: str, record: FileDigest) -> None:
     """Compare config.json or generation_config.json with what was recorded when it was saved.
 
     A variant shares these files with the weights beside it, and the last save of either writes them: what any
@@ -136,11 +141,11 @@ def _recorded_by_others(directory: str, name: str) -> set[str | None]:
         try:
             if INDEX_FILE.fullmatch(file):
                 raw, _ = read_small(path, directory, MAX_INDEX_BYTES)
-                found.add(CheckpointIndex.from_json(raw, path).files.get(name, FileRecord()).sha256)
+                found.add(CheckpointIndex.from_json(raw, path).files.get(name, FileDigest()).sha256)
             elif file.endswith(SAFETENSORS_SUFFIX):
-                shard = ShardFile(path, directory)
+                shard = SafetensorsFile(path, directory)
                 shard.close()
-                found.add(shard.own.files.get(name, FileRecord()).sha256)
+                found.add(shard.own.files.get(name, FileDigest()).sha256)
         except HfshardError as error:
             logger.debug("'%s' records nothing that can be read: %s", path, error)
     return found

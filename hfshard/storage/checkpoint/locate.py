@@ -21,39 +21,43 @@ from hfshard.storage.disk.safe_open import Identity, identity_of, read_small
 from hfshard.storage.format.names import MODEL_BASE, WeightNames, check_file_name
 from hfshard.storage.format.strict_json import parse_json_object
 
-Kind = Literal["single", "index", "bin", "bin_index"]
+WeightsKind = Literal["single", "index", "bin", "bin_index"]
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class WeightsEntry:
     """The file that a checkpoint is entered by."""
 
-    kind: Kind
+    kind: WeightsKind
     name: str
 
 
-def locate_checkpoint(directory: str, names: WeightNames, use_safetensors: bool | None = None) -> Located:
+def locate_checkpoint(directory: str, names: WeightNames, use_safetensors: bool | None = None) -> WeightsEntry:
     """Find the file that a checkpoint is entered by, as transformers does.
 
     Raises:
         CheckpointNotFoundError: There is none.
         DamagedCheckpointError, UnsafePathError: config.json is no JSON, or names weights outside the directory.
     """
-    return locate_entry(directory, names, use_safetensors, explicit_of(read_config(directory), directory, names))
+    return find_weights(
+        directory, names, use_safetensors, checked_weights_override(read_config(directory), directory, names)
+    )
 
 
-def locate_entry(directory: str, names: WeightNames, use_safetensors: bool | None, explicit: str | None) -> Located:
+def find_weights(
+    directory: str, names: WeightNames, use_safetensors: bool | None, explicit: str | None
+) -> WeightsEntry:
     """`locate_checkpoint` where the config was read already: `explicit` is what it names."""
     if explicit is not None:
-        return Located("index" if explicit.endswith(INDEX_SUFFIX) else "single", explicit)
-    candidates: list[tuple[Kind, str]] = []
+        return WeightsEntry("index" if explicit.endswith(INDEX_SUFFIX) else "single", explicit)
+    candidates: list[tuple[WeightsKind, str]] = []
     if use_safetensors is not False:
         candidates += [("single", names.single), ("index", names.index)]
     if not use_safetensors:
         candidates += [("bin", names.bin_single), ("bin_index", names.bin_index)]
     for kind, name in candidates:
         if os.path.lexists(os.path.join(directory, name)):
-            return Located(kind, name)
+            return WeightsEntry(kind, name)
     raise _not_found(directory, names, [name for _, name in candidates])
 
 
@@ -99,7 +103,7 @@ def check_generation_config(directory: str) -> None:
         parse_json_object(raw, path=path, what="Generation config", remedy=remedy)
 
 
-def explicit_of(config: bytes | None, directory: str, names: WeightNames) -> str | None:
+def checked_weights_override(config: bytes | None, directory: str, names: WeightNames) -> str | None:
     """The weights that config.json tells every reader to load, if it does."""
     if config is None or names.base != MODEL_BASE:
         return None
@@ -121,7 +125,7 @@ def explicit_of(config: bytes | None, directory: str, names: WeightNames) -> str
     return value
 
 
-def stamp_of(directory: str, names: WeightNames, explicit: str | None) -> tuple[Identity | None, ...]:
+def state_token(directory: str, names: WeightNames, explicit: str | None) -> tuple[Identity | None, ...]:
     """The identities of all files that tell whether the checkpoint was replaced."""
     files = [CONFIG_NAME, names.single, names.index, names.bin_single, names.bin_index]
     return tuple(_identity(os.path.join(directory, name)) for name in files + ([explicit] if explicit else []))

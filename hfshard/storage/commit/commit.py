@@ -17,10 +17,10 @@ from typing import Final
 
 from hfshard.constants import MAX_CONFIG_BYTES, STAGING_DIRECTORY
 from hfshard.errors import CommitUnfinishedError, SaveDirectoryError
+from hfshard.storage.commit.commit_plan import CommitPlan, CommitStep
 from hfshard.storage.commit.directory_state import DirectoryState, read_state
-from hfshard.storage.commit.removals import note_removals
-from hfshard.storage.commit.transition import Step, Transition
-from hfshard.storage.disk.durable import (
+from hfshard.storage.commit.pending_deletes import note_pending_deletes
+from hfshard.storage.disk.fsops import (
     can_link,
     locked_directory,
     make_directories,
@@ -102,7 +102,7 @@ class SaveSession:
         for name in os.listdir(self.staging):
             os.unlink(os.path.join(self.staging, name))
 
-    def commit(self, transition: Transition) -> None:
+    def commit(self, transition: CommitPlan) -> None:
         """Stage the small files, then carry out the steps.
 
         Raises:
@@ -121,14 +121,14 @@ class SaveSession:
             self.is_committed = True
             self._steps_after_commit(transition.steps[done:])
 
-    def _note_removals(self, steps: list[Step]) -> None:
+    def _note_removals(self, steps: list[CommitStep]) -> None:
         """Our own shards are known for ours when nothing names them any more; others have to be noted."""
         ours = self.state.index.files if self.state.index is not None else {}
         doomed = [step.target for step in steps if step.kind == "remove" and self.state.names.is_shard(step.target)]
         if foreign := [name for name in doomed if name not in ours]:
-            note_removals(self.directory, foreign, next(step.source for step in steps if step.is_commit))
+            note_pending_deletes(self.directory, foreign, next(step.source for step in steps if step.is_commit))
 
-    def _steps_to_commit(self, steps: list[Step], was_interrupted: Callable[[], bool]) -> int:
+    def _steps_to_commit(self, steps: list[CommitStep], was_interrupted: Callable[[], bool]) -> int:
         undo: list[Callable[[], None]] = []
         end = next(position for position, step in enumerate(steps) if step.is_commit) + 1
         try:
@@ -136,7 +136,7 @@ class SaveSession:
                 if was_interrupted():
                     raise KeyboardInterrupt
                 undo.append(self._undo_of(step))
-                self._carry_out(step)
+                self._execute(step)
         except BaseException:
             for undo_step in reversed(undo):
                 try:
@@ -146,10 +146,10 @@ class SaveSession:
             raise
         return end
 
-    def _steps_after_commit(self, steps: list[Step]) -> None:
+    def _steps_after_commit(self, steps: list[CommitStep]) -> None:
         for step in steps:
             try:
-                self._carry_out(step)
+                self._execute(step)
             except OSError as error:
                 self.is_unfinished = True
                 raise CommitUnfinishedError(
@@ -158,7 +158,7 @@ class SaveSession:
                     path=self.directory,
                 ) from error
 
-    def _carry_out(self, step: Step) -> None:
+    def _execute(self, step: CommitStep) -> None:
         target = os.path.join(self.directory, step.target)
         if step.kind == "place":
             rename(os.path.join(self.staging, step.source), target)
@@ -171,7 +171,7 @@ class SaveSession:
         else:
             sync_directory(self.directory)
 
-    def _undo_of(self, step: Step) -> Callable[[], None]:
+    def _undo_of(self, step: CommitStep) -> Callable[[], None]:
         """What takes a step before the commit back: asked for before the step, right whether it came about or not."""
         if step.kind != "place":
             return lambda: None

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from hfshard.constants import CONFIG_NAME, EXPLICIT_WEIGHTS_KEY, MAX_CONFIG_BYTES, MAX_INDEX_BYTES
 from hfshard.errors import HfshardError
-from hfshard.storage.commit.removals import noted_removals
+from hfshard.storage.commit.pending_deletes import noted_pending_deletes
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
-from hfshard.storage.weights.shard_file import ShardFile
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
 
 def _wrecks(directory: str, names: WeightNames, unreferenced: Collection[str], *, is_known: bool) -> tuple[str, ...]:
     transient = [name for name in unreferenced if names.is_transient(name)]
-    noted = noted_removals(directory, names, unreferenced)
+    noted = noted_pending_deletes(directory, names, unreferenced)
     shards = [name for name in unreferenced if names.is_shard(name) and (name in noted or _is_ours(directory, name))]
     if not is_known:
         shards = []
@@ -118,11 +118,11 @@ def _read_config(directory: str, listing: frozenset[str]) -> tuple[bytes | None,
     if CONFIG_NAME not in listing:
         return None, None
     raw, _ = read_small(_at(directory, CONFIG_NAME), directory, MAX_CONFIG_BYTES)
-    explicit = explicit_weights(raw)
+    explicit = weights_override_of(raw)
     return raw, explicit if explicit in listing else None
 
 
-def explicit_weights(config: bytes) -> str | None:
+def weights_override_of(config: bytes) -> str | None:
     """The file that a config.json names as `transformers_weights`, if it does; None where it is not JSON."""
     try:
         value = json.loads(config)
@@ -150,20 +150,20 @@ def _references(index: CheckpointIndex | None) -> frozenset[str]:
 
 def _is_ours(directory: str, name: str) -> bool:
     try:
-        shard = ShardFile(_at(directory, name), directory)
+        shard = SafetensorsFile(_at(directory, name), directory)
     except HfshardError:
         return False
     shard.close()
-    return shard.is_ours
+    return shard.written_by_hfshard
 
 
 def _keys_of(directory: str, name: str) -> list[str]:
     try:
-        shard = ShardFile(_at(directory, name), directory)
+        shard = SafetensorsFile(_at(directory, name), directory)
     except HfshardError:
         return []
     shard.close()
-    return list(shard.header.slots)
+    return list(shard.header.tensors)
 
 
 def _union(sets: Iterable[frozenset[str]]) -> set[str]:

@@ -25,7 +25,7 @@ _PROBES: Final = 8
 
 
 def read_blocks(
-    fd: int, start: int, count_bytes: int, block_bytes: int = BLOCK_BYTES, *, to_cache: bool = False
+    fd: int, start: int, count_bytes: int, block_bytes: int = BLOCK_BYTES, *, keep_cached: bool = False
 ) -> Iterator[memoryview]:
     """Yield the bytes of a file from `start` on, in blocks of `block_bytes`; only the last one is shorter.
 
@@ -35,10 +35,10 @@ def read_blocks(
         fd: Open for reading; stays the caller's.
         start, count_bytes: The stretch.
         block_bytes: The size of a block.
-        to_cache: Whether the file is to be in the page cache afterwards, as it will be mapped.
+        keep_cached: Whether the file is to be in the page cache afterwards, as it will be mapped.
     """
     is_long = count_bytes >= _MIN_AHEAD_BYTES and block_bytes >= BLOCK_BYTES
-    past_cache = is_long and not to_cache and is_direct_wanted(count_bytes) and not is_cached(fd, start, count_bytes)
+    past_cache = is_long and not keep_cached and is_direct_wanted(count_bytes) and not is_cached(fd, start, count_bytes)
     direct = open_direct(fd) if past_cache else -1
     reads = _Reads(fd, direct, start, count_bytes, block_bytes)
     try:
@@ -58,7 +58,7 @@ def is_cached(fd: int, start: int, count_bytes: int) -> bool:
     """
     hits = 0
     for number in range(_PROBES):
-        # Not at the beginning of a tensor: that was read for the file's sample.
+        # Not at the beginning of a tensor: that was read for the file's fingerprint.
         at = start + (2 * number + 1) * count_bytes // (2 * _PROBES)
         try:
             page = mmap.mmap(fd, 1, access=mmap.ACCESS_COPY, offset=at - at % mmap.ALLOCATIONGRANULARITY)

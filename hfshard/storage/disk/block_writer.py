@@ -25,7 +25,13 @@ class BlockWriter:
     """Writes one new file from its beginning to its end; used by one thread, and another one writes behind it."""
 
     def __init__(
-        self, fd: int, size: int, stop: threading.Event, on_bytes: Callable[[int], object] | None, *, behind: bool
+        self,
+        fd: int,
+        size: int,
+        stop: threading.Event,
+        progress_callback: Callable[[int], object] | None,
+        *,
+        behind: bool,
     ) -> None:
         """Take an open, empty file, and reserve its space.
 
@@ -33,13 +39,13 @@ class BlockWriter:
             fd: Open for writing; stays the caller's.
             size: Bytes that it will have.
             stop: When it is set, the next block raises.
-            on_bytes: Told the bytes of each block that was written, maybe from the other thread.
+            progress_callback: Told the bytes of each block that was written, maybe from the other thread.
             behind: Whether to write in another thread, while the next block is filled.
 
         Raises:
             OSError: There is no space.
         """
-        self._fd, self._stop, self._on_bytes = fd, stop, on_bytes
+        self._fd, self._stop, self._on_bytes = fd, stop, progress_callback
         self._is_direct = is_direct_wanted(size) and set_direct(fd, wanted=True)
         if self._is_direct:
             allocate(fd, size)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hfshard.constants import ADAPTER_CONFIG_NAME, COPY_BYTES, MAX_OTHER_BYTES, README, WEIGHTS_SUFFIXES
 from hfshard.errors import SaveDirectoryError
-from hfshard.storage.disk.durable import copy_mode, sync
+from hfshard.storage.disk.fsops import copy_mode, sync
 from hfshard.storage.disk.safe_open import open_regular
 from hfshard.storage.format.names import INDEX_FILE
 
@@ -25,7 +25,9 @@ class BesideFile:
     root: str
     size: int
 
-    def copy_to(self, target: str, like: os.stat_result | None, on_bytes: Callable[[int], object] | None) -> None:
+    def copy_to(
+        self, target: str, like: os.stat_result | None, progress_callback: Callable[[int], object] | None
+    ) -> None:
         """Copy it into a new file, durably.
 
         Raises:
@@ -36,8 +38,8 @@ class BesideFile:
             with open(target, "xb") as writing:
                 while block := os.read(fd, COPY_BYTES):
                     writing.write(block)
-                    if on_bytes is not None:
-                        on_bytes(len(block))
+                    if progress_callback is not None:
+                        progress_callback(len(block))
                 writing.flush()
                 copy_mode(writing.fileno(), like)
                 sync(writing.fileno(), target)

@@ -10,7 +10,7 @@ import os
 from typing import Final
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.disk.durable import UNSUPPORTED
+from hfshard.storage.disk.fsops import UNSUPPORTED
 
 LIBRARY: Final = ctypes.CDLL(None, use_errno=True)
 """The C library, for what Python lacks."""

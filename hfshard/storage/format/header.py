@@ -28,7 +28,7 @@ _JUST_INTEGERS: Final = frozenset((int,))
 """True is an int too, but is no size."""
 
 
-class TensorSlot(NamedTuple):
+class TensorInfo(NamedTuple):
     """Where one tensor lies in a file (a named tuple, as a header of experts has a hundred thousand)."""
 
     name: str
@@ -50,7 +50,7 @@ class TensorSlot(NamedTuple):
 class Header:
     """What a file says of its tensors, checked."""
 
-    slots: dict[str, TensorSlot]
+    tensors: dict[str, TensorInfo]
     """In the order of their bytes."""
     metadata: dict[str, str]
     data_start: int
@@ -161,7 +161,7 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
     return Header({slot.name: slot for slot in slots}, metadata, data_start)
 
 
-def _slot(name: str, entry: Any, path: str) -> TensorSlot:
+def _slot(name: str, entry: Any, path: str) -> TensorInfo:
     if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
         raise _damaged(path, f"the entry of tensor '{name}' must have dtype, shape and data_offsets", name)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -176,7 +176,7 @@ def _slot(name: str, entry: Any, path: str) -> TensorSlot:
     if bits % 8 or bits // 8 != end - begin:
         found = f"tensor '{name}' is {dtype} of shape {shape}, {bits / 8:g} bytes, but data_offsets hold {end - begin}"
         raise _damaged(path, found, name)
-    return TensorSlot(name, dtype, tuple(shape), begin, end)
+    return TensorInfo(name, dtype, tuple(shape), begin, end)
 
 
 def _are_sizes(values: Any) -> bool:

@@ -16,8 +16,8 @@ from hfshard.storage.format.strict_json import dump_json, parse_json_object
 _DIGEST_HEX: Final = {
     "sha256": "[0-9a-f]{64}",
     "xxh3": "[0-9a-f]{32}",
-    "sample": "[0-9a-f]{32}",
-    "tensors": "([0-9a-f]{16})*",
+    "fingerprint": "[0-9a-f]{32}",
+    "tensor_digests": "([0-9a-f]{16})*",
 }
 """Fields of a file's record that hold digests in hex."""
 
@@ -25,7 +25,7 @@ _REMEDY: Final = "Download or save the checkpoint again."
 
 
 @dataclass(frozen=True, slots=True)
-class FileRecord:
+class FileDigest:
     """What is known of one file of a checkpoint."""
 
     size: int | None = None
@@ -33,9 +33,9 @@ class FileRecord:
     sha256: str | None = None
     xxh3: str | None = None
     """XXH3, 128 bits."""
-    sample: str | None = None
+    fingerprint: str | None = None
     """XXH3 over the header and the first 4 KiB of its tensors."""
-    tensors: str | None = None
+    tensor_digests: str | None = None
     """XXH3 (64 bits, 16 hex digits) of each tensor in the order of their bytes: tells which one is damaged."""
 
     @property
@@ -60,12 +60,12 @@ class CheckpointIndex:
     total_parameters: int | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     """Whatever else the index's metadata hold, without hfshard's own key."""
-    files: dict[str, FileRecord] = field(default_factory=dict)
+    files: dict[str, FileDigest] = field(default_factory=dict)
     """File -> record; empty for a checkpoint that hfshard did not write."""
-    aliases: dict[str, str] = field(default_factory=dict)
+    tied_names: dict[str, str] = field(default_factory=dict)
     """Name -> the stored name that it shares its tensor with."""
-    undeclared: tuple[str, ...] = ()
-    """Aliases that the model's config does not tie by itself."""
+    undeclared_ties: tuple[str, ...] = ()
+    """Tied names that the model's config does not tie by itself."""
 
     @property
     def is_verifiable(self) -> bool:
@@ -86,7 +86,7 @@ class CheckpointIndex:
         if self.total_parameters is not None:
             metadata["total_parameters"] = self.total_parameters
         if self.files:
-            metadata[METADATA_KEY] = own_metadata(self.files, self.aliases, self.undeclared)
+            metadata[METADATA_KEY] = hfshard_metadata(self.files, self.tied_names, self.undeclared_ties)
         raw = dump_json({"metadata": metadata, "weight_map": self.weight_map})
         if len(raw) > MAX_INDEX_BYTES:
             raise UnstorableTensorError(
@@ -116,7 +116,7 @@ class CheckpointIndex:
         metadata = {} if metadata is None else metadata
         if not isinstance(metadata, dict):
             raise _damaged(path, "its 'metadata' must be an object")
-        own = parse_own_metadata(metadata.get(METADATA_KEY), path)
+        own = parse_hfshard_metadata(metadata.get(METADATA_KEY), path)
         _check_own(own, weight_map, path)
         if own.files and _count(metadata.get("total_size", 0)) is None:
             raise _damaged(path, "its total_size is no number of bytes")
@@ -127,33 +127,33 @@ class CheckpointIndex:
             total_parameters=_count(metadata.get("total_parameters")),
             metadata={key: item for key, item in metadata.items() if key not in known},
             files=own.files,
-            aliases=own.aliases,
-            undeclared=own.undeclared,
+            tied_names=own.tied_names,
+            undeclared_ties=own.undeclared_ties,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class OwnMetadata:
+class HfshardMetadata:
     """What hfshard adds to an index or to a single file."""
 
-    files: dict[str, FileRecord] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    undeclared: tuple[str, ...] = ()
-    digests: FileRecord = FileRecord()
+    files: dict[str, FileDigest] = field(default_factory=dict)
+    tied_names: dict[str, str] = field(default_factory=dict)
+    undeclared_ties: tuple[str, ...] = ()
+    digests: FileDigest = FileDigest()
     """Of the single file that holds this itself."""
 
 
-def own_metadata(
-    files: Mapping[str, FileRecord], aliases: Mapping[str, str], undeclared: tuple[str, ...]
+def hfshard_metadata(
+    files: Mapping[str, FileDigest], tied_names: Mapping[str, str], undeclared_ties: tuple[str, ...]
 ) -> dict[str, Any]:
     """hfshard's part of an index's metadata."""
     own: dict[str, Any] = {
         "format": FORMAT_VERSION,
         "files": {name: record.as_json() for name, record in files.items()},
-        "aliases": dict(aliases),
+        "tied_names": dict(tied_names),
     }
-    if undeclared:
-        own["undeclared"] = sorted(undeclared)
+    if undeclared_ties:
+        own["undeclared_ties"] = sorted(undeclared_ties)
     return own
 
 
@@ -162,19 +162,19 @@ def single_file_metadata(own: Mapping[str, Any], digests: Mapping[str, str]) -> 
     return json.dumps({**digests, **own}, ensure_ascii=False, separators=(",", ":"))
 
 
-def parse_single_file_metadata(text: str | None, path: str) -> OwnMetadata:
+def parse_single_file_metadata(text: str | None, path: str) -> HfshardMetadata:
     """Read what `single_file_metadata` wrote; nothing for a file that hfshard did not write, and for a shard ("1").
 
     Raises:
         DamagedCheckpointError: It is there, and is not what hfshard writes.
     """
     if text is None or text == str(FORMAT_VERSION):
-        return OwnMetadata()
+        return HfshardMetadata()
     what = "hfshard's metadata in file"
-    return parse_own_metadata(parse_json_object(text.encode(), path=path, what=what, remedy=_REMEDY), path)
+    return parse_hfshard_metadata(parse_json_object(text.encode(), path=path, what=what, remedy=_REMEDY), path)
 
 
-def parse_own_metadata(value: Any, path: str) -> OwnMetadata:
+def parse_hfshard_metadata(value: Any, path: str) -> HfshardMetadata:
     """Check hfshard's part of an index or file; nothing where it is missing.
 
     Raises:
@@ -182,7 +182,7 @@ def parse_own_metadata(value: Any, path: str) -> OwnMetadata:
         UnsafePathError: It names a file outside the checkpoint's directory.
     """
     if value is None:
-        return OwnMetadata()
+        return HfshardMetadata()
     if not isinstance(value, dict) or type(value.get("format")) is not int:
         raise _damaged(path, "its 'hfshard' metadata must be an object with a 'format' number")
     if value["format"] != FORMAT_VERSION:
@@ -193,48 +193,62 @@ def parse_own_metadata(value: Any, path: str) -> OwnMetadata:
             expected=FORMAT_VERSION,
             actual=value["format"],
         )
-    files, aliases, undeclared = value.get("files", {}), value.get("aliases", {}), value.get("undeclared", [])
-    if not isinstance(files, dict) or not _is_name_map(aliases):
-        raise _damaged(path, "'hfshard.files' must map files to records, and 'hfshard.aliases' names to names")
-    if not isinstance(undeclared, list) or not all(isinstance(name, str) and name in aliases for name in undeclared):
-        raise _damaged(path, "'hfshard.undeclared' must be a list of aliases")
-    for alias, stored in aliases.items():
-        if stored in aliases:
-            raise _damaged(path, f"the alias '{alias}' points to '{stored}', which is an alias itself")
+    if "aliases" in value:
+        raise DamagedCheckpointError(
+            f"'{path}' was written by an hfshard before its first release, whose format was another. "
+            "Load it with that one, and save it again with this.",
+            path=path,
+            expected="tied_names",
+            actual="aliases",
+        )
+    files, tied_names, undeclared_ties = (
+        value.get("files", {}),
+        value.get("tied_names", {}),
+        value.get("undeclared_ties", []),
+    )
+    if not isinstance(files, dict) or not _is_name_map(tied_names):
+        raise _damaged(path, "'hfshard.files' must map files to records, and 'hfshard.tied_names' names to names")
+    if not isinstance(undeclared_ties, list) or not all(
+        isinstance(name, str) and name in tied_names for name in undeclared_ties
+    ):
+        raise _damaged(path, "'hfshard.undeclared_ties' must be a list of tied names")
+    for name, stored in tied_names.items():
+        if stored in tied_names:
+            raise _damaged(path, f"'{name}' is tied to '{stored}', which is a tied name itself")
     for name in files:
         check_file_name(name, index_path=path, suffix=".json" if name.endswith(".json") else SAFETENSORS_SUFFIX)
-    records = {name: parse_record(record, name, path) for name, record in files.items()}
-    digests = parse_record({key: value[key] for key in _DIGEST_HEX if key in value}, path, path)
-    return OwnMetadata(records, aliases, tuple(undeclared), digests)
+    records = {name: parse_file_digest(record, name, path) for name, record in files.items()}
+    digests = parse_file_digest({key: value[key] for key in _DIGEST_HEX if key in value}, path, path)
+    return HfshardMetadata(records, tied_names, tuple(undeclared_ties), digests)
 
 
-def check_aliases(aliases: Mapping[str, str], stored_names: Mapping[str, Any], path: str) -> None:
-    """Refuse aliases that are stored themselves, or that point to a tensor that is not there.
+def check_tied_names(tied_names: Mapping[str, str], stored_names: Mapping[str, Any], path: str) -> None:
+    """Refuse tied names that are stored themselves, or whose tensor no file holds.
 
     Raises:
         DamagedCheckpointError: One is, or does.
     """
-    for alias, stored in aliases.items():
-        if alias in stored_names:
-            raise _damaged(path, f"'{alias}' is both a stored tensor and an alias of '{stored}'")
+    for name, stored in tied_names.items():
+        if name in stored_names:
+            raise _damaged(path, f"'{name}' is both a stored tensor and tied to '{stored}'")
         if stored not in stored_names:
-            raise _damaged(path, f"the alias '{alias}' points to '{stored}', which no file holds")
+            raise _damaged(path, f"'{name}' is tied to '{stored}', which no file holds")
 
 
-def _check_own(own: OwnMetadata, weight_map: Mapping[str, str], path: str) -> None:
+def _check_own(own: HfshardMetadata, weight_map: Mapping[str, str], path: str) -> None:
     if not own.files:
         return
     unlisted = sorted(set(weight_map.values()) - own.files.keys())
     if unlisted:
         raise _damaged(path, f"its 'hfshard.files' lack '{unlisted[0]}', which the weight_map names")
-    check_aliases(own.aliases, weight_map, path)
+    check_tied_names(own.tied_names, weight_map, path)
 
 
-def parse_record(value: Any, name: str, path: str) -> FileRecord:
+def parse_file_digest(value: Any, name: str, path: str) -> FileDigest:
     """Check the record of a file.
 
     Raises:
-        DamagedCheckpointError: It is not what `FileRecord.as_json` returns.
+        DamagedCheckpointError: It is not what `FileDigest.as_json` returns.
     """
     problem = f"the record of '{name}' in 'hfshard.files' must hold a size and hex digests"
     if not isinstance(value, dict):
@@ -246,7 +260,7 @@ def parse_record(value: Any, name: str, path: str) -> FileRecord:
     size = value.get("size")
     if size is not None and _count(size) is None:
         raise _damaged(path, problem)
-    return FileRecord(size, **{key: value.get(key) for key in _DIGEST_HEX})
+    return FileDigest(size, **{key: value.get(key) for key in _DIGEST_HEX})
 
 
 def _hashable(weight_map: dict[str, Any], path: str) -> set[str]:

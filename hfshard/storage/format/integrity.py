@@ -1,4 +1,4 @@
-"""Checksums of files, and the cheap sample that tells the shards of two saves apart."""
+"""Checksums of files, and the cheap fingerprint that tells the shards of two saves apart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, Protocol
 
 import xxhash
 
-from hfshard.constants import SAMPLE_TENSORS
+from hfshard.constants import FINGERPRINT_TENSORS
 from hfshard.errors import InvalidArgumentError
 
 Checksum = Literal["sha256", "xxh3"]
@@ -38,8 +38,8 @@ def check_checksum(checksum: str | None) -> None:
         raise InvalidArgumentError(f"checksum must be 'sha256', 'xxh3' or None, and is {checksum!r}.")
 
 
-def new_sample() -> Hasher:
-    """The hash that a file's sample is made with."""
+def new_fingerprint() -> Hasher:
+    """The hash that a file's fingerprint is made with."""
     return xxhash.xxh3_128()
 
 
@@ -60,11 +60,11 @@ TENSOR_DIGEST_HEX: Final = 16
 """Hex digits of `tensor_digest`."""
 
 
-def sampled_positions(count: int) -> Sequence[int]:
-    """Which of `count` tensors go into the sample: all, or 1,024 evenly chosen ones."""
-    if count <= SAMPLE_TENSORS:
+def fingerprint_positions(count: int) -> Sequence[int]:
+    """Which of `count` tensors go into the fingerprint: all, or 1,024 evenly chosen ones."""
+    if count <= FINGERPRINT_TENSORS:
         return range(count)
-    return [position * count // SAMPLE_TENSORS for position in range(SAMPLE_TENSORS)]
+    return [position * count // FINGERPRINT_TENSORS for position in range(FINGERPRINT_TENSORS)]
 
 
 def sha256_of(raw: bytes) -> str:

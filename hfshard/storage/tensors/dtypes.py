@@ -32,7 +32,7 @@ DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
 PLAIN_DTYPES: Final = frozenset(DTYPE_NAMES) - {torch.float4_e2m1fn_x2}
 """Dtypes that the format stores in torch's own shape."""
 
-REAL_PAIR_DTYPES: Final[dict[torch.dtype, torch.dtype]] = {
+COMPLEX_AS_REAL_DTYPES: Final[dict[torch.dtype, torch.dtype]] = {
     torch.complex128: torch.float64,
     torch.complex32: torch.float16,
 }
@@ -51,14 +51,14 @@ def stored_shape(tensor: torch.Tensor) -> list[int]:
     shape = list(tensor.shape)
     if tensor.dtype == torch.float4_e2m1fn_x2 and shape:
         shape[-1] *= 2
-    if tensor.dtype in REAL_PAIR_DTYPES:
+    if tensor.dtype in COMPLEX_AS_REAL_DTYPES:
         shape.append(2)
     return shape
 
 
 def stored_dtype_name(dtype: torch.dtype) -> str | None:
     """The header's name for a dtype, or None where the format can't store it."""
-    return DTYPE_NAMES.get(REAL_PAIR_DTYPES.get(dtype, dtype))
+    return DTYPE_NAMES.get(COMPLEX_AS_REAL_DTYPES.get(dtype, dtype))
 
 
 def torch_shape(dtype_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ import torch
 
 from hfshard.constants import MAX_DIMENSIONS
 from hfshard.errors import UnstorableTensorError
-from hfshard.storage.tensors.dtypes import PLAIN_DTYPES, REAL_PAIR_DTYPES, stored_dtype_name
-from hfshard.storage.tensors.stored_tensor import Storable, StoredTensor
+from hfshard.storage.tensors.dtypes import COMPLEX_AS_REAL_DTYPES, PLAIN_DTYPES, stored_dtype_name
+from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLike
 
 _INTEGER_OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Blocks are copied as integers, so that no copy touches a bit (NaN payloads, fp4 that torch can't copy)."""
@@ -71,14 +71,14 @@ def is_plain_type(value: object) -> bool:
     return type(value) in _PLAIN_TYPES
 
 
-def tensor_nbytes(tensor: Storable) -> int:
+def tensor_nbytes(tensor: TensorLike) -> int:
     """Bytes that the tensor takes in a file."""
-    if isinstance(tensor, StoredTensor):
+    if isinstance(tensor, RawTensor):
         return tensor.form.nbytes
     return tensor.numel() * tensor.element_size()
 
 
-def iter_blocks(tensor: Storable, block_bytes: int) -> Iterator[memoryview]:
+def iter_blocks(tensor: TensorLike, block_bytes: int) -> Iterator[memoryview]:
     """Yield the tensor's bytes in row-major order, at most `block_bytes` at a time.
 
     A contiguous CPU tensor is not copied; of any other (strided, expanded, conjugated, on a device) one block at a
@@ -88,13 +88,13 @@ def iter_blocks(tensor: Storable, block_bytes: int) -> Iterator[memoryview]:
         tensor: Anything that `check_storable` lets pass.
         block_bytes: At least 16, the largest element.
     """
-    if isinstance(tensor, StoredTensor):
+    if isinstance(tensor, RawTensor):
         yield from tensor.blocks(block_bytes)
         return
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return
-    if tensor.is_conj() or tensor.is_neg() or tensor.dtype in REAL_PAIR_DTYPES:
+    if tensor.is_conj() or tensor.is_neg() or tensor.dtype in COMPLEX_AS_REAL_DTYPES:
         yield from _copied_blocks(tensor, block_bytes)
         return
     tensor = tensor.view(_INTEGER_OF_SIZE.get(tensor.element_size(), tensor.dtype))
@@ -148,7 +148,7 @@ def _device_pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Ten
         yield block.contiguous().view(torch.uint8).view(-1)
 
 
-def first_bytes(tensor: Storable, count: int) -> Iterator[memoryview]:
+def first_bytes(tensor: TensorLike, count: int) -> Iterator[memoryview]:
     """Yield the tensor's first `count` bytes (all, if it has fewer), whatever its strides."""
     for block in iter_blocks(tensor, max(count, _LARGEST_ELEMENT)):
         yield block[:count]
@@ -213,7 +213,7 @@ def _problem(name: Any, value: Any) -> str | None:
         name.encode("utf-8")
     except UnicodeEncodeError:
         return "its name is no valid Unicode. Rename it."
-    if isinstance(value, StoredTensor):
+    if isinstance(value, RawTensor):
         return None
     if not isinstance(value, torch.Tensor):
         kind = type(value).__name__

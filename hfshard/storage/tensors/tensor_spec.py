@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from hfshard.storage.tensors.dtypes import DTYPE_NAMES
-from hfshard.storage.tensors.stored_tensor import Storable, stored_form
 from hfshard.storage.tensors.tensor_bytes import check_storable, is_plain
+from hfshard.storage.tensors.tensor_layout import TensorLike, tensor_layout
 
 
 class TensorSpec(NamedTuple):
-    """What the plan knows of one tensor (a named tuple for the reason that `StoredForm` is one)."""
+    """What the plan knows of one tensor (a named tuple for the reason that `TensorLayout` is one)."""
 
     name: str
     dtype: str
@@ -23,7 +23,7 @@ class TensorSpec(NamedTuple):
     nbytes: int
 
 
-def tensor_specs(state_dict: Mapping[str, Storable]) -> list[TensorSpec]:
+def tensor_specs(state_dict: Mapping[str, TensorLike]) -> list[TensorSpec]:
     """What the plan needs to know of each tensor, in state dict order.
 
     Raises:
@@ -36,7 +36,7 @@ def tensor_specs(state_dict: Mapping[str, Storable]) -> list[TensorSpec]:
                 specs.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes))
                 continue
             check_storable(name, tensor)
-            dtype, shape, nbytes, _ = stored_form(tensor)
+            dtype, shape, nbytes, _ = tensor_layout(tensor)
             specs.append(TensorSpec(name, dtype, shape, nbytes))
     return specs
 

@@ -13,7 +13,7 @@ import torch
 
 from hfshard.storage.disk.block_reader import is_cached
 from hfshard.storage.disk.direct_io import LIBRARY
-from hfshard.storage.weights.shard_file import ShardFile
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 _THREADS: Final = 2
 """With one a disk is not kept busy; more take the cores from who builds the model."""
@@ -31,7 +31,7 @@ _WILL_NEED: Final = 3
 """`madvise`: read the pages; for older kernels."""
 
 
-def read_ahead(wanted: Sequence[tuple[ShardFile, Sequence[str]]]) -> list[threading.Thread]:
+def read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) -> list[threading.Thread]:
     """Have what the page cache lacks of some mapped tensors read by threads, in the order of the files.
 
     At most half of the memory that the system has available is filled. A file that becomes shorter meanwhile is no
@@ -99,10 +99,10 @@ def _cut(
             yield mapping, at, min(at + _PIECE_BYTES, end)
 
 
-def _stretches(shard: ShardFile, names: Sequence[str]) -> Iterator[tuple[int, int]]:
+def _stretches(shard: SafetensorsFile, names: Sequence[str]) -> Iterator[tuple[int, int]]:
     """Where the bytes of some tensors lie in their file; those that all but touch are one stretch."""
     begin = end = -1
-    for slot in sorted((shard.header.slots[name] for name in names), key=lambda slot: slot.begin):
+    for slot in sorted((shard.header.tensors[name] for name in names), key=lambda slot: slot.begin):
         if slot.begin - end > _GAP_BYTES or begin < 0:
             if end > begin:
                 yield shard.header.data_start + begin, shard.header.data_start + end

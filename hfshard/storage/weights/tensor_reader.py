@@ -22,11 +22,11 @@ from hfshard.storage.disk.direct_io import aligned_block, check_setting, is_dire
 from hfshard.storage.disk.file_system import is_remote
 from hfshard.storage.tensors.tensor_bytes import memory_of
 from hfshard.storage.weights.read_ahead import read_ahead
-from hfshard.storage.weights.shard_file import ShardFile
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 ReadMode = Literal["auto", "mmap", "pread"]
 
-Wanted = Sequence[tuple[ShardFile, Sequence[str]]]
+TensorRead = Sequence[tuple[SafetensorsFile, Sequence[str]]]
 """Files, each with the names of the tensors to read from it."""
 
 _READERS: Final = 4
@@ -67,7 +67,7 @@ def check_read_mode(read: str, *, disable_mmap: bool | None = None) -> ReadMode:
     return "pread" if disable_mmap else read  # type: ignore[return-value]
 
 
-def read_from(wanted: Wanted, read: ReadMode, device: torch.device) -> dict[str, torch.Tensor]:
+def read_from(wanted: TensorRead, read: ReadMode, device: torch.device) -> dict[str, torch.Tensor]:
     """Tensors by name, on a device.
 
     On the CPU, and where the files lie on this machine's own disks, they are mapped: a page is read when it is touched,
@@ -91,7 +91,7 @@ def read_from(wanted: Wanted, read: ReadMode, device: torch.device) -> dict[str,
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _ReadPart:
     """A stretch of a file, and the bytes of a tensor that it is to become."""
 
     target: torch.Tensor
@@ -105,7 +105,7 @@ class _Part:
         return self.start + self.target.numel()
 
 
-def _read_at_once(wanted: Wanted, device: torch.device, *, staged: bool = False) -> dict[str, torch.Tensor]:
+def _read_at_once(wanted: TensorRead, device: torch.device, *, staged: bool = False) -> dict[str, torch.Tensor]:
     """Tensors in memory of their own; `staged` takes a GPU's way for the CPU too."""
     staged = staged or device.type != "cpu"
     threads = _DEVICE_READERS if device.type == "cuda" else _READERS
@@ -114,16 +114,16 @@ def _read_at_once(wanted: Wanted, device: torch.device, *, staged: bool = False)
     jobs: list[Callable[[], object]] = []
     with ExitStack() as stack:
         for shard, names in wanted:
-            file, parts = _File(shard, stack), list[_Part]()
-            for name in sorted(names, key=lambda name: shard.header.slots[name].begin):
-                slot = shard.header.slots[name]
+            file, parts = _File(shard, stack), list[_ReadPart]()
+            for name in sorted(names, key=lambda name: shard.header.tensors[name].begin):
+                slot = shard.header.tensors[name]
                 start = shard.header.data_start + slot.begin
                 if slot.nbytes == 0:
                     tensors[name] = shard.tensor(name).to(device)
                 elif staged or slot.nbytes < _MIN_OWN_BYTES or start % _LARGEST_ALIGNMENT:
                     raw = torch.empty(slot.nbytes, dtype=torch.uint8, device=device)
                     tensors[name] = shard.shaped(name, raw.untyped_storage())
-                    parts += [_Part(piece, start + at) for at, piece in _pieces(raw)]
+                    parts += [_ReadPart(piece, start + at) for at, piece in _pieces(raw)]
                 else:
                     storage, reads = _own_pages(file, start, slot.nbytes)
                     tensors[name] = shard.shaped(name, storage)
@@ -159,7 +159,7 @@ class _Jobs:
 class _File:
     """A file that pieces are read from: past the page cache where it is cold."""
 
-    def __init__(self, shard: ShardFile, stack: ExitStack) -> None:
+    def __init__(self, shard: SafetensorsFile, stack: ExitStack) -> None:
         self.shard, self.direct = shard, -1
         if is_direct_wanted(shard.data_bytes) and not is_cached(shard.fd, shard.header.data_start, shard.data_bytes):
             self.direct = open_direct(shard.fd)
@@ -191,9 +191,9 @@ def _pieces(raw: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         yield at, raw[at : at + _STAGE_BYTES]
 
 
-def _runs(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+def _runs(parts: Sequence[_ReadPart]) -> Iterator[list[_ReadPart]]:
     """Parts that follow each other in the file, as many together as a piece holds."""
-    run: list[_Part] = []
+    run: list[_ReadPart] = []
     for part in parts:
         if run and (part.start != run[-1].end or part.end - run[0].start > _STAGE_BYTES):
             yield run
@@ -211,10 +211,10 @@ class _Stages:
         # The caller's: the targets' memory is ordered by it.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._made = 0
-        self._free: queue.SimpleQueue[_Stage] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[_HostStage] = queue.SimpleQueue()
         self._lock = threading.Lock()
 
-    def bring(self, file: _File, run: Sequence[_Part]) -> None:
+    def bring(self, file: _File, run: Sequence[_ReadPart]) -> None:
         """Read the parts of a run, and copy each to its target."""
         stage = self._take()
         try:
@@ -228,21 +228,21 @@ class _Stages:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _take(self) -> _Stage:
+    def _take(self) -> _HostStage:
         with self._lock:
             is_new = self._made < self._count and self._free.empty()
             self._made += is_new
         if not is_new:
             return self._free.get()
         try:
-            return _Stage(self._device)
+            return _HostStage(self._device)
         except BaseException:
             with self._lock:
                 self._made -= 1
             raise
 
 
-class _Stage:
+class _HostStage:
     """Room for one piece."""
 
     def __init__(self, device: torch.device) -> None:
@@ -256,7 +256,7 @@ class _Stage:
             self._memory = aligned_block(room)
             self._raw = torch.frombuffer(self._memory, dtype=torch.uint8)
 
-    def bring(self, file: _File, run: Sequence[_Part]) -> None:
+    def bring(self, file: _File, run: Sequence[_ReadPart]) -> None:
         """Read the parts of a run, and copy each to its target; a GPU's copies go on after this returns."""
         if self._copied is not None:
             self._copied.synchronize()

@@ -10,7 +10,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from hfshard.training.data.sampling import BatchOrder
-from hfshard.training.data.seeding import current_states, put_back, reseed, seeds_for
+from hfshard.training.data.seeding import current_states, put_back, seed_generators, seeds_for
 
 Task = tuple[int, int, Any]
 """Epoch, batch, and the indexes of its samples."""
@@ -71,11 +71,11 @@ class SeededDataset:
         epoch, batch, indexes = task
         seeds = seeds_for("batch", self._seed, epoch, batch)
         if get_worker_info() is not None:
-            reseed(seeds, self._numpy_bits)
+            seed_generators(seeds, self._numpy_bits)
             return batch, self._load(indexes)
         states = current_states()
         try:
-            reseed(seeds, self._numpy_bits)
+            seed_generators(seeds, self._numpy_bits)
             return batch, self._load(indexes)
         finally:
             put_back(states)

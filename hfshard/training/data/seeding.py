@@ -51,7 +51,7 @@ def seeds_for(*place: int | str) -> Seeds:
     return Seeds(*struct.unpack("<QQI", digest))
 
 
-def reseed(seeds: Seeds, numpy_bits: np.random.MT19937) -> None:
+def seed_generators(seeds: Seeds, numpy_bits: np.random.MT19937) -> None:
     """Seed the RNGs of the process, CPU only: what an accelerator draws belongs to the training loop.
 
     Args:

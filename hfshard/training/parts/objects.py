@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hfshard.errors import HfshardError, StateDictMismatchError
-from hfshard.training.parts.tree import pack, unpack
+from hfshard.training.parts.nested import decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class StatefulUpdate:
     def nbytes(self) -> int:
         """Bytes of tensors in the state."""
         tensors: dict[str, torch.Tensor] = {}
-        pack(self.state, self.name, tensors)
+        encode(self.state, self.name, tensors)
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def load(self) -> None:
@@ -53,8 +53,8 @@ class StatefulUpdate:
     def now(self) -> Any:
         """A copy of the state that the object has."""
         tensors: dict[str, torch.Tensor] = {}
-        tree = pack(self.part.state_dict(), self.name, tensors)
-        return unpack(tree, {name: tensor.clone() for name, tensor in tensors.items()}, self.name)
+        tree = encode(self.part.state_dict(), self.name, tensors)
+        return decode(tree, {name: tensor.clone() for name, tensor in tensors.items()}, self.name)
 
     def put_back(self, before: Any) -> None:
         """Load what `now` returned; an object that refuses that, too, is left as it is, and it is logged."""

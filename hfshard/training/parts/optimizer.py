@@ -10,9 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.training.parts.nested import encode
 from hfshard.training.parts.objects import Update
 from hfshard.training.parts.same_class import check_class
-from hfshard.training.parts.tree import pack
 
 Names = Mapping[int, str]
 """id of a parameter -> its name."""
@@ -45,11 +45,11 @@ def pack_optimizer(
         groups.append(
             {
                 "params": [_name_of(parameter, names, component, number) for parameter in group["params"]],
-                "options": pack(options, f"{prefix}param_groups/{number}", tensors),
+                "options": encode(options, f"{prefix}param_groups/{number}", tensors),
             }
         )
     state = {
-        position_names[key]: pack(value, f"{prefix}{position_names[key]}", tensors)
+        position_names[key]: encode(value, f"{prefix}{position_names[key]}", tensors)
         for key, value in state_dict["state"].items()
         if key in position_names
     }
@@ -59,8 +59,8 @@ def pack_optimizer(
         "class": type(optimizer).__qualname__,
         "groups": groups,
         "state": state,
-        "others": pack(others, f"{prefix}others", tensors),
-        "more": pack(more, f"{prefix}more", tensors),
+        "others": encode(others, f"{prefix}others", tensors),
+        "more": encode(more, f"{prefix}more", tensors),
     }
 
 

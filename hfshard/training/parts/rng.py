@@ -113,7 +113,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.mps.set_rng_state(state["mps"])
 
 
-def reseed(state: dict[str, Any], rank: int, world_size: int) -> None:
+def seed_from_state(state: dict[str, Any], rank: int, world_size: int) -> None:
     """Seed all generators by a state of another number of ranks: the same for the same state, another on each rank."""
     word = hashlib.sha256(f"{rank} of {world_size}".encode() + state["torch"].numpy().tobytes()).digest()
     seed = int.from_bytes(word[:8], "little") >> 1  # what torch takes: 63 bits

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hfshard.errors import StateDictMismatchError, UnstorableTensorError
+from hfshard.training.parts.nested import KEPT, Kept, ObjectState, encode
 from hfshard.training.parts.objects import Update
 from hfshard.training.parts.same_class import check_class
-from hfshard.training.parts.tree import KEPT, Kept, ObjectState, pack
 
 _NEVER_STORED: Final = (
     types.FunctionType,
@@ -56,7 +56,7 @@ def pack_scheduler(scheduler: Any, path: str, tensors: dict[str, torch.Tensor]) 
     held = scheduler.state_dict()
     if not isinstance(held, dict):
         raise UnstorableTensorError(f"'{path}' has a state_dict that is a {type(held).__name__}: let it return a dict.")
-    state = pack(held, path, tensors, on_object=_stand_in)
+    state = encode(held, path, tensors, on_object=_stand_in)
     return {"class": type(scheduler).__qualname__, "state": state}
 
 

@@ -11,30 +11,30 @@ from threading import Event
 from hfshard._util.progress import bytes_bar
 from hfshard._util.threads import in_threads
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
-from hfshard.storage.disk.content import BytesContent, Content, FileContent
+from hfshard.storage.disk.byte_source import ByteSource, BytesSource, FileSource
 from hfshard.storage.disk.safe_open import read_small
-from hfshard.storage.format.index import FileRecord
-from hfshard.storage.weights.shard_file import ShardFile
-from hfshard.training.run.directory import Found
-from hfshard.training.run.manifest import MANIFEST, Manifest, check_files
+from hfshard.storage.format.index import FileDigest
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.training.run.directory import RunCheckpoint
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, check_files
 
-Hashes = dict[FileRecord, str]
+Hashes = dict[FileDigest, str]
 """What a manifest records of a file -> its sha256, as it was made before: frozen weights are not hashed again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pushable:
+class VerifiedContents:
     """A checkpoint on its way to a hub."""
 
     directory: str
-    manifest: Manifest
+    manifest: CheckpointManifest
     raw: bytes
     """The bytes of the manifest."""
-    contents: dict[str, Content] = field(default_factory=dict)
+    contents: dict[str, ByteSource] = field(default_factory=dict)
     """Name -> contents, of all files."""
 
 
-def read_manifest_of(found: Found) -> Pushable:
+def read_manifest_of(found: RunCheckpoint) -> VerifiedContents:
     """A checkpoint without its contents.
 
     Raises:
@@ -44,10 +44,10 @@ def read_manifest_of(found: Found) -> Pushable:
         raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
     path = os.path.join(found.path, MANIFEST)
     raw, _ = read_small(path, found.path, MAX_INDEX_BYTES)
-    return Pushable(found.path, Manifest.from_json(raw, path), raw)
+    return VerifiedContents(found.path, CheckpointManifest.from_json(raw, path), raw)
 
 
-def read_whole(one: Pushable, progress: bool | None = None, hashes: Hashes | None = None) -> Pushable:
+def read_whole(one: VerifiedContents, progress: bool | None = None, hashes: Hashes | None = None) -> VerifiedContents:
     """With its contents, compared and hashed in one reading.
 
     Args:
@@ -61,31 +61,36 @@ def read_whole(one: Pushable, progress: bool | None = None, hashes: Hashes | Non
     hashes = {} if hashes is None else hashes
     files = one.manifest.files
     check_files(one.directory, one.manifest, is_full=False)
-    with bytes_bar("Verifying", sum(record.size or 0 for record in files.values()), progress) as on_bytes:
-        work = partial(_content, one.directory, hashes=dict(hashes), on_bytes=on_bytes)
+    with bytes_bar("Verifying", sum(record.size or 0 for record in files.values()), progress) as progress_callback:
+        work = partial(_content, one.directory, hashes=dict(hashes), progress_callback=progress_callback)
         made = dict(zip(files, in_threads(work, files.items(), FILES_AT_ONCE), strict=True))
     hashes.clear()
     hashes.update({files[name]: content.sha256 for name, content in made.items() if content.sha256 is not None})
-    return replace(one, contents={MANIFEST: BytesContent(one.raw), **made})
+    return replace(one, contents={MANIFEST: BytesSource(one.raw), **made})
 
 
 def _content(
-    directory: str, item: tuple[str, FileRecord], stop: Event, *, hashes: Hashes, on_bytes: Callable[[int], object]
-) -> FileContent:
+    directory: str,
+    item: tuple[str, FileDigest],
+    stop: Event,
+    *,
+    hashes: Hashes,
+    progress_callback: Callable[[int], object],
+) -> FileSource:
     name, record = item
     path = os.path.join(directory, name)
     sha256 = _checked_sha256(path, directory, record, hashes) if name.endswith(SAFETENSORS_SUFFIX) else record.sha256
     if stop.is_set():
         raise InterruptedError("another file failed, or Ctrl-C came")
-    on_bytes(record.size or 0)
-    return FileContent(path, os.stat(path).st_size, sha256)
+    progress_callback(record.size or 0)
+    return FileSource(path, os.stat(path).st_size, sha256)
 
 
-def _checked_sha256(path: str, directory: str, record: FileRecord, hashes: Hashes) -> str:
-    shard = ShardFile(path, directory)
+def _checked_sha256(path: str, directory: str, record: FileDigest, hashes: Hashes) -> str:
+    shard = SafetensorsFile(path, directory)
     try:
         # A file that holds its own checksum was hashed with zeros in its place.
-        known = hashes.get(record) or (None if shard.is_ours else record.sha256)
+        known = hashes.get(record) or (None if shard.written_by_hfshard else record.sha256)
         if known is None:
             return shard.checked_sha256(record)
         shard.check_digest(record)

@@ -19,20 +19,20 @@ from hfshard.errors import (
     UnsafePathError,
 )
 from hfshard.hub.address import split_address
-from hfshard.loading.source import Source
-from hfshard.storage.format.index import FileRecord
+from hfshard.loading.source import CheckpointSource
+from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import MODEL_BASE, WeightNames
 from hfshard.training.collecting import PARTS
-from hfshard.training.pushing.contents import Hashes, Pushable, read_manifest_of, read_whole
-from hfshard.training.run.directory import Found, found_in
+from hfshard.training.pushing.contents import Hashes, VerifiedContents, read_manifest_of, read_whole
+from hfshard.training.run.directory import RunCheckpoint, found_in
 from hfshard.training.run.finding import Level, checked, of_step
-from hfshard.training.run.manifest import MANIFEST, Manifest, read_manifest
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, read_checkpoint_manifest
 from hfshard.training.step import checked_step
 
 if TYPE_CHECKING:
-    from hfshard.hub.listing import PushResult, RemoteFile
-    from hfshard.hub.selection import Chosen, View
+    from hfshard.hub.repo_tree import PushResult, RemoteFile
+    from hfshard.hub.resolve import CommitFiles, ResolvedCheckpoint
 
 # What speaks to the Hub is imported when it is needed: huggingface_hub takes time to import.
 
@@ -99,7 +99,7 @@ def push_run(
 
 
 def push_found(
-    found: Found, repo_id: str | os.PathLike[str], options: PushOptions, hashes: Hashes | None = None
+    found: RunCheckpoint, repo_id: str | os.PathLike[str], options: PushOptions, hashes: Hashes | None = None
 ) -> PushResult:
     """Push one checkpoint as one commit: its files lie at the top of the repo, and those of the one before go.
 
@@ -110,7 +110,7 @@ def push_found(
     return _push(read_whole(read_manifest_of(found), options.progress, hashes), repo_id, options)
 
 
-def push_all(found: Sequence[Found], repo_id: str | os.PathLike[str], options: PushOptions) -> list[PushResult]:
+def push_all(found: Sequence[RunCheckpoint], repo_id: str | os.PathLike[str], options: PushOptions) -> list[PushResult]:
     """Push checkpoints in the order in which they were saved, a commit each, but those that the branch has had.
 
     Which these are, the branch's newest tells: where it is one of them, it and those before; where it is another
@@ -137,8 +137,8 @@ def push_all(found: Sequence[Found], repo_id: str | os.PathLike[str], options: P
 
 
 def _newer_than_remote(
-    in_order: list[Pushable], repo_id: str | os.PathLike[str], options: PushOptions
-) -> list[Pushable]:
+    in_order: list[VerifiedContents], repo_id: str | os.PathLike[str], options: PushOptions
+) -> list[VerifiedContents]:
     from hfshard.hub.push import open_hub
 
     hub = open_hub(repo_id, private=options.private, token=options.token)
@@ -150,7 +150,7 @@ def _newer_than_remote(
     if raw in raws:
         return in_order[raws.index(raw) + 1 :]
     try:
-        newest = Manifest.from_json(raw, MANIFEST)
+        newest = CheckpointManifest.from_json(raw, MANIFEST)
     except (DamagedCheckpointError, UnsafePathError) as error:
         logger.warning("'%s' on '%s' can't be read, and all checkpoints are pushed: %s", MANIFEST, repo_id, error)
         return in_order
@@ -165,7 +165,7 @@ def _newer_than_remote(
     return newer
 
 
-def _push(pushed: Pushable, repo_id: str | os.PathLike[str], options: PushOptions) -> PushResult:
+def _push(pushed: VerifiedContents, repo_id: str | os.PathLike[str], options: PushOptions) -> PushResult:
     from hfshard.hub.push import PushRequest, push
 
     has_model = any(_is_of(MODEL_BASE, name) for name in pushed.contents)
@@ -181,7 +181,7 @@ def _push(pushed: Pushable, repo_id: str | os.PathLike[str], options: PushOption
     return push(request, repo_id, private=options.private, token=options.token)
 
 
-def _stale(pushed: Pushable, there: Mapping[str, RemoteFile], read: Callable[[str], bytes]) -> set[str]:
+def _stale(pushed: VerifiedContents, there: Mapping[str, RemoteFile], read: Callable[[str], bytes]) -> set[str]:
     """What the checkpoint that was pushed before left: by the names of its weights, and what else its manifest names.
 
     What its manifest names, and somebody has changed since, is theirs, and stays.
@@ -192,7 +192,7 @@ def _stale(pushed: Pushable, there: Mapping[str, RemoteFile], read: Callable[[st
     if MANIFEST not in there or not left:
         return stale
     try:
-        before = Manifest.from_json(read(MANIFEST), MANIFEST)
+        before = CheckpointManifest.from_json(read(MANIFEST), MANIFEST)
     except (DamagedCheckpointError, UnsafePathError) as error:
         logger.warning("'%s' on the hub can't be read, and what it may name is left alone: %s", MANIFEST, error)
         return stale
@@ -206,7 +206,7 @@ def _is_of(base: str, name: str) -> bool:
     return name in (names.single, names.index) or names.is_shard(name)
 
 
-def _is_as_recorded(file: RemoteFile, record: FileRecord, name: str, read: Callable[[str], bytes]) -> bool:
+def _is_as_recorded(file: RemoteFile, record: FileDigest, name: str, read: Callable[[str], bytes]) -> bool:
     if file.size != record.size:
         return False
     if name.endswith(SAFETENSORS_SUFFIX):
@@ -216,7 +216,7 @@ def _is_as_recorded(file: RemoteFile, record: FileRecord, name: str, read: Calla
 
 def checked_at(
     place: str | os.PathLike[str], verify: Level, *, token: str | bool | None = None, progress: bool | None = None
-) -> tuple[Found, Manifest]:
+) -> tuple[RunCheckpoint, CheckpointManifest]:
     """The checkpoint in a directory, in a directory hub, or in a repo of the Hub, from where it is fetched whole.
 
     Args:
@@ -234,7 +234,7 @@ def checked_at(
     if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
         raise InvalidArgumentError(f"'{place}' is neither a place nor a step: give a step as a number, {int(place)}.")
     path, revision = split_address(place)
-    local = Source(path, revision=revision).local_place()
+    local = CheckpointSource(path, revision=revision).local_place()
     if local is not None:
         directory = local.directory
         _refuse_other_directories(directory)
@@ -242,8 +242,8 @@ def checked_at(
         from hfshard.hub.fetching import fetch
 
         directory = fetch(path, _pick, revision=revision, token=token, progress=progress).directory
-    manifest = read_manifest(directory)
-    found = Found(directory, manifest.step, manifest)
+    manifest = read_checkpoint_manifest(directory)
+    found = RunCheckpoint(directory, manifest.step, manifest)
     try:
         return found, checked(found, verify, progress)
     except IntegrityError as error:
@@ -270,17 +270,17 @@ def check_repo(repo_id: str) -> None:
     check_repo_id(repo_id)
 
 
-def _pick(view: View) -> Chosen:
+def _pick(view: CommitFiles) -> ResolvedCheckpoint:
     """All files of a training checkpoint."""
-    from hfshard.hub.selection import Chosen
+    from hfshard.hub.resolve import ResolvedCheckpoint
 
     if not view.has(MANIFEST):
-        what, todo = view.described()
+        what, todo = view.description()
         raise _no_checkpoint(what, f"{todo}. A model alone is loaded by hfshard.load_model.")
-    view.bring([MANIFEST])
-    files = [MANIFEST, *read_manifest(view.snapshot()).files]
-    view.bring(files)
-    return Chosen(view.snapshot(), view.commit, tuple(files), None, ())
+    view.download([MANIFEST])
+    files = [MANIFEST, *read_checkpoint_manifest(view.snapshot()).files]
+    view.download(files)
+    return ResolvedCheckpoint(view.snapshot(), view.commit, tuple(files), None, ())
 
 
 def _no_checkpoint(what: str, todo: str, path: str | None = None) -> CheckpointNotFoundError:

@@ -11,12 +11,12 @@ from hfshard.hub.address import directory_of, split_address
 from hfshard.training.pushing.contents import Hashes
 from hfshard.training.pushing.hubs import PushOptions, check_repo, push_found
 from hfshard.training.run.background import Background
-from hfshard.training.run.directory import Found
+from hfshard.training.run.directory import RunCheckpoint
 
 logger = logging.getLogger(__name__)
 
 
-class Publisher:
+class BackgroundPusher:
     """A failed push is a warning, as the checkpoint lies on the disk; `wait` raises the last one's error."""
 
     def __init__(self, address: str | os.PathLike[str], progress: bool | None) -> None:
@@ -36,8 +36,8 @@ class Publisher:
         self._hashes: Hashes = {}
         self._thread = Background()
         self._lock = threading.Lock()
-        self._pushing: Found | None = None
-        self._waiting: Found | None = None
+        self._pushing: RunCheckpoint | None = None
+        self._waiting: RunCheckpoint | None = None
         self._error: Exception | None = None
         """Of the last push."""
 
@@ -47,7 +47,7 @@ class Publisher:
         with self._lock:
             return {one.step for one in (self._pushing, self._waiting) if one is not None}
 
-    def publish(self, found: Found, *, blocking: bool) -> None:
+    def publish(self, found: RunCheckpoint, *, blocking: bool) -> None:
         """Push a checkpoint now; or beside the caller's work, after the push that is under way.
 
         One that was still waiting is not pushed any more: this one is newer.
@@ -83,7 +83,7 @@ class Publisher:
                 found = self._pushing = self._waiting
                 self._waiting = None
 
-    def _push(self, found: Found, options: PushOptions) -> None:
+    def _push(self, found: RunCheckpoint, options: PushOptions) -> None:
         try:
             push_found(found, self._repo_id, options, self._hashes)
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on

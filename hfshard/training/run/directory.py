@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from hfshard.errors import DamagedCheckpointError, HfshardError
-from hfshard.storage.disk.durable import sync_directory
-from hfshard.training.run.manifest import Manifest, read_manifest
+from hfshard.storage.disk.fsops import sync_directory
+from hfshard.training.run.manifest import CheckpointManifest, read_checkpoint_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +27,12 @@ _LOOKS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RunCheckpoint:
     """A directory that looks like a checkpoint."""
 
     path: str
     step: int
-    manifest: Manifest | None
+    manifest: CheckpointManifest | None
     problem: HfshardError | None = None
     """Why its manifest can't be read."""
 
@@ -47,14 +47,14 @@ def writing_path(root: str, step: int) -> str:
     return os.path.join(root, f".tmp-{step}-{os.getpid()}")
 
 
-def found_in(root: str) -> list[Found]:
+def found_in(root: str) -> list[RunCheckpoint]:
     """Every checkpoint in a run directory, damaged ones too, the one that was saved last first.
 
     Where a manifest can't be read, nothing tells when it was saved: such a checkpoint comes before all others, so that
     it is never passed over without a word.
     """
     names: list[str] = []
-    found: list[Found] = []
+    found: list[RunCheckpoint] = []
     for _ in range(_LOOKS):
         names = _names_in(root)
         found = [look_at(os.path.join(root, name), step) for name, step in _checkpoints(root, names)]
@@ -63,7 +63,7 @@ def found_in(root: str) -> list[Found]:
     return sorted(found, key=_age, reverse=True)
 
 
-def has_changed(found: Found) -> bool:
+def has_changed(found: RunCheckpoint) -> bool:
     """Whether something else, or nothing, stands now where a checkpoint was found: a run that saves has removed it."""
     now = look_at(found.path, found.step).manifest
     if now is None or found.manifest is None:
@@ -87,14 +87,14 @@ def _checkpoints(root: str, names: list[str]) -> Iterator[tuple[str, int]]:
                 yield name, step
 
 
-def _age(one: Found) -> tuple[bool, int, int]:
+def _age(one: RunCheckpoint) -> tuple[bool, int, int]:
     return one.manifest is None, one.manifest.sequence if one.manifest else 0, one.step
 
 
-def look_at(path: str, step: int) -> Found:
+def look_at(path: str, step: int) -> RunCheckpoint:
     """One checkpoint, by its manifest, which must be of the step that the directory is called by."""
     try:
-        manifest = read_manifest(path)
+        manifest = read_checkpoint_manifest(path)
         if manifest.step != step:
             raise DamagedCheckpointError(
                 f"'{path}' holds the checkpoint of step {manifest.step}. Give it its name back: "
@@ -104,8 +104,8 @@ def look_at(path: str, step: int) -> Found:
                 actual=manifest.step,
             )
     except HfshardError as error:
-        return Found(path, step, None, error)
-    return Found(path, step, manifest)
+        return RunCheckpoint(path, step, None, error)
+    return RunCheckpoint(path, step, manifest)
 
 
 def sweep(root: str) -> None:
@@ -149,7 +149,7 @@ def put_in_place(written: str, root: str, step: int) -> str:
     return target
 
 
-def remove(found: Found, root: str) -> None:
+def remove(found: RunCheckpoint, root: str) -> None:
     """Remove a checkpoint: it is out of sight at once, and its files go then. What can't be removed is warned of."""
     for name in _names_in(root):  # what it replaced, and nobody could remove, must not come back in its place
         replaced = _REPLACED.fullmatch(name)

@@ -17,8 +17,8 @@ from hfshard.errors import (
 )
 from hfshard.storage.format.names import WeightNames
 from hfshard.training.collecting import PARTS
-from hfshard.training.run.directory import Found, found_in, has_changed
-from hfshard.training.run.manifest import Manifest, check_files
+from hfshard.training.run.directory import RunCheckpoint, found_in, has_changed
+from hfshard.training.run.manifest import CheckpointManifest, check_files
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +28,12 @@ _TRIES: Final = 50
 Level = Literal["structure", "full"]
 
 
-def manifests_in(root: str) -> list[Manifest]:
+def manifests_in(root: str) -> list[CheckpointManifest]:
     """Of all checkpoints that were finished, the one that was saved last first."""
     return [one.manifest for one in found_in(root) if one.manifest is not None]
 
 
-def of_step(root: str, step: int) -> Found:
+def of_step(root: str, step: int) -> RunCheckpoint:
     """The checkpoint of a step, damaged or not.
 
     Raises:
@@ -46,12 +46,12 @@ def of_step(root: str, step: int) -> Found:
     raise CheckpointNotFoundError(f"There is no checkpoint of step {step} in '{root}'. It has: {steps}.", path=root)
 
 
-def checked(found: Found, verify: Level, progress: bool | None = None) -> Manifest:
+def checked(found: RunCheckpoint, verify: Level, progress: bool | None = None) -> CheckpointManifest:
     """The manifest of a checkpoint whose files are those that were saved.
 
     Args:
         found: The checkpoint.
-        verify: "structure": sizes, headers and samples; "full": every byte.
+        verify: "structure": sizes, headers and fingerprints; "full": every byte.
         progress: A bar, for "full".
 
     Raises:
@@ -62,12 +62,14 @@ def checked(found: Found, verify: Level, progress: bool | None = None) -> Manife
     if found.manifest is None:
         raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
     total = sum(record.size or 0 for record in found.manifest.files.values())
-    with bytes_bar("Verifying", total, progress if verify == "full" else False) as on_bytes:
-        check_files(found.path, found.manifest, is_full=verify == "full", on_bytes=on_bytes)
+    with bytes_bar("Verifying", total, progress if verify == "full" else False) as progress_callback:
+        check_files(found.path, found.manifest, is_full=verify == "full", progress_callback=progress_callback)
     return found.manifest
 
 
-def newest_whole(root: str, verify: Level, progress: bool | None = None) -> tuple[Found, Manifest] | None:
+def newest_whole(
+    root: str, verify: Level, progress: bool | None = None
+) -> tuple[RunCheckpoint, CheckpointManifest] | None:
     """The whole checkpoint that was saved last, with a warning for each that is passed over; None in an empty run.
 
     Raises:
@@ -75,7 +77,7 @@ def newest_whole(root: str, verify: Level, progress: bool | None = None) -> tupl
     """
     for _ in range(_TRIES):
         found = found_in(root)
-        damaged: list[tuple[Found, HfshardError]] = []
+        damaged: list[tuple[RunCheckpoint, HfshardError]] = []
         for one in found:
             try:
                 manifest = checked(one, verify, progress)
@@ -102,23 +104,31 @@ def newest_whole(root: str, verify: Level, progress: bool | None = None) -> tupl
     )
 
 
-def _warn_of(damaged: list[tuple[Found, HfshardError]]) -> None:
+def _warn_of(damaged: list[tuple[RunCheckpoint, HfshardError]]) -> None:
     for one, error in damaged:
         logger.warning("The checkpoint '%s' is passed over: %s", one.path, error)
 
 
-def problems_of(found: Found, level: Level, on_bytes: Callable[[int], object] | None = None) -> list[HfshardError]:
-    """All that is wrong with a checkpoint; `on_bytes` is told the bytes that were hashed, from any thread."""
+def problems_of(
+    found: RunCheckpoint, level: Level, progress_callback: Callable[[int], object] | None = None
+) -> list[HfshardError]:
+    """All that is wrong with a checkpoint; `progress_callback` is told the bytes that were hashed, from any thread."""
     problems: list[HfshardError] = []
     if found.manifest is not None:
-        check_files(found.path, found.manifest, is_full=level == "full", on_bytes=on_bytes, on_problem=problems.append)
+        check_files(
+            found.path,
+            found.manifest,
+            is_full=level == "full",
+            progress_callback=progress_callback,
+            on_problem=problems.append,
+        )
         problems += _strays(found.path, found.manifest)
     elif found.problem is not None:
         problems.append(found.problem)
     return problems
 
 
-def _strays(directory: str, manifest: Manifest) -> list[HfshardError]:
+def _strays(directory: str, manifest: CheckpointManifest) -> list[HfshardError]:
     """Files that are not the checkpoint's, and that other tools would load in its place; a restore does not."""
     problems: list[HfshardError] = []
     for base in PARTS:

@@ -7,7 +7,7 @@ import weakref
 from typing import Final
 
 from hfshard.errors import DirectoryLockedError
-from hfshard.storage.disk.durable import lock, unlock
+from hfshard.storage.disk.fsops import lock, unlock
 
 _WAIT_SECONDS: Final = 5.0
 """How long a manager waits for another one: as long as a process that is being killed may take to be gone."""

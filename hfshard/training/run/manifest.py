@@ -12,15 +12,15 @@ from typing import Final, TypeGuard
 from hfshard._util.threads import in_threads, stoppable
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, IntegrityError, InvalidArgumentError, UnsafePathError, remedy
-from hfshard.storage.disk.content import sha256_of_reader
+from hfshard.storage.disk.byte_source import sha256_of_reader
 from hfshard.storage.disk.safe_open import open_regular, read_small
-from hfshard.storage.format.index import FileRecord, parse_record
+from hfshard.storage.format.index import FileDigest, parse_file_digest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import check_file_name
 from hfshard.storage.format.strict_json import dump_json, parse_json_object
-from hfshard.storage.weights.shard_file import ShardFile
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.training.parts.nested import decode, encode
 from hfshard.training.parts.padded_json import padded_json
-from hfshard.training.parts.tree import pack, unpack
 
 MANIFEST: Final = "checkpoint.json"
 
@@ -30,14 +30,14 @@ _REMEDY: Final = "Restore another checkpoint, or download it again."
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class CheckpointManifest:
     """What makes a directory a whole checkpoint."""
 
     step: int
     sequence: int
     """Number of this save in its run: of two checkpoints the one with the higher number was saved later."""
     metrics: dict[str, float] = field(default_factory=dict)
-    files: dict[str, FileRecord] = field(default_factory=dict)
+    files: dict[str, FileDigest] = field(default_factory=dict)
     """Every file but this one."""
 
     def to_json(self) -> bytes:
@@ -46,13 +46,13 @@ class Manifest:
             "format": MANIFEST_FORMAT,
             "step": self.step,
             "sequence": self.sequence,
-            "metrics": pack(self.metrics, "metrics", {}),
+            "metrics": encode(self.metrics, "metrics", {}),
             "files": {name: record.as_json() for name, record in self.files.items()},
         }
         return padded_json({**body, "checksum": sha256_of(dump_json(body))})
 
     @classmethod
-    def from_json(cls, raw: bytes, path: str) -> Manifest:
+    def from_json(cls, raw: bytes, path: str) -> CheckpointManifest:
         """Read a manifest without trust.
 
         Raises:
@@ -70,7 +70,7 @@ class Manifest:
         if checksum != _checksum_of(body):
             raise IntegrityError(f"'{path}' is damaged: its checksum is not that of its contents. {_REMEDY}", path=path)
         step, sequence, files = body.get("step"), body.get("sequence"), body.get("files")
-        metrics = unpack(body.get("metrics"), {}, path)
+        metrics = decode(body.get("metrics"), {}, path)
         if not (_is_count(step) and _is_count(sequence) and isinstance(files, dict) and _are_metrics(metrics)):
             raise DamagedCheckpointError(
                 f"'{path}' is damaged: it lacks a step, files or metrics. {_REMEDY}", path=path
@@ -78,11 +78,11 @@ class Manifest:
         records = {}
         for name, record in files.items():
             check_file_name(name, index_path=path, suffix="")
-            records[name] = parse_record(record, name, path)
+            records[name] = parse_file_digest(record, name, path)
         return cls(step, sequence, metrics, records)
 
 
-def read_manifest(directory: str) -> Manifest:
+def read_checkpoint_manifest(directory: str) -> CheckpointManifest:
     """Read the manifest of a checkpoint; the other files are not looked at.
 
     Raises:
@@ -90,15 +90,15 @@ def read_manifest(directory: str) -> Manifest:
         DamagedCheckpointError, UnsafePathError: It is damaged.
     """
     path = os.path.join(directory, MANIFEST)
-    return Manifest.from_json(read_small(path, directory, MAX_INDEX_BYTES)[0], path)
+    return CheckpointManifest.from_json(read_small(path, directory, MAX_INDEX_BYTES)[0], path)
 
 
 def check_files(
     directory: str,
-    manifest: Manifest,
+    manifest: CheckpointManifest,
     *,
     is_full: bool,
-    on_bytes: Callable[[int], object] | None = None,
+    progress_callback: Callable[[int], object] | None = None,
     on_problem: Callable[[DamagedCheckpointError], object] | None = None,
 ) -> None:
     """Compare every file with what the manifest says, several at once.
@@ -106,24 +106,24 @@ def check_files(
     Args:
         directory: The checkpoint's.
         manifest: Its own.
-        is_full: Compare checksums of all bytes; else sizes and samples.
-        on_bytes: Told the bytes that were hashed, from any thread.
+        is_full: Compare checksums of all bytes; else sizes and fingerprints.
+        progress_callback: Told the bytes that were hashed, from any thread.
         on_problem: Told of each damaged file; None: the first one is raised.
 
     Raises:
         DamagedCheckpointError, UnsafePathError: A file is missing, or not the one that was saved.
     """
-    check = partial(_check_file, directory, is_full=is_full, on_bytes=on_bytes, on_problem=on_problem)
+    check = partial(_check_file, directory, is_full=is_full, progress_callback=progress_callback, on_problem=on_problem)
     in_threads(check, sorted(manifest.files.items(), key=lambda item: -(item[1].size or 0)), FILES_AT_ONCE)
 
 
 def _check_file(
     directory: str,
-    item: tuple[str, FileRecord],
+    item: tuple[str, FileDigest],
     stop: Event,
     *,
     is_full: bool,
-    on_bytes: Callable[[int], object] | None,
+    progress_callback: Callable[[int], object] | None,
     on_problem: Callable[[DamagedCheckpointError], object] | None,
 ) -> None:
     name, record = item
@@ -132,12 +132,12 @@ def _check_file(
         if not name.endswith(SAFETENSORS_SUFFIX):
             _check_small(path, directory, record)
             return
-        shard = ShardFile(path, directory)
+        shard = SafetensorsFile(path, directory)
         try:
-            shard.check_record(record, sample=True)
+            shard.check_record(record, with_fingerprint=True)
             _check_own_digests(shard, record)
             if is_full:
-                shard.check_digest(record, stoppable(on_bytes, stop), to_cache=True)
+                shard.check_digest(record, stoppable(progress_callback, stop), keep_cached=True)
         finally:
             shard.close()
     except UnsafePathError as error:
@@ -151,9 +151,9 @@ def _check_file(
         on_problem(error)
 
 
-def _check_own_digests(shard: ShardFile, record: FileRecord) -> None:
+def _check_own_digests(shard: SafetensorsFile, record: FileDigest) -> None:
     """Compare what a single file says of itself: its checksum is made without that, and readers rely on it."""
-    for kind in ("sample", "xxh3", "sha256"):
+    for kind in ("fingerprint", "xxh3", "sha256"):
         stated, expected = getattr(shard.own.digests, kind), getattr(record, kind)
         if stated is not None and stated != expected:
             raise IntegrityError(
@@ -165,7 +165,7 @@ def _check_own_digests(shard: ShardFile, record: FileRecord) -> None:
             )
 
 
-def _check_small(path: str, directory: str, record: FileRecord) -> None:
+def _check_small(path: str, directory: str, record: FileDigest) -> None:
     with os.fdopen(open_regular(path, directory), "rb") as reader:  # of any size, and no text: a tokenizer's model
         size = os.fstat(reader.fileno()).st_size
         found = sha256_of_reader(reader) if size == record.size else f"that of {size} bytes"
@@ -179,14 +179,14 @@ def _check_small(path: str, directory: str, record: FileRecord) -> None:
         )
 
 
-def small_record(raw: bytes) -> FileRecord:
+def small_record(raw: bytes) -> FileDigest:
     """The record of a small file."""
-    return FileRecord(size=len(raw), sha256=sha256_of(raw))
+    return FileDigest(size=len(raw), sha256=sha256_of(raw))
 
 
-def shard_record(record: FileRecord) -> FileRecord:
+def shard_record(record: FileDigest) -> FileDigest:
     """Of what an index records of a shard, what the manifest repeats."""
-    return FileRecord(record.size, record.sha256, record.xxh3, record.sample)
+    return FileDigest(record.size, record.sha256, record.xxh3, record.fingerprint)
 
 
 def plain_metrics(metric: float | Mapping[str, float] | None, name: str | None) -> dict[str, float]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.training.run.manifest import Manifest
+from hfshard.training.run.manifest import CheckpointManifest
 
 MetricMode = Literal["min", "max"]
 
 
-def best_of(manifests: Sequence[Manifest], metric: str, mode: MetricMode) -> Manifest | None:
+def best_of(manifests: Sequence[CheckpointManifest], metric: str, mode: MetricMode) -> CheckpointManifest | None:
     """The checkpoint with the best value of a metric: of equal ones the earliest, and never one without it, or NaN.
 
     Args:
@@ -55,7 +55,7 @@ class Rotation:
         if self.metric_mode not in ("min", "max"):
             raise InvalidArgumentError(f"metric_mode must be 'min' or 'max', and is {self.metric_mode!r}.")
 
-    def steps_to_remove(self, manifests: Sequence[Manifest]) -> list[int]:
+    def steps_to_remove(self, manifests: Sequence[CheckpointManifest]) -> list[int]:
         """The steps whose checkpoints go, of all whole ones of a run, in any order."""
         if self.max_to_keep is None:
             return []

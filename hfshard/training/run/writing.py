@@ -21,21 +21,21 @@ from hfshard.constants import (
 )
 from hfshard.errors import HfshardError, InvalidArgumentError
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
-from hfshard.storage.disk.durable import require_space, sync_directory, write_file
-from hfshard.storage.format.index import FileRecord
+from hfshard.storage.disk.fsops import require_space, sync_directory, write_file
+from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.tensors.tensor_bytes import tensor_nbytes
-from hfshard.storage.weights.shard_file import ShardFile
-from hfshard.storage.weights.shard_writer import (
-    ShardJob,
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.storage.weights.safetensors_writer import (
+    WriteJob,
     await_devices,
     blank_header,
     digest_shard,
-    sample_of,
+    fingerprint_of,
     write_shards,
 )
-from hfshard.training.collecting import Collected
-from hfshard.training.run.manifest import MANIFEST, Manifest, shard_record, small_record
+from hfshard.training.collecting import SavePayload
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, shard_record, small_record
 
 logger = logging.getLogger(__name__)
 
@@ -45,31 +45,31 @@ _OWN_SUFFIXES: Final = (SAFETENSORS_SUFFIX, INDEX_SUFFIX)
 
 
 @dataclass
-class Linkable:
-    """Files of the checkpoint before, by their samples: what was frozen since need not be written again."""
+class ReusableShards:
+    """Files of the checkpoint before, by their fingerprints: what was frozen since need not be written again."""
 
-    files: dict[str, tuple[str, FileRecord]] = field(default_factory=dict)
+    files: dict[str, tuple[str, FileDigest]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, directory: str, manifest: Manifest) -> Linkable:
+    def of(cls, directory: str, manifest: CheckpointManifest) -> ReusableShards:
         """The shards of a checkpoint."""
         return cls(
             {
-                record.sample: (os.path.join(directory, name), record)
+                record.fingerprint: (os.path.join(directory, name), record)
                 for name, record in manifest.files.items()
-                if name.endswith(SAFETENSORS_SUFFIX) and record.sample is not None and record.is_verifiable
+                if name.endswith(SAFETENSORS_SUFFIX) and record.fingerprint is not None and record.is_verifiable
             }
         )
 
 
 def write_checkpoint(
     directory: str,
-    collected: Collected,
-    manifest: Manifest,
+    collected: SavePayload,
+    manifest: CheckpointManifest,
     files: Mapping[str, bytes],
-    linkable: Linkable,
-    on_bytes: Callable[[int], object] | None,
-) -> Manifest:
+    linkable: ReusableShards,
+    progress_callback: Callable[[int], object] | None,
+) -> CheckpointManifest:
     """Write all files of a checkpoint durably, its manifest last.
 
     Args:
@@ -78,7 +78,7 @@ def write_checkpoint(
         manifest: Without files.
         files: More small files to put beside.
         linkable: Of the checkpoint before.
-        on_bytes: Told the bytes that were written, from any thread.
+        progress_callback: Told the bytes that were written, from any thread.
 
     Returns:
         The manifest with all files.
@@ -89,7 +89,7 @@ def write_checkpoint(
     """
     plans = {base: plan_request(request) for base, request in collected.requests.items()}
     small = {**files, TREE: collected.tree}
-    jobs: dict[str, ShardJob] = {}
+    jobs: dict[str, WriteJob] = {}
     for base, request in collected.requests.items():
         names = [shard.file for shard in plans[base].shards]
         paths = [os.path.join(directory, name) for name in names]
@@ -105,7 +105,7 @@ def write_checkpoint(
         doing=f"Saving into '{os.path.dirname(directory)}'",
         todo=". Free some space, or keep fewer checkpoints: max_to_keep.",
     )
-    records |= zip(left, write_shards(list(left.values()), checksum=checksum, on_bytes=on_bytes))
+    records |= zip(left, write_shards(list(left.values()), checksum=checksum, progress_callback=progress_callback))
     for base, request in collected.requests.items():
         if plans[base].is_sharded:
             own = [records[shard.file] for shard in plans[base].shards]
@@ -121,7 +121,7 @@ def write_checkpoint(
     return whole
 
 
-def check_names(files: Mapping[str, bytes], collected: Collected) -> None:
+def check_names(files: Mapping[str, bytes], collected: SavePayload) -> None:
     """Refuse names of small files that lead elsewhere, or that are a checkpoint's own; and what no restore would read.
 
     Raises:
@@ -142,7 +142,7 @@ def check_names(files: Mapping[str, bytes], collected: Collected) -> None:
             )
 
 
-def _link(jobs: Mapping[str, ShardJob], checksum: Checksum | None, linkable: Linkable) -> dict[str, FileRecord]:
+def _link(jobs: Mapping[str, WriteJob], checksum: Checksum | None, linkable: ReusableShards) -> dict[str, FileDigest]:
     """Give the files that lie on the disk already, byte for byte, a second name; the records of those."""
     if checksum is None or not linkable.files:
         return {}
@@ -151,16 +151,16 @@ def _link(jobs: Mapping[str, ShardJob], checksum: Checksum | None, linkable: Lin
     return {name: record for name, record in zip(jobs, made) if record is not None}
 
 
-def _link_one(job: ShardJob, stop: Event, checksum: Checksum, linkable: Linkable) -> FileRecord | None:
+def _link_one(job: WriteJob, stop: Event, checksum: Checksum, linkable: ReusableShards) -> FileDigest | None:
     header = blank_header(job, checksum)
-    path, before = linkable.files.get(sample_of(header, list(job.tensors.values())), (None, None))
+    path, before = linkable.files.get(fingerprint_of(header, list(job.tensors.values())), (None, None))
     if path is None or before is None:
         return None
     record, _ = digest_shard(job, checksum, None, stop)
     if shard_record(record) != before:
         return None
     try:
-        shard = ShardFile(path, os.path.dirname(path))
+        shard = SafetensorsFile(path, os.path.dirname(path))
         try:
             shard.check_digest(before)  # the bytes on the disk too: what has rotted there is written anew
         finally:

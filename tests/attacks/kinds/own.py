@@ -39,10 +39,10 @@ def _file(name: str, value: Any) -> Callable[[Own], Any]:
 
 
 def _aliases(**aliases: Any) -> Callable[[Own], Any]:
-    return _put("aliases", {name.replace("__", "."): stored for name, stored in aliases.items()})
+    return _put("tied_names", {name.replace("__", "."): stored for name, stored in aliases.items()})
 
 
-GOOD = {"size": 4224, "sha256": "0" * 64, "sample": "0" * 32}
+GOOD = {"size": 4224, "sha256": "0" * 64, "fingerprint": "0" * 32}
 INDEX_EDITS: dict[str, Callable[[Own], Any]] = {
     "format-2": _put("format", 2),
     "format-0": _put("format", 0),
@@ -66,16 +66,16 @@ INDEX_EDITS: dict[str, Callable[[Own], Any]] = {
     "sha256-short": _record("sha256", "ab" * 16),
     "sha256-not-hex": _record("sha256", "zz" * 32),
     "sha256-list": _record("sha256", ["ab" * 32]),
-    "sample-number": _record("sample", 0),
-    "sample-short": _record("sample", "00"),
-    "sample-with-newline": _record("sample", "0" * 32 + "\n"),
+    "sample-number": _record("fingerprint", 0),
+    "sample-short": _record("fingerprint", "00"),
+    "sample-with-newline": _record("fingerprint", "0" * 32 + "\n"),
     "table-climbs-out": _file("../outside/" + S, GOOD),
     "table-is-absolute": _file("/etc/passwd", GOOD),
     "table-climbs-out-as-json": _file("../outside/config.json", GOOD),
     "table-has-a-url": _file("https://example.invalid/model.safetensors", GOOD),
     "table-has-an-empty-name": _file("", GOOD),
-    "aliases-list": _put("aliases", ["a", "b"]),
-    "aliases-null": _put("aliases", None),
+    "aliases-list": _put("tied_names", ["a", "b"]),
+    "aliases-null": _put("tied_names", None),
     "alias-to-a-number": _aliases(twin=1),
     "alias-to-null": _aliases(twin=None),
     "alias-to-nowhere": _aliases(twin="ghost"),
@@ -85,11 +85,11 @@ INDEX_EDITS: dict[str, Callable[[Own], Any]] = {
     "alias-of-an-alias": _aliases(twin="block.bias", second="twin"),
     "alias-shadows-a-stored-name": _aliases(block__bias="head.bias"),
     "alias-shadows-itself": _aliases(block__bias="block.bias"),
-    "aliases-in-a-million-steps": _put("aliases", {f"a{i}": f"a{i + 1}" for i in range(100_000)}),
+    "aliases-in-a-million-steps": _put("tied_names", {f"a{i}": f"a{i + 1}" for i in range(100_000)}),
     "aliases-as-deep-names": _aliases(**{"a" * 100_000: "ghost"}),
-    "undeclared-text": _put("undeclared", "twin"),
-    "undeclared-unknown": _put("undeclared", ["twin"]),
-    "undeclared-number": _put("undeclared", [7]),
+    "undeclared-text": _put("undeclared_ties", "twin"),
+    "undeclared-unknown": _put("undeclared_ties", ["twin"]),
+    "undeclared-number": _put("undeclared_ties", [7]),
 }
 for _name, _change in INDEX_EDITS.items():
     register(f"own-index-{_name}", _edit_own(_change, Expected(raw.INDEX)))
@@ -98,7 +98,7 @@ FILE_EDITS: dict[str, tuple[Callable[[Own], Any], str, bool]] = {
     "size-wrong": (_record("size", 4177), S, False),
     "size-zero": (_record("size", 0), S, False),
     "size-huge": (_record("size", 2**70), S, False),
-    "sample-wrong": (_record("sample", "0" * 32), S, False),
+    "sample-wrong": (_record("fingerprint", "0" * 32), S, False),
     "sha256-wrong": (_record("sha256", "0" * 64), S, True),
     "shard-in-the-table-alone": (_file("model-00004-of-00003.safetensors", GOOD), "model-00004-of-00003", False),
     "one-checksum-lost": (lambda own: own["files"][S].pop("sha256"), S, True),
@@ -110,7 +110,7 @@ for _name, (_change, _named, _full) in FILE_EDITS.items():
 
 def _gone(own: Own) -> None:
     own.clear()
-    own.update({"format": 1, "files": {}, "aliases": {}})
+    own.update({"format": 1, "files": {}, "tied_names": {}})
 
 
 register("own-index-table-emptied", _edit_own(_gone, Expected("", "checksum")), full=True)
@@ -134,15 +134,15 @@ SINGLE_VALUES: dict[str, str] = {
     "list": "[1]",
     "number": "2",
     "deep": '{"a":' * 50_000 + "1" + "}" * 50_000,
-    "format-2": '{"format":2,"files":{},"aliases":{}}',
-    "format-text": '{"format":"1","files":{},"aliases":{}}',
-    "sha256-number": '{"format":1,"sha256":1,"files":{},"aliases":{}}',
-    "sample-lies": json.dumps({"format": 1, "sample": "0" * 32, "files": {}, "aliases": {}}),
-    "alias-to-nowhere": '{"format":1,"files":{},"aliases":{"twin":"ghost"}}',
-    "alias-shadows": '{"format":1,"files":{},"aliases":{"block.bias":"head.bias"}}',
-    "aliases-list": '{"format":1,"files":{},"aliases":[]}',
-    "files-climb-out": '{"format":1,"files":{"../outside/config.json":{"size":1}},"aliases":{}}',
-    "duplicate-aliases": '{"format":1,"files":{},"aliases":{"t":"block.bias","t":"head.bias"}}',
+    "format-2": '{"format":2,"files":{},"tied_names":{}}',
+    "format-text": '{"format":"1","files":{},"tied_names":{}}',
+    "sha256-number": '{"format":1,"sha256":1,"files":{},"tied_names":{}}',
+    "sample-lies": json.dumps({"format": 1, "fingerprint": "0" * 32, "files": {}, "tied_names": {}}),
+    "alias-to-nowhere": '{"format":1,"files":{},"tied_names":{"twin":"ghost"}}',
+    "alias-shadows": '{"format":1,"files":{},"tied_names":{"block.bias":"head.bias"}}',
+    "aliases-list": '{"format":1,"files":{},"tied_names":[]}',
+    "files-climb-out": '{"format":1,"files":{"../outside/config.json":{"size":1}},"tied_names":{}}',
+    "duplicate-aliases": '{"format":1,"files":{},"tied_names":{"t":"block.bias","t":"head.bias"}}',
 }
 
 
@@ -176,7 +176,7 @@ for _name, _value in SINGLE_VALUES.items():
     register(f"own-single-{_name}", lambda place, v=_value: _single(v, place))  # type: ignore[misc]
 register(
     "own-single-sha256-lies",
-    lambda place: _single(json.dumps({"format": 1, "sha256": "0" * 64, "files": {}, "aliases": {}}), place),
+    lambda place: _single(json.dumps({"format": 1, "sha256": "0" * 64, "files": {}, "tied_names": {}}), place),
     full=True,
 )
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hfshard.storage.weights.shard_writer import WRITERS_VARIABLE
+from hfshard.storage.weights.safetensors_writer import WRITERS_VARIABLE
 from tests.crash.points import INJECTIONS, TAKES_SPACE
 from tests.crash.runs.content import (
     Save,

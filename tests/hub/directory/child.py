@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.hub.listing import StaleParentError
-from hfshard.storage.disk.content import BytesContent
+from hfshard.hub.repo_tree import StaleParentError
+from hfshard.storage.disk.byte_source import BytesSource
 
 
 def content(name: str, number: int) -> bytes:
@@ -23,7 +23,7 @@ def main(root: str, name: str, count: int) -> None:
         while True:
             listing = hub.listing()
             assert listing is not None
-            changes = {f"{name}.bin": BytesContent(raw), "last.bin": BytesContent(raw)}
+            changes = {f"{name}.bin": BytesSource(raw), "last.bin": BytesSource(raw)}
             try:
                 hub.commit(changes, parent=listing.commit or None, message=f"{name} {number}")
                 break

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.storage.disk.content import BytesContent
+from hfshard.storage.disk.byte_source import BytesSource
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def hub(tmp_path: Path) -> DirectoryHub:
 
 def push(hub: DirectoryHub, files: Mapping[str, bytes | None], message: str = "push", revision: str = "main") -> str:
     listing = hub.listing(revision)
-    changes = {path: None if raw is None else BytesContent(raw) for path, raw in files.items()}
+    changes = {path: None if raw is None else BytesSource(raw) for path, raw in files.items()}
     parent = hub.resolve() if listing is None else listing.commit or None
     return hub.commit(changes, parent=parent, revision=revision, message=message).commit
 

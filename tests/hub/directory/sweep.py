@@ -22,10 +22,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfshard.hub.directory import writing as directory_writing
+from hfshard.hub.directory import locked_hub as directory_writing
 from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.hub.directory.manifest import Manifest, commit_id
-from hfshard.storage.disk.content import BytesContent, Content
+from hfshard.hub.directory.manifest import CommitManifest, commit_id
+from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 from tests.crash.tracer import Call, Run, hidden_writes, traced
 
 INJECTIONS = {
@@ -71,8 +71,8 @@ def push(root: str, files: Mapping[str, bytes | None], message: str, **options: 
     revision = str(options.pop("revision", "main"))
     listing = hub.listing(revision)
     parent = listing.commit or None if listing is not None else hub.resolve()
-    changes: dict[str, Content | None] = {
-        path: None if raw is None else BytesContent(raw) if path != "b.bin" else Unhashed(raw)
+    changes: dict[str, ByteSource | None] = {
+        path: None if raw is None else BytesSource(raw) if path != "b.bin" else Unhashed(raw)
         for path, raw in files.items()
     }
     return hub.commit(changes, parent=parent, revision=revision, message=message, **options).commit  # type: ignore[arg-type]
@@ -314,7 +314,7 @@ def _check(point: Point, run: Run, root: str) -> None:
         assert prepared.new_commits <= left <= prepared.old_commits
 
 
-def publish_too_early(self: directory_writing.Writer, manifest: Manifest, ref: str) -> str:
+def publish_too_early(self: directory_writing.Writer, manifest: CommitManifest, ref: str) -> str:
     """A push as it must not be: the ref is written where readers see it, and before the files are in place."""
     raw = manifest.to_json()
     commit = commit_id(raw)

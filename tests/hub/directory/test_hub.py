@@ -21,8 +21,8 @@ from hfshard.errors import (
     SaveDirectoryError,
 )
 from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.hub.listing import RemoteFile, StaleParentError
-from hfshard.storage.disk.content import BytesContent, Content, StreamContent, file_content
+from hfshard.hub.repo_tree import RemoteFile, StaleParentError
+from hfshard.storage.disk.byte_source import ByteSource, BytesSource, StreamSource, file_source
 from tests.hub.directory.helpers import disk_bytes, everything, files_at, hub, push
 from tests.hub.directory.sweep import litter
 
@@ -84,7 +84,7 @@ def test_what_is_no_hub_is_not_opened(tmp_path: Path) -> None:
 
 
 def test_a_commit_is_a_plain_directory_and_a_manifest_that_gives_its_id(hub: DirectoryHub) -> None:
-    result = hub.commit({"s/a": BytesContent(b"1")}, parent=None, message="first", description="more")
+    result = hub.commit({"s/a": BytesSource(b"1")}, parent=None, message="first", description="more")
     raw = Path(hub.root, "commits", f"{result.commit}.json").read_bytes()
     assert json.loads(raw) == {
         "description": "more",
@@ -108,13 +108,13 @@ def test_a_commit_is_a_plain_directory_and_a_manifest_that_gives_its_id(hub: Dir
 def test_a_commit_changes_adds_deletes_and_links_the_rest(hub: DirectoryHub) -> None:
     first = push(hub, {"kept": b"k" * 100, "changed": b"1", "gone": b"g", "s/deep/kept": b"d"})
     told: list[int] = []
-    changes: dict[str, Content | None] = {
-        "changed": BytesContent(b"22"),
-        "new/file": BytesContent(b"333"),
+    changes: dict[str, ByteSource | None] = {
+        "changed": BytesSource(b"22"),
+        "new/file": BytesSource(b"333"),
         "gone": None,
         "was never there": None,
     }
-    result = hub.commit(changes, parent=first, message="second", on_bytes=told.append)
+    result = hub.commit(changes, parent=first, message="second", progress_callback=told.append)
     assert files_at(hub) == {"kept": b"k" * 100, "changed": b"22", "new/file": b"333", "s/deep/kept": b"d"}
     assert files_at(hub, first) == {"kept": b"k" * 100, "changed": b"1", "gone": b"g", "s/deep/kept": b"d"}
     assert sum(told) == result.sent_bytes == 5
@@ -133,7 +133,7 @@ def test_a_file_becomes_a_folder_and_a_folder_a_file(hub: DirectoryHub) -> None:
 
 def test_the_same_files_make_no_commit(hub: DirectoryHub) -> None:
     first = push(hub, {"a": b"1"})
-    result = hub.commit({"a": BytesContent(b"1"), "b": None}, parent=first, message="again")
+    result = hub.commit({"a": BytesSource(b"1"), "b": None}, parent=first, message="again")
     assert (result.commit, result.is_new, result.sent_bytes) == (first, False, 0)
     assert [revision.commit for revision in hub.revisions()] == [first, first]  # main, and the commit
 
@@ -153,9 +153,9 @@ def test_going_back_to_what_any_commit_has_costs_nothing(hub: DirectoryHub, tmp_
     before = disk_bytes(hub.root)
     source = tmp_path / "source"
     source.write_bytes(b"1" * 2**20)
-    result = hub.commit({"b": BytesContent(b"1" * 2**20)}, parent=hub.resolve(), message="known hash")
+    result = hub.commit({"b": BytesSource(b"1" * 2**20)}, parent=hub.resolve(), message="known hash")
     assert result.sent_bytes == 0
-    hub.commit({"c": file_content(str(source))}, parent=result.commit, message="unknown hash")
+    hub.commit({"c": file_source(str(source))}, parent=result.commit, message="unknown hash")
     assert disk_bytes(hub.root) - before < 2**17
     hub.verify()
 
@@ -176,11 +176,11 @@ def test_contents_that_do_not_have_their_hash_are_refused(hub: DirectoryHub, tmp
     source = tmp_path / "source"
     source.write_bytes(b"2")
     for content in (
-        file_content(str(source), SHA256_OF_ONE[:-1] + "0"),
-        StreamContent(5, "0" * 64, BytesContent(b"xx").open),
+        file_source(str(source), SHA256_OF_ONE[:-1] + "0"),
+        StreamSource(5, "0" * 64, BytesSource(b"xx").open),
     ):
         with pytest.raises(IntegrityError, match=r"changed since it was saved: .* Nothing was pushed"):
-            hub.commit({"b": BytesContent(b"b"), "c": content}, parent=hub.resolve(), message="no")
+            hub.commit({"b": BytesSource(b"b"), "c": content}, parent=hub.resolve(), message="no")
         assert everything(hub.root) == before
         assert litter(hub.root) == []
 
@@ -189,10 +189,10 @@ def test_a_full_disk_is_told_before_the_first_byte(hub: DirectoryHub) -> None:
     push(hub, {"a": b"1"})
     before = everything(hub.root)
     told: list[int] = []
-    huge = StreamContent(2**60, "0" * 64, BytesContent(b"").open)
+    huge = StreamSource(2**60, "0" * 64, BytesSource(b"").open)
     with pytest.raises(NotEnoughSpaceError) as raised:
-        changes: dict[str, Content | None] = {"b": BytesContent(b"22"), "c": huge}
-        hub.commit(changes, parent=hub.resolve(), message="huge", on_bytes=told.append)
+        changes: dict[str, ByteSource | None] = {"b": BytesSource(b"22"), "c": huge}
+        hub.commit(changes, parent=hub.resolve(), message="huge", progress_callback=told.append)
     assert raised.value.errno == errno.ENOSPC and raised.value.expected == 2**60 + 2 + 16 * 2**20
     assert (told, everything(hub.root), litter(hub.root)) == ([], before, [])
 
@@ -202,7 +202,7 @@ def test_another_parent_than_the_branch_has_is_stale(hub: DirectoryHub) -> None:
     second = push(hub, {"a": b"2"})
     for parent in (first, None, "0" * 40):
         with pytest.raises(StaleParentError, match=f"'main' of .* is at {second}"):
-            hub.commit({"a": BytesContent(b"3")}, parent=parent, message="late")
+            hub.commit({"a": BytesSource(b"3")}, parent=parent, message="late")
     with pytest.raises(StaleParentError):
         hub.commit({}, parent="0" * 40, revision="new", message="on nothing")
     assert files_at(hub) == {"a": b"2"}
@@ -229,15 +229,15 @@ def test_another_parent_than_the_branch_has_is_stale(hub: DirectoryHub) -> None:
 )
 def test_paths_that_could_leave_the_snapshot_are_refused(hub: DirectoryHub, path: str) -> None:
     before = everything(hub.root)
-    for content in (BytesContent(b"1"), None):
+    for content in (BytesSource(b"1"), None):
         with pytest.raises(InvalidArgumentError, match="is no path in a repo"):
-            hub.commit({"good": BytesContent(b"1"), path: content}, parent=None, message="bad")
+            hub.commit({"good": BytesSource(b"1"), path: content}, parent=None, message="bad")
     assert everything(hub.root) == before
 
 
 def test_a_message_that_is_no_text_is_refused(hub: DirectoryHub) -> None:
     with pytest.raises(InvalidArgumentError, match="no text that UTF-8 can write"):
-        hub.commit({"a": BytesContent(b"1")}, parent=None, message="\ud800")
+        hub.commit({"a": BytesSource(b"1")}, parent=None, message="\ud800")
 
 
 def test_an_odd_directory_of_the_hubs_own_is_refused(hub: DirectoryHub, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.storage.disk.content import BytesContent
+from hfshard.storage.disk.byte_source import BytesSource
 from tests import REPOSITORY
 from tests.crash.effects import effects_of
 from tests.crash.tracer import TRACED, has_strace, parse_trace
@@ -73,7 +73,7 @@ def test_two_processes_that_push_at_once_make_one_line_of_whole_commits(
 
 def test_files_that_are_open_outlive_a_prune(tmp_path: Path) -> None:
     hub = DirectoryHub.create(tmp_path / "hub")
-    old = hub.commit({"a": BytesContent(b"old")}, parent=None, message="1", revision="dev").commit
+    old = hub.commit({"a": BytesSource(b"old")}, parent=None, message="1", revision="dev").commit
     with open(os.path.join(hub.snapshot("dev"), "a"), "rb") as file:
         hub.delete("dev")
         assert hub.prune() > 0
@@ -114,16 +114,16 @@ def test_the_sweep_finds_pushes_that_commit_too_early() -> None:
 ORDER = """
 import sys
 from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.storage.disk.content import BytesContent
+from hfshard.storage.disk.byte_source import BytesSource
 hub = DirectoryHub.open(sys.argv[1])
-hub.commit({"a": BytesContent(b"new"), "s/c": BytesContent(b"c")}, parent=hub.resolve(), message="second")
+hub.commit({"a": BytesSource(b"new"), "s/c": BytesSource(b"c")}, parent=hub.resolve(), message="second")
 """
 
 
 @needs_strace
 def test_everything_is_on_disk_before_what_leads_to_it(tmp_path: Path, child_environment: dict[str, str]) -> None:
     hub = DirectoryHub.create(tmp_path / "hub")
-    old = hub.commit({"a": BytesContent(b"old"), "b": BytesContent(b"kept")}, parent=None, message="first").commit
+    old = hub.commit({"a": BytesSource(b"old"), "b": BytesSource(b"kept")}, parent=None, message="first").commit
     trace = tmp_path / "trace"
     strace = ["strace", "-f", "-y", "-o", str(trace), "-e", f"trace={TRACED}"]
     subprocess.run([*strace, sys.executable, "-c", ORDER, hub.root], env=child_environment, check=True, timeout=60)

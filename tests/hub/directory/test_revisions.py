@@ -10,7 +10,7 @@ import pytest
 
 from hfshard.errors import HubError, HubNotFoundError, InvalidArgumentError
 from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.storage.disk.content import BytesContent
+from hfshard.storage.disk.byte_source import BytesSource
 from tests.hub.directory.helpers import files_at, hub, push
 from tests.hub.directory.sweep import litter
 
@@ -67,7 +67,7 @@ def test_revisions_are_listed_main_first_and_commits_newest_first(two: Two) -> N
         os.utime(Path(hub.root, "commits", f"{commit}.json"), (seconds, seconds))
     hub.branch("alpha", first)
     hub.tag("v1", first)
-    pr = hub.commit({"b": BytesContent(b"333")}, parent=second, message="idea", create_pr=True).commit
+    pr = hub.commit({"b": BytesSource(b"333")}, parent=second, message="idea", create_pr=True).commit
     found = hub.revisions()
     assert [(one.name, one.kind, one.commit, one.size) for one in found] == [
         ("main", "branch", second, 2),
@@ -111,14 +111,14 @@ def test_make_branch_begins_at_main_and_leaves_one_that_is_there(two: Two) -> No
 
 def test_a_push_that_changes_nothing_makes_the_branch_all_the_same(two: Two) -> None:
     hub, _, second = two
-    result = hub.commit({"a": BytesContent(b"22")}, parent=second, revision="same", message="same")
+    result = hub.commit({"a": BytesSource(b"22")}, parent=second, revision="same", message="same")
     assert (result.is_new, hub.resolve("same")) == (False, second)
 
 
 def test_pull_requests_are_numbered_and_can_be_pushed_to(two: Two) -> None:
     hub, _, second = two
     results = [
-        hub.commit({"a": BytesContent(text)}, parent=second, message="idea", create_pr=True) for text in (b"x", b"y")
+        hub.commit({"a": BytesSource(text)}, parent=second, message="idea", create_pr=True) for text in (b"x", b"y")
     ]
     assert [result.pr_url for result in results] == ["refs/pr/1", "refs/pr/2"]
     assert hub.resolve() == second
@@ -198,7 +198,7 @@ def test_prune_keeps_what_tags_and_pull_requests_lead_to(two: Two) -> None:
     dev = push(hub, {"b": b"3"}, revision="dev")
     hub.tag("v1", dev)
     hub.delete("dev")
-    pr = hub.commit({"c": BytesContent(b"4")}, parent=second, message="idea", create_pr=True).commit
+    pr = hub.commit({"c": BytesSource(b"4")}, parent=second, message="idea", create_pr=True).commit
     assert hub.prune() == 0
     assert {one.commit for one in hub.revisions()} == {first, second, dev, pr}
     hub.delete("refs/pr/1")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hfshard.errors import HubError, NotEnoughSpaceError, UnsafePathError
-from hfshard.hub.listing import Listing, RemoteFile
 from hfshard.hub.remote.cache import RepoCache
-from hfshard.hub.remote.download import bring
-from hfshard.hub.remote.transport import Remote
+from hfshard.hub.remote.download import download
+from hfshard.hub.remote.transport import HubReader
+from hfshard.hub.repo_tree import RemoteFile, RepoTree
 
 pytestmark = pytest.mark.compat
 
@@ -20,8 +20,8 @@ FILE = RemoteFile(5, blob_id="a" * 40)
 
 def bring_one(cache: Path, path: str, file: RemoteFile, commit: str = COMMIT) -> None:
     """Bring the only file of a repo; tests run in offline mode, so that a request would be another error."""
-    remote = Remote("org/name", Listing(commit, {path: file}), False)
-    bring(remote, RepoCache("org/name", cache), [path])
+    remote = HubReader("org/name", RepoTree(commit, {path: file}), False)
+    download(remote, RepoCache("org/name", cache), [path])
 
 
 def test_full_disk_is_told_before_anything_is_asked_for(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from hfshard.errors import IntegrityError
 from hfshard.hub.remote.uploads import CheckedReader
-from hfshard.storage.disk.content import FileContent
+from hfshard.storage.disk.byte_source import FileSource
 from tests.hubserver.hub_server import HubServer
 
 pytestmark = pytest.mark.compat
@@ -29,7 +29,7 @@ print(hfshard.push_checkpoint("out", "org/m").is_new)
 def reader_of(path: Path, raw: bytes, counted: list[int]) -> CheckedReader:
     """A reader of a file that holds `raw`, announced as RAW."""
     path.write_bytes(raw)
-    return CheckedReader("name", FileContent(str(path), len(RAW)), hashlib.sha256(RAW).hexdigest(), counted.append)
+    return CheckedReader("name", FileSource(str(path), len(RAW)), hashlib.sha256(RAW).hexdigest(), counted.append)
 
 
 def test_reads_and_seeks_like_a_file_and_counts_each_byte_once(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel
 
 import hfshard
 from tests.pretrained.load.test_load_options import failure_of
-from tests.zoo.compare import differences, facts_of_load, load, small_files, stored_tensors
+from tests.zoo.compare import differences, facts_of_load, load, raw_tensors, small_files
 from tests.zoo.hub_cache import put_in_cache
 from tests.zoo.models import scramble
 from tests.zoo.subject import sharded
@@ -105,7 +105,7 @@ def test_the_code_and_the_auto_map_are_saved_as_upstream_saves_them(saved: tuple
     ours, theirs = saved
 
     assert differences(small_files(ours), small_files(theirs)) == []
-    assert differences(stored_tensors(ours), stored_tensors(theirs)) == []
+    assert differences(raw_tensors(ours), raw_tensors(theirs)) == []
     assert {"config.json", "zoo_model.py", "zoo_layers.py"} <= set(small_files(ours))
 
 
@@ -167,7 +167,7 @@ def test_a_model_loaded_with_its_code_is_saved_again_with_its_code(saved: tuple[
 
     ours, theirs = small_files(tmp_path / "ours again"), small_files(tmp_path / "theirs again")
     assert differences(ours, theirs) == []
-    assert stored_tensors(tmp_path / "ours again") == stored_tensors(saved[1])
+    assert raw_tensors(tmp_path / "ours again") == raw_tensors(saved[1])
 
 
 def test_the_auto_config_of_a_save_is_the_custom_one(saved: tuple[Path, Path]) -> None:

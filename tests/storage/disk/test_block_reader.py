@@ -79,7 +79,7 @@ def test_a_cold_file_is_read_past_the_page_cache_and_stays_cold(path: Path) -> N
 def test_a_file_that_will_be_mapped_is_brought_into_the_page_cache(path: Path) -> None:
     with opened(path) as fd:
         make_cold(fd)
-        assert b"".join(bytes(block) for block in read_blocks(fd, 0, SIZE, to_cache=True)) == RAW
+        assert b"".join(bytes(block) for block in read_blocks(fd, 0, SIZE, keep_cached=True)) == RAW
         assert is_cached(fd, 0, SIZE)
 
 

@@ -9,7 +9,7 @@ import torch
 
 import hfshard
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
-from hfshard.storage.format.header import TensorSlot, build_header, entry_bytes, parse_header, read_header_length
+from hfshard.storage.format.header import TensorInfo, build_header, entry_bytes, parse_header, read_header_length
 
 TWO = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},' + (
     '"é":{"dtype":"BOOL","shape":[],"data_offsets":[8,9]}}'.encode()
@@ -54,7 +54,7 @@ def test_a_header_is_read_back() -> None:
     header = parse_header(TWO, 8 + len(TWO) + 9, "x.safetensors")
     assert header.metadata == {"format": "pt"}
     assert header.data_start == 8 + len(TWO)
-    assert list(header.slots.values()) == [TensorSlot("a", "F32", (2,), 0, 8), TensorSlot("é", "BOOL", (), 8, 9)]
+    assert list(header.tensors.values()) == [TensorInfo("a", "F32", (2,), 0, 8), TensorInfo("é", "BOOL", (), 8, 9)]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hfshard.errors import DamagedCheckpointError, UnsafePathError
-from hfshard.storage.format.index import CheckpointIndex, FileRecord, own_metadata, parse_single_file_metadata
+from hfshard.storage.format.index import CheckpointIndex, FileDigest, hfshard_metadata, parse_single_file_metadata
 
 FILES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = CheckpointIndex(
@@ -16,8 +16,11 @@ INDEX = CheckpointIndex(
     total_size=12,
     total_parameters=3,
     metadata={"größe": [1]},
-    files={FILES[0]: FileRecord(4104, sha256="0" * 64, sample="1" * 32), FILES[1]: FileRecord(4100, xxh3="2" * 32)},
-    aliases={"c": "a"},
+    files={
+        FILES[0]: FileDigest(4104, sha256="0" * 64, fingerprint="1" * 32),
+        FILES[1]: FileDigest(4100, xxh3="2" * 32),
+    },
+    tied_names={"c": "a"},
 )
 RAW = """{
   "metadata": {
@@ -25,12 +28,12 @@ RAW = """{
       1
     ],
     "hfshard": {
-      "aliases": {
+      "tied_names": {
         "c": "a"
       },
       "files": {
         "model-00001-of-00002.safetensors": {
-          "sample": "11111111111111111111111111111111",
+          "fingerprint": "11111111111111111111111111111111",
           "sha256": "0000000000000000000000000000000000000000000000000000000000000000",
           "size": 4104
         },
@@ -74,7 +77,7 @@ def test_foreign_indexes_are_read(metadata: dict[str, Any] | None) -> None:
 
 def _with(**own: Any) -> dict[str, Any]:
     return {
-        "metadata": {"hfshard": {"format": 1, "files": {}, "aliases": {}} | own},
+        "metadata": {"hfshard": {"format": 1, "files": {}, "tied_names": {}} | own},
         "weight_map": {"a": FILES[0], "b": FILES[0]},
     }
 
@@ -93,9 +96,9 @@ def _with(**own: Any) -> dict[str, Any]:
         (_with(files={FILES[1]: {}}), f"lack '{FILES[0]}'"),
         (_with(files={FILES[0]: {"size": -1}}), "size and hex digests"),
         (_with(files={FILES[0]: {"sha256": "zz"}}), "size and hex digests"),
-        (_with(files={FILES[0]: {}}, aliases={"c": "nowhere"}), "which no file holds"),
-        (_with(files={FILES[0]: {}}, aliases={"a": "b"}), "both a stored tensor and an alias"),
-        (_with(aliases={"c": "d", "d": "a"}), "an alias itself"),
+        (_with(files={FILES[0]: {}}, tied_names={"c": "nowhere"}), "which no file holds"),
+        (_with(files={FILES[0]: {}}, tied_names={"a": "b"}), "both a stored tensor and an alias"),
+        (_with(tied_names={"c": "d", "d": "a"}), "an alias itself"),
     ],
 )
 def test_a_wrong_index_is_refused_with_its_reason(value: object, problem: str) -> None:
@@ -111,11 +114,15 @@ def test_an_index_that_names_files_outside_is_refused() -> None:
 
 def test_the_mark_of_a_shard_says_nothing_and_that_of_a_single_file_all() -> None:
     assert parse_single_file_metadata("1", "x").files == {}
-    text = '{"sample":"%s","format":1,"files":{"config.json":{"size":2}},"aliases":{"b":"a"}}' % ("0" * 32)
+    text = '{"fingerprint":"%s","format":1,"files":{"config.json":{"size":2}},"tied_names":{"b":"a"}}' % ("0" * 32)
     own = parse_single_file_metadata(text, "x")
-    assert (own.aliases, own.files, own.digests.sample) == ({"b": "a"}, {"config.json": FileRecord(2)}, "0" * 32)
+    assert (own.tied_names, own.files, own.digests.fingerprint) == (
+        {"b": "a"},
+        {"config.json": FileDigest(2)},
+        "0" * 32,
+    )
 
 
 def test_undeclared_aliases_are_listed_where_there_are_any() -> None:
-    assert own_metadata({}, {}, ()) == {"format": 1, "files": {}, "aliases": {}}
-    assert own_metadata({}, {"b": "a"}, ("b",))["undeclared"] == ["b"]
+    assert hfshard_metadata({}, {}, ()) == {"format": 1, "files": {}, "tied_names": {}}
+    assert hfshard_metadata({}, {"b": "a"}, ("b",))["undeclared_ties"] == ["b"]

@@ -18,7 +18,7 @@ from hfshard.storage.disk.block_reader import is_cached
 from hfshard.storage.disk.file_system import is_remote
 from hfshard.storage.weights import tensor_reader
 from hfshard.storage.weights.read_ahead import read_ahead
-from hfshard.storage.weights.shard_file import ShardFile
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.storage.weights.tensor_reader import check_read_mode, read_from
 
 CPU = torch.device("cpu")
@@ -39,8 +39,8 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[ShardFile]:
-    shard = ShardFile(str(path), str(path.parent))
+def opened(path: Path) -> Iterator[SafetensorsFile]:
+    shard = SafetensorsFile(str(path), str(path.parent))
     try:
         yield shard
     finally:
@@ -88,7 +88,7 @@ def test_the_way_of_a_gpu_gives_the_same_tensors(is_cold: bool, tmp_path: Path) 
     if is_cold:
         make_cold(path)
     with opened(path) as shard:
-        found = tensor_reader._read_at_once([(shard, list(shard.header.slots))], CPU, staged=True)
+        found = tensor_reader._read_at_once([(shard, list(shard.header.tensors))], CPU, staged=True)
     assert_same(dict(sorted(found.items())), dict(sorted(tensors().items())))
 
 
@@ -123,7 +123,7 @@ def test_what_the_page_cache_lacks_is_read_ahead_and_nothing_else(tmp_path: Path
     path = tmp_path / "model.safetensors"
     make_cold(path)
     with opened(path) as shard:
-        slot = shard.header.slots["second"]
+        slot = shard.header.tensors["second"]
         for thread in read_ahead([(shard, ["second"])]):
             thread.join()
         assert is_cached(shard.fd, shard.header.data_start + slot.begin, slot.nbytes)
@@ -135,7 +135,7 @@ def test_the_files_may_be_closed_while_they_are_read_ahead(tmp_path: Path) -> No
     hfshard.save_state_dict({"x": torch.randn(2_000_000)}, tmp_path)
     make_cold(tmp_path / "model.safetensors")
     files = len(os.listdir("/proc/self/fd"))
-    shard = ShardFile(str(tmp_path / "model.safetensors"), str(tmp_path))
+    shard = SafetensorsFile(str(tmp_path / "model.safetensors"), str(tmp_path))
     threads = read_ahead([(shard, ["x"])])
     shard.close()
     for thread in threads:
@@ -154,7 +154,7 @@ def test_a_file_that_was_cut_short_is_an_error_that_names_it(staged: bool, is_co
             make_cold(path)
         threads = threading.active_count()
         with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors' became shorter"):
-            tensor_reader._read_at_once([(shard, list(shard.header.slots))], CPU, staged=staged)
+            tensor_reader._read_at_once([(shard, list(shard.header.tensors))], CPU, staged=staged)
         assert threading.active_count() == threads
 
 

@@ -67,12 +67,12 @@ def losses() -> list[torch.Tensor]:
 
 def titles(hub: str | Path, revision: str = "main") -> list[str]:
     """Of the commits that a branch has had, the oldest first."""
-    from hfshard.hub.directory.manifest import read_manifest
+    from hfshard.hub.directory.manifest import read_commit_manifest
 
     commit: str | None = DirectoryHub.open(hub).resolve(revision)
     found: list[str] = []
     while commit is not None:
-        manifest = read_manifest(str(hub), commit)
+        manifest = read_commit_manifest(str(hub), commit)
         found.insert(0, manifest.message)
         commit = manifest.parents[0] if manifest.parents else None
     return found

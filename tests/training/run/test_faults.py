@@ -133,7 +133,7 @@ def test_a_flipped_bit_anywhere_is_found(run: Path) -> None:
     assert manager.verify(2)[2] == []
 
 
-@pytest.mark.parametrize("kind", ["sample", "xxh3"])
+@pytest.mark.parametrize("kind", ["fingerprint", "xxh3"])
 def test_a_flipped_bit_in_what_a_single_file_says_of_itself_is_passed_over(tmp_path: Path, kind: str) -> None:
     perform(Save(1, 1), tmp_path / "run")
     perform(Save(2, 2), tmp_path / "run")

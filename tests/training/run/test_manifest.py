@@ -10,13 +10,19 @@ from typing import Any
 import pytest
 
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, MissingShardError, UnsafePathError
-from hfshard.storage.format.index import FileRecord
+from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.strict_json import dump_json
-from hfshard.training.run.manifest import Manifest, check_files, plain_metrics, read_manifest, small_record
+from hfshard.training.run.manifest import (
+    CheckpointManifest,
+    check_files,
+    plain_metrics,
+    read_checkpoint_manifest,
+    small_record,
+)
 
 RAW = b'{"a": 1}\n'
-RECORD = FileRecord(9, sha256="e8c628edc9968ef0c668f54e0ba2636b35503357eb1aca0ddc828aeace432f67")
+RECORD = FileDigest(9, sha256="e8c628edc9968ef0c668f54e0ba2636b35503357eb1aca0ddc828aeace432f67")
 
 EXPECTED = {
     "format": 1,
@@ -36,8 +42,8 @@ def raw_of(changed: dict[str, Any]) -> bytes:
     return json.dumps({**changed, "checksum": sha256_of(dump_json(changed))}).encode()
 
 
-def manifest() -> Manifest:
-    return Manifest(1200, 3, {"loss": 0.5, "best": math.nan}, {"training_state.json": RECORD})
+def manifest() -> CheckpointManifest:
+    return CheckpointManifest(1200, 3, {"loss": 0.5, "best": math.nan}, {"training_state.json": RECORD})
 
 
 def test_a_manifest_says_what_it_is_of() -> None:
@@ -51,7 +57,7 @@ def test_a_manifest_says_what_it_is_of() -> None:
 
 
 def test_a_manifest_comes_back() -> None:
-    found = Manifest.from_json(manifest().to_json(), "checkpoint.json")
+    found = CheckpointManifest.from_json(manifest().to_json(), "checkpoint.json")
     assert (found.step, found.sequence, found.files) == (1200, 3, {"training_state.json": RECORD})
     assert found.metrics["loss"] == 0.5
     assert math.isnan(found.metrics["best"])
@@ -64,7 +70,7 @@ def test_every_flipped_bit_of_a_manifest_is_seen_or_says_the_same() -> None:
             flipped = bytearray(raw)
             flipped[position] ^= 1 << bit
             try:
-                found = Manifest.from_json(bytes(flipped), "checkpoint.json")
+                found = CheckpointManifest.from_json(bytes(flipped), "checkpoint.json")
             except DamagedCheckpointError:
                 continue
             assert found.to_json() == raw, (position, bit)
@@ -76,7 +82,7 @@ def test_every_cut_of_a_manifest_is_seen() -> None:
     raw = manifest().to_json()
     for length in range(len(raw.rstrip())):
         with pytest.raises(DamagedCheckpointError):
-            Manifest.from_json(raw[:length], "checkpoint.json")
+            CheckpointManifest.from_json(raw[:length], "checkpoint.json")
 
 
 @pytest.mark.parametrize(
@@ -91,33 +97,35 @@ def test_every_cut_of_a_manifest_is_seen() -> None:
 )  # fmt: skip
 def test_a_manifest_that_says_something_else_is_refused(key: str, value: Any) -> None:
     with pytest.raises(DamagedCheckpointError, match=r"checkpoint\.json"):
-        Manifest.from_json(raw_of({**body(), key: value}), "checkpoint.json")
+        CheckpointManifest.from_json(raw_of({**body(), key: value}), "checkpoint.json")
 
 
 @pytest.mark.parametrize("key", EXPECTED)
 def test_a_manifest_that_lacks_something_is_refused(key: str) -> None:
     with pytest.raises(DamagedCheckpointError, match=r"checkpoint\.json"):
-        Manifest.from_json(raw_of({name: value for name, value in body().items() if name != key}), "checkpoint.json")
+        CheckpointManifest.from_json(
+            raw_of({name: value for name, value in body().items() if name != key}), "checkpoint.json"
+        )
 
 
 def test_a_manifest_of_a_later_format_says_what_to_do() -> None:
     with pytest.raises(DamagedCheckpointError, match=r"is of format 2, and this hfshard reads 1\. Run: pip install"):
-        Manifest.from_json(raw_of({**body(), "format": 2}), "checkpoint.json")
+        CheckpointManifest.from_json(raw_of({**body(), "format": 2}), "checkpoint.json")
 
 
 def test_a_manifest_that_names_a_file_elsewhere_is_refused() -> None:
     with pytest.raises(UnsafePathError):
-        Manifest.from_json(raw_of({**body(), "files": {"../x": {"size": 9}}}), "checkpoint.json")
+        CheckpointManifest.from_json(raw_of({**body(), "files": {"../x": {"size": 9}}}), "checkpoint.json")
 
 
 def test_a_directory_without_a_manifest_was_never_finished(tmp_path: Path) -> None:
     with pytest.raises(MissingShardError, match=r"checkpoint\.json' is missing"):
-        read_manifest(str(tmp_path))
+        read_checkpoint_manifest(str(tmp_path))
 
 
 def test_every_damaged_file_is_told_of(tmp_path: Path) -> None:
     names = ["a.json", "b.json", "c.json", "d.safetensors"]
-    whole = Manifest(1, 1, {}, {name: small_record(RAW) for name in names})
+    whole = CheckpointManifest(1, 1, {}, {name: small_record(RAW) for name in names})
     (tmp_path / "a.json").write_bytes(RAW)
     (tmp_path / "b.json").write_bytes(RAW.replace(b"1", b"2"))
     (tmp_path / "c.json").symlink_to("/etc/hostname")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.run.manifest import Manifest
+from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.rotation import Rotation
 from tests.crash.runs.content import Counter, litter
 
@@ -29,9 +29,9 @@ def state() -> TrainingState:
 
 def kept(rotation: Rotation, saves: Sequence[tuple[int, float | None]]) -> list[int]:
     """The steps that are there after some saves, each a step and a loss, in the order of saving."""
-    there: list[Manifest] = []
+    there: list[CheckpointManifest] = []
     for number, (step, loss) in enumerate(saves):
-        manifest = Manifest(step, number + 1, {} if loss is None else {"loss": loss})
+        manifest = CheckpointManifest(step, number + 1, {} if loss is None else {"loss": loss})
         there = [one for one in there if one.step != step] + [manifest]
         gone = rotation.steps_to_remove(there)
         there = [one for one in there if one.step not in gone]

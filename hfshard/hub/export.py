@@ -13,8 +13,8 @@ from hfshard.constants import CONFIG_NAME, README
 from hfshard.errors import SaveDirectoryError
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.commit.commit import SaveSession, save_session
-from hfshard.storage.commit.transition import NewCheckpoint, digest_of, plan_transition
-from hfshard.storage.disk.durable import copy_mode, sync
+from hfshard.storage.commit.commit_plan import NewCheckpoint, digest_of, plan_commit
+from hfshard.storage.disk.fsops import copy_mode, sync
 
 _FICLONE: Final = 0x40049409
 """The ioctl by which a file gets the blocks of another (btrfs, XFS): linux/fs.h."""
@@ -23,7 +23,7 @@ _LEFT_OUT: Final = frozenset({".gitattributes"})
 """What the Hub keeps for itself."""
 
 
-def unpack(checkpoint: OpenCheckpoint, directory: str, others: Collection[str]) -> None:
+def export(checkpoint: OpenCheckpoint, directory: str, others: Collection[str]) -> None:
     """Put a checkpoint into a directory, where what stood there loads until it is whole.
 
     Files are copied (or share their blocks, where the file system can), never linked: a cache's file is nobody's to
@@ -60,7 +60,7 @@ def unpack(checkpoint: OpenCheckpoint, directory: str, others: Collection[str]) 
             del small[README]  # the user's own
         digest = digest_of([index or b"", *(name.encode() for name in weights)])
         new = NewCheckpoint(staged, checkpoint.keys, index, config, small, digest)
-        session.commit(plan_transition(session.state, new))
+        session.commit(plan_commit(session.state, new))
 
 
 def _refuse_other_contents(session: SaveSession, checkpoint: OpenCheckpoint, weights: Collection[str]) -> None:

@@ -45,7 +45,7 @@ class ObjectState:
     attributes: dict[str, Any]
 
 
-def pack(value: Any, path: str, tensors: dict[str, torch.Tensor], on_object: OnObject = lambda value: None) -> Any:
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], on_object: OnObject = lambda value: None) -> Any:
     """Turn a value into JSON, and put its tensors aside.
 
     Args:
@@ -59,19 +59,19 @@ def pack(value: Any, path: str, tensors: dict[str, torch.Tensor], on_object: OnO
     Raises:
         UnstorableTensorError: There is something else in it; the message says where.
     """
-    return _Packing(tensors, on_object).pack(value, path, 0)
+    return _Encoder(tensors, on_object).pack(value, path, 0)
 
 
-def unpack(tree: Any, tensors: Mapping[str, torch.Tensor], file: str) -> Any:
-    """The value that `pack` was given.
+def decode(tree: Any, tensors: Mapping[str, torch.Tensor], file: str) -> Any:
+    """The value that `encode` was given.
 
     Args:
-        tree: What `pack` returned, as it came from a file: not trusted.
+        tree: What `encode` returned, as it came from a file: not trusted.
         tensors: Name -> tensor.
         file: Stands in messages.
 
     Raises:
-        DamagedCheckpointError: It is not what `pack` writes, or a tensor is not there.
+        DamagedCheckpointError: It is not what `encode` writes, or a tensor is not there.
     """
     try:
         return _unpacked(tree, tensors)
@@ -83,7 +83,7 @@ def unpack(tree: Any, tensors: Mapping[str, torch.Tensor], file: str) -> Any:
         ) from error
 
 
-class _Packing:
+class _Encoder:
     def __init__(self, tensors: dict[str, torch.Tensor], on_object: OnObject) -> None:
         self.tensors, self.on_object = tensors, on_object
 
@@ -205,17 +205,17 @@ class _Packing:
 
 
 _METHODS: Final[list[tuple[tuple[type, ...], Any]]] = [
-    ((torch.Size,), _Packing.sequence),
-    ((int, float), _Packing.number),
-    ((complex,), _Packing.complex),
-    ((str,), _Packing.text),
-    ((bytes, bytearray), _Packing.raw),
-    ((dict, OrderedDict, Counter, defaultdict), _Packing.dict),
-    ((list, tuple), _Packing.sequence),
-    ((deque,), _Packing.deque),
-    ((set, frozenset), _Packing.set),
-    ((range, slice), _Packing.span),
-    ((torch.dtype, torch.device), _Packing.torch_name),
+    ((torch.Size,), _Encoder.sequence),
+    ((int, float), _Encoder.number),
+    ((complex,), _Encoder.complex),
+    ((str,), _Encoder.text),
+    ((bytes, bytearray), _Encoder.raw),
+    ((dict, OrderedDict, Counter, defaultdict), _Encoder.dict),
+    ((list, tuple), _Encoder.sequence),
+    ((deque,), _Encoder.deque),
+    ((set, frozenset), _Encoder.set),
+    ((range, slice), _Encoder.span),
+    ((torch.dtype, torch.device), _Encoder.torch_name),
 ]
 
 

@@ -10,21 +10,21 @@ from typing import Final
 
 import torch
 
-from hfshard.storage.tensors.stored_tensor import Storable
 from hfshard.storage.tensors.tensor_bytes import is_plain_type
-from hfshard.training.collecting import Collected
+from hfshard.storage.tensors.tensor_layout import TensorLike
+from hfshard.training.collecting import SavePayload
 
 _THREADS: Final = 4
 """Copies at a time, at most: two saturate a desktop's memory, and new pages, which the kernel clears, take more."""
 
 
-class Snapshots:
+class HostCopies:
     """Buffers as large as the state, made at the first save and filled at each."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
 
-    def copy_of(self, collected: Collected) -> Collected:
+    def copy_of(self, collected: SavePayload) -> SavePayload:
         """The same with copies of all tensors, made now; what was copied before is overwritten.
 
         Buffers of tensors that the state does not have any more are freed. Tensors of an accelerator are copied to
@@ -33,7 +33,7 @@ class Snapshots:
         with torch.inference_mode(False), torch.no_grad():  # buffers of a save within it are used after it, too
             return self._copied(collected)
 
-    def _copied(self, collected: Collected) -> Collected:
+    def _copied(self, collected: SavePayload) -> SavePayload:
         tensors: dict[tuple[str, str], torch.Tensor] = {
             (base, name): tensor
             for base, request in collected.requests.items()
@@ -54,7 +54,7 @@ class Snapshots:
             torch.accelerator.synchronize(device)
         requests = {}
         for base, request in collected.requests.items():
-            copied: dict[str, Storable] = {
+            copied: dict[str, TensorLike] = {
                 name: self._buffers.get((base, name), tensor) for name, tensor in request.tensors.items()
             }
             requests[base] = replace(request, tensors=copied)

@@ -14,25 +14,25 @@ from typing import Any, Final
 import torch
 
 from hfshard._util.threads import stoppable
-from hfshard.constants import FILES_AT_ONCE, FORMAT_VERSION, METADATA_KEY, SAMPLE_BYTES
+from hfshard.constants import FILES_AT_ONCE, FINGERPRINT_BYTES, FORMAT_VERSION, METADATA_KEY
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.disk.block_writer import BlockWriter
 from hfshard.storage.disk.direct_io import BLOCK_BYTES, check_setting
-from hfshard.storage.disk.durable import copy_mode, sync, write_all
+from hfshard.storage.disk.fsops import copy_mode, sync, write_all
 from hfshard.storage.format.header import build_header
-from hfshard.storage.format.index import FileRecord, single_file_metadata
+from hfshard.storage.format.index import FileDigest, single_file_metadata
 from hfshard.storage.format.integrity import (
     HASHERS,
     TENSOR_DIGEST_HEX,
     Hasher,
-    new_sample,
-    sampled_positions,
+    fingerprint_positions,
+    new_fingerprint,
     tensor_digest,
 )
-from hfshard.storage.tensors.stored_tensor import Storable, stored_form
 from hfshard.storage.tensors.tensor_bytes import first_bytes, iter_blocks, tensor_nbytes
+from hfshard.storage.tensors.tensor_layout import TensorLike, tensor_layout
 
-PAIRS_KEY: Final = "hfshard.complex"
+COMPLEX_AS_REAL_KEY: Final = "hfshard.complex"
 """Key of a file's `__metadata__`: JSON list of tensors that are complex, and stored as real pairs."""
 
 WRITERS_VARIABLE: Final = "HFSHARD_WRITERS"
@@ -40,29 +40,29 @@ WRITERS_VARIABLE: Final = "HFSHARD_WRITERS"
 
 
 @dataclass(frozen=True, slots=True)
-class ShardJob:
+class WriteJob:
     """One file to write."""
 
     path: str
-    tensors: Mapping[str, Storable]
+    tensors: Mapping[str, TensorLike]
     """In the order of their bytes."""
     metadata: Mapping[str, str]
     """The file's `__metadata__`."""
     own: Mapping[str, Any] | None = None
-    """For a single file: what it says of itself (see `index.own_metadata`); its digests are added."""
+    """For a single file: what it says of itself (see `index.hfshard_metadata`); its digests are added."""
     like: os.stat_result | None = None
     """The file that it will replace."""
 
 
 def write_shards(
-    jobs: Sequence[ShardJob], *, checksum: str | None, on_bytes: Callable[[int], object] | None = None
-) -> list[FileRecord]:
+    jobs: Sequence[WriteJob], *, checksum: str | None, progress_callback: Callable[[int], object] | None = None
+) -> list[FileDigest]:
     """Write files durably, several at once, in bounded memory.
 
     Args:
         jobs: Their paths must not exist.
         checksum: A key of `HASHERS`, or None.
-        on_bytes: Told the bytes of each block that was written, from any thread.
+        progress_callback: Told the bytes of each block that was written, from any thread.
 
     Returns:
         A record for each job, in order.
@@ -73,7 +73,7 @@ def write_shards(
     stop = threading.Event()
     await_devices(jobs)
     threads = writer_threads()
-    write = partial(_write_shard, checksum=checksum, on_bytes=on_bytes, stop=stop, behind=threads > 1)
+    write = partial(_write_shard, checksum=checksum, progress_callback=progress_callback, stop=stop, behind=threads > 1)
     if min(threads, len(jobs)) <= 1:
         return [write(job) for job in jobs]
     with ThreadPoolExecutor(min(threads, len(jobs)), thread_name_prefix="hfshard-write") as pool:
@@ -90,7 +90,7 @@ def write_shards(
         return [future.result() for future in futures]
 
 
-def await_devices(jobs: Sequence[ShardJob]) -> None:
+def await_devices(jobs: Sequence[WriteJob]) -> None:
     """Let what was begun on the GPUs be done: the threads that read the tensors know no stream but the default one."""
     if torch.cuda.is_initialized():
         tensors = (tensor for job in jobs for tensor in job.tensors.values())
@@ -109,48 +109,48 @@ def writer_threads() -> int:
     return int(wanted)
 
 
-def sample_of(header: bytes, tensors: Sequence[Storable]) -> str:
-    """The sample that a file with this header and these tensors, in the order of their bytes, will have."""
-    sample = new_sample()
-    sample.update(header)
-    for position in sampled_positions(len(tensors)):
-        for block in first_bytes(tensors[position], SAMPLE_BYTES):
-            sample.update(block)
-    return sample.hexdigest()
+def fingerprint_of(header: bytes, tensors: Sequence[TensorLike]) -> str:
+    """The fingerprint that a file with this header and these tensors, in the order of their bytes, will have."""
+    fingerprint = new_fingerprint()
+    fingerprint.update(header)
+    for position in fingerprint_positions(len(tensors)):
+        for block in first_bytes(tensors[position], FINGERPRINT_BYTES):
+            fingerprint.update(block)
+    return fingerprint.hexdigest()
 
 
-def file_order(tensors: Mapping[str, Storable]) -> dict[str, Storable]:
+def file_order(tensors: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
     """Tensors in the order of their bytes: larger elements first, so that each is aligned to its own size."""
-    return dict(sorted(tensors.items(), key=lambda item: -stored_form(item[1]).element_bytes))
+    return dict(sorted(tensors.items(), key=lambda item: -tensor_layout(item[1]).element_bytes))
 
 
-def shard_header(tensors: Mapping[str, Storable], metadata: Mapping[str, str]) -> bytes:
+def shard_header(tensors: Mapping[str, TensorLike], metadata: Mapping[str, str]) -> bytes:
     """The head of a file of these tensors, which are in the order of their bytes."""
-    forms = ((name, stored_form(tensor)) for name, tensor in tensors.items())
+    forms = ((name, tensor_layout(tensor)) for name, tensor in tensors.items())
     return build_header(((name, form.dtype, list(form.shape), form.nbytes) for name, form in forms), metadata)
 
 
-def shard_metadata(tensors: Mapping[str, Storable], extra: Mapping[str, str]) -> dict[str, str]:
+def shard_metadata(tensors: Mapping[str, TensorLike], extra: Mapping[str, str]) -> dict[str, str]:
     """The `__metadata__` of a shard: what stock readers need, what hfshard adds, what the caller adds."""
-    pairs = [name for name, tensor in tensors.items() if stored_form(tensor).is_pair]
-    own = {PAIRS_KEY: json.dumps(pairs, ensure_ascii=False)} if pairs else {}
+    pairs = [name for name, tensor in tensors.items() if tensor_layout(tensor).complex_as_real]
+    own = {COMPLEX_AS_REAL_KEY: json.dumps(pairs, ensure_ascii=False)} if pairs else {}
     mark = {METADATA_KEY: str(FORMAT_VERSION)}
     return mark | own | dict(extra) | {"format": "pt"} | mark
 
 
 def _write_shard(
-    job: ShardJob,
+    job: WriteJob,
     checksum: str | None,
-    on_bytes: Callable[[int], object] | None,
+    progress_callback: Callable[[int], object] | None,
     stop: threading.Event,
     *,
     behind: bool,
-) -> FileRecord:
+) -> FileDigest:
     fd = os.open(job.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         blank = blank_header(job, checksum)
         size = len(blank) + sum(tensor_nbytes(tensor) for tensor in job.tensors.values())
-        writer = BlockWriter(fd, size, stop, on_bytes, behind=behind)
+        writer = BlockWriter(fd, size, stop, progress_callback, behind=behind)
         try:
             record, header = _put_through(job, checksum, blank, writer.write)
             writer.finish()
@@ -167,45 +167,48 @@ def _write_shard(
 
 
 def digest_shard(
-    job: ShardJob, checksum: str | None, on_bytes: Callable[[int], object] | None, stop: threading.Event
-) -> tuple[FileRecord, bytes]:
+    job: WriteJob, checksum: str | None, progress_callback: Callable[[int], object] | None, stop: threading.Event
+) -> tuple[FileDigest, bytes]:
     """The record and the head of the file that `write_shards` would write for a job; nothing is written.
 
     Raises:
         InterruptedError: `stop` was set.
     """
-    tell = stoppable(on_bytes, stop)
+    tell = stoppable(progress_callback, stop)
     return _put_through(job, checksum, blank_header(job, checksum), lambda block: tell(len(block)))
 
 
-def blank_header(job: ShardJob, checksum: str | None) -> bytes:
+def blank_header(job: WriteJob, checksum: str | None) -> bytes:
     """The head of a job's file by which its digests are made: where it states its own, zeros stand."""
     return _headers(job, checksum, {})[1]
 
 
 def _put_through(
-    job: ShardJob, checksum: str | None, blank: bytes, put: Callable[[memoryview], object]
-) -> tuple[FileRecord, bytes]:
+    job: WriteJob, checksum: str | None, blank: bytes, put: Callable[[memoryview], object]
+) -> tuple[FileDigest, bytes]:
     """Hash a file's bytes and hand them on: its record, and its final header (`blank` is the one to hash)."""
     output = _Output(put, checksum)
-    digests = {"sample": sample_of(blank, list(job.tensors.values()))}
+    digests = {"fingerprint": fingerprint_of(blank, list(job.tensors.values()))}
     output.add([memoryview(blank)])
     tensors = [output.add(iter_blocks(tensor, BLOCK_BYTES)) for tensor in job.tensors.values()]
     if checksum is not None and output.hasher is not None:
-        digests |= {checksum: output.hasher.hexdigest(), "tensors": "".join(tensors)}
+        digests |= {checksum: output.hasher.hexdigest(), "tensor_digests": "".join(tensors)}
     header = blank if job.own is None else _headers(job, checksum, digests)[0]
     size = len(header) + sum(tensor_nbytes(tensor) for tensor in job.tensors.values())
-    return FileRecord(size, **digests), header
+    return FileDigest(size, **digests), header
 
 
-def _headers(job: ShardJob, checksum: str | None, digests: Mapping[str, str]) -> tuple[bytes, bytes]:
+def _headers(job: WriteJob, checksum: str | None, digests: Mapping[str, str]) -> tuple[bytes, bytes]:
     """The header with these digests in it, and the one with zeros in their places, by which they are computed."""
     if job.own is None:
         header = shard_header(job.tensors, job.metadata)
         return header, header
-    lengths = {"sample": 32}
+    lengths = {"fingerprint": 32}
     if checksum is not None:
-        lengths |= {checksum: 64 if checksum == "sha256" else 32, "tensors": TENSOR_DIGEST_HEX * len(job.tensors)}
+        lengths |= {
+            checksum: 64 if checksum == "sha256" else 32,
+            "tensor_digests": TENSOR_DIGEST_HEX * len(job.tensors),
+        }
     zeros = {name: "0" * length for name, length in lengths.items()}
     own = job.own
 

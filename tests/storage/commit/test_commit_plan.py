@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hfshard.save import save_state_dict
+from hfshard.storage.commit.commit_plan import CommitPlan, NewCheckpoint, plan_commit
 from hfshard.storage.commit.directory_state import read_state
-from hfshard.storage.commit.transition import NewCheckpoint, Transition, plan_transition
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import WeightNames
 
@@ -21,7 +21,7 @@ FIRST_NEW_SHARDS = "+model-00001-of-00003.safetensors +model-00002-of-00003.safe
 NEW_SHARDS = f"{FIRST_NEW_SHARDS} +model-00003-of-00003.safetensors"
 
 
-def written(transition: Transition) -> str:
+def written(transition: CommitPlan) -> str:
     signs = {"place": "+", "link": "=", "remove": "-", "sync": "|"}
     return " ".join(
         ("!" if step.is_commit else signs[step.kind])
@@ -84,7 +84,7 @@ CASES = {
 def test_the_steps_of_a_transition(old: str, new: str, config: str, tmp_path: Path) -> None:
     old_checkpoint(tmp_path, old, None if old == "none" else b'{"n": 1}\n')
     checkpoint = new_checkpoint(new, b'{"n": 1}\n' if config == "same" else b'{"n": 2}\n')
-    transition = plan_transition(read_state(str(tmp_path), WeightNames()), checkpoint)
+    transition = plan_commit(read_state(str(tmp_path), WeightNames()), checkpoint)
     steps, expected = written(transition).split(), CASES[old, new, config].split()
     assert steps == expected
 
@@ -93,7 +93,7 @@ def test_the_steps_of_a_transition(old: str, new: str, config: str, tmp_path: Pa
 def test_one_step_commits_and_syncs_stand_on_both_sides(old: str, new: str, config: str, tmp_path: Path) -> None:
     old_checkpoint(tmp_path, old)
     checkpoint = new_checkpoint(new, b'{"n": 1}\n' if config == "same" else b'{"n": 2}\n')
-    transition = plan_transition(read_state(str(tmp_path), WeightNames()), checkpoint)
+    transition = plan_commit(read_state(str(tmp_path), WeightNames()), checkpoint)
     (at,) = [number for number, step in enumerate(transition.steps) if step.is_commit]
     assert transition.steps[at + 1].kind == transition.steps[-1].kind == "sync"
     assert "remove" not in {step.kind for step in transition.steps[:at]}
@@ -101,7 +101,7 @@ def test_one_step_commits_and_syncs_stand_on_both_sides(old: str, new: str, conf
 
 def test_a_commit_by_config_names_the_new_weights_and_then_no_longer(tmp_path: Path) -> None:
     old_checkpoint(tmp_path, "sharded")
-    transition = plan_transition(read_state(str(tmp_path), WeightNames()), new_checkpoint("sharded", b'{"n": 2}\n'))
+    transition = plan_commit(read_state(str(tmp_path), WeightNames()), new_checkpoint("sharded", b'{"n": 2}\n'))
     configs = [transition.small_files[step.source] for step in transition.steps if step.target == "config.json"]
     assert json.loads(configs[0]) == {"n": 2, "transformers_weights": f"{UNIQUE}.index.json"}
     assert configs[1:] == [b'{"n": 2}\n']
@@ -111,7 +111,7 @@ def test_new_extras_come_before_the_commit_and_replaced_ones_right_after(tmp_pat
     old_checkpoint(tmp_path, "sharded")
     (tmp_path / "generation_config.json").write_bytes(b"{}")
     extras = {"generation_config.json": b'{"k": 1}', "modeling_mine.py": b"pass"}
-    transition = plan_transition(read_state(str(tmp_path), WeightNames()), new_checkpoint("sharded", extras=extras))
+    transition = plan_commit(read_state(str(tmp_path), WeightNames()), new_checkpoint("sharded", extras=extras))
     assert written(transition) == (
         f"+modeling_mine.py {NEW_SHARDS} | !{INDEX} | +generation_config.json | {OLD_SHARDS} |"
     )

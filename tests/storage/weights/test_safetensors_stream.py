@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 import hfshard
-from hfshard.storage.weights.shard_stream import ShardStream
+from hfshard.storage.weights.safetensors_stream import SafetensorsStream
 
 MIB = 1024 * 1024
 
@@ -31,7 +31,7 @@ def of_bytes(count: int, start: int = 0) -> torch.Tensor:
 def test_reads_and_seeks_like_a_file(sizes: list[int], header: bytes, steps: list[tuple[int, int | None]]) -> None:
     tensors = [of_bytes(size, 10 * number) for number, size in enumerate(sizes)]
     raw = header + b"".join(bytes(tensor.tolist()) for tensor in tensors)
-    stream, file = ShardStream(header, tensors), io.BytesIO(raw)
+    stream, file = SafetensorsStream(header, tensors), io.BytesIO(raw)
     for position, size in steps:
         if position % 2:
             assert stream.seek(position) == file.seek(position)
@@ -53,7 +53,7 @@ def test_large_and_transposed_tensors_are_read_in_any_blocks() -> None:
     ]
     header = b"h" * 4096
     raw = header + b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
-    stream, file, choice = ShardStream(header, tensors), io.BytesIO(raw), random.Random(3)
+    stream, file, choice = SafetensorsStream(header, tensors), io.BytesIO(raw), random.Random(3)
     for _ in range(300):
         if choice.random() < 0.3:
             position = choice.choice([0, 4096, file.tell(), choice.randrange(len(raw)), len(raw), len(raw) + 5])
@@ -65,7 +65,7 @@ def test_large_and_transposed_tensors_are_read_in_any_blocks() -> None:
 
 
 def test_stream_is_a_file_object_of_bytes() -> None:
-    stream = ShardStream(b"head", [of_bytes(4)])
+    stream = SafetensorsStream(b"head", [of_bytes(4)])
     assert isinstance(stream, io.BufferedIOBase)
     assert (stream.readable(), stream.seekable(), stream.writable()) == (True, True, False)
     assert (stream.read(0), stream.tell()) == (b"", 0)
@@ -73,7 +73,7 @@ def test_stream_is_a_file_object_of_bytes() -> None:
     with pytest.raises(ValueError, match="negative seek position -1"):
         stream.seek(-1)
     assert (stream.tell(), stream.read()) == (6, b"\x02\x03")
-    assert (ShardStream(b"head", []).read(), ShardStream(b"", []).read()) == (b"head", b"")
+    assert (SafetensorsStream(b"head", []).read(), SafetensorsStream(b"", []).read()) == (b"head", b"")
 
 
 def test_stream_of_a_saved_shards_header_is_the_shard(tmp_path: Path) -> None:
@@ -82,5 +82,5 @@ def test_stream_of_a_saved_shards_header_is_the_shard(tmp_path: Path) -> None:
     raw = (tmp_path / "model.safetensors").read_bytes()
     stored = load(raw)
     at = raw.index(tensors["b"].numpy().tobytes())  # the widest dtype comes first
-    stream = ShardStream(raw[:at], [stored["b"], stored["a"]])
+    stream = SafetensorsStream(raw[:at], [stored["b"], stored["a"]])
     assert stream.read() == raw

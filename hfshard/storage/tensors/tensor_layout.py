@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from hfshard.storage.tensors.dtypes import DTYPE_BITS, REAL_PAIR_DTYPES, stored_dtype_name, stored_shape
+from hfshard.storage.tensors.dtypes import COMPLEX_AS_REAL_DTYPES, DTYPE_BITS, stored_dtype_name, stored_shape
 
 _BITS_OF_A_BYTE = 8
 
 
-class StoredForm(NamedTuple):
+class TensorLayout(NamedTuple):
     """How the format stores one tensor: all that a plan and a header have to know of it.
 
     A named tuple, which is made in half the time of a data class: a model of experts has a million.
@@ -25,36 +25,36 @@ class StoredForm(NamedTuple):
     shape: tuple[int, ...]
     """As the format counts it."""
     nbytes: int
-    is_pair: bool = False
+    complex_as_real: bool = False
     """Whether it is complex, and stored as real pairs because the format lacks its dtype."""
 
     @property
     def element_bytes(self) -> int:
         """Bytes of one element as torch counts them: a file has the largest elements first."""
-        return -(-DTYPE_BITS[self.dtype] // _BITS_OF_A_BYTE) * (2 if self.is_pair else 1)
+        return -(-DTYPE_BITS[self.dtype] // _BITS_OF_A_BYTE) * (2 if self.complex_as_real else 1)
 
     @property
     def parameters(self) -> int:
         """Elements as torch counts them: a complex pair is one, and two nibbles of F4 are one."""
-        return prod(self.shape) // (2 if self.is_pair or self.dtype == "F4" else 1)
+        return prod(self.shape) // (2 if self.complex_as_real or self.dtype == "F4" else 1)
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class RawTensor:
     """A tensor whose bytes are those of the format already; of a dtype, perhaps, that this torch does not know."""
 
-    form: StoredForm
+    form: TensorLayout
     blocks: Callable[[int], Iterator[memoryview]]
     """Its bytes, at most so many at a time. A block is valid until the next one is asked for."""
 
 
-Storable = torch.Tensor | StoredTensor
+TensorLike = torch.Tensor | RawTensor
 """What a save takes for one name."""
 
 
-def stored_form(value: Storable) -> StoredForm:
+def tensor_layout(value: TensorLike) -> TensorLayout:
     """How the format stores a tensor that `check_storable` lets pass."""
-    if isinstance(value, StoredTensor):
+    if isinstance(value, RawTensor):
         return value.form
     dtype, nbytes = stored_dtype_name(value.dtype) or "", value.numel() * value.element_size()
-    return StoredForm(dtype, tuple(stored_shape(value)), nbytes, value.dtype in REAL_PAIR_DTYPES)
+    return TensorLayout(dtype, tuple(stored_shape(value)), nbytes, value.dtype in COMPLEX_AS_REAL_DTYPES)

@@ -9,13 +9,13 @@ import torch
 
 from hfshard.errors import IntegrityError, remedy
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.format.header import TensorSlot
-from hfshard.storage.format.index import FileRecord
+from hfshard.storage.format.header import TensorInfo
+from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX, tensor_hasher
 from hfshard.storage.tensors.dtypes import DTYPE_BITS, TORCH_DTYPES, stored_dtype_name
-from hfshard.storage.tensors.stored_tensor import Storable, StoredForm, StoredTensor, stored_form
 from hfshard.storage.tensors.tensor_bytes import iter_blocks, memory_of, own_memory, tensor_nbytes
-from hfshard.storage.weights.shard_file import ShardFile
+from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout, TensorLike, tensor_layout
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 _CAST_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 """What a cast changes: 8-bit floats and smaller are packed weights, which mean nothing without their scales."""
@@ -23,7 +23,7 @@ _CAST_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 _PACKED_BITS = 8
 
 
-def stored_tensors(checkpoint: OpenCheckpoint) -> dict[str, Storable]:
+def raw_tensors(checkpoint: OpenCheckpoint) -> dict[str, TensorLike]:
     """The stored tensors by name, in the order of the files and of the bytes in them; nothing is read yet.
 
     The bytes of a safetensors file are read when a block is asked for, past what torch knows of dtypes, and compared
@@ -32,12 +32,12 @@ def stored_tensors(checkpoint: OpenCheckpoint) -> dict[str, Storable]:
     Raises:
         IntegrityError: Of a file of which only the whole has a checksum: it differs. (While reading: a tensor does.)
     """
-    found: dict[str, Storable] = {}
+    found: dict[str, TensorLike] = {}
     for file, shard in checkpoint.shards.items():
-        digests = _digests(shard, checkpoint.index.files.get(file, FileRecord()))
-        for slot in shard.header.slots.values():
-            form = StoredForm(slot.dtype, slot.shape, slot.nbytes, slot.name in shard.pairs)
-            found[slot.name] = StoredTensor(form, partial(_blocks, shard, slot, digests.get(slot.name)))
+        digests = _digests(shard, checkpoint.index.files.get(file, FileDigest()))
+        for slot in shard.header.tensors.values():
+            form = TensorLayout(slot.dtype, slot.shape, slot.nbytes, slot.name in shard.pairs)
+            found[slot.name] = RawTensor(form, partial(_blocks, shard, slot, digests.get(slot.name)))
     for pickled in checkpoint.pickles.values():
         found.update(pickled.tensors)
     return found
@@ -48,16 +48,18 @@ def is_recorded(checkpoint: OpenCheckpoint) -> bool:
     return not checkpoint.pickles and checkpoint.index.is_verifiable
 
 
-def _digests(shard: ShardFile, record: FileRecord) -> dict[str, str]:
-    names = list(shard.header.slots)
-    if record.tensors is not None and len(record.tensors) == TENSOR_DIGEST_HEX * len(names):
-        starts = range(0, len(record.tensors), TENSOR_DIGEST_HEX)
-        return {name: record.tensors[at : at + TENSOR_DIGEST_HEX] for name, at in zip(names, starts, strict=True)}
+def _digests(shard: SafetensorsFile, record: FileDigest) -> dict[str, str]:
+    names = list(shard.header.tensors)
+    if record.tensor_digests is not None and len(record.tensor_digests) == TENSOR_DIGEST_HEX * len(names):
+        starts = range(0, len(record.tensor_digests), TENSOR_DIGEST_HEX)
+        return {
+            name: record.tensor_digests[at : at + TENSOR_DIGEST_HEX] for name, at in zip(names, starts, strict=True)
+        }
     shard.check_digest(record)
     return {}
 
 
-def _blocks(shard: ShardFile, slot: TensorSlot, digest: str | None, block_bytes: int) -> Iterator[memoryview]:
+def _blocks(shard: SafetensorsFile, slot: TensorInfo, digest: str | None, block_bytes: int) -> Iterator[memoryview]:
     if digest is None:
         yield from shard.blocks(slot, block_bytes)
         return
@@ -76,23 +78,25 @@ def _blocks(shard: ShardFile, slot: TensorSlot, digest: str | None, block_bytes:
         )
 
 
-def is_packed(value: Storable) -> bool:
+def is_packed(value: TensorLike) -> bool:
     """Whether it is a float too small to be a weight by itself (fp8, fp6, fp4)."""
-    dtype = stored_form(value).dtype
+    dtype = tensor_layout(value).dtype
     return dtype.startswith("F") and DTYPE_BITS[dtype] <= _PACKED_BITS
 
 
-def cast(value: Storable, dtype: torch.dtype) -> Storable:
+def cast(value: TensorLike, dtype: torch.dtype) -> TensorLike:
     """The same tensor in another floating dtype, cast block by block when it is read; other tensors as they are."""
-    form = stored_form(value)
-    if form.dtype not in _CAST_DTYPES or form.is_pair or TORCH_DTYPES[form.dtype] == dtype:
+    form = tensor_layout(value)
+    if form.dtype not in _CAST_DTYPES or form.complex_as_real or TORCH_DTYPES[form.dtype] == dtype:
         return value
     nbytes = form.parameters * dtype.itemsize
-    new = StoredForm(stored_dtype_name(dtype) or "", form.shape, nbytes)
-    return StoredTensor(new, partial(_cast_blocks, value, TORCH_DTYPES[form.dtype], dtype))
+    new = TensorLayout(stored_dtype_name(dtype) or "", form.shape, nbytes)
+    return RawTensor(new, partial(_cast_blocks, value, TORCH_DTYPES[form.dtype], dtype))
 
 
-def _cast_blocks(value: Storable, dtype: torch.dtype, new_dtype: torch.dtype, block_bytes: int) -> Iterator[memoryview]:
+def _cast_blocks(
+    value: TensorLike, dtype: torch.dtype, new_dtype: torch.dtype, block_bytes: int
+) -> Iterator[memoryview]:
     # A block of the old that makes one of the new, or a part of it where the new one's elements are smaller.
     source_bytes = block_bytes * dtype.itemsize // max(dtype.itemsize, new_dtype.itemsize)
     room = own_memory((min(source_bytes, tensor_nbytes(value)) // dtype.itemsize,), new_dtype)

@@ -22,7 +22,7 @@ from hfshard.constants import (
 )
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.storage.checkpoint.checkpoint import FilesOf
-from hfshard.storage.checkpoint.locate import Kind, explicit_of, read_config
+from hfshard.storage.checkpoint.locate import WeightsKind, checked_weights_override, read_config
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
@@ -40,7 +40,7 @@ _CUSTOM_GENERATE: Final = "custom_generate/generate.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class CheckpointQuery:
     """Which checkpoint of a repo is wanted, and how much of it."""
 
     variant: str | None = None
@@ -61,7 +61,7 @@ class Wanted:
         return f"{self.subfolder.strip('/')}/{name}" if self.subfolder.strip("/") else name
 
 
-class View(Protocol):
+class CommitFiles(Protocol):
     """The files of one commit, as far as somebody knows them."""
 
     commit: str
@@ -69,7 +69,7 @@ class View(Protocol):
     def has(self, path: str, *, is_needed: bool = True) -> bool:
         """Whether the commit has a file. Not sure: an error where that `is_needed`, else False."""
 
-    def bring(self, paths: Collection[str]) -> None:
+    def download(self, paths: Collection[str]) -> None:
         """Have files lie in the snapshot."""
 
     def snapshot(self, path: str = "") -> str:
@@ -78,12 +78,12 @@ class View(Protocol):
     def code(self) -> Collection[str]:
         """The Python files of the commit that are known."""
 
-    def described(self) -> tuple[str, str]:
+    def description(self) -> tuple[str, str]:
         """For an error: what it is, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ResolvedCheckpoint:
     """A checkpoint that was found, and is in the cache."""
 
     directory: str
@@ -91,17 +91,17 @@ class Chosen:
     commit: str
     files: tuple[str, ...]
     """Paths in the repo: config, entry, shards."""
-    kind: Kind | None
+    kind: WeightsKind | None
     """What it is entered by; None: it is no model, but an adapter, say."""
     absent: tuple[str, ...]
     """Paths that readers look for, and that are known not to be there."""
 
 
-Pick = Callable[[View], Chosen]
+Resolver = Callable[[CommitFiles], ResolvedCheckpoint]
 """Finds in a view what is wanted, and brings it; raises CheckpointNotFoundError where it is not there."""
 
 
-def choose(view: View, wanted: Wanted) -> Chosen:
+def resolve(view: CommitFiles, wanted: CheckpointQuery) -> ResolvedCheckpoint:
     """Find a checkpoint, and bring what it needs.
 
     Raises:
@@ -114,10 +114,10 @@ def choose(view: View, wanted: Wanted) -> Chosen:
     present = _small_files(view, wanted, absent)
     if not os.path.isfile(view.snapshot(path(CONFIG_NAME))):
         guess = _entry(view, wanted, names, None, [])  # the config may name another: then it came for nothing
-        view.bring([*present, path(guess[1])] if guess is not None and guess[0] in _INDEXES else present)
+        view.download([*present, path(guess[1])] if guess is not None and guess[0] in _INDEXES else present)
     config = read_config(directory)
-    view.bring(present)
-    found = _entry(view, wanted, names, explicit_of(config, directory, names), absent)
+    view.download(present)
+    found = _entry(view, wanted, names, checked_weights_override(config, directory, names), absent)
     if wanted.has_code and _has_own_code(config):
         present += view.code()
     if wanted.has_code and not view.has(_CUSTOM_GENERATE, is_needed=False):
@@ -125,21 +125,21 @@ def choose(view: View, wanted: Wanted) -> Chosen:
     if found is None:
         if not (wanted.may_be_adapter and path(ADAPTER_CONFIG_NAME) in present):
             raise _no_weights(view, wanted, names)
-        view.bring(present)
-        return Chosen(directory, view.commit, tuple(present), None, tuple(absent))
+        view.download(present)
+        return ResolvedCheckpoint(directory, view.commit, tuple(present), None, tuple(absent))
     kind, entry = found
     files = [*present, path(entry)]
     if kind in _INDEXES:
-        view.bring([path(entry)])
+        view.download([path(entry)])
         suffix = BIN_SUFFIX if kind == "bin_index" else SAFETENSORS_SUFFIX
         entry_path = os.path.join(directory, entry)
         raw, _ = read_small(entry_path, directory, MAX_INDEX_BYTES)
         files += [path(name) for name in _shards(CheckpointIndex.from_json(raw, entry_path, suffix=suffix), wanted)]
-    view.bring(files)
-    return Chosen(directory, view.commit, tuple(files), kind, tuple(absent))
+    view.download(files)
+    return ResolvedCheckpoint(directory, view.commit, tuple(files), kind, tuple(absent))
 
 
-def _small_files(view: View, wanted: Wanted, absent: list[str]) -> list[str]:
+def _small_files(view: CommitFiles, wanted: CheckpointQuery, absent: list[str]) -> list[str]:
     """Config and what goes with it, as far as they are there."""
     present = []
     for name, is_needed in (
@@ -155,7 +155,7 @@ def _small_files(view: View, wanted: Wanted, absent: list[str]) -> list[str]:
     return present
 
 
-def other_files(files: Mapping[str, int], wanted: Wanted) -> list[str]:
+def other_files(files: Mapping[str, int], wanted: CheckpointQuery) -> list[str]:
     """What lies beside the weights in the folder of a checkpoint: tokenizer, code, README.
 
     Of a training checkpoint the model is taken alone, so that what comes is no damaged training checkpoint.
@@ -193,11 +193,11 @@ def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
 
 
 def _entry(
-    view: View, wanted: Wanted, names: WeightNames, explicit: str | None, absent: list[str]
-) -> tuple[Kind, str] | None:
-    """What the checkpoint is entered by; see `storage.locate.locate_entry`, which decides the same for a directory."""
+    view: CommitFiles, wanted: CheckpointQuery, names: WeightNames, explicit: str | None, absent: list[str]
+) -> tuple[WeightsKind, str] | None:
+    """What the checkpoint is entered by; see `storage.locate.find_weights`, which decides the same for a directory."""
     if explicit is not None:
-        candidates: list[tuple[Kind, str]] = [("index" if explicit.endswith(".json") else "single", explicit)]
+        candidates: list[tuple[WeightsKind, str]] = [("index" if explicit.endswith(".json") else "single", explicit)]
     else:
         candidates = [("single", names.single), ("index", names.index)] if wanted.use_safetensors is not False else []
         if not wanted.use_safetensors:
@@ -209,7 +209,7 @@ def _entry(
     return None
 
 
-def _shards(index: CheckpointIndex, wanted: Wanted) -> list[str]:
+def _shards(index: CheckpointIndex, wanted: CheckpointQuery) -> list[str]:
     """The shards that are needed; all: also those that hold no tensor."""
     if wanted.files_of is not None:
         return sorted(wanted.files_of(index))
@@ -225,10 +225,10 @@ def _has_own_code(config: bytes | None) -> bool:
     return isinstance(value, dict) and bool(value.get("auto_map"))
 
 
-def _no_weights(view: View, wanted: Wanted, names: WeightNames) -> CheckpointNotFoundError:
+def _no_weights(view: CommitFiles, wanted: CheckpointQuery, names: WeightNames) -> CheckpointNotFoundError:
     variant = f" of variant '{wanted.variant}'" if wanted.variant is not None else ""
     where = f" in the folder '{wanted.subfolder}'" if wanted.subfolder else ""
     looked_for = [names.single, names.index] if wanted.use_safetensors is not False else []
     looked_for += [names.bin_single, names.bin_index] if not wanted.use_safetensors else []
-    what, todo = view.described()
+    what, todo = view.description()
     return CheckpointNotFoundError(f"{what} has no weights{variant}{where}: none of {', '.join(looked_for)}. {todo}")

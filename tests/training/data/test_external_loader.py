@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
-from hfshard.training.data.foreign_loader import LoaderWatch, rearm_after_iter, watched
+from hfshard.training.data.external_loader import LoaderTracker, rearm_after_iter, track
+from hfshard.training.parts.nested import decode, encode
 from hfshard.training.parts.rng import rng_state, set_rng_state
-from hfshard.training.parts.tree import pack, unpack
 from tests.training import processes
 
 # torchdata 0.11 with torch 2.13.
@@ -133,7 +133,7 @@ class Run:
 
     def __init__(self, make: Callable[[], Any], seed: int, saved: dict[str, Any] | None = None) -> None:
         torch.manual_seed(seed)
-        self.watch: LoaderWatch = watched(make())
+        self.watch: LoaderTracker = track(make())
         self.seen: list[list[float]] = []
         self.saved: list[dict[str, Any]] = []
         self.first_epoch = 0
@@ -150,9 +150,9 @@ class Run:
             warnings.simplefilter("ignore", UserWarning)
             state = {"loader": self.watch.state_dict(), "rng": rng_state(), "epoch": epoch}
         tensors: dict[str, Tensor] = {}
-        packed = pack(state, "state", tensors)
+        packed = encode(state, "state", tensors)
         kept = {name: tensor.clone() for name, tensor in tensors.items()}
-        self.saved.append({"step": len(self.seen), **unpack(copy.deepcopy(packed), kept, "file")})
+        self.saved.append({"step": len(self.seen), **decode(copy.deepcopy(packed), kept, "file")})
 
     def go(self, *, is_saving: bool) -> list[list[float]]:
         for epoch in range(self.first_epoch, EPOCHS):
@@ -235,7 +235,7 @@ class Drawing(Skipping):
 
 
 def test_a_save_draws_from_no_rng_whatever_the_loader_does() -> None:
-    watch = watched(Drawing(Indexes(), 2))
+    watch = track(Drawing(Indexes(), 2))
     first = watch.state_dict()["loader"]["drawn"]
     assert watch.state_dict()["loader"]["drawn"] == first
 
@@ -249,7 +249,7 @@ def test_torchdata_says_whether_its_epoch_is_over() -> None:
 
 
 def test_workers_are_a_warning_within_an_epoch() -> None:
-    watch = watched(torchdata(Indexes(), 2, num_workers=1))
+    watch = track(torchdata(Indexes(), 2, num_workers=1))
     iterator = iter(watch.loader)
     next(iterator)
     with pytest.warns(UserWarning, match="The StatefulDataLoader has worker processes.* a resume in the middle"):
@@ -259,7 +259,7 @@ def test_workers_are_a_warning_within_an_epoch() -> None:
 
 
 def test_drawing_in_a_generator_is_a_warning_within_an_epoch() -> None:
-    watch = watched(Generating(Indexes(True), 2, True))
+    watch = track(Generating(Indexes(True), 2, True))
     iterator = iter(watch.loader)
     next(iterator)
     watch.state_dict()  # it is seen from the second batch on: the first one may draw an order
@@ -286,14 +286,14 @@ def test_a_loader_that_can_not_be_followed_is_a_warning(monkeypatch: pytest.Monk
             raise TypeError(name)
 
     with pytest.warns(UserWarning, match="The Fixed can't be followed"):
-        watched(Fixed()).state_dict()
+        track(Fixed()).state_dict()
 
 
 def test_a_watched_loader_is_what_it_was() -> None:
     loader = Skipping(Indexes(), 2)
-    watch = watched(loader)
-    assert watched(loader) is watch
-    assert watched(watch) is watch
+    watch = track(loader)
+    assert track(loader) is watch
+    assert track(watch) is watch
     assert watch.loader is loader
     assert isinstance(loader, Skipping)
     assert (type(loader).__name__, type(loader).__module__) == ("Skipping", __name__)
@@ -328,15 +328,15 @@ def test_rng_is_put_back_after_the_next_iter_and_no_other() -> None:
 
 def test_ours_needs_no_watch() -> None:
     loader = ResumableDataLoader(Indexes(), 2)
-    assert watched(loader) is loader
+    assert track(loader) is loader
     rearm_after_iter(loader, lambda: pytest.fail("it draws from no RNG"))
     assert len(list(loader)) == BATCHES
     nothing = object()
-    assert watched(nothing) is nothing
+    assert track(nothing) is nothing
 
 
 def test_the_state_of_another_kind_of_loader_is_refused() -> None:
-    watch = watched(Skipping(Indexes(), 2))
+    watch = track(Skipping(Indexes(), 2))
     with pytest.raises(StateDictMismatchError, match="is a Skipping, and the checkpoint has the state of another kind"):
         watch.check_state_dict(ResumableDataLoader(Indexes(), 2).state_dict())
     ours = ResumableDataLoader(Indexes(), 2)
@@ -350,4 +350,4 @@ def test_a_loader_of_accelerate_is_refused() -> None:
 
     prepared = Accelerator(cpu=True).prepare(DataLoader(Indexes(), 2))
     with pytest.raises(InvalidArgumentError, match=r"DataLoaderShard of Accelerate.*plain_loader"):
-        watched(prepared)
+        track(prepared)

@@ -9,26 +9,26 @@ from typing import Any, cast
 
 import torch
 
-from hfshard.constants import MAX_HEADER_BYTES, METADATA_KEY, SAMPLE_BYTES
+from hfshard.constants import FINGERPRINT_BYTES, MAX_HEADER_BYTES, METADATA_KEY
 from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
 from hfshard.storage.disk.block_reader import read_blocks
 from hfshard.storage.disk.direct_io import BLOCK_BYTES
 from hfshard.storage.disk.safe_open import identity_of, open_regular, read_text
-from hfshard.storage.format.header import LENGTH_BYTES, Header, TensorSlot, parse_header, read_header_length
-from hfshard.storage.format.index import FileRecord, OwnMetadata, parse_single_file_metadata
+from hfshard.storage.format.header import LENGTH_BYTES, Header, TensorInfo, parse_header, read_header_length
+from hfshard.storage.format.index import FileDigest, HfshardMetadata, parse_single_file_metadata
 from hfshard.storage.format.integrity import (
     HASHERS,
     TENSOR_DIGEST_HEX,
-    new_sample,
-    sampled_positions,
+    fingerprint_positions,
+    new_fingerprint,
     tensor_digest,
     zeroed,
 )
 from hfshard.storage.tensors.dtypes import TORCH_DTYPES, torch_shape
-from hfshard.storage.weights.shard_writer import PAIRS_KEY
+from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
 
 
-class ShardFile:
+class SafetensorsFile:
     """One open safetensors file.
 
     Attributes:
@@ -58,7 +58,7 @@ class ShardFile:
             raw = read_text(self._fd, length, path)
             self._raw_header = length.to_bytes(LENGTH_BYTES, "little") + raw
             self.header: Header = parse_header(raw, self.size, path)
-            self.own: OwnMetadata = parse_single_file_metadata(self.header.metadata.get(METADATA_KEY), path)
+            self.own: HfshardMetadata = parse_single_file_metadata(self.header.metadata.get(METADATA_KEY), path)
             self._pairs = self._real_pairs()
         except BaseException:
             os.close(self._fd)
@@ -71,7 +71,7 @@ class ShardFile:
             self._fd = -1
 
     @property
-    def is_ours(self) -> bool:
+    def written_by_hfshard(self) -> bool:
         """Whether hfshard wrote it."""
         return METADATA_KEY in self.header.metadata
 
@@ -87,7 +87,7 @@ class ShardFile:
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor: a private mapping of its bytes, paged in when touched."""
-        slot = self.header.slots[name]
+        slot = self.header.tensors[name]
         return self.shaped(name, self._slice(slot) if slot.nbytes else torch.UntypedStorage(0))
 
     def shaped(self, name: str, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -96,7 +96,7 @@ class ShardFile:
         Raises:
             DamagedCheckpointError: This torch does not know the dtype.
         """
-        slot = self.header.slots[name]
+        slot = self.header.tensors[name]
         if slot.dtype not in TORCH_DTYPES:
             raise DamagedCheckpointError(
                 f"Tensor '{name}' of shard '{self.path}' is {slot.dtype}, which torch {torch.__version__} lacks. "
@@ -115,7 +115,7 @@ class ShardFile:
         """The tensors that are complex, and stored as real pairs."""
         return self._pairs
 
-    def blocks(self, slot: TensorSlot, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
+    def blocks(self, slot: TensorInfo, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
         """A tensor's bytes, `block_bytes` at a time and then what is left, read into one buffer.
 
         A block is valid until the next one is asked for.
@@ -130,34 +130,38 @@ class ShardFile:
         if count_bytes != slot.nbytes:
             raise self.became_shorter()
 
-    def sample(self) -> str:
-        """The sample of the file as it is now (see `integrity`)."""
-        sample = new_sample()
-        sample.update(self._blank_header())
-        slots = list(self.header.slots.values())
-        for position in sampled_positions(len(slots)):
+    def fingerprint(self) -> str:
+        """The fingerprint of the file as it is now (see `integrity`)."""
+        fingerprint = new_fingerprint()
+        fingerprint.update(self._blank_header())
+        slots = list(self.header.tensors.values())
+        for position in fingerprint_positions(len(slots)):
             slot = slots[position]
             if slot.nbytes:
-                sample.update(os.pread(self._fd, min(slot.nbytes, SAMPLE_BYTES), self.header.data_start + slot.begin))
-        return sample.hexdigest()
+                fingerprint.update(
+                    os.pread(self._fd, min(slot.nbytes, FINGERPRINT_BYTES), self.header.data_start + slot.begin)
+                )
+        return fingerprint.hexdigest()
 
-    def digest(self, kind: str, on_bytes: Callable[[int], object] | None = None, *, to_cache: bool = False) -> str:
+    def digest(
+        self, kind: str, progress_callback: Callable[[int], object] | None = None, *, keep_cached: bool = False
+    ) -> str:
         """The checksum of the whole file as it is now.
 
         Args:
             kind: A key of `HASHERS`.
-            on_bytes: Told the bytes that were hashed.
-            to_cache: Whether the file is to be in the page cache afterwards, as its tensors will be read.
+            progress_callback: Told the bytes that were hashed.
+            keep_cached: Whether the file is to be in the page cache afterwards, as its tensors will be read.
         """
         hasher = HASHERS[kind]()
         hasher.update(self._blank_header())
-        for block in self._data(to_cache=to_cache):
+        for block in self._data(keep_cached=keep_cached):
             hasher.update(block)
-            if on_bytes is not None:
-                on_bytes(len(block))
+            if progress_callback is not None:
+                progress_callback(len(block))
         return hasher.hexdigest()
 
-    def checked_sha256(self, record: FileRecord) -> str:
+    def checked_sha256(self, record: FileDigest) -> str:
         """The sha256 of the file's bytes as they are; what was recorded of them is compared in the same reading.
 
         A single file holds its own checksum, which is made with zeros in its place (see `integrity`): it is another
@@ -180,19 +184,19 @@ class ShardFile:
             raise self._differs(kind, expected, found, self.damaged_tensors(record))
         return plain.hexdigest()
 
-    def check_record(self, record: FileRecord, *, sample: bool) -> None:
-        """Compare the file's size, and its sample, with what was recorded when it was saved.
+    def check_record(self, record: FileDigest, *, with_fingerprint: bool) -> None:
+        """Compare the file's size, and its fingerprint, with what was recorded when it was saved.
 
         Raises:
             IntegrityError: They differ.
         """
         if record.size is not None and record.size != self.size:
             raise self._differs("size", record.size, self.size)
-        if sample and record.sample is not None and (found := self.sample()) != record.sample:
-            raise self._differs("sample", record.sample, found)
+        if with_fingerprint and record.fingerprint is not None and (found := self.fingerprint()) != record.fingerprint:
+            raise self._differs("fingerprint", record.fingerprint, found)
 
     def check_digest(
-        self, record: FileRecord, on_bytes: Callable[[int], object] | None = None, *, to_cache: bool = False
+        self, record: FileDigest, progress_callback: Callable[[int], object] | None = None, *, keep_cached: bool = False
     ) -> None:
         """Compare the whole file's checksum with the recorded one, if there is one (arguments as in `digest`).
 
@@ -200,16 +204,20 @@ class ShardFile:
             IntegrityError: They differ.
         """
         for kind, expected in (("sha256", record.sha256), ("xxh3", record.xxh3)):
-            if expected is not None and (found := self.digest(kind, on_bytes, to_cache=to_cache)) != expected:
+            if (
+                expected is not None
+                and (found := self.digest(kind, progress_callback, keep_cached=keep_cached)) != expected
+            ):
                 raise self._differs(kind, expected, found, self.damaged_tensors(record))
 
-    def damaged_tensors(self, record: FileRecord) -> list[str]:
+    def damaged_tensors(self, record: FileDigest) -> list[str]:
         """The tensors whose bytes are not those that were saved, as far as the record tells."""
-        slots = list(self.header.slots.values())
-        if record.tensors is None or len(record.tensors) != TENSOR_DIGEST_HEX * len(slots):
+        slots = list(self.header.tensors.values())
+        if record.tensor_digests is None or len(record.tensor_digests) != TENSOR_DIGEST_HEX * len(slots):
             return []
         expected = [
-            record.tensors[at : at + TENSOR_DIGEST_HEX] for at in range(0, len(record.tensors), TENSOR_DIGEST_HEX)
+            record.tensor_digests[at : at + TENSOR_DIGEST_HEX]
+            for at in range(0, len(record.tensor_digests), TENSOR_DIGEST_HEX)
         ]
         return [
             slot.name
@@ -217,8 +225,8 @@ class ShardFile:
             if tensor_digest(read_blocks(self._fd, self.header.data_start + slot.begin, slot.nbytes)) != digest
         ]
 
-    def _data(self, *, to_cache: bool = False) -> Iterator[memoryview]:
-        return read_blocks(self._fd, self.header.data_start, self.data_bytes, to_cache=to_cache)
+    def _data(self, *, keep_cached: bool = False) -> Iterator[memoryview]:
+        return read_blocks(self._fd, self.header.data_start, self.data_bytes, keep_cached=keep_cached)
 
     def _differs(self, what: str, expected: Any, actual: Any, damaged: Sequence[str] = ()) -> IntegrityError:
         shown = ", ".join(f"'{name}'" for name in damaged[:10]) + (" and more" if len(damaged) > 10 else "")
@@ -240,16 +248,16 @@ class ShardFile:
 
     def _blank_header(self) -> bytes:
         digests = self.own.digests
-        stated = [(name, getattr(digests, name)) for name in ("sha256", "xxh3", "sample", "tensors")]
+        stated = [(name, getattr(digests, name)) for name in ("sha256", "xxh3", "fingerprint", "tensor_digests")]
         return zeroed(self._raw_header, [(name, digest) for name, digest in stated if digest is not None])
 
     def _real_pairs(self) -> frozenset[str]:
-        text = self.header.metadata.get(PAIRS_KEY)
+        text = self.header.metadata.get(COMPLEX_AS_REAL_KEY)
         if text is None:
             return frozenset()
         try:
             names = json.loads(text)
-            slots = [self.header.slots[name] for name in names]
+            slots = [self.header.tensors[name] for name in names]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedCheckpointError(
                 f"The header of shard '{self.path}' is damaged: a complex tensor is not there. {remedy(self.path)}",
@@ -262,7 +270,7 @@ class ShardFile:
             )
         return frozenset(names)
 
-    def _slice(self, slot: TensorSlot) -> torch.UntypedStorage:
+    def _slice(self, slot: TensorInfo) -> torch.UntypedStorage:
         start = self.header.data_start + slot.begin
         return cast(torch.UntypedStorage, self.mapping[start : start + slot.nbytes])
 

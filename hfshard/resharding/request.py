@@ -13,20 +13,20 @@ import torch
 from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES, METADATA_KEY
 from hfshard.errors import InvalidArgumentError
 from hfshard.saving.prepare import SaveRequest, plan_request
-from hfshard.state_dicts.tied import find_ties
+from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.locate import read_config
-from hfshard.storage.checkpoint.stored_checkpoint import cast, is_packed, stored_tensors
-from hfshard.storage.commit.directory_state import explicit_weights
+from hfshard.storage.checkpoint.raw_tensors import cast, is_packed, raw_tensors
+from hfshard.storage.commit.directory_state import weights_override_of
 from hfshard.storage.disk.safe_open import read_small
-from hfshard.storage.format.config_pointer import without_pointer
 from hfshard.storage.format.strict_json import parse_json_object
-from hfshard.storage.weights.shard_writer import PAIRS_KEY
+from hfshard.storage.format.weights_override import without_weights_override
+from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
 
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 """Where a config says in which dtype a model is loaded: transformers' key, and its older one."""
 
-_OWN_KEYS: Final = frozenset({METADATA_KEY, PAIRS_KEY, "format"})
+_OWN_KEYS: Final = frozenset({METADATA_KEY, COMPLEX_AS_REAL_KEY, "format"})
 """Of a file's `__metadata__`: made anew for each file."""
 
 _Value = TypeVar("_Value")
@@ -39,8 +39,8 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint) -> SaveReques
         request: How to save it; what to save is filled in.
         checkpoint: Open, and to stay open until it is saved.
     """
-    index, tensors = checkpoint.index, stored_tensors(checkpoint)
-    aliases = find_ties(tensors) if checkpoint.pickles else index.aliases
+    index, tensors = checkpoint.index, raw_tensors(checkpoint)
+    tied_names = find_shared_tensors(tensors) if checkpoint.pickles else index.tied_names
     file_metadata: dict[str, str] = {}
     for shard in checkpoint.shards.values():
         file_metadata = shard.header.metadata | file_metadata
@@ -51,13 +51,13 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint) -> SaveReques
         extras = {GENERATION_CONFIG_NAME: read_small(generation, directory, MAX_CONFIG_BYTES)[0]}
     request = replace(
         request,
-        tensors={name: value for name, value in tensors.items() if name not in aliases},
-        aliases=aliases,
-        undeclared=index.undeclared,
+        tensors={name: value for name, value in tensors.items() if name not in tied_names},
+        tied_names=tied_names,
+        undeclared_ties=index.undeclared_ties,
         metadata=_without(index.metadata, _OWN_KEYS if checkpoint.located.kind == "single" else frozenset()),
         file_metadata=_without(file_metadata, _OWN_KEYS),
         total_parameters=index.total_parameters,
-        config=config if config is None or explicit_weights(config) is None else without_pointer(config),
+        config=config if config is None or weights_override_of(config) is None else without_weights_override(config),
         extras=extras,
     )
     if checkpoint.pickles or plan_request(request).weight_map == index.weight_map:
@@ -73,7 +73,7 @@ def likely_order(checkpoint: OpenCheckpoint) -> list[str]:
     of those in the next file: here it comes after the last, as an output layer does. The first files may have been
     made when none was being filled, as for an embedding, and stay the first.
     """
-    files = [list(shard.header.slots) for shard in checkpoint.shards.values()]
+    files = [list(shard.header.tensors) for shard in checkpoint.shards.values()]
     sizes = [shard.size for shard in checkpoint.shards.values()]
     limit = max((size for size, names in zip(sizes, files, strict=True) if len(names) > 1), default=0)
     order: list[str] = []

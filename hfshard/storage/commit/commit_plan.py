@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hfshard.constants import CONFIG_NAME
-from hfshard.storage.commit.directory_state import DirectoryState, explicit_weights
-from hfshard.storage.format.config_pointer import pointing_at, without_pointer
+from hfshard.storage.commit.directory_state import DirectoryState, weights_override_of
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.format.weights_override import with_weights_override, without_weights_override
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class NewCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CommitStep:
     """One change of the directory."""
 
     kind: Literal["place", "link", "remove", "sync"]
@@ -63,10 +63,10 @@ class Step:
 
 
 @dataclass
-class Transition:
+class CommitPlan:
     """The steps of one commit, and the small files that they place."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[CommitStep] = field(default_factory=list)
     small_files: dict[str, bytes] = field(default_factory=dict)
     """Name in the staging directory -> bytes."""
 
@@ -74,30 +74,30 @@ class Transition:
         """Place a small file."""
         staged = f"{len(self.small_files):03d}.small"
         self.small_files[staged] = content
-        self.steps.append(Step("place", target, staged, is_commit))
+        self.steps.append(CommitStep("place", target, staged, is_commit))
 
     def place(self, files: Mapping[str, str], *, is_commit: bool = False) -> None:
         """Place staged files; the last one is the commit, if any is."""
         last = list(files)[-1:]
         self.steps.extend(
-            Step("place", target, staged, is_commit and [target] == last) for target, staged in files.items()
+            CommitStep("place", target, staged, is_commit and [target] == last) for target, staged in files.items()
         )
 
     def link(self, source: str, target: str) -> None:
         """Give a file in the directory a second name, replacing what has it."""
-        self.steps.append(Step("link", target, source))
+        self.steps.append(CommitStep("link", target, source))
 
     def remove(self, targets: Iterable[str]) -> None:
         """Remove files that are there."""
-        self.steps.extend(Step("remove", target) for target in sorted(targets))
+        self.steps.extend(CommitStep("remove", target) for target in sorted(targets))
 
     def sync(self) -> None:
         """Make what came before durable before what comes after."""
         if self.steps and self.steps[-1].kind != "sync":
-            self.steps.append(Step("sync"))
+            self.steps.append(CommitStep("sync"))
 
 
-def plan_transition(old: DirectoryState, new: NewCheckpoint) -> Transition:
+def plan_commit(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
     """Plan the commit of a new checkpoint over whatever stands in the directory; pure."""
     if not old.has_weights:
         return _into_empty(old, new)
@@ -110,13 +110,13 @@ def plan_transition(old: DirectoryState, new: NewCheckpoint) -> Transition:
 
 def needs_links(old: DirectoryState, new: NewCheckpoint) -> bool:
     """Whether the transition gives a file two names for a while, which some file systems can't."""
-    return any(step.kind == "link" for step in plan_transition(old, new).steps)
+    return any(step.kind == "link" for step in plan_commit(old, new).steps)
 
 
-def _into_empty(old: DirectoryState, new: NewCheckpoint) -> Transition:
+def _into_empty(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
     # The config and the index come before the weights that they name, so that a half-written save is an error to
     # every reader: huggingface_hub would take the first of three shards, alone in a directory, for the whole.
-    todo = Transition()
+    todo = CommitPlan()
     config = _changed_config(old, new)
     if config is not None:
         todo.put(CONFIG_NAME, config)
@@ -133,9 +133,9 @@ def _into_empty(old: DirectoryState, new: NewCheckpoint) -> Transition:
     return todo
 
 
-def _sharded_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> Transition:
-    todo = Transition()
-    _guard_for_hub(todo, old)
+def _sharded_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> CommitPlan:
+    todo = CommitPlan()
+    _protect_hub_readers(todo, old)
     _new_extras(todo, old, new)
     todo.place(new.shards)
     todo.sync()
@@ -144,22 +144,22 @@ def _sharded_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | N
     if old.has_single:
         todo.remove([old.names.single])  # it outranks the index for transformers: this is the commit for it
         todo.sync()
-    _follow(todo, old, new, config)
+    _replace_small_files(todo, old, new, config)
     _remove_old(todo, old, _leftovers(old, new) - {old.names.single})
     return todo
 
 
-def _sharded_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) -> Transition:
-    todo = Transition()
+def _sharded_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) -> CommitPlan:
+    todo = CommitPlan()
     unique = old.names.unique_index(new.digest)
-    _guard_for_hub(todo, old)
+    _protect_hub_readers(todo, old)
     _new_extras(todo, old, new)
     todo.place(new.shards)
     todo.put(unique, new.index or b"")
     todo.sync()
-    todo.put(CONFIG_NAME, pointing_at(config, unique), is_commit=True)
+    todo.put(CONFIG_NAME, with_weights_override(config, unique), is_commit=True)
     todo.sync()
-    _follow(todo, old, new, None)
+    _replace_small_files(todo, old, new, None)
     todo.put(old.names.index, new.index or b"")
     todo.sync()
     if old.has_single:
@@ -171,15 +171,15 @@ def _sharded_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) -
     return todo
 
 
-def _single_by_rename(old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> Transition:
-    todo = Transition()
+def _single_by_rename(old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> CommitPlan:
+    todo = CommitPlan()
     _new_extras(todo, old, new)
     todo.sync()
     todo.place(new.shards, is_commit=True)
     todo.sync()
-    _follow(todo, old, new, config)
+    _replace_small_files(todo, old, new, config)
     if old.has_index:
-        todo.put(old.names.index, _bridge(new.keys, old.names.single))
+        todo.put(old.names.index, _compat_index(new.keys, old.names.single))
         todo.sync()
     _remove_old(todo, old, _leftovers(old, new) - {old.names.index})
     if old.has_index:
@@ -188,25 +188,25 @@ def _single_by_rename(old: DirectoryState, new: NewCheckpoint, config: bytes | N
     return todo
 
 
-def _single_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) -> Transition:
-    todo = Transition()
+def _single_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) -> CommitPlan:
+    todo = CommitPlan()
     unique, single, index = old.names.unique_single(new.digest), old.names.single, old.names.index
     staged = new.shards[single]
     if old.has_single and not old.has_index:
-        _bridge_to_old(todo, old)
+        _index_of_old_single(todo, old)
         todo.sync()
     _new_extras(todo, old, new)
     todo.place({unique: staged})
     todo.sync()
-    todo.put(CONFIG_NAME, pointing_at(config, unique), is_commit=True)
+    todo.put(CONFIG_NAME, with_weights_override(config, unique), is_commit=True)
     todo.sync()
-    _follow(todo, old, new, None)
-    todo.put(index, _bridge(new.keys, unique))
+    _replace_small_files(todo, old, new, None)
+    todo.put(index, _compat_index(new.keys, unique))
     todo.sync()
     todo.link(unique, single)
     todo.sync()
     todo.put(CONFIG_NAME, config)
-    todo.put(index, _bridge(new.keys, single))
+    todo.put(index, _compat_index(new.keys, single))
     todo.sync()
     _remove_old(todo, old, (_leftovers(old, new) | {unique}) - {index})
     todo.remove([index])
@@ -214,31 +214,31 @@ def _single_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) ->
     return todo
 
 
-def _guard_for_hub(todo: Transition, old: DirectoryState) -> None:
+def _protect_hub_readers(todo: CommitPlan, old: DirectoryState) -> None:
     """Before shards come to lie beside the old weights, tell huggingface_hub which of them count."""
     if old.has_index:
         return
     if old.has_single:
-        _bridge_to_old(todo, old)
+        _index_of_old_single(todo, old)
     else:  # pickles only, which it does not look at: keep it from taking a lone shard for the whole checkpoint
         todo.put(old.names.placeholder, b"")
     todo.sync()
 
 
-def _bridge_to_old(todo: Transition, old: DirectoryState) -> None:
+def _index_of_old_single(todo: CommitPlan, old: DirectoryState) -> None:
     keys = old.single_keys()
     if keys:  # else it is damaged, and loads nowhere
-        todo.put(old.names.index, _bridge(keys, old.names.single))
+        todo.put(old.names.index, _compat_index(keys, old.names.single))
 
 
-def _new_extras(todo: Transition, old: DirectoryState, new: NewCheckpoint) -> None:
+def _new_extras(todo: CommitPlan, old: DirectoryState, new: NewCheckpoint) -> None:
     for name, content in new.extras.items():
         if name not in old.listing:
             todo.put(name, content)
     todo.place({name: staged for name, staged in new.others.items() if name not in old.listing})
 
 
-def _follow(todo: Transition, old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> None:
+def _replace_small_files(todo: CommitPlan, old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> None:
     """Right after the commit: small files that replace old ones."""
     before = len(todo.steps)
     if config is not None:
@@ -256,13 +256,13 @@ def _changed_config(old: DirectoryState, new: NewCheckpoint) -> bytes | None:
     config = new.config
     if old.shares_config:
         if config is not None and old.explicit is not None:  # a killed commit of the weights beside it: not ours to end
-            config = pointing_at(config, old.explicit)
-    elif config is None and old.config is not None and explicit_weights(old.config) is not None:
-        config = without_pointer(old.config)
+            config = with_weights_override(config, old.explicit)
+    elif config is None and old.config is not None and weights_override_of(old.config) is not None:
+        config = without_weights_override(old.config)
     return None if config == old.config else config
 
 
-def _remove_old(todo: Transition, old: DirectoryState, doomed: set[str]) -> None:
+def _remove_old(todo: CommitPlan, old: DirectoryState, doomed: set[str]) -> None:
     """Remove what is left of the old checkpoint; the index of pickled shards last: it tells whose they are."""
     todo.remove(doomed - {old.names.bin_index})
     todo.sync()
@@ -277,7 +277,7 @@ def _leftovers(old: DirectoryState, new: NewCheckpoint) -> set[str]:
     return (set(old.owned) | (made_on_the_way if new.is_sharded else set())) - kept
 
 
-def _bridge(keys: Iterable[str], file: str) -> bytes:
+def _compat_index(keys: Iterable[str], file: str) -> bytes:
     """An index that points every name at one file."""
     return CheckpointIndex(weight_map=dict.fromkeys(keys, file)).to_json()
 

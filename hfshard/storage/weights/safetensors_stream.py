@@ -8,14 +8,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from hfshard.constants import COPY_BYTES
-from hfshard.storage.tensors.stored_tensor import Storable
 from hfshard.storage.tensors.tensor_bytes import iter_blocks, tensor_nbytes
+from hfshard.storage.tensors.tensor_layout import TensorLike
 
 
-class ShardStream(io.BufferedIOBase):
+class SafetensorsStream(io.BufferedIOBase):
     """Reads like the file of this header and these tensors; at most one block of a tensor is copied at a time."""
 
-    def __init__(self, header: bytes, tensors: Sequence[Storable]) -> None:
+    def __init__(self, header: bytes, tensors: Sequence[TensorLike]) -> None:
         """Take what the file consists of.
 
         Args:

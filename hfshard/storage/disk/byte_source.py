@@ -13,7 +13,7 @@ from typing import Protocol
 from hfshard.constants import COPY_BYTES
 
 
-class Content(Protocol):
+class ByteSource(Protocol):
     """Bytes whose number is known, and whose hash may be."""
 
     @property
@@ -29,7 +29,7 @@ class Content(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FileContent:
+class FileSource:
     """A file on disk."""
 
     path: str
@@ -42,7 +42,7 @@ class FileContent:
 
 
 @dataclass(frozen=True, slots=True)
-class BytesContent:
+class BytesSource:
     """A small file in memory."""
 
     raw: bytes
@@ -63,7 +63,7 @@ class BytesContent:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamContent:
+class StreamSource:
     """Bytes that are made when they are read."""
 
     size: int
@@ -75,12 +75,12 @@ class StreamContent:
         return self.opener()
 
 
-def file_content(path: str, sha256: str | None = None) -> FileContent:
+def file_source(path: str, sha256: str | None = None) -> FileSource:
     """The contents of a file on disk, as large as it is now."""
-    return FileContent(path, os.stat(path).st_size, sha256)
+    return FileSource(path, os.stat(path).st_size, sha256)
 
 
-def sha256_of_content(content: Content, stop: threading.Event | None = None) -> str:
+def sha256_of_source(content: ByteSource, stop: threading.Event | None = None) -> str:
     """The sha256 in hex: as it is known, else by reading all of it once.
 
     Raises:
@@ -93,7 +93,7 @@ def sha256_of_content(content: Content, stop: threading.Event | None = None) -> 
 
 
 def sha256_of_reader(reader: io.BufferedIOBase, stop: threading.Event | None = None) -> str:
-    """The sha256 in hex of all that is left in a reader; raises as `sha256_of_content`."""
+    """The sha256 in hex of all that is left in a reader; raises as `sha256_of_source`."""
     hasher = hashlib.sha256()
     while block := reader.read(COPY_BYTES):
         if stop is not None and stop.is_set():

@@ -9,17 +9,17 @@ from hfshard._util.progress import bytes_bar
 from hfshard.constants import COPY_BYTES, WEIGHTS_SUFFIXES
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.remote.cache import RepoCache
-from hfshard.hub.remote.download import bring, bytes_to_bring
-from hfshard.hub.remote.transport import Remote
+from hfshard.hub.remote.download import bytes_to_download, download
+from hfshard.hub.remote.transport import HubReader
 
 _SHOWN: Final = 5
 """Names that an error lists."""
 
 
-class OnHub:
+class RemoteFiles:
     """The files of a commit that the Hub has told."""
 
-    def __init__(self, remote: Remote, cache: RepoCache, *, force: bool, progress: bool | None) -> None:
+    def __init__(self, remote: HubReader, cache: RepoCache, *, force: bool, progress: bool | None) -> None:
         """Take where they are, and where they go; `force` fetches what is there, each file once."""
         self.commit, self._files = remote.listing.commit, remote.listing.files
         self._remote, self._cache, self._force, self._progress = remote, cache, force, progress
@@ -29,7 +29,7 @@ class OnHub:
         """Whether the commit has a file."""
         return path in self._files
 
-    def bring(self, paths: Collection[str]) -> None:
+    def download(self, paths: Collection[str]) -> None:
         """Bring files into the cache.
 
         Raises:
@@ -45,10 +45,10 @@ class OnHub:
         todo = [path for path in paths if path not in self._forced]
         if force:
             self._forced |= set(todo)
-        total = bytes_to_bring(self._remote, self._cache, todo, force=force)
+        total = bytes_to_download(self._remote, self._cache, todo, force=force)
         progress = self._progress if total > COPY_BYTES else False  # less is there in no time
-        with bytes_bar("Pulling", total, progress) as on_bytes:
-            bring(self._remote, self._cache, todo, force=force, on_bytes=on_bytes)
+        with bytes_bar("Pulling", total, progress) as progress_callback:
+            download(self._remote, self._cache, todo, force=force, progress_callback=progress_callback)
 
     def snapshot(self, path: str = "") -> str:
         """Where a file lies."""
@@ -58,7 +58,7 @@ class OnHub:
         """The Python files of the commit that are known."""
         return [path for path in self._files if path.endswith(".py")]
 
-    def described(self) -> tuple[str, str]:
+    def description(self) -> tuple[str, str]:
         """What this is, and what to do where something lacks, for an error."""
         weights = sorted(path for path in self._files if path.endswith(WEIGHTS_SUFFIXES))
         held = f"It holds {_shown(weights)}." if weights else "It holds no weights at all."
@@ -70,7 +70,7 @@ class NotCachedError(Exception):
     """The cache does not have, or does not know, what is needed."""
 
 
-class Cached:
+class CachedFiles:
     """The files of a commit that the cache has."""
 
     def __init__(self, cache: RepoCache, commit: str, repo_id: str, *, is_sure: bool, todo: str = "") -> None:
@@ -87,7 +87,7 @@ class Cached:
             raise NotCachedError(f"the cache does not know whether '{self._repo_id}' has '{path}'")
         return bool(found)
 
-    def bring(self, paths: Collection[str]) -> None:
+    def download(self, paths: Collection[str]) -> None:
         """See that files are there.
 
         Raises:
@@ -107,7 +107,7 @@ class Cached:
         """The Python files of the commit that are known."""
         return []  # it can't be told which files there are; what lacks, transformers asks for
 
-    def described(self) -> tuple[str, str]:
+    def description(self) -> tuple[str, str]:
         """What this is, and what to do where something lacks, for an error."""
         return f"What the cache '{self._cache.root}' has of '{self._repo_id}' (commit {self.commit})", self._todo
 

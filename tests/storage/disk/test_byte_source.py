@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from hfshard.storage.disk.content import (
-    BytesContent,
-    Content,
-    FileContent,
-    StreamContent,
-    file_content,
-    sha256_of_content,
+from hfshard.storage.disk.byte_source import (
+    ByteSource,
+    BytesSource,
+    FileSource,
+    StreamSource,
+    file_source,
+    sha256_of_source,
 )
 
 RAW = b"hello\n"
@@ -24,19 +24,19 @@ EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
 
 @pytest.fixture(params=["file", "bytes", "stream"])
-def content(request: pytest.FixtureRequest, tmp_path: Path) -> Content:
+def content(request: pytest.FixtureRequest, tmp_path: Path) -> ByteSource:
     (tmp_path / "file").write_bytes(RAW)
-    made: dict[str, Content] = {
-        "file": file_content(str(tmp_path / "file")),
-        "bytes": BytesContent(RAW),
-        "stream": StreamContent(len(RAW), SHA256, partial(io.BytesIO, RAW)),
+    made: dict[str, ByteSource] = {
+        "file": file_source(str(tmp_path / "file")),
+        "bytes": BytesSource(RAW),
+        "stream": StreamSource(len(RAW), SHA256, partial(io.BytesIO, RAW)),
     }
     return made[request.param]
 
 
-def test_every_content_has_size_and_hash_and_reads_anew(content: Content) -> None:
+def test_every_content_has_size_and_hash_and_reads_anew(content: ByteSource) -> None:
     assert content.size == 6
-    assert sha256_of_content(content) == SHA256
+    assert sha256_of_source(content) == SHA256
     for _ in range(2):
         with content.open() as reader:
             assert reader.read(2) == b"he"
@@ -45,25 +45,25 @@ def test_every_content_has_size_and_hash_and_reads_anew(content: Content) -> Non
 
 
 def test_hash_that_is_known_costs_no_reading(tmp_path: Path) -> None:
-    known = FileContent(str(tmp_path / "is not there"), 6, "ab" * 32)
-    assert sha256_of_content(known) == "ab" * 32
+    known = FileSource(str(tmp_path / "is not there"), 6, "ab" * 32)
+    assert sha256_of_source(known) == "ab" * 32
 
 
 def test_file_of_unknown_hash_is_read_in_blocks(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(9_000_000))
-    content = file_content(str(path))
+    content = file_source(str(path))
     assert (content.size, content.sha256) == (9_000_000, None)
     # head -c 9000000 /dev/zero | sha256sum
-    assert sha256_of_content(content) == "177ffe9ef4bc54e6880afccabfbdb0273a15b89c0e663eabeeb8e9cda211f21f"
+    assert sha256_of_source(content) == "177ffe9ef4bc54e6880afccabfbdb0273a15b89c0e663eabeeb8e9cda211f21f"
 
 
 def test_empty_file_has_the_hash_of_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert sha256_of_content(file_content(str(tmp_path / "file"))) == EMPTY
-    assert (BytesContent(b"").sha256, BytesContent(b"").size) == (EMPTY, 0)
+    assert sha256_of_source(file_source(str(tmp_path / "file"))) == EMPTY
+    assert (BytesSource(b"").sha256, BytesSource(b"").size) == (EMPTY, 0)
 
 
 def test_missing_file_is_an_error_when_it_is_looked_at(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        file_content(str(tmp_path / "nothing"))
+        file_source(str(tmp_path / "nothing"))

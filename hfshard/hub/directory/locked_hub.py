@@ -14,7 +14,7 @@ from hfshard.errors import CommitUnfinishedError, DamagedCheckpointError
 from hfshard.hub.directory.manifest import (
     COMMITS,
     SNAPSHOTS,
-    Manifest,
+    CommitManifest,
     commit_id,
     commit_ids,
     is_commit_id,
@@ -24,7 +24,7 @@ from hfshard.hub.directory.manifest import (
 from hfshard.hub.directory.refs import all_refs, ref_path
 from hfshard.hub.directory.stage import check_snapshot
 from hfshard.hub.marker import STAGING
-from hfshard.storage.disk.durable import (
+from hfshard.storage.disk.fsops import (
     UNSUPPORTED,
     locked_directory,
     make_directories,
@@ -50,7 +50,7 @@ _FOLDERS: Final = (COMMITS, SNAPSHOTS, "refs", "refs/heads", "refs/tags", "refs/
 
 
 @contextmanager
-def writing(root: str, *, wait_seconds: float) -> Iterator[Writer]:
+def locked_hub(root: str, *, wait_seconds: float) -> Iterator[Writer]:
     """Hold the hub's lock, with an empty staging directory, for one change.
 
     Raises:
@@ -88,7 +88,7 @@ class Writer:
         if not os.path.isdir(self.staging):
             os.mkdir(self.staging)
 
-    def publish(self, manifest: Manifest, ref: str) -> str:
+    def publish(self, manifest: CommitManifest, ref: str) -> str:
         """Make what was staged a commit, and the ref lead to it.
 
         Returns:
@@ -164,7 +164,7 @@ class Writer:
     def _staged(self, name: str) -> str:
         return os.path.join(self.staging, name)
 
-    def _is_whole(self, commit: str, manifest: Manifest) -> bool:
+    def _is_whole(self, commit: str, manifest: CommitManifest) -> bool:
         """Whether this very commit is there: the same files on the same parent with the same message."""
         if commit not in commit_ids(self.root):
             return False

@@ -28,13 +28,13 @@ _FINISHED: Final = "_iterator_finished"
 _WATCH: Final = "_hfshard_watch"
 
 
-def watched(loader: Any) -> Any:
-    """What a TrainingState keeps for a loader: a `LoaderWatch` that stands for it, or itself if it needs none.
+def track(loader: Any) -> Any:
+    """What a TrainingState keeps for a loader: a `LoaderTracker` that stands for it, or itself if it needs none.
 
     Raises:
         InvalidArgumentError: It was prepared by Accelerate, and so reads a batch ahead of what it hands out.
     """
-    if isinstance(loader, (ResumableDataLoader, LoaderWatch)) or not hasattr(type(loader), "__iter__"):
+    if isinstance(loader, (ResumableDataLoader, LoaderTracker)) or not hasattr(type(loader), "__iter__"):
         return loader
     if "base_dataloader" in vars(loader):
         raise InvalidArgumentError(
@@ -42,7 +42,7 @@ def watched(loader: Any) -> Any:
             " that no state of it is exact. Prepare hfshard.training.plain_loader(resumable_loader)"
             " instead, or leave the loader out of the TrainingState."
         )
-    return getattr(type(loader), _WATCH, None) or LoaderWatch(loader)
+    return getattr(type(loader), _WATCH, None) or LoaderTracker(loader)
 
 
 def rearm_after_iter(
@@ -57,12 +57,12 @@ def rearm_after_iter(
         restore_rng: Puts them back.
         rng_at_iter: What to begin that `iter()` with, of `rng_state`; None: whatever is there.
     """
-    watch = watched(loader)
-    if isinstance(watch, LoaderWatch):
+    watch = track(loader)
+    if isinstance(watch, LoaderTracker):
         watch.pending = (restore_rng, rng_at_iter)
 
 
-class LoaderWatch:
+class LoaderTracker:
     """Stands for a foreign loader in a checkpoint: its state, and whether and how an epoch of it has begun.
 
     The loader's class is replaced by a subclass that reports `iter()` and the end of iterators; all else is as it was.
@@ -199,7 +199,7 @@ class _Reporting:
     def __init__(
         self,
         iterator: Iterator[Any],
-        watch: LoaderWatch,
+        watch: LoaderTracker,
         turn: int,
         restore_rng: Callable[[], None] | None,
         is_late: bool,
@@ -247,7 +247,7 @@ def _printed(state: Any) -> Any:
     return state.tolist() if hasattr(state, "tolist") else repr(state)
 
 
-def _replace_class(loader: Any, watch: LoaderWatch) -> bool:
+def _replace_class(loader: Any, watch: LoaderTracker) -> bool:
     """Give the loader a class of its own that reports `iter()`; False where Python does not allow it."""
     base: Any = type(loader)
 

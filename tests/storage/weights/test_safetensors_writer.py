@@ -11,13 +11,13 @@ import pytest
 import torch
 import xxhash
 
-from hfshard.storage.weights.shard_writer import ShardJob, file_order, write_shards
+from hfshard.storage.weights.safetensors_writer import WriteJob, file_order, write_shards
 
 METADATA = {"hfshard": "1", "format": "pt"}
 
 
-def job(path: Path, tensors: dict[str, torch.Tensor], **more: object) -> ShardJob:
-    return ShardJob(str(path), file_order(tensors), METADATA, **more)  # type: ignore[arg-type]
+def job(path: Path, tensors: dict[str, torch.Tensor], **more: object) -> WriteJob:
+    return WriteJob(str(path), file_order(tensors), METADATA, **more)  # type: ignore[arg-type]
 
 
 def test_the_bytes_of_a_shard(tmp_path: Path) -> None:
@@ -33,8 +33,8 @@ def test_the_bytes_of_a_shard(tmp_path: Path) -> None:
     assert path.read_bytes() == raw
     assert record.size == 4096 + 17
     assert record.sha256 == hashlib.sha256(raw).hexdigest()
-    assert record.sample == xxhash.xxh3_128_hexdigest(raw)  # all of it is sampled
-    assert record.tensors == xxhash.xxh3_64_hexdigest(data[:16]) + xxhash.xxh3_64_hexdigest(b"\x07")
+    assert record.fingerprint == xxhash.xxh3_128_hexdigest(raw)  # all of it is sampled
+    assert record.tensor_digests == xxhash.xxh3_64_hexdigest(data[:16]) + xxhash.xxh3_64_hexdigest(b"\x07")
 
 
 def test_the_sample_has_the_first_4_kib_of_each_tensor_whatever_its_strides(tmp_path: Path) -> None:
@@ -44,8 +44,8 @@ def test_the_sample_has_the_first_4_kib_of_each_tensor_whatever_its_strides(tmp_
     (record,) = write_shards([job(path, {"wide": wide, "long": long})], checksum=None)
     raw = path.read_bytes()
     sampled = raw[: 4096 + 4096] + raw[4096 + 12_000 : 4096 + 12_000 + 4096]
-    assert record.sample == xxhash.xxh3_128_hexdigest(sampled)
-    assert (record.sha256, record.xxh3, record.tensors) == (None, None, None)
+    assert record.fingerprint == xxhash.xxh3_128_hexdigest(sampled)
+    assert (record.sha256, record.xxh3, record.tensor_digests) == (None, None, None)
 
 
 def test_of_many_tensors_1024_are_sampled(tmp_path: Path) -> None:
@@ -54,18 +54,23 @@ def test_of_many_tensors_1024_are_sampled(tmp_path: Path) -> None:
     (record,) = write_shards([job(path, tensors)], checksum=None)
     raw = path.read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
-    assert record.sample == xxhash.xxh3_128_hexdigest(raw[:start] + raw[start::2])
+    assert record.fingerprint == xxhash.xxh3_128_hexdigest(raw[:start] + raw[start::2])
 
 
 def test_a_single_file_states_its_own_digests_which_are_of_it_with_zeros_in_their_place(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    own = {"format": 1, "files": {}, "aliases": {}}
+    own = {"format": 1, "files": {}, "tied_names": {}}
     (record,) = write_shards([job(path, {"a": torch.ones(2)}, own=own)], checksum="sha256")
     raw = path.read_bytes()
     stated = json.loads(json.loads(raw[8:4096])["__metadata__"]["hfshard"])
-    assert stated == {"sample": record.sample, "sha256": record.sha256, "tensors": record.tensors, **own}
+    assert stated == {
+        "fingerprint": record.fingerprint,
+        "sha256": record.sha256,
+        "tensor_digests": record.tensor_digests,
+        **own,
+    }
     blank = raw
-    for digest in (record.sample, record.sha256, record.tensors):
+    for digest in (record.fingerprint, record.sha256, record.tensor_digests):
         assert digest is not None and blank.count(digest.encode()) == 1
         blank = blank.replace(digest.encode(), b"0" * len(digest))
     assert hashlib.sha256(blank).hexdigest() == record.sha256
@@ -83,7 +88,7 @@ def test_a_file_that_exists_is_never_written_to(tmp_path: Path) -> None:
 def test_records_come_in_the_order_of_the_jobs_and_progress_adds_up(count: int, tmp_path: Path) -> None:
     seen: list[int] = []
     jobs = [job(tmp_path / f"{i}", {"a": torch.zeros(i + 1, 1000)}) for i in range(count)]
-    records = write_shards(jobs, checksum="xxh3", on_bytes=seen.append)
+    records = write_shards(jobs, checksum="xxh3", progress_callback=seen.append)
     assert [record.size for record in records] == [4096 + 4000 * (i + 1) for i in range(count)]
     assert sum(seen) == sum(record.size or 0 for record in records)
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
 from hfshard.storage.format.strict_json import parse_json_object
+from hfshard.training.parts.nested import KEPT, ObjectState, decode, encode
 from hfshard.training.parts.padded_json import padded_json
-from hfshard.training.parts.tree import KEPT, ObjectState, pack, unpack
 from tests.helpers.random_state_dicts import DTYPES, bytes_of, random_tensor
 from tests.training import fingerprint, hostile
 
@@ -27,10 +27,10 @@ BLOCK = 4096
 def through_a_file(value: Any, path: str = "x") -> Any:
     """What comes back when a value was written and read; its tensors as they are."""
     tensors: dict[str, torch.Tensor] = {}
-    tree = pack(value, path, tensors)
+    tree = encode(value, path, tensors)
     raw = padded_json({"value": tree})
     assert len(raw) % BLOCK == 0
-    return unpack(parse_json_object(raw, path="file", what="Tree", remedy="")["value"], tensors, "file")
+    return decode(parse_json_object(raw, path="file", what="Tree", remedy="")["value"], tensors, "file")
 
 
 def bits(value: Any) -> list[tuple[str, str]]:
@@ -78,10 +78,10 @@ def test_default_dicts_keep_their_factory() -> None:
 def test_tensors_are_put_aside_as_they_are(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = random_tensor(1, dtype, shape)
     tensors: dict[str, torch.Tensor] = {}
-    tree = pack([tensor], "opt", tensors)
+    tree = encode([tensor], "opt", tensors)
     assert tree == [{"$type": "tensor", "name": "opt/0"}]
     assert tensors["opt/0"].data_ptr() == tensor.data_ptr()
-    assert bytes_of(unpack(tree, tensors, "file")[0]) == bytes_of(tensor)
+    assert bytes_of(decode(tree, tensors, "file")[0]) == bytes_of(tensor)
 
 
 def test_tensors_whose_names_would_be_one_are_kept_apart() -> None:
@@ -98,7 +98,7 @@ def test_tensors_whose_names_would_be_one_are_kept_apart() -> None:
 
 def test_a_dict_of_many_tensors_is_one_line() -> None:
     tensors: dict[str, torch.Tensor] = {}
-    tree = pack({"exp_avg": torch.zeros(2), "step": torch.tensor(1.0)}, "w", tensors)
+    tree = encode({"exp_avg": torch.zeros(2), "step": torch.tensor(1.0)}, "w", tensors)
     assert tree == {"$type": "tensors", "at": "w", "keys": ["exp_avg", "step"]}
     assert list(tensors) == ["w/exp_avg", "w/step"]
 
@@ -127,7 +127,7 @@ class Mine(dict):  # type: ignore[type-arg]
 )  # fmt: skip
 def test_what_has_no_form_is_refused_by_its_path(value: Any, words: str) -> None:
     with pytest.raises(UnstorableTensorError, match=rf"'state/list/1/key' is a .*{words}|{words}.*") as caught:
-        pack({"list": [0, {"key": value}]}, "state", {})
+        encode({"list": [0, {"key": value}]}, "state", {})
     assert caught.value.fqn == "state/list/1/key"
 
 
@@ -135,7 +135,7 @@ def test_what_holds_itself_is_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(UnstorableTensorError, match="nested deeper than 40 levels, or holds itself"):
-        pack(loop, "x", {})
+        encode(loop, "x", {})
 
 
 @pytest.mark.parametrize("wrap", [lambda one: [one], lambda one: (one,), lambda one: {"k": one}, lambda one: {1: one}])
@@ -191,16 +191,16 @@ def test_the_size_of_a_file_does_not_depend_on_its_numbers(numbers: list[float],
 
 
 def test_marks_and_objects_come_back() -> None:
-    tree = pack(
+    tree = encode(
         [print, Colour], "x", {}, on_object=lambda value: KEPT if value is print else ObjectState("C", {"a": (1,)})
     )
-    found = unpack(json.loads(json.dumps(tree)), {}, "file")
+    found = decode(json.loads(json.dumps(tree)), {}, "file")
     assert found == [KEPT, ObjectState("C", {"a": (1,)})]
 
 
 @pytest.mark.parametrize("odd", [value for value in hostile.VALUES if isinstance(value, dict) and value], ids=str)
 def test_odd_json_is_a_value_or_an_error_of_ours(odd: dict[str, Any]) -> None:
     try:
-        unpack([odd], {"counter/mean": torch.zeros(2)}, "the file")
+        decode([odd], {"counter/mean": torch.zeros(2)}, "the file")
     except DamagedCheckpointError as error:
         assert "'the file' is damaged" in str(error)

@@ -17,7 +17,7 @@ _LINE = re.compile(
 )
 
 
-def pointing_at(config: bytes, weights: str) -> bytes:
+def with_weights_override(config: bytes, weights: str) -> bytes:
     """A config that tells transformers to load the weights file `weights` before all others."""
     key = EXPLICIT_WEIGHTS_KEY.encode()
     if config.startswith(b'{\n  "') and key not in config:
@@ -25,7 +25,7 @@ def pointing_at(config: bytes, weights: str) -> bytes:
     return dump_json({**json.loads(config), EXPLICIT_WEIGHTS_KEY: weights})
 
 
-def without_pointer(config: bytes) -> bytes:
+def without_weights_override(config: bytes) -> bytes:
     """The same config without that key: the bytes that were saved, where a commit of ours put it in."""
     if (line := _LINE.match(config)) is not None:
         return b"{" + config[line.end() :]
@@ -35,4 +35,4 @@ def without_pointer(config: bytes) -> bytes:
 
 def as_saved(config: bytes) -> bytes:
     """The bytes of a config.json as its checksum was recorded: without the key that a commit of ours put in."""
-    return without_pointer(config) if _LINE.match(config) is not None else config
+    return without_weights_override(config) if _LINE.match(config) is not None else config

@@ -25,7 +25,7 @@ class RemoteFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class RepoTree:
     """The files of one commit."""
 
     commit: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hfshard.storage.disk.durable import locked_directory
+from hfshard.storage.disk.fsops import locked_directory
 
 
 def test_lock_ends_with_its_block_though_a_forked_process_lives_on(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import torch
 import hfshard
 from hfshard.errors import DamagedCheckpointError
 from hfshard.storage.format.header import build_header
-from hfshard.storage.tensors.stored_tensor import Storable, StoredForm, StoredTensor, stored_form
 from hfshard.storage.tensors.tensor_bytes import first_bytes, iter_blocks
+from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout, TensorLike, tensor_layout
 from hfshard.storage.tensors.tensor_spec import tensor_specs
-from hfshard.storage.weights.shard_file import ShardFile
-from hfshard.storage.weights.shard_writer import ShardJob, file_order, shard_header, shard_metadata, write_shards
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.storage.weights.safetensors_writer import WriteJob, file_order, shard_header, shard_metadata, write_shards
 from tests.helpers.random_state_dicts import DTYPES, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -24,26 +24,26 @@ ALL |= {"complex128": random_tensor(8, torch.complex128, (5, 2)), "complex32": r
 ALL |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "large": random_tensor(1, torch.uint8, (9_000_001,))}
 
 
-def stored(shard: ShardFile) -> dict[str, Storable]:
+def stored(shard: SafetensorsFile) -> dict[str, TensorLike]:
     """The tensors of a file, not decoded."""
     return {
-        name: StoredTensor(
-            StoredForm(slot.dtype, slot.shape, slot.nbytes, name in shard.pairs),
+        name: RawTensor(
+            TensorLayout(slot.dtype, slot.shape, slot.nbytes, name in shard.pairs),
             lambda block_bytes, slot=slot: shard.blocks(slot, block_bytes),
         )
-        for name, slot in shard.header.slots.items()
+        for name, slot in shard.header.tensors.items()
     }
 
 
 @pytest.fixture
-def shard(tmp_path: Path) -> ShardFile:
+def shard(tmp_path: Path) -> SafetensorsFile:
     hfshard.save_state_dict(ALL, tmp_path / "saved")
-    return ShardFile(str(tmp_path / "saved" / "model.safetensors"), str(tmp_path))
+    return SafetensorsFile(str(tmp_path / "saved" / "model.safetensors"), str(tmp_path))
 
 
-def test_the_form_of_a_tensor_is_that_of_its_bytes(shard: ShardFile) -> None:
-    assert {name: stored_form(value) for name, value in stored(shard).items()} == {
-        name: stored_form(value) for name, value in ALL.items()
+def test_the_form_of_a_tensor_is_that_of_its_bytes(shard: SafetensorsFile) -> None:
+    assert {name: tensor_layout(value) for name, value in stored(shard).items()} == {
+        name: tensor_layout(value) for name, value in ALL.items()
     }
     shard.close()
 
@@ -51,34 +51,34 @@ def test_the_form_of_a_tensor_is_that_of_its_bytes(shard: ShardFile) -> None:
 @pytest.mark.parametrize(
     ("name", "form", "element_bytes", "parameters"),
     [
-        ("float4_e2m1fn_x2", StoredForm("F4", (3, 8), 12), 1, 12),
-        ("complex128", StoredForm("F64", (5, 2, 2), 160, is_pair=True), 16, 10),
-        ("complex32", StoredForm("F16", (3, 2), 12, is_pair=True), 4, 3),
-        ("bfloat16", StoredForm("BF16", (3, 4), 24), 2, 12),
-        ("empty", StoredForm("F32", (0, 3), 0), 4, 0),
-        ("scalar", StoredForm("F32", (), 4), 4, 1),
+        ("float4_e2m1fn_x2", TensorLayout("F4", (3, 8), 12), 1, 12),
+        ("complex128", TensorLayout("F64", (5, 2, 2), 160, complex_as_real=True), 16, 10),
+        ("complex32", TensorLayout("F16", (3, 2), 12, complex_as_real=True), 4, 3),
+        ("bfloat16", TensorLayout("BF16", (3, 4), 24), 2, 12),
+        ("empty", TensorLayout("F32", (0, 3), 0), 4, 0),
+        ("scalar", TensorLayout("F32", (), 4), 4, 1),
     ],
 )
-def test_forms_count_as_torch_counts(name: str, form: StoredForm, element_bytes: int, parameters: int) -> None:
-    assert stored_form(ALL[name]) == form
+def test_forms_count_as_torch_counts(name: str, form: TensorLayout, element_bytes: int, parameters: int) -> None:
+    assert tensor_layout(ALL[name]) == form
     assert (form.element_bytes, form.parameters) == (element_bytes, parameters)
     assert ALL[name].element_size() == element_bytes
     assert ALL[name].numel() == parameters
 
 
 def test_a_dtype_that_torch_lacks_has_a_form() -> None:
-    form = StoredForm("F6_E2M3", (4, 2), 6)
+    form = TensorLayout("F6_E2M3", (4, 2), 6)
     assert (form.element_bytes, form.parameters) == (1, 8)
-    [spec] = tensor_specs({"six": StoredTensor(form, lambda block_bytes: iter([memoryview(b"sixbit")]))})
+    [spec] = tensor_specs({"six": RawTensor(form, lambda block_bytes: iter([memoryview(b"sixbit")]))})
     assert (spec.dtype, spec.shape, spec.nbytes) == ("F6_E2M3", (4, 2), 6)
 
 
-def test_a_file_of_bytes_is_the_file_of_the_tensors(shard: ShardFile, tmp_path: Path) -> None:
+def test_a_file_of_bytes_is_the_file_of_the_tensors(shard: SafetensorsFile, tmp_path: Path) -> None:
     values = [ALL, stored(shard)]
     jobs = []
     for number, tensors in enumerate(values):
         ordered = file_order({name: tensors[name] for name in sorted(ALL)})
-        jobs.append(ShardJob(str(tmp_path / str(number)), ordered, shard_metadata(ordered, {"more": "text"})))
+        jobs.append(WriteJob(str(tmp_path / str(number)), ordered, shard_metadata(ordered, {"more": "text"})))
         assert shard_header(ordered, jobs[-1].metadata) == shard_header(jobs[0].tensors, jobs[0].metadata)
     records = write_shards(jobs, checksum="sha256")
     assert records[0] == records[1]
@@ -86,7 +86,7 @@ def test_a_file_of_bytes_is_the_file_of_the_tensors(shard: ShardFile, tmp_path: 
     shard.close()
 
 
-def test_all_blocks_but_the_last_are_full(shard: ShardFile) -> None:
+def test_all_blocks_but_the_last_are_full(shard: SafetensorsFile) -> None:
     large = stored(shard)["large"]
     lengths = [len(block) for block in iter_blocks(large, 4_000_000)]
     assert lengths == [4_000_000, 4_000_000, 1_000_001]
@@ -98,10 +98,10 @@ def test_all_blocks_but_the_last_are_full(shard: ShardFile) -> None:
 def test_a_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "short.safetensors"
     path.write_bytes(build_header([("w", "U8", [9000], 9000)], {}) + bytes(9000))
-    shard = ShardFile(str(path), str(tmp_path))
+    shard = SafetensorsFile(str(path), str(tmp_path))
     with open(path, "r+b") as file:
         file.truncate(4096 + 4096)
-    blocks = shard.blocks(shard.header.slots["w"], 4096)
+    blocks = shard.blocks(shard.header.tensors["w"], 4096)
     assert len(next(blocks)) == 4096
     with pytest.raises(DamagedCheckpointError, match=r"'.*short\.safetensors' became shorter while it was read"):
         next(blocks)
