@@ -1,49 +1,85 @@
-"""What the README promises: its examples run, and its commands are those of CI."""
+"""What the READMEs promise: their examples run as they stand, and the top one's commands are those of CI."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests import REPOSITORY
+from tests.helpers.readme_examples import blocks_of, command_lines, examples_of
 
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-PYTHON_EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-BASH_EXAMPLES = re.findall(r"^```bash\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+TOP = REPOSITORY / "README.md"
+ROOMS = (".github", "hfshard", "scripts", "tests")
+READMES = [TOP, *sorted(readme for room in ROOMS for readme in (REPOSITORY / room).rglob("README.md"))]
+BASH_EXAMPLES = blocks_of(TOP, "bash")
+
+Ran = Callable[[Path], tuple["subprocess.CompletedProcess[str]", Path]]
+
+
+def name_of(readme: Path) -> str:
+    return str(readme.relative_to(REPOSITORY))
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all examples run, one after another: the later ones use what the earlier ones saved."""
-    return tmp_path_factory.mktemp("readme")
+def ran(minilm: Path, child_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Run a README's examples in a directory of their own, once; the later ones use what the earlier ones saved."""
+    assert minilm.is_dir()
+
+    @cache
+    def run(readme: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
+        directory = tmp_path_factory.mktemp("readme")
+        command = [sys.executable, "-m", "tests.helpers.readme_child", str(readme)]
+        done = subprocess.run(
+            command, cwd=directory, env=child_environment, capture_output=True, text=True, timeout=300
+        )
+        return done, directory
+
+    return run
 
 
 def test_readme_has_examples_and_two_commands() -> None:
-    assert len(PYTHON_EXAMPLES) == 5
+    assert len(blocks_of(TOP, "python")) == 5
     assert [block.count("\n") for block in BASH_EXAMPLES[:2]] == [1, 1]
 
 
 @pytest.mark.compat
-def test_examples_run_as_they_stand(minilm: Path, directory: Path, child_environment: dict[str, str]) -> None:
-    code = "\n".join(PYTHON_EXAMPLES)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=directory, env=child_environment, capture_output=True, text=True, timeout=300
-    )
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_examples_run_as_they_stand(readme: Path, ran: Ran) -> None:
+    done, _ = ran(readme)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.compat
+def test_first_example_saves_shards_of_the_size_that_it_names(ran: Ran) -> None:
+    _, directory = ran(TOP)
     shards = sorted(path.name for path in (directory / "out").glob("*.safetensors"))
     assert [f"model-0000{number}-of-0000{len(shards)}.safetensors" for number in range(1, len(shards) + 1)] == shards
     # The 46,881,792 bytes of the word embedding alone in one file, and every other file below 20 MiB.
     sizes = sorted((directory / "out" / name).stat().st_size for name in shards)
     assert 46_881_792 < sizes[-1] < 46_881_792 + 2 * 4096
     assert sizes[-2] <= 20_971_520
+
+
+@pytest.mark.compat
+def test_training_example_keeps_the_last_three_checkpoints_and_the_best(ran: Ran) -> None:
+    _, directory = ran(TOP)
     # 3 epochs of 8 steps, saved at 6, 12, 18 and 24: the last three stay, and the one with the lowest loss.
     assert {f"checkpoint-000000{step}" for step in (12, 18, 24)} <= set(os.listdir(directory / "run"))
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_commands_name_scripts_that_are_there(readme: Path) -> None:
+    for example in examples_of(readme):
+        lines = command_lines(example) if example.language == "bash" else []
+        for word in (word for words in lines for word in words if word.startswith("scripts/")):
+            assert (REPOSITORY / word).exists(), word
 
 
 @pytest.mark.parametrize("command", ["quickstart.py", "test"])

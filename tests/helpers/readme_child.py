@@ -1,0 +1,48 @@
+"""Run the examples of one README in order, in one namespace: `readme_child.py README`, in an empty directory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.readme_examples import Example, examples_of, hfshard_commands, needs_the_network
+
+
+def run_python(example: Example, readme: Path, namespace: dict[str, Any]) -> None:
+    """Execute a block; a traceback shows the README's own lines."""
+    code = compile("\n" * (example.line - 1) + example.text, str(readme), "exec")
+    exec(code, namespace)
+
+
+def run_commands(example: Example) -> None:
+    """Run each `hfshard` command of a block, which must exit with 0; those that need the network are parsed alone."""
+    from hfshard.cli.arguments import parser_of_all
+    from hfshard.cli.main import main
+
+    for words in hfshard_commands(example):
+        arguments = words[1:]
+        if needs_the_network(words):
+            parser_of_all().parse_args(arguments)
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            code = main(arguments)
+        if code != 0:
+            raise SystemExit(f"line {example.line}: {' '.join(words)}: exit {code}\n{printed.getvalue()}")
+
+
+def run_examples(readme: Path) -> None:
+    """Run all blocks of a README, as a reader would who types one after another."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for example in examples_of(readme):
+        if example.language == "python":
+            run_python(example, readme, namespace)
+        elif example.language == "bash":
+            run_commands(example)
+
+
+if __name__ == "__main__":
+    run_examples(Path(sys.argv[1]))
