@@ -66,8 +66,8 @@ def verify_checkpoint(
     Args:
         path: A directory.
         variant, subfolder: As in `from_pretrained`.
-        level: "structure": names, sizes, headers, fingerprints; "full": the checksum of every file too. A checkpoint that
-            hfshard did not write has none: that is a warning.
+        level: "structure": names, sizes, headers, fingerprints; "full": the checksum of every file too. A checkpoint
+            that hfshard did not write has none: that is a warning.
         progress: A bar on stderr: None: on a terminal.
 
     Returns:
