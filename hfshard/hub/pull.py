@@ -11,7 +11,7 @@ from hfshard.errors import IntegrityError
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.export import export
-from hfshard.hub.fetching import Fetcher, fetch, is_offline
+from hfshard.hub.remote.fetching import Fetcher, fetch, is_offline
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, other_files, resolve
 from hfshard.storage.checkpoint.checkpoint import Verify, open_checkpoint
 

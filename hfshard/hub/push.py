@@ -7,14 +7,15 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 from hfshard._util.progress import bytes_bar
 from hfshard.constants import README
 from hfshard.errors import HfshardError, HubError, InvalidArgumentError, RemoteChangedError
 from hfshard.hub.address import directory_of
-from hfshard.hub.local_files import directory_contents
-from hfshard.hub.push_plan import (
+from hfshard.hub.protocols import Hub
+from hfshard.hub.pushing.local_files import directory_contents
+from hfshard.hub.pushing.plan import (
     SHARD,
     PushPlan,
     foreign_indexes,
@@ -32,35 +33,6 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPTS: Final = 5
 """Times that a push is put on top of what somebody else pushed meanwhile."""
-
-
-class Hub(Protocol):
-    """What a push needs of a repo, on the Hub or in a directory."""
-
-    def listing(self, revision: str | None) -> RepoTree | None:
-        """The files at a revision; None where there is no such branch yet."""
-
-    def make_branch(self, branch: str) -> None:
-        """Make a branch where `main` is."""
-
-    def read(self, path: str, commit: str) -> bytes:
-        """The bytes of a small file."""
-
-    def url_of(self, commit: str) -> str:
-        """Where to look at a commit."""
-
-    def commit(
-        self,
-        changes: Mapping[str, ByteSource | None],
-        *,
-        parent: str | None,
-        revision: str | None,
-        message: str,
-        description: str | None,
-        create_pr: bool,
-        progress_callback: Callable[[int], object] | None,
-    ) -> PushResult:
-        """Make one commit on top of `parent`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hfshard.storage.disk.byte_source import ByteSource, sha256_of_source
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
@@ -22,6 +24,15 @@ class RemoteFile:
     def etag(self) -> str | None:
         """The name that the file's contents have in the Hub's cache: the sha256, or the git hash."""
         return self.sha256 or self.blob_id
+
+    def has_contents(self, content: ByteSource) -> bool:
+        """Whether the file holds these bytes; they are read where their size is the file's."""
+        if content.size != self.size:
+            return False
+        if self.sha256 is not None:
+            return sha256_of_source(content) == self.sha256
+        with content.open() as reader:
+            return git_blob_id(reader.read()) == self.blob_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from huggingface_hub.utils import filter_repo_objects
 
@@ -21,6 +21,7 @@ from hfshard.constants import (
     WEIGHTS_SUFFIXES,
 )
 from hfshard.errors import CheckpointNotFoundError
+from hfshard.hub.protocols import CommitFiles
 from hfshard.storage.checkpoint.checkpoint import FilesOf
 from hfshard.storage.checkpoint.locate import WeightsKind, checked_weights_override, read_config
 from hfshard.storage.disk.safe_open import read_small
@@ -59,27 +60,6 @@ class CheckpointQuery:
     def path(self, name: str) -> str:
         """A file's path in the repo."""
         return f"{self.subfolder.strip('/')}/{name}" if self.subfolder.strip("/") else name
-
-
-class CommitFiles(Protocol):
-    """The files of one commit, as far as somebody knows them."""
-
-    commit: str
-
-    def has(self, path: str, *, is_needed: bool = True) -> bool:
-        """Whether the commit has a file. Not sure: an error where that `is_needed`, else False."""
-
-    def download(self, paths: Collection[str]) -> None:
-        """Have files lie in the snapshot."""
-
-    def snapshot(self, path: str = "") -> str:
-        """Where a file lies."""
-
-    def code(self) -> Collection[str]:
-        """The Python files of the commit that are known."""
-
-    def description(self) -> tuple[str, str]:
-        """For an error: what it is, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

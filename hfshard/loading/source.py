@@ -142,8 +142,8 @@ def open_source_by_ranges(
     progress: bool | None,
 ) -> Iterator[OpenCheckpoint]:
     """Open the checkpoint of a repo of the Hub, of which only some tensors are brought, and nothing into the cache."""
-    from hfshard.hub import ranges
-    from hfshard.hub.fetching import resolve_for_reading
+    from hfshard.hub.remote import ranges
+    from hfshard.hub.remote.fetching import resolve_for_reading
 
     listing = resolve_for_reading(source.path, source.revision, source.token)
     with ranges.open_by_ranges(

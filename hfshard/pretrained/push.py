@@ -11,8 +11,8 @@ from typing import Any, Final
 from huggingface_hub import CommitInfo
 
 from hfshard.hub.address import directory_of
-from hfshard.hub.local_files import directory_contents
 from hfshard.hub.push import PushRequest, folder_of, push
+from hfshard.hub.pushing.local_files import directory_contents
 from hfshard.hub.repo_tree import PushResult
 from hfshard.pretrained.model_card import tagged_card
 from hfshard.saving.in_memory import stream_request

@@ -34,26 +34,22 @@ from hfshard.hub.directory.locked_hub import locked_hub
 from hfshard.hub.directory.manifest import (
     CommitManifest,
     check_paths,
-    is_commit_id,
     read_commit_manifest,
     snapshot_path,
 )
 from hfshard.hub.directory.refs import (
-    MAIN,
     all_refs,
     check_free,
     find_commit,
     find_ref,
-    full_name,
-    kind_of,
     not_found,
     read_ref,
     ref_names,
-    short_name,
 )
 from hfshard.hub.directory.revisions import Revision, revisions_of, unreachable
 from hfshard.hub.directory.stage import Stage, check_snapshot, hash_file
 from hfshard.hub.marker import check_marker, is_marked, mark
+from hfshard.hub.refs import MAIN, full_name, is_commit_id, kind_of, short_name
 from hfshard.hub.repo_tree import PushResult, RepoTree, StaleParentError
 from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.disk.safe_open import read_small

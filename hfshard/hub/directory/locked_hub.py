@@ -17,13 +17,13 @@ from hfshard.hub.directory.manifest import (
     CommitManifest,
     commit_id,
     commit_ids,
-    is_commit_id,
     manifest_path,
     snapshot_path,
 )
 from hfshard.hub.directory.refs import all_refs, ref_path
 from hfshard.hub.directory.stage import check_snapshot
 from hfshard.hub.marker import STAGING
+from hfshard.hub.refs import is_commit_id
 from hfshard.storage.disk.fsops import (
     UNSUPPORTED,
     locked_directory,

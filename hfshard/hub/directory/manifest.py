@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from hfshard.constants import FORMAT_VERSION, MAX_CONFIG_BYTES
 from hfshard.errors import DamagedCheckpointError, IntegrityError, InvalidArgumentError, MissingShardError
+from hfshard.hub.refs import is_commit_id
 from hfshard.hub.repo_tree import RemoteFile
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.strict_json import dump_json, parse_json_object
@@ -18,7 +19,6 @@ from hfshard.storage.format.strict_json import dump_json, parse_json_object
 COMMITS: Final = "commits"
 SNAPSHOTS: Final = "snapshots"
 
-_ID: Final = re.compile(r"[0-9a-f]{40}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _MAX_PATH: Final = 1024
 """Characters of a path in a repo: a quarter of what Linux lets a path have, the hub's own directory included."""
@@ -59,11 +59,6 @@ class CommitManifest:
 def commit_id(raw: bytes) -> str:
     """The id of the commit that has this manifest: as long as git's, so that what takes a commit hash takes it."""
     return hashlib.sha256(raw).hexdigest()[:40]
-
-
-def is_commit_id(name: str) -> bool:
-    """Whether it is a full id."""
-    return _ID.fullmatch(name) is not None
 
 
 def manifest_path(root: str, commit: str) -> str:

@@ -4,67 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Final, Literal
+from typing import Final
 
 from hfshard.errors import DamagedCheckpointError, HubError, HubNotFoundError, InvalidArgumentError, MissingShardError
-from hfshard.hub.directory.manifest import commit_ids, is_commit_id
+from hfshard.hub.directory.manifest import commit_ids
+from hfshard.hub.refs import MAIN, REF_FOLDERS, RefKind, full_name, is_commit_id, kind_of, short_name
 from hfshard.storage.disk.safe_open import read_small
 
-RefKind = Literal["branch", "tag", "pr", "commit"]
-
-MAIN: Final = "refs/heads/main"
-_FOLDERS: Final[dict[str, RefKind]] = {"refs/heads/": "branch", "refs/tags/": "tag", "refs/pr/": "pr"}
-_PART: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_NUMBER: Final = re.compile(r"[1-9][0-9]{0,8}")
 _PREFIX: Final = re.compile(r"[0-9a-f]{7,39}")
 """The first digits of an id; seven, as git writes them."""
-_MAX_NAME: Final = 200
-"""Characters: with the folders of a hub it stays below what file systems allow."""
 _MAX_REF_BYTES: Final = 64
 """An id and a newline are 41."""
 _SHOWN_NAMES: Final = 20
 """Of the revisions that exist, in a message."""
-
-
-def kind_of(ref: str) -> RefKind:
-    """What a full name, such as `refs/heads/main`, is the name of."""
-    return next(kind for folder, kind in _FOLDERS.items() if ref.startswith(folder))
-
-
-def short_name(ref: str) -> str:
-    """The name that users give: `main` for `refs/heads/main`; a pull request keeps its full name."""
-    return ref.removeprefix("refs/heads/").removeprefix("refs/tags/")
-
-
-def full_name(name: str, kind: RefKind = "branch") -> str:
-    """The full name of a branch or tag; a full name stays as it is.
-
-    Raises:
-        InvalidArgumentError: It can't be the name of a branch or tag (or the number of a pull request).
-    """
-    folders = {value: key for key, value in _FOLDERS.items()}
-    ref = name if name.startswith("refs/") else folders[kind] + name
-    folder = next((folder for folder in _FOLDERS if ref.startswith(folder)), None)
-    if folder is not None and _is_name(ref.removeprefix(folder), is_number=_FOLDERS[folder] == "pr"):
-        return ref
-    raise InvalidArgumentError(
-        f"{name[:_MAX_NAME]!r} can't be the name of a revision: use letters, digits, '.', '_', '-' and '/', without "
-        "'..', a '-' or '.' at the start or '.lock' at the end, and not the form of a commit's id.",
-        actual=name,
-    )
-
-
-def _is_name(name: str, *, is_number: bool) -> bool:
-    if is_number:
-        return _NUMBER.fullmatch(name) is not None
-    parts = name.split("/")
-    return (
-        len(name) <= _MAX_NAME
-        and all(_PART.fullmatch(part) and ".." not in part and not part.endswith((".lock", ".")) for part in parts)
-        and parts[0] != "refs"
-        and name != "HEAD"
-        and not is_commit_id(name)
-    )
 
 
 def ref_path(root: str, ref: str) -> str:
@@ -96,7 +48,7 @@ def read_ref(root: str, ref: str) -> str | None:
 def ref_names(root: str) -> list[str]:
     """The full names of all refs: main first, then branches, tags and pull requests, each sorted."""
     found = []
-    for folder in _FOLDERS:
+    for folder in REF_FOLDERS:
         names = []
         for base, _, files in os.walk(os.path.join(root, folder)):
             below = os.path.relpath(base, root)

@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 
 from hfshard.errors import DamagedCheckpointError
 from hfshard.hub.directory.manifest import commit_ids, manifest_path, read_commit_manifest
-from hfshard.hub.directory.refs import RefKind, all_refs, kind_of, short_name
+from hfshard.hub.directory.refs import all_refs
+from hfshard.hub.refs import RefKind, kind_of, short_name
 
 
 @dataclass(frozen=True, slots=True)

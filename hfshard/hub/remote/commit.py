@@ -12,7 +12,6 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, SAFETENSORS_SUFFIX
 from hfshard.errors import HfshardError, HubConnectionError, HubError
-from hfshard.hub.push_plan import is_same
 from hfshard.hub.remote.client import (
     ATTEMPTS,
     is_passing,
@@ -178,7 +177,7 @@ class RemoteCommit:
             there = listing.files.get(path)
             if content is None and there is not None:
                 return False
-            if content is not None and (there is None or not is_same(content, there)):
+            if content is not None and (there is None or not there.has_contents(content)):
                 return False
         return True
 
@@ -196,7 +195,3 @@ def _cause(error: BaseException) -> BaseException:
 
 def _result(info: CommitInfo) -> PushResult:
     return PushResult(info.oid, info.commit_url, info.pr_url)
-
-
-def _pr_revision(pr_url: str) -> str:
-    return f"refs/pr/{pr_url.rstrip('/').rpartition('/')[2]}"

@@ -11,8 +11,7 @@ from huggingface_hub.errors import RevisionNotFoundError
 
 from hfshard.constants import MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
 from hfshard.errors import HubError, HubNotFoundError, IntegrityError
-from hfshard.hub.directory.refs import full_name
-from hfshard.hub.push_plan import is_same
+from hfshard.hub.refs import full_name, pr_revision
 from hfshard.hub.remote.client import ask, tree_of
 from hfshard.hub.remote.commit import CommitRequest, RemoteCommit
 from hfshard.hub.remote.transport import HubReader
@@ -97,7 +96,7 @@ class HubRepo:
         if known.files[path].size > MAX_INDEX_BYTES:
             raise HubError(f"'{path}' of '{self.repo_id}' is too large to be what its name says.", path=path)
         raw = HubReader(self.repo_id, known, self.token).read_all(path)
-        if not is_same(BytesSource(raw), known.files[path]):
+        if not known.files[path].has_contents(BytesSource(raw)):
             raise IntegrityError(f"'{path}' of '{self.repo_id}' came damaged. Run it again.", path=path)
         return raw
 
@@ -136,7 +135,7 @@ class HubRepo:
                 by_xet=by_xet, progress_callback=sent
             )
             if result.pr_url is not None:  # what follows goes on the pull request that the first commit opened
-                pr_url, revision, create_pr = result.pr_url, _pr_revision(result.pr_url), False
+                pr_url, revision, create_pr = result.pr_url, pr_revision(result.pr_url), False
             parent = result.commit
         assert result is not None
         return PushResult(result.commit, result.url, pr_url, sent_bytes=sent.count)
@@ -186,7 +185,3 @@ def _batches(changes: Mapping[str, ByteSource | None], there: Mapping[str, Any])
     ]
     ahead = set(early)
     return [*batches, {path: content for path, content in changes.items() if path not in ahead}]
-
-
-def _pr_revision(pr_url: str) -> str:
-    return f"refs/pr/{pr_url.rstrip('/').rpartition('/')[2]}"

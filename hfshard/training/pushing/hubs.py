@@ -31,8 +31,9 @@ from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, read_che
 from hfshard.training.step import checked_step
 
 if TYPE_CHECKING:
+    from hfshard.hub.protocols import CommitFiles
     from hfshard.hub.repo_tree import PushResult, RemoteFile
-    from hfshard.hub.resolve import CommitFiles, ResolvedCheckpoint
+    from hfshard.hub.resolve import ResolvedCheckpoint
 
 # What speaks to the Hub is imported when it is needed: huggingface_hub takes time to import.
 
@@ -239,7 +240,7 @@ def checked_at(
         directory = local.directory
         _refuse_other_directories(directory)
     else:
-        from hfshard.hub.fetching import fetch
+        from hfshard.hub.remote.fetching import fetch
 
         directory = fetch(path, _pick, revision=revision, token=token, progress=progress).directory
     manifest = read_checkpoint_manifest(directory)
@@ -265,7 +266,7 @@ def check_repo(repo_id: str) -> None:
     Raises:
         HubNotFoundError: Says so.
     """
-    from hfshard.hub.fetching import check_repo_id
+    from hfshard.hub.remote.fetching import check_repo_id
 
     check_repo_id(repo_id)
 

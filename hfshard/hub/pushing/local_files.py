@@ -11,7 +11,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
-from hfshard.hub.push_plan import is_weights, variants_of
+from hfshard.hub.pushing.plan import is_weights, variants_of
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.disk.byte_source import ByteSource, file_source
 from hfshard.storage.format.index import CheckpointIndex, FileDigest

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
-from hfshard.hub.repo_tree import RemoteFile, RepoTree, git_blob_id
+from hfshard.hub.repo_tree import RemoteFile, RepoTree
 from hfshard.storage.disk.byte_source import ByteSource, FileSource, sha256_of_source
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
 
@@ -52,21 +52,11 @@ def plan_push(contents: Mapping[str, ByteSource], remote: RepoTree, stale: Colle
     unchanged = []
     for path, content in contents.items():
         known = _hashed_if_needed(content, remote.files.get(path))
-        if path in remote.files and is_same(known, remote.files[path]):
+        if path in remote.files and remote.files[path].has_contents(known):
             unchanged.append(path)
         else:
             adds[path] = known
     return PushPlan(adds, tuple(sorted(stale)), tuple(unchanged))
-
-
-def is_same(content: ByteSource, file: RemoteFile) -> bool:
-    """Whether a remote file holds these bytes."""
-    if content.size != file.size:
-        return False
-    if file.sha256 is not None:
-        return sha256_of_source(content) == file.sha256
-    with content.open() as reader:
-        return git_blob_id(reader.read()) == file.blob_id
 
 
 def _hashed_if_needed(content: ByteSource, file: RemoteFile | None) -> ByteSource:
