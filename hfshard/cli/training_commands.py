@@ -14,7 +14,7 @@ from hfshard.cli.output import print_json, print_message, print_text, table
 from hfshard.cli.training_reports import as_problems, is_checkpoint, report_of
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.planning.size import format_size
-from hfshard.training.run.directory import RunCheckpoint, found_in
+from hfshard.training.run.directory import RunCheckpoint, checkpoints_in
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.rotation import best_of
 from hfshard.verify import Problem
@@ -26,7 +26,7 @@ class _Entry:
 
     path: str
     step: int
-    sequence: int | None
+    save_number: int | None
     saved: datetime | None
     size: int | None
     metrics: dict[str, float]
@@ -69,12 +69,12 @@ def _entries(arguments: argparse.Namespace) -> list[_Entry]:
         raise CheckpointNotFoundError(
             f"'{root}' is one checkpoint, not a run. To check it, run: hfshard verify {root}", path=root
         )
-    found = found_in(root)[::-1]
+    found = checkpoints_in(root)[::-1]
     if not found:
         raise CheckpointNotFoundError(f"There is no training checkpoint in '{root}'. Check the path.", path=root)
     problems = {one.path: _problems_of(one, arguments) for one in found}
     whole = [one.manifest for one in found if one.manifest is not None and not problems[one.path]]
-    latest = max((one.sequence for one in whole), default=None)
+    latest = max((one.save_number for one in whole), default=None)
     best = best_of(whole, arguments.best, arguments.metric_mode) if arguments.best is not None else None
     return [_entry(one, problems[one.path], latest, best, is_verified=arguments.verify) for one in found]
 
@@ -102,12 +102,12 @@ def _entry(
     return _Entry(
         found.path,
         found.step,
-        manifest.sequence,
+        manifest.save_number,
         datetime.fromtimestamp(own.st_mtime, UTC),
         own.st_size + sum(record.size or 0 for record in manifest.files.values()),
         manifest.metrics,
         len(manifest.files) + 1,
-        manifest.sequence == latest and not problems,
+        manifest.save_number == latest and not problems,
         manifest is best,
         is_verified,
         problems,
@@ -118,7 +118,7 @@ def _table(entries: Sequence[_Entry]) -> str:
     rows = [
         [
             str(entry.step),
-            "" if entry.sequence is None else str(entry.sequence),
+            "" if entry.save_number is None else str(entry.save_number),
             "" if entry.saved is None else f"{entry.saved:%Y-%m-%d %H:%M}",
             "" if entry.size is None else format_size(entry.size),
             "" if entry.files is None else str(entry.files),

@@ -10,21 +10,21 @@ from hfshard._util.progress import bytes_bar
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames
-from hfshard.training.run.directory import RunCheckpoint, found_in
-from hfshard.training.run.finding import Level, problems_of
+from hfshard.training.run.directory import RunCheckpoint, checkpoints_in
+from hfshard.training.run.finding import Level, checkpoint_problems
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, read_checkpoint_manifest
-from hfshard.training.run.writing import TREE
+from hfshard.training.run.writing import TRAINING_STATE
 from hfshard.verify import Problem, VerifyReport, verify_checkpoint
 
 
 def is_checkpoint(directory: str) -> bool:
     """Whether a directory is, or was, a training checkpoint."""
-    return any(os.path.lexists(os.path.join(directory, name)) for name in (MANIFEST, TREE))
+    return any(os.path.lexists(os.path.join(directory, name)) for name in (MANIFEST, TRAINING_STATE))
 
 
 def is_training(directory: str) -> bool:
     """Whether it is a training checkpoint, or a run that has one."""
-    return is_checkpoint(directory) or any(is_checkpoint(one.path) for one in found_in(directory))
+    return is_checkpoint(directory) or any(is_checkpoint(one.path) for one in checkpoints_in(directory))
 
 
 def reports(arguments: argparse.Namespace) -> Iterator[VerifyReport]:
@@ -33,7 +33,7 @@ def reports(arguments: argparse.Namespace) -> Iterator[VerifyReport]:
     if is_checkpoint(arguments.directory):
         yield report_of(arguments.directory, level, progress=progress)
         return
-    for one in found_in(arguments.directory)[::-1]:
+    for one in checkpoints_in(arguments.directory)[::-1]:
         if one.problem is not None:
             yield VerifyReport(one.path, (MANIFEST,), tuple(as_problems([one.problem], one.path)), (), 0)
         else:
@@ -52,7 +52,7 @@ def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyR
         return VerifyReport(directory, (MANIFEST,), tuple(as_problems([error], directory)), (), 0)
     total = sum(record.size or 0 for record in manifest.files.values())
     with bytes_bar("Verifying", total, progress if level == "full" else False) as progress_callback:
-        errors = problems_of(RunCheckpoint(directory, manifest.step, manifest), level, progress_callback)
+        errors = checkpoint_problems(RunCheckpoint(directory, manifest.step, manifest), level, progress_callback)
     problems = _with_tensors(as_problems(errors, directory), directory, manifest, level)
     damaged = {os.path.basename(problem.file) for problem in problems}
     warnings = tuple(

@@ -18,13 +18,13 @@ from hfshard.storage.format.names import MODEL_BASE, WeightNames
 from hfshard.storage.tensors.tensor_bytes import tensor_nbytes
 from hfshard.storage.tensors.tensor_spec import tensor_specs
 from hfshard.training.parts.nested import encode
-from hfshard.training.parts.optimizer import pack_optimizer
+from hfshard.training.parts.optimizer import encode_optimizer
 from hfshard.training.parts.padded_json import padded_json
 from hfshard.training.parts.rng import rng_state
-from hfshard.training.parts.scheduler import pack_scheduler
+from hfshard.training.parts.scheduler import encode_scheduler
 from hfshard.training.state import PartKind, TrainingState
 
-TREE_FORMAT: Final = 1
+TRAINING_STATE_FORMAT: Final = 1
 """Of `training_state.json`."""
 
 PARTS: Final = (MODEL_BASE, "optimizer", "state")
@@ -41,7 +41,7 @@ class SavePayload:
 
     requests: dict[str, SaveRequest]
     """By part; those that hold tensors, or the model's config."""
-    tree: bytes
+    training_state: bytes
     """The contents of `training_state.json`."""
 
     @property
@@ -54,7 +54,7 @@ class SavePayload:
 class RankState:
     """What one rank adds to a checkpoint: its random state and the positions of its loaders."""
 
-    tree: dict[str, Any]
+    nested: dict[str, Any]
     tensors: dict[str, torch.Tensor]
 
 
@@ -86,7 +86,7 @@ def collect(
     Args:
         state: The parts.
         ranks: What each rank has for itself.
-        extra: More to be stored: what `tree.pack` takes.
+        extra: More to be stored: what `nested.encode` takes.
         max_shard_size: Of each set of tensors.
         checksum: Of each file.
         progress: For the bar.
@@ -100,27 +100,29 @@ def collect(
     tensors: dict[str, torch.Tensor] = {}
     names = state.parameter_names()
     components = {
-        name: {"kind": kind, "state": _packed(name, kind, state, names, optimizer_tensors, tensors)}
+        name: {"kind": kind, "state": _encode_component(name, kind, state, names, optimizer_tensors, tensors)}
         for name, kind in state.kinds.items()
         if kind != "loader"
     }
-    for part in ranks:
-        tensors |= part.tensors
+    for rank in ranks:
+        tensors |= rank.tensors
     extras = encode(extra, "extra", tensors)
-    trees = [part.tree for part in ranks]
-    raw = padded_json({"format": TREE_FORMAT, "components": components, "ranks": trees, "extra": extras})
+    nested_ranks = [rank.nested for rank in ranks]
+    raw = padded_json(
+        {"format": TRAINING_STATE_FORMAT, "components": components, "ranks": nested_ranks, "extra": extras}
+    )
     requests = {}
     if (model := state.components.get("model")) is not None:
         requests[MODEL_BASE] = _model_request(model, limit, checksum, progress)
-    for base, given in (("optimizer", optimizer_tensors), ("state", tensors)):
-        if given:
-            requests[base] = _request(base, given, limit, checksum)
+    for base, part_tensors in (("optimizer", optimizer_tensors), ("state", tensors)):
+        if part_tensors:
+            requests[base] = _request(base, part_tensors, limit, checksum)
     for request in requests.values():
         tensor_specs(request.tensors)  # refuses what has no bytes, before anything is copied
     return SavePayload(requests, raw)
 
 
-def _packed(
+def _encode_component(
     name: str,
     kind: PartKind,
     state: TrainingState,
@@ -132,11 +134,11 @@ def _packed(
     if name == "model":
         return encode(_no_tensors(collect_state_dict(part)), name, tensors)
     if kind == "optimizer" and name == "optimizer":
-        return pack_optimizer(part, names, name, optimizer_tensors)
+        return encode_optimizer(part, names, name, optimizer_tensors)
     if kind == "optimizer":
-        return pack_optimizer(part, names, name, tensors, f"{name}/")
+        return encode_optimizer(part, names, name, tensors, f"{name}/")
     if kind == "scheduler":
-        return pack_scheduler(part, name, tensors)
+        return encode_scheduler(part, name, tensors)
     return encode(collect_state_dict(part) if kind == "module" else part.state_dict(), name, tensors)
 
 

@@ -15,15 +15,15 @@ from hfshard.training.collecting import RankState, collect, collect_rank
 from hfshard.training.pushing.hubs import PushOptions, push_run
 from hfshard.training.pushing.pusher import BackgroundPusher
 from hfshard.training.ranks import Ranks
-from hfshard.training.resuming import choose_checkpoint, resume
-from hfshard.training.run.directory import RunCheckpoint, checkpoint_path, found_in
-from hfshard.training.run.finding import Level, manifests_in, newest_whole, of_step, problems_of
+from hfshard.training.restoring.resume import choose_checkpoint, resume
+from hfshard.training.run.directory import RunCheckpoint, checkpoint_path, checkpoints_in
+from hfshard.training.run.finding import Level, checkpoint_of_step, checkpoint_problems, manifests_in, newest_whole
 from hfshard.training.run.manifest import CheckpointManifest, plain_metrics
 from hfshard.training.run.rotation import MetricMode, Rotation, best_of
 from hfshard.training.run.writing import check_names
+from hfshard.training.run_writer import RunWriter
 from hfshard.training.state import TrainingState
 from hfshard.training.step import RestoredStep, checked_step
-from hfshard.training.writer import RunWriter
 
 if TYPE_CHECKING:
     from hfshard.hub.repo_tree import PushResult
@@ -85,8 +85,8 @@ class CheckpointManager:
         self.max_to_keep, self.keep_best, self.metric_mode = max_to_keep, keep_best, metric_mode
         self.keep_every, self.max_shard_size, self.checksum = keep_every, max_shard_size, checksum
         self.push_to_hub, self.progress = push_to_hub, progress
-        publisher = BackgroundPusher(push_to_hub, progress) if push_to_hub is not None else None
-        self._writer = RunWriter(self.root, rotation, publisher, progress)
+        pusher = BackgroundPusher(push_to_hub, progress) if push_to_hub is not None else None
+        self._writer = RunWriter(self.root, rotation, pusher, progress)
 
     def save(
         self,
@@ -200,7 +200,7 @@ class CheckpointManager:
         if verify is not None:
             newest = newest_whole(self.root, verify, self.progress)
             return None if newest is None else newest[0].step
-        return next((one.step for one in found_in(self.root) if one.manifest is not None), None)
+        return next((one.step for one in checkpoints_in(self.root) if one.manifest is not None), None)
 
     def best_step(self) -> int | None:
         """The step of the checkpoint with the best value of the metric that `keep_best` names; None where none has."""
@@ -233,8 +233,8 @@ class CheckpointManager:
             CheckpointNotFoundError: There is no checkpoint of this step.
         """
         self._writer.wait()
-        found = found_in(self.root) if step is None else [of_step(self.root, step)]
-        return {one.step: problems_of(one, level) for one in sorted(found, key=lambda one: one.step)}
+        found = checkpoints_in(self.root) if step is None else [checkpoint_of_step(self.root, step)]
+        return {one.step: checkpoint_problems(one, level) for one in sorted(found, key=lambda one: one.step)}
 
     @overload
     def push(
@@ -334,9 +334,9 @@ class CheckpointManager:
         metrics = plain_metrics(metric, self.keep_best)
         if metrics and self.keep_best is not None and self.keep_best not in metrics:
             logger.warning("The metrics of step %d lack '%s', by which the best is kept.", step, self.keep_best)
-        collected = collect(state, parts, extra, limit, self.checksum, self.progress)
-        check_names(files, collected)
-        self._writer.save(step, collected, metrics, dict(files), blocking=blocking)
+        payload = collect(state, parts, extra, limit, self.checksum, self.progress)
+        check_names(files, payload)
+        self._writer.save(step, payload, metrics, dict(files), blocking=blocking)
         return checkpoint_path(self.root, step)
 
     def _chosen(

@@ -79,7 +79,7 @@ def test_verified_run_in_json(root: Path, call: Call) -> None:
     assert code == 0
     shown = json.loads(out)
     assert shown["directory"] == str(root)
-    assert [(one["step"], one["sequence"], one["files"]) for one in shown["checkpoints"]] == [
+    assert [(one["step"], one["save_number"], one["files"]) for one in shown["checkpoints"]] == [
         (10, 1, 5), (20, 2, 16), (30, 3, 5)
     ]  # fmt: skip
     assert [one["metrics"] for one in shown["checkpoints"]] == [{"loss": 0.5}, {"loss": 0.25}, {"loss": "nan"}]

@@ -12,7 +12,7 @@ from typing import Any
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.strict_json import dump_json
 
-TREE, MANIFEST = "training_state.json", "checkpoint.json"
+TRAINING_STATE, MANIFEST = "training_state.json", "checkpoint.json"
 
 DEEP: list[Any] = []
 for _ in range(60):
@@ -72,7 +72,7 @@ def mutated(value: dict[str, Any], draw: random.Random) -> tuple[dict[str, Any],
 
 def tree_of(checkpoint: Path) -> dict[str, Any]:
     """What stands in its training_state.json."""
-    return dict(json.loads((checkpoint / TREE).read_text()))
+    return dict(json.loads((checkpoint / TRAINING_STATE).read_text()))
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
@@ -85,9 +85,9 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
 def write_tree(checkpoint: Path, tree: dict[str, Any]) -> None:
     """Put a tree in the place of the checkpoint's own, and its checksum into the manifest."""
     raw = json.dumps(tree).encode()
-    (checkpoint / TREE).write_bytes(raw)
+    (checkpoint / TRAINING_STATE).write_bytes(raw)
     body = manifest_of(checkpoint)
-    body["files"][TREE] = record_of(raw)
+    body["files"][TRAINING_STATE] = record_of(raw)
     write_manifest(checkpoint, body)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from hfshard.errors import HfshardError, InvalidArgumentError, StaleIteratorError, StateDictMismatchError
-from hfshard.training.data.fetching import Fed, SeededDataset, TaskFeed, identity
+from hfshard.training.data.fetching import PendingBatches, SeededDataset, TaskSampler, identity
 from hfshard.training.data.loader_state import STATE_FORMAT, check_state, checked_int, checked_seed, settings_of
 from hfshard.training.data.sampling import BatchOrder, EpochSampler, own_order, sampler_order
 from hfshard.training.data.seeding import seeds_for
@@ -120,7 +120,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
         """Where the next iterator begins; None: at the position if no batch was consumed, else at the next epoch."""
         self._turn = 0
         """Counts the moves, each of which ends the use of older iterators."""
-        self._feed = TaskFeed()
+        self._tasks = TaskSampler()
         self._inner: DataLoader[Any] | None = None
         """What iterates; kept only with persistent workers, so that other attributes may be set later, as in torch."""
 
@@ -178,7 +178,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
         self._checksum = state_dict.get("indexes_crc32")
         self._next_start = (self._epoch, self._batch)
 
-    def __iter__(self) -> _Pass:  # type: ignore[override]
+    def __iter__(self) -> _EpochIterator:  # type: ignore[override]
         start = self._next_start
         if start is None:
             start = (self._epoch + 1, 0) if self._batch else (self._epoch, 0)
@@ -188,11 +188,11 @@ class ResumableDataLoader(DataLoader[_T_co]):
         self._next_start = None
         self._go_to(*start)
         self._checksum = order.checksum
-        fed = self._feed.begin(order, *start)
+        pending = self._tasks.begin(order, *start)
         if self._inner is None or not self.persistent_workers:
             self._inner = self._make_inner()
         self._inner.generator.manual_seed(seeds_for("workers", self.seed, self._epoch).torch)
-        return _Pass(self, iter(self._inner), fed)
+        return _EpochIterator(self, iter(self._inner), pending)
 
     def _go_to(self, epoch: int, batch: int) -> None:
         self._turn += 1
@@ -222,7 +222,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
         return DataLoader(
             SeededDataset(self.dataset, self.collate_fn, self.batch_sampler is not None, self.seed),  # type: ignore[arg-type]
             batch_size=None,
-            sampler=self._feed,
+            sampler=self._tasks,
             num_workers=self.num_workers,
             collate_fn=identity,
             pin_memory=self.pin_memory,
@@ -236,17 +236,17 @@ class ResumableDataLoader(DataLoader[_T_co]):
         )
 
 
-class _Pass:
+class _EpochIterator:
     """One iteration: hands out batches and moves the loader's position."""
 
-    def __init__(self, loader: ResumableDataLoader[Any], batches: Iterator[Any], fed: Fed) -> None:
+    def __init__(self, loader: ResumableDataLoader[Any], batches: Iterator[Any], pending: PendingBatches) -> None:
         self._loader = loader
         self._turn = loader._turn
         self._batches: Iterator[Any] | None = batches
-        self._fed = fed
+        self._pending = pending
         self._has_failed = False
 
-    def __iter__(self) -> _Pass:
+    def __iter__(self) -> _EpochIterator:
         return self
 
     def __len__(self) -> int:
@@ -270,15 +270,15 @@ class _Pass:
         if number < 0:
             self._finish()
             raise StopIteration
-        while self._fed:
-            fed, checksum = self._fed.popleft()
-            if fed == number:  # those before it have failed, and the loop went on
+        while self._pending:
+            pending, checksum = self._pending.popleft()
+            if pending == number:  # those before it have failed, and the loop went on
                 break
         loader._batch, loader._checksum = number + 1, checksum
         return data
 
     def _finish(self) -> None:
-        if self._fed and not self._has_failed:
+        if self._pending and not self._has_failed:
             raise HfshardError(
                 f"The dataset raised StopIteration in batch {self._loader.batch} of epoch {self._loader.epoch}, which"
                 " would end the epoch unseen. Let it raise IndexError, or what went wrong."

@@ -25,7 +25,7 @@ from hfshard.training.parts.rng import check_rng_state, rng_state, set_rng_state
 _TORCHDATA: Final = "torchdata.stateful_dataloader"
 _FINISHED: Final = "_iterator_finished"
 """What torchdata's state calls it that the epoch is over."""
-_WATCH: Final = "_hfshard_watch"
+_TRACKER: Final = "_hfshard_tracker"
 
 
 def track(loader: Any) -> Any:
@@ -42,10 +42,10 @@ def track(loader: Any) -> Any:
             " that no state of it is exact. Prepare hfshard.training.plain_loader(resumable_loader)"
             " instead, or leave the loader out of the TrainingState."
         )
-    return getattr(type(loader), _WATCH, None) or LoaderTracker(loader)
+    return getattr(type(loader), _TRACKER, None) or LoaderTracker(loader)
 
 
-def rearm_after_iter(
+def reset_after_iter(
     loader: Any, restore_rng: Callable[[], None], rng_at_iter: Mapping[str, Any] | None = None
 ) -> None:
     """Put the RNG states back once more, after the next `iter(loader)`; later ones are left alone.
@@ -57,9 +57,9 @@ def rearm_after_iter(
         restore_rng: Puts them back.
         rng_at_iter: What to begin that `iter()` with, of `rng_state`; None: whatever is there.
     """
-    watch = track(loader)
-    if isinstance(watch, LoaderTracker):
-        watch.pending = (restore_rng, rng_at_iter)
+    tracker = track(loader)
+    if isinstance(tracker, LoaderTracker):
+        tracker.pending = (restore_rng, rng_at_iter)
 
 
 class LoaderTracker:
@@ -108,7 +108,7 @@ class LoaderTracker:
         return {"loader": state, "is_within": is_within, "rng_at_iter": self._rng_at_iter if is_within else None}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse what is no state of a watch.
+        """Refuse what is no state of a tracker.
 
         Raises:
             StateDictMismatchError: It was saved with a loader of ours, or with something else.
@@ -124,7 +124,7 @@ class LoaderTracker:
             check_rng_state(state_dict["rng_at_iter"], "the data loader's state")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the loader's state; the RNG states are to be restored after this, and then `rearm` called."""
+        """Load the loader's state; the RNG states are to be restored after this, and then `reset` called."""
         self.check_state_dict(state_dict)
         self._loaded, self.pending = state_dict, None
         # As before the save, until the next iter(): a save before that is to be the same.
@@ -144,7 +144,7 @@ class LoaderTracker:
         else:
             self.loader.load_state_dict(state)
 
-    def rearm(self, restore_rng: Callable[[], None]) -> None:
+    def reset(self, restore_rng: Callable[[], None]) -> None:
         """After a restore: see to it that the states are put back after the next `iter()`, where that is needed."""
         if self._loaded is not None and self._loaded["is_within"]:
             self.pending = (restore_rng, self._loaded.get("rng_at_iter"))
@@ -160,7 +160,9 @@ class LoaderTracker:
         is_late = inspect.isgenerator(iterator)
         if pending is not None and not is_late:
             pending[0]()
-        return _Reporting(iterator, self, self._turn, pending[0] if pending is not None and is_late else None, is_late)
+        return _TrackedIterator(
+            iterator, self, self._turn, pending[0] if pending is not None and is_late else None, is_late
+        )
 
     def end(self, turn: int) -> None:
         """Called when an iterator has ended; only the newest counts."""
@@ -193,71 +195,71 @@ class LoaderTracker:
                 )
 
 
-class _Reporting:
+class _TrackedIterator:
     """An iterator that tells when it ends, and has all else of the one within."""
 
     def __init__(
         self,
         iterator: Iterator[Any],
-        watch: LoaderTracker,
+        tracker: LoaderTracker,
         turn: int,
         restore_rng: Callable[[], None] | None,
         is_late: bool,
     ) -> None:
         self._iterator = iterator
-        self._watch = watch
+        self._tracker = tracker
         self._turn = turn
         self._restore_rng = restore_rng
         self._look = 2 if is_late else 0
         """Batches until the second, whose fetching is looked at."""
 
-    def __iter__(self) -> _Reporting:
+    def __iter__(self) -> _TrackedIterator:
         return self
 
     def __next__(self) -> Any:
         if self._look:
             self._look -= 1
             if not self._look:
-                return self._looked_at()
+                return self._fetch_and_compare()
         restore_rng, self._restore_rng = self._restore_rng, None
         try:
             return next(self._iterator)
         except StopIteration:
-            self._watch.end(self._turn)
+            self._tracker.end(self._turn)
             raise
         finally:
             if restore_rng is not None:
                 restore_rng()
 
-    def _looked_at(self) -> Any:
-        before = _printed(rng_state())
+    def _fetch_and_compare(self) -> Any:
+        before = _comparable(rng_state())
         batch = next(self)
-        if _printed(rng_state()) != before:
-            self._watch.note_late_draws()
+        if _comparable(rng_state()) != before:
+            self._tracker.note_late_draws()
         return batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
 
 
-def _printed(state: Any) -> Any:
+def _comparable(state: Any) -> Any:
     """A state of RNGs as something that can be compared."""
     if isinstance(state, dict):
-        return {key: _printed(value) for key, value in state.items()}
+        return {key: _comparable(value) for key, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else repr(state)
 
 
-def _replace_class(loader: Any, watch: LoaderTracker) -> bool:
+def _replace_class(loader: Any, tracker: LoaderTracker) -> bool:
     """Give the loader a class of its own that reports `iter()`; False where Python does not allow it."""
     base: Any = type(loader)
 
     def __iter__(self: Any) -> Iterator[Any]:
         make = functools.partial(base.__iter__, self)
-        return watch.begin(make) if self is watch.loader else make()  # a copy has the class, too
+        return tracker.begin(make) if self is tracker.loader else make()  # a copy has the class, too
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         function, arguments, *rest = base.__reduce_ex__(self, protocol)
-        arguments = tuple(base if one is reporting else one for one in arguments)
+        arguments = tuple(base if one is tracked_class else one for one in arguments)
         return (_rebuilt if function is copyreg.__newobj__ else function, arguments, *rest)  # type: ignore[attr-defined]
 
     body = {
@@ -267,11 +269,11 @@ def _replace_class(loader: Any, watch: LoaderTracker) -> bool:
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
-        _WATCH: watch,
+        _TRACKER: tracker,
     }
-    reporting = types.new_class(base.__name__, (base,), {}, lambda namespace: namespace.update(body))
+    tracked_class = types.new_class(base.__name__, (base,), {}, lambda namespace: namespace.update(body))
     try:
-        loader.__class__ = reporting
+        loader.__class__ = tracked_class
     except TypeError:
         return False
     return True

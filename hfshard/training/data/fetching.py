@@ -10,12 +10,12 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from hfshard.training.data.sampling import BatchOrder
-from hfshard.training.data.seeding import current_states, put_back, seed_generators, seeds_for
+from hfshard.training.data.seeding import current_states, restore_states, seed_generators, seeds_for
 
 Task = tuple[int, int, Any]
 """Epoch, batch, and the indexes of its samples."""
 
-Fed = deque[tuple[int, int | None]]
+PendingBatches = deque[tuple[int, int | None]]
 """Numbers of the batches that were fed and not yet handed out, each with the checksum of the indexes up to it."""
 
 _OWN = frozenset({"_dataset", "_collate", "_is_batched", "_seed", "_numpy_bits"})
@@ -26,23 +26,23 @@ def identity(batch: Any) -> Any:
     return batch
 
 
-class TaskFeed:
+class TaskSampler:
     """What the inner loader's workers are given to do; the sampler of a plain DataLoader."""
 
     def __init__(self) -> None:
         self._tasks: Iterator[Task] = iter(())
 
-    def begin(self, order: BatchOrder, epoch: int, start: int) -> Fed:
+    def begin(self, order: BatchOrder, epoch: int, start: int) -> PendingBatches:
         """Feed another epoch; who hands out the batches pops what is returned."""
-        fed: Fed = deque()
+        pending: PendingBatches = deque()
 
         def tasks() -> Iterator[Task]:
             for batch, indexes in enumerate(order, start):
-                fed.append((batch, order.checksum))
+                pending.append((batch, order.checksum))
                 yield epoch, batch, indexes
 
         self._tasks = tasks()
-        return fed
+        return pending
 
     def __iter__(self) -> Iterator[Task]:
         return self._tasks  # torch asks twice before the first task
@@ -78,7 +78,7 @@ class SeededDataset:
             seed_generators(seeds, self._numpy_bits)
             return batch, self._load(indexes)
         finally:
-            put_back(states)
+            restore_states(states)
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -97,7 +97,7 @@ def _keeps_a_normal() -> bool:
         _numpy_singleton._bit_generator = bits
 
 
-def put_back(states: RngStates) -> None:
+def restore_states(states: RngStates) -> None:
     """Make the process draw from these states."""
     random.setstate(states.python)
     _set_numpy_bits(states.numpy_bits)
@@ -136,7 +136,7 @@ class PrivateRng:
 
     def _exchange(self) -> None:
         mine, theirs = self._states, current_states()
-        put_back(mine)
+        restore_states(mine)
         self._states = theirs
         for number, generator in enumerate(self._generators):
             mine_too, self._generator_states[number] = self._generator_states[number], generator.get_state()

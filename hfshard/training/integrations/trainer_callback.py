@@ -20,11 +20,11 @@ from hfshard.training.data.plain_loader import plain_loader
 from hfshard.training.integrations.trainer_settings import (
     REPLACED,
     batch_seed,
-    data_of,
-    manager_for,
-    refuse,
-    refuse_other_data,
-    refuse_rotation,
+    check_rotation,
+    check_same_data,
+    check_trainer,
+    data_settings,
+    manager_from_arguments,
 )
 from hfshard.training.manager import CheckpointManager
 from hfshard.training.parts.rng import rng_state, set_rng_state
@@ -104,7 +104,7 @@ class CheckpointCallback(TrainerCallback):
         self._progress: dict[str, Any] = {}
         self._data: dict[str, int | None] = {}
         """What the order of the batches depends on."""
-        self._is_put_off = False
+        self._is_save_deferred = False
 
     def attach(self, trainer: Trainer) -> CheckpointCallback:
         """Take the place of the Trainer's own saving and resuming; it becomes one of its callbacks.
@@ -117,9 +117,9 @@ class CheckpointCallback(TrainerCallback):
         """
         if self._trainer is not None and self._trainer is not trainer:
             raise InvalidArgumentError("This CheckpointCallback is another Trainer's: make one for each.")
-        refuse(trainer)
-        manager = self.manager if self.manager is not None else manager_for(trainer.args, self._arguments)
-        refuse_rotation(trainer.args, manager)
+        check_trainer(trainer)
+        manager = self.manager if self.manager is not None else manager_from_arguments(trainer.args, self._arguments)
+        check_rotation(trainer.args, manager)
         if self._trainer is None:
             replacements = (self._save, self._load, self._load_rng, self._train_dataloader, self._eval_dataloader)
             for name, replacement in zip(REPLACED, replacements):
@@ -176,7 +176,7 @@ class CheckpointCallback(TrainerCallback):
         is_verified = self._verified is not None and path == os.path.realpath(self._verified)
         restored = manager.restore(self._training_state(), path, verify="structure" if is_verified else "full")
         if not trainer.args.ignore_data_skip:
-            refuse_other_data(restored.extra["data"], self._data, checkpoint)
+            check_same_data(restored.extra["data"], self._data, checkpoint)
         self._progress, self._rng = restored.extra, rng_state()
 
     def _load_rng(self, checkpoint: str | None) -> None:
@@ -190,7 +190,7 @@ class CheckpointCallback(TrainerCallback):
     def _train_dataloader(self) -> Any:
         loader = self._originals["get_train_dataloader"]()
         _, trainer = self._attached()
-        self._data = data_of(trainer.args, loader)
+        self._data = data_settings(trainer.args, loader)
         if not self.seed_batches or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
             return loader
         return trainer.accelerator.prepare_data_loader(_seeded(loader, batch_seed(trainer.args)))
@@ -211,7 +211,7 @@ class CheckpointCallback(TrainerCallback):
         manager, trainer = self._attached()
         if state.is_hyper_param_search:
             raise InvalidArgumentError("A hyperparameter search has no one run to resume: search without the callback.")
-        self._is_put_off = False
+        self._is_save_deferred = False
         if self._progress:
             getattr(trainer, _LOSS).add_(self._progress["loss"])
             setattr(trainer, _LOGGED, self._progress["logged"])
@@ -238,14 +238,14 @@ class CheckpointCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Put a save at an epoch's last step off until the epoch's end."""
         if control.should_save and state.epoch == int(state.epoch):
-            control.should_save, self._is_put_off = False, True
+            control.should_save, self._is_save_deferred = False, True
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Save what was put off; before the best model is loaded, have all saves finished."""
-        if self._is_put_off:
-            control.should_save, self._is_put_off = True, False
+        if self._is_save_deferred:
+            control.should_save, self._is_save_deferred = True, False
         if control.should_training_stop:
             self._attached()[0].wait_until_finished()
 

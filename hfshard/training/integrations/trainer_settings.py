@@ -20,7 +20,7 @@ REPLACED: Final = (
     "get_eval_dataloader",
 )
 """Methods of a Trainer that ours stand in for. The first three are its own affair: on another version of transformers,
-`refuse` finds that one is gone, and the tests fail where one is no longer called."""
+`check_trainer` finds that one is gone, and the tests fail where one is no longer called."""
 
 _DATA: Final = {
     "seed": "seed (or data_seed)",
@@ -32,7 +32,7 @@ _DATA: Final = {
 """What has to be the same again for the same batches, and what a message calls it."""
 
 
-def manager_for(args: TrainingArguments, arguments: dict[str, Any]) -> CheckpointManager:
+def manager_from_arguments(args: TrainingArguments, arguments: dict[str, Any]) -> CheckpointManager:
     """One of what the Trainer's arguments say; those of the callback come before."""
     known: dict[str, Any] = {}
     if args.save_total_limit is not None and args.save_total_limit > 0:
@@ -47,7 +47,7 @@ def _metric_name(args: TrainingArguments) -> str:
     return name if name.startswith("eval_") else f"eval_{name}"
 
 
-def refuse(trainer: Trainer) -> None:
+def check_trainer(trainer: Trainer) -> None:
     """Refuse what would be served by half."""
     args = trainer.args
     if missing := [name for name in (*REPLACED, "store_flos") if not hasattr(trainer, name)]:
@@ -78,7 +78,7 @@ def refuse(trainer: Trainer) -> None:
         )
 
 
-def refuse_rotation(args: TrainingArguments, manager: CheckpointManager) -> None:
+def check_rotation(args: TrainingArguments, manager: CheckpointManager) -> None:
     """Refuse where Trainer's idea of what is kept is not the manager's."""
     limit = args.save_total_limit
     if limit is not None and limit > 0 and limit != manager.max_to_keep:
@@ -101,7 +101,7 @@ def refuse_rotation(args: TrainingArguments, manager: CheckpointManager) -> None
         )
 
 
-def data_of(args: TrainingArguments, loader: Any) -> dict[str, int | None]:
+def data_settings(args: TrainingArguments, loader: Any) -> dict[str, int | None]:
     """What the batches of a training and their order depend on."""
     sampler = getattr(loader.batch_sampler, "sampler", None)
     return {
@@ -118,7 +118,7 @@ def batch_seed(args: TrainingArguments) -> int:
     return args.seed if args.data_seed is None else args.data_seed
 
 
-def refuse_other_data(was: dict[str, int | None], now: dict[str, int | None], checkpoint: str) -> None:
+def check_same_data(was: dict[str, int | None], now: dict[str, int | None], checkpoint: str) -> None:
     """Refuse to skip the batches that were trained on where those of now are others.
 
     Raises:

@@ -15,7 +15,7 @@ import torch
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
 
 TYPE_KEY: Final = "$type"
-"""The key by which an object of the tree says that it is no plain dict."""
+"""The key by which an encoded object says that it is not a plain dict."""
 
 _MAX_DEPTH: Final = 40
 """Levels of nesting that are stored: real states have ten, and what has more holds itself."""
@@ -26,15 +26,15 @@ _PLAIN_INT_BITS: Final = 64
 _FACTORIES: Final[dict[str, Any]] = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str}
 """Of a defaultdict."""
 
-OnObject = Callable[[Any], "Kept | ObjectState | None"]
-"""What to store for a value that has no place in a tree of its own; None: it is refused."""
+OnObject = Callable[[Any], "NotStored | ObjectState | None"]
+"""What to store for a value of any other type; None refuses it."""
 
 
-class Kept:
+class NotStored:
     """Stands for what was not stored: the object that is restored into keeps its own."""
 
 
-KEPT: Final = Kept()
+NOT_STORED: Final = NotStored()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], on_object: O
     Raises:
         UnstorableTensorError: There is something else in it; the message says where.
     """
-    return _Encoder(tensors, on_object).pack(value, path, 0)
+    return _Encoder(tensors, on_object).encode(value, path, 0)
 
 
-def decode(tree: Any, tensors: Mapping[str, torch.Tensor], file: str) -> Any:
+def decode(nested: Any, tensors: Mapping[str, torch.Tensor], file: str) -> Any:
     """The value that `encode` was given.
 
     Args:
-        tree: What `encode` returned, as it came from a file: not trusted.
+        nested: What `encode` returned, as it came from a file: not trusted.
         tensors: Name -> tensor.
         file: Stands in messages.
 
@@ -74,7 +74,7 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor], file: str) -> Any:
         DamagedCheckpointError: It is not what `encode` writes, or a tensor is not there.
     """
     try:
-        return _unpacked(tree, tensors)
+        return _decode(nested, tensors)
     except (LookupError, ValueError, TypeError, OverflowError, AttributeError, RuntimeError) as error:
         raise DamagedCheckpointError(
             f"'{file}' is damaged: a value in it is not what hfshard writes ({error!r:.200}). "
@@ -87,7 +87,7 @@ class _Encoder:
     def __init__(self, tensors: dict[str, torch.Tensor], on_object: OnObject) -> None:
         self.tensors, self.on_object = tensors, on_object
 
-    def pack(self, value: Any, path: str, depth: int) -> Any:
+    def encode(self, value: Any, path: str, depth: int) -> Any:
         if depth > _MAX_DEPTH:
             raise _refused(value, path, f"is nested deeper than {_MAX_DEPTH} levels, or holds itself")
         if value is None or isinstance(value, bool):
@@ -100,11 +100,11 @@ class _Encoder:
         return self._other(value, path, depth)
 
     def items(self, values: Iterable[Any], path: str, depth: int) -> list[Any]:
-        return [self.pack(value, f"{path}/{number}", depth + 1) for number, value in enumerate(values)]
+        return [self.encode(value, f"{path}/{number}", depth + 1) for number, value in enumerate(values)]
 
     def pairs(self, value: Mapping[Any, Any], path: str, depth: int) -> list[Any]:
         return [
-            [self.pack(key, f"{path}/key", depth + 2), self.pack(item, f"{path}/{_name_of(key)}", depth + 2)]
+            [self.encode(key, f"{path}/key", depth + 2), self.encode(item, f"{path}/{_name_of(key)}", depth + 2)]
             for key, item in value.items()
         ]
 
@@ -138,7 +138,7 @@ class _Encoder:
                 self.tensors |= {name: tensor.detach() for name, tensor in tensors.items()}
                 return _typed("tensors", at=path, keys=[self.text(key, path, depth) for key in value])
             return {
-                self.text(key, path, depth): self.pack(item, f"{path}/{_name_of(key)}", depth + 1)
+                self.text(key, path, depth): self.encode(item, f"{path}/{_name_of(key)}", depth + 1)
                 for key, item in value.items()
             }
         more = {}
@@ -181,8 +181,8 @@ class _Encoder:
         import numpy
 
         flat = numpy.frombuffer(value.tobytes(), dtype=numpy.uint8).copy()
-        bytes_tree = self.tensor(torch.from_numpy(flat), path)
-        return _typed("ndarray", dtype=value.dtype.str, shape=list(value.shape), bytes=bytes_tree)
+        encoded_bytes = self.tensor(torch.from_numpy(flat), path)
+        return _typed("ndarray", dtype=value.dtype.str, shape=list(value.shape), bytes=encoded_bytes)
 
     def scalar(self, value: Any, path: str, depth: int) -> Any:
         if value.dtype.hasobject or value.dtype.fields is not None:
@@ -196,10 +196,10 @@ class _Encoder:
         if numpy is not None and isinstance(value, numpy.generic):
             return self.scalar(value, path, depth)
         stand_in = self.on_object(value)
-        if isinstance(stand_in, Kept):
-            return _typed("kept")
+        if isinstance(stand_in, NotStored):
+            return _typed("not_stored")
         if isinstance(stand_in, ObjectState):
-            state = {key: self.pack(item, f"{path}/{key}", depth + 2) for key, item in stand_in.attributes.items()}
+            state = {key: self.encode(item, f"{path}/{key}", depth + 2) for key, item in stand_in.attributes.items()}
             return _typed("object", class_name=stand_in.class_name, state=state)
         raise _refused(value, path, "has no form in a file without pickle")
 
@@ -254,43 +254,43 @@ def _ordered(tensor: torch.Tensor, order: list[int] | None) -> torch.Tensor:
     return tensor.permute(order).contiguous().permute(back)
 
 
-def _unpacked(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(tree, list):
-        return [_unpacked(item, tensors) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    if TYPE_KEY not in tree:
-        return {key: _unpacked(item, tensors) for key, item in tree.items()}
-    kind = tree[TYPE_KEY]
+def _decode(nested: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(nested, list):
+        return [_decode(item, tensors) for item in nested]
+    if not isinstance(nested, dict):
+        return nested
+    if TYPE_KEY not in nested:
+        return {key: _decode(item, tensors) for key, item in nested.items()}
+    kind = nested[TYPE_KEY]
     if kind == "tensor":
-        return _ordered(tensors[tree["name"]], tree.get("order"))
+        return _ordered(tensors[nested["name"]], nested.get("order"))
     if kind == "tensors":
-        return {key: tensors[f"{tree['at']}/{_name_of(key)}"] for key in tree["keys"]}
+        return {key: tensors[f"{nested['at']}/{_name_of(key)}"] for key in nested["keys"]}
     if kind in _SCALARS:
-        return _SCALARS[kind](tree)
+        return _SCALARS[kind](nested)
     if kind == "ndarray":
-        return _array(tree, _unpacked(tree["bytes"], tensors))
+        return _array(nested, _decode(nested["bytes"], tensors))
     if kind == "object":
-        return ObjectState(tree["class_name"], {key: _unpacked(item, tensors) for key, item in tree["state"].items()})
-    items = [_unpacked(item, tensors) for item in tree["items"]]
+        return ObjectState(nested["class_name"], {key: _decode(item, tensors) for key, item in nested["state"].items()})
+    items = [_decode(item, tensors) for item in nested["items"]]
     if kind in _CONTAINERS:
         return _CONTAINERS[kind](items)
     if kind == "deque":
-        return deque(items, tree["maxlen"])
+        return deque(items, nested["maxlen"])
     if kind == "defaultdict":
-        return defaultdict(None if tree["factory"] is None else _FACTORIES[tree["factory"]], items)
+        return defaultdict(None if nested["factory"] is None else _FACTORIES[nested["factory"]], items)
     raise ValueError(f"the type {kind!r}")
 
 
 _SCALARS: Final[dict[str, Callable[[dict[str, Any]], Any]]] = {
-    "kept": lambda tree: KEPT,
-    "int": lambda tree: int(tree["hex"], 16),
-    "float": lambda tree: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[tree["value"]],
-    "bytes": lambda tree: base64.b64decode(tree["base64"], validate=True),
-    "bytearray": lambda tree: bytearray(base64.b64decode(tree["base64"], validate=True)),
-    "dtype": lambda tree: _dtype(tree["value"]),
-    "device": lambda tree: torch.device(tree["value"]),
-    "numpy": lambda tree: _numpy_values(base64.b64decode(tree["base64"], validate=True), tree["dtype"])[0],
+    "not_stored": lambda nested: NOT_STORED,
+    "int": lambda nested: int(nested["hex"], 16),
+    "float": lambda nested: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[nested["value"]],
+    "bytes": lambda nested: base64.b64decode(nested["base64"], validate=True),
+    "bytearray": lambda nested: bytearray(base64.b64decode(nested["base64"], validate=True)),
+    "dtype": lambda nested: _dtype(nested["value"]),
+    "device": lambda nested: torch.device(nested["value"]),
+    "numpy": lambda nested: _numpy_values(base64.b64decode(nested["base64"], validate=True), nested["dtype"])[0],
 }
 
 _CONTAINERS: Final[dict[str, Callable[[list[Any]], Any]]] = {
@@ -314,8 +314,8 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _array(tree: dict[str, Any], raw: torch.Tensor) -> Any:
-    return _numpy_values(raw.numpy().tobytes(), tree["dtype"]).reshape(tree["shape"]).copy()
+def _array(nested: dict[str, Any], raw: torch.Tensor) -> Any:
+    return _numpy_values(raw.numpy().tobytes(), nested["dtype"]).reshape(nested["shape"]).copy()
 
 
 def _numpy_values(raw: bytes, dtype: str) -> Any:

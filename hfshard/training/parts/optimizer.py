@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.training.parts.nested import encode
-from hfshard.training.parts.objects import Update
+from hfshard.training.parts.pending_loads import PendingLoad
 from hfshard.training.parts.same_class import check_class
 
 Names = Mapping[int, str]
@@ -21,10 +21,10 @@ _SHOWN = 5
 """Names that a message lists."""
 
 
-def pack_optimizer(
+def encode_optimizer(
     optimizer: Optimizer, names: Names, component: str, tensors: dict[str, torch.Tensor], prefix: str = ""
 ) -> dict[str, Any]:
-    """The state of an optimizer as JSON (see `tree.pack`): its tensors are called "<name of parameter>/<slot>".
+    """The state of an optimizer as JSON (see `nested.encode`): its tensors are called "<name of parameter>/<slot>".
 
     Args:
         optimizer: Any; not changed.
@@ -64,13 +64,13 @@ def pack_optimizer(
     }
 
 
-def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, component: str, path: str) -> Update:
+def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, component: str, path: str) -> PendingLoad:
     """Check a state against an optimizer, and return what loads it.
 
     Args:
         optimizer: Built as for the run that was saved; the order of parameters and groups may be another one. Not
             changed before the update is called.
-        saved: What `pack_optimizer` returned, unpacked.
+        saved: What `encode_optimizer` returned, unpacked.
         names: Of the parameters that it has now.
         component: Its name in the training state, for messages.
         path: Of the checkpoint, for messages.
@@ -113,11 +113,11 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
                     slots = {key: _lying_like(parameter, value) for key, value in slots.items()}
                 optimizer.state[parameter] = slots
 
-    return Update(component, load, lambda: vars(optimizer).update(before))
+    return PendingLoad(component, load, lambda: vars(optimizer).update(before))
 
 
 def _check_form(saved: dict[str, Any]) -> None:
-    """Refuse what `pack_optimizer` does not write, before anything is changed by it.
+    """Refuse what `encode_optimizer` does not write, before anything is changed by it.
 
     Raises:
         TypeError, KeyError: It is something else.

@@ -22,7 +22,7 @@ _DEVICES: Final = ("cuda", "xpu")
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of all generators, of tensors and plain values (see `tree.py`); nothing is drawn."""
+    """The state of all generators, of tensors and plain values (see `nested.py`); nothing is drawn."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": {

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hfshard.errors import StateDictMismatchError, UnstorableTensorError
-from hfshard.training.parts.nested import KEPT, Kept, ObjectState, encode
-from hfshard.training.parts.objects import Update
+from hfshard.training.parts.nested import NOT_STORED, NotStored, ObjectState, encode
+from hfshard.training.parts.pending_loads import PendingLoad
 from hfshard.training.parts.same_class import check_class
 
 _NEVER_STORED: Final = (
@@ -44,8 +44,8 @@ def is_scheduler(value: object) -> bool:
     return isinstance(value, LRScheduler | ReduceLROnPlateau)
 
 
-def pack_scheduler(scheduler: Any, path: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The state of a scheduler as JSON (see `tree.pack`).
+def encode_scheduler(scheduler: Any, path: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The state of a scheduler as JSON (see `nested.encode`).
 
     Functions, lambdas, bound methods, optimizers and modules in it are marked, not stored. Of any other object, a
     callable with state of its own for example, the attributes are stored.
@@ -60,7 +60,7 @@ def pack_scheduler(scheduler: Any, path: str, tensors: dict[str, torch.Tensor]) 
     return {"class": type(scheduler).__qualname__, "state": state}
 
 
-def plan_scheduler(scheduler: Any, saved: dict[str, Any], name: str, path: str) -> Update:
+def plan_scheduler(scheduler: Any, saved: dict[str, Any], name: str, path: str) -> PendingLoad:
     """Check a state against a freshly built scheduler, and return what loads it.
 
     Args:
@@ -94,12 +94,12 @@ def plan_scheduler(scheduler: Any, saved: dict[str, Any], name: str, path: str) 
             vars(one).clear()
             vars(one).update(attributes)
 
-    return Update(name, load, undo)
+    return PendingLoad(name, load, undo)
 
 
-def _stand_in(value: Any) -> Kept | ObjectState | None:
+def _stand_in(value: Any) -> NotStored | ObjectState | None:
     if isinstance(value, _NEVER_STORED):
-        return KEPT
+        return NOT_STORED
     return ObjectState(type(value).__qualname__, dict(vars(value))) if _is_its_attributes(value) else None
 
 
@@ -110,7 +110,7 @@ def _collect_owners(value: Any, owners: dict[int, Any]) -> None:
             _collect_owners(item, owners)
     elif isinstance(value, dict):
         _collect_owners(list(value.values()), owners)
-    elif id(value) not in owners and (is_scheduler(value) or _stand_in(value) not in (KEPT, None)):
+    elif id(value) not in owners and (is_scheduler(value) or _stand_in(value) not in (NOT_STORED, None)):
         owners[id(value)] = value
         _collect_owners(list(vars(value).values()), owners)
 
@@ -137,7 +137,7 @@ class _Merging:
         self.name, self.path, self.held = name, path, held
 
     def merge(self, saved: Any, fresh: Any, at: str) -> Any:
-        if isinstance(saved, Kept):
+        if isinstance(saved, NotStored):
             if fresh is _MISSING:
                 raise self._differs(at, "an object that is not stored (a function, an optimizer)", "nothing")
             return fresh

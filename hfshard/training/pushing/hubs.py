@@ -25,8 +25,8 @@ from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import MODEL_BASE, WeightNames
 from hfshard.training.collecting import PARTS
 from hfshard.training.pushing.contents import Hashes, VerifiedContents, read_manifest_of, read_whole
-from hfshard.training.run.directory import RunCheckpoint, found_in
-from hfshard.training.run.finding import Level, checked, of_step
+from hfshard.training.run.directory import RunCheckpoint, checkpoints_in
+from hfshard.training.run.finding import Level, check_run_checkpoint, checkpoint_of_step
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, read_checkpoint_manifest
 from hfshard.training.step import checked_step
 
@@ -82,7 +82,7 @@ def push_run(
     """
     if isinstance(step, str) and step not in ("best", "all"):
         raise InvalidArgumentError(f"step must be a number, 'best', 'all' or None, and is {step!r}.")
-    found = found_in(root)
+    found = checkpoints_in(root)
     if not found:
         raise CheckpointNotFoundError(f"There is no checkpoint in '{root}'. Check the path.", path=root)
     if step == "all":
@@ -96,7 +96,7 @@ def push_run(
             "manager.save(step, state, metric=...).",
             path=root,
         )
-    return push_found(of_step(root, wanted), repo_id, options)
+    return push_found(checkpoint_of_step(root, wanted), repo_id, options)
 
 
 def push_found(
@@ -131,7 +131,7 @@ def push_all(found: Sequence[RunCheckpoint], repo_id: str | os.PathLike[str], op
     """
     if options.create_pr:
         raise InvalidArgumentError("A pull request is for one checkpoint: give its step, or push all to a branch.")
-    in_order = sorted(map(read_manifest_of, found), key=lambda one: one.manifest.sequence)
+    in_order = sorted(map(read_manifest_of, found), key=lambda one: one.manifest.save_number)
     hashes: Hashes = {}
     newer = _newer_than_remote(in_order, repo_id, options)
     return [_push(one, repo_id, options) for one in [read_whole(one, options.progress, hashes) for one in newer]]
@@ -155,7 +155,9 @@ def _newer_than_remote(
     except (DamagedCheckpointError, UnsafePathError) as error:
         logger.warning("'%s' on '%s' can't be read, and all checkpoints are pushed: %s", MANIFEST, repo_id, error)
         return in_order
-    newer = [one for one in in_order if one.manifest.sequence > newest.sequence or one.manifest.step > newest.step]
+    newer = [
+        one for one in in_order if one.manifest.save_number > newest.save_number or one.manifest.step > newest.step
+    ]
     if not newer:
         raise HubError(
             f"'{os.fspath(repo_id)}' is at the checkpoint of step {newest.step}, which is none of these and newer than "
@@ -222,7 +224,7 @@ def checked_at(
 
     Args:
         place: A path or file:// URL, or "org/name"; of a hub with "@revision", if not main.
-        verify: As in `finding.checked`.
+        verify: As in `finding.check_run_checkpoint`.
         token: As in huggingface_hub.
         progress: A bar.
 
@@ -246,7 +248,7 @@ def checked_at(
     manifest = read_checkpoint_manifest(directory)
     found = RunCheckpoint(directory, manifest.step, manifest)
     try:
-        return found, checked(found, verify, progress)
+        return found, check_run_checkpoint(found, verify, progress)
     except IntegrityError as error:
         if local is not None:
             raise
@@ -291,7 +293,7 @@ def _no_checkpoint(what: str, todo: str, path: str | None = None) -> CheckpointN
 def _refuse_other_directories(directory: str) -> None:
     if os.path.lexists(os.path.join(directory, MANIFEST)):
         return
-    checkpoints = [one.path for one in found_in(directory)]
+    checkpoints = [one.path for one in checkpoints_in(directory)]
     todo = (
         f"It is a run: give one of its checkpoints, such as '{checkpoints[0]}'."
         if checkpoints

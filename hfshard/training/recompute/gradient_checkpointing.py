@@ -16,7 +16,7 @@ from torch import nn
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.state_dicts.state_dict import unwrap
-from hfshard.training.recompute.recomputation import recomputed
+from hfshard.training.recompute.recomputation import call_recomputed
 
 _BASE: Final = "_hfshard_checkpointed_class"
 """The attribute of a class of ours that holds the class that the module had before."""
@@ -54,7 +54,7 @@ class GradientCheckpointing:
             if _is_on(block):
                 block.__class__ = getattr(type(block), _BASE)
         for model in self._models:
-            _upstream_method(model, "disable")()
+            _transformers_method(model, "disable")()
         self._models = ()
 
 
@@ -94,9 +94,9 @@ def enable_gradient_checkpointing(
     """
     model = unwrap(model)
     if modules is None:
-        upstream = _transformers_models(model)
-        if upstream:
-            return _enable_upstream(upstream)
+        within = _transformers_models(model)
+        if within:
+            return _enable_in_transformers(within)
         blocks = _children_with_children(model)
     else:
         blocks = _named_blocks(model, (modules,) if isinstance(modules, str) else tuple(modules))
@@ -206,7 +206,7 @@ def _checkpointed_class(base: type[nn.Module]) -> type[nn.Module]:
     @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled():
-            return recomputed(base.forward, self, *args, **kwargs)
+            return call_recomputed(base.forward, self, *args, **kwargs)
         return base.forward(self, *args, **kwargs)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
@@ -229,24 +229,24 @@ def _new_instance(base: type[nn.Module]) -> nn.Module:
 
 def _transformers_models(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost transformers models within a module, itself included; transformers is not imported for it."""
-    upstream = sys.modules.get("transformers.modeling_utils")
-    if upstream is None:
+    modeling_utils = sys.modules.get("transformers.modeling_utils")
+    if modeling_utils is None:
         return {}
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         within = any(name.startswith(f"{outer}.") or not outer for outer in found)
-        if isinstance(module, upstream.PreTrainedModel) and not within:
+        if isinstance(module, modeling_utils.PreTrainedModel) and not within:
             found[name] = module
     return found
 
 
-def _upstream_method(model: nn.Module, verb: str) -> Any:
+def _transformers_method(model: nn.Module, verb: str) -> Any:
     """`gradient_checkpointing_enable` and `…_disable`, by the name that newer versions of transformers gave them."""
     return getattr(model, f"activation_checkpointing_{verb}", None) or getattr(model, f"gradient_checkpointing_{verb}")
 
 
-def _enable_upstream(models: dict[str, nn.Module]) -> GradientCheckpointing:
-    """Turn on transformers' own, and let its layers call `recomputed` in place of torch's checkpoint.
+def _enable_in_transformers(models: dict[str, nn.Module]) -> GradientCheckpointing:
+    """Turn on transformers' own, and let its layers call `call_recomputed` in place of torch's checkpoint.
 
     Raises:
         InvalidArgumentError: An architecture has none; nothing was changed.
@@ -258,7 +258,7 @@ def _enable_upstream(models: dict[str, nn.Module]) -> GradientCheckpointing:
             raise _unsupported(name, model)
     blocks: dict[str, nn.Module] = {}
     for outer, model in models.items():
-        _upstream_method(model, "enable")({"use_reentrant": False, "preserve_rng_state": True})
+        _transformers_method(model, "enable")({"use_reentrant": False, "preserve_rng_state": True})
         # Only a reentrant checkpoint needs inputs with gradients; they make frozen first layers work for nothing.
         model.disable_input_require_grads()  # type: ignore[operator]
         callers = {
@@ -270,7 +270,7 @@ def _enable_upstream(models: dict[str, nn.Module]) -> GradientCheckpointing:
             GradientCheckpointing({}, models.values()).remove()
             raise _unsupported(outer, model)
         for caller in callers.values():
-            caller._gradient_checkpointing_func = recomputed
+            caller._gradient_checkpointing_func = call_recomputed
         layers = {name: caller for name, caller in callers.items() if isinstance(caller, GradientCheckpointingLayer)}
         for layer in layers.values():
             _switch_off_within(layer)

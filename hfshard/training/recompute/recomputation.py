@@ -34,7 +34,7 @@ _ABSENT: Final = object()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # dynamo would trace one run and not know of the other
-def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of modules now, keep no activations, and call it again when the backward pass needs them.
 
     Args:
@@ -55,7 +55,7 @@ def recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         inner: partial[Any] = function
         function, args, kwargs = inner.func, (*inner.args, *args), {**inner.keywords, **kwargs}
     blocks = _blocks(function, args)
-    before = _Before.of(blocks, (args, kwargs))
+    before = _StateBefore.of(blocks, (args, kwargs))
     again = _SecondRun()
 
     # All tensors go in by position: torch keeps the random state of the devices that it sees there, and no other.
@@ -85,7 +85,7 @@ def _blocks(function: Callable[..., Any], args: tuple[Any, ...]) -> list[nn.Modu
     return blocks
 
 
-def _one_on_each_device(before: _Before, inputs: Any) -> list[Tensor]:
+def _one_on_each_device(before: _StateBefore, inputs: Any) -> list[Tensor]:
     """An empty tensor on every device that the block has tensors on and its inputs are not on."""
     seen = {leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
     own = {tensor.device for _, tensor, _ in before.fixed} | {one.value.device for one in before.buffers.values()}
@@ -108,7 +108,7 @@ class _Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _TableEntry:
     """What a table of a module held before the first run."""
 
     table: dict[str, Any]
@@ -141,7 +141,7 @@ class _Generator:
 
 
 @dataclass(slots=True)
-class _Before:
+class _StateBefore:
     """Everything that a first run may change, as it was before."""
 
     modules: list[nn.Module]
@@ -158,7 +158,7 @@ class _Before:
     generators: list[_Generator]
 
     @classmethod
-    def of(cls, blocks: list[nn.Module], inputs: Any) -> _Before:
+    def of(cls, blocks: list[nn.Module], inputs: Any) -> _StateBefore:
         modules = list({id(module): module for block in blocks for module in block.modules()}.values())
         attributes = [_attributes(module) for module in modules]
         parameters = list(_parameters(modules))
@@ -205,14 +205,14 @@ class _Before:
         for table, held in self.tables:
             for name in {**held, **table}:
                 value = held.get(name, _ABSENT)
-                again.entries.append(_Entry(table, name, value, copies.get(id(value))))
+                again.entries.append(_TableEntry(table, name, value, copies.get(id(value))))
         for module, attributes, training in zip(self.modules, self.attributes, self.training):
-            again.entries.append(_Entry(vars(module), "training", training))
+            again.entries.append(_TableEntry(vars(module), "training", training))
             now = _attributes(module)
             for name in {**attributes, **now}:
                 value = attributes.get(name, _ABSENT)
                 if value is not now.get(name, _ABSENT):
-                    again.entries.append(_Entry(vars(module), name, _without_graph(value)))
+                    again.entries.append(_TableEntry(vars(module), name, _without_graph(value)))
         again.generators = [one for one in self.generators if not _is_same_state(one.state, one.get())]
 
 
@@ -221,7 +221,7 @@ class _SecondRun:
     """The context of every recomputation of one call: everything is as before the first run, and put back after."""
 
     fixed: list[tuple[str, Tensor, int | None]] = field(default_factory=list)
-    entries: list[_Entry] = field(default_factory=list)
+    entries: list[_TableEntry] = field(default_factory=list)
     generators: list[_Generator] = field(default_factory=list)
     undo: list[list[Callable[[], None]]] = field(default_factory=list)
 

@@ -47,7 +47,7 @@ def writing_path(root: str, step: int) -> str:
     return os.path.join(root, f".tmp-{step}-{os.getpid()}")
 
 
-def found_in(root: str) -> list[RunCheckpoint]:
+def checkpoints_in(root: str) -> list[RunCheckpoint]:
     """Every checkpoint in a run directory, damaged ones too, the one that was saved last first.
 
     Where a manifest can't be read, nothing tells when it was saved: such a checkpoint comes before all others, so that
@@ -57,18 +57,18 @@ def found_in(root: str) -> list[RunCheckpoint]:
     found: list[RunCheckpoint] = []
     for _ in range(_LOOKS):
         names = _names_in(root)
-        found = [look_at(os.path.join(root, name), step) for name, step in _checkpoints(root, names)]
+        found = [read_run_checkpoint(os.path.join(root, name), step) for name, step in _checkpoints(root, names)]
         if _names_in(root) == names:
             break
     return sorted(found, key=_age, reverse=True)
 
 
-def has_changed(found: RunCheckpoint) -> bool:
+def has_changed(checkpoint: RunCheckpoint) -> bool:
     """Whether something else, or nothing, stands now where a checkpoint was found: a run that saves has removed it."""
-    now = look_at(found.path, found.step).manifest
-    if now is None or found.manifest is None:
-        return now is not found.manifest or not os.path.isdir(found.path)
-    return (now.sequence, now.files) != (found.manifest.sequence, found.manifest.files)
+    now = read_run_checkpoint(checkpoint.path, checkpoint.step).manifest
+    if now is None or checkpoint.manifest is None:
+        return now is not checkpoint.manifest or not os.path.isdir(checkpoint.path)
+    return (now.save_number, now.files) != (checkpoint.manifest.save_number, checkpoint.manifest.files)
 
 
 def _names_in(root: str) -> list[str]:
@@ -88,10 +88,10 @@ def _checkpoints(root: str, names: list[str]) -> Iterator[tuple[str, int]]:
 
 
 def _age(one: RunCheckpoint) -> tuple[bool, int, int]:
-    return one.manifest is None, one.manifest.sequence if one.manifest else 0, one.step
+    return one.manifest is None, one.manifest.save_number if one.manifest else 0, one.step
 
 
-def look_at(path: str, step: int) -> RunCheckpoint:
+def read_run_checkpoint(path: str, step: int) -> RunCheckpoint:
     """One checkpoint, by its manifest, which must be of the step that the directory is called by."""
     try:
         manifest = read_checkpoint_manifest(path)
@@ -108,9 +108,9 @@ def look_at(path: str, step: int) -> RunCheckpoint:
     return RunCheckpoint(path, step, manifest)
 
 
-def sweep(root: str) -> None:
+def clean_up_run(root: str) -> None:
     """Remove what killed saves left, and put back what they had moved aside; the caller has the run's lock."""
-    for one in found_in(root):  # of several of one step the one that was saved last
+    for one in checkpoints_in(root):  # of several of one step the one that was saved last
         target = checkpoint_path(root, one.step)
         if _REPLACED.fullmatch(os.path.basename(one.path)) and not os.path.lexists(target):
             logger.info("Putting '%s' back, which a killed save was about to replace.", target)
@@ -149,13 +149,13 @@ def put_in_place(written: str, root: str, step: int) -> str:
     return target
 
 
-def remove(found: RunCheckpoint, root: str) -> None:
+def remove_checkpoint(checkpoint: RunCheckpoint, root: str) -> None:
     """Remove a checkpoint: it is out of sight at once, and its files go then. What can't be removed is warned of."""
     for name in _names_in(root):  # what it replaced, and nobody could remove, must not come back in its place
         replaced = _REPLACED.fullmatch(name)
-        if replaced is not None and int(replaced[1]) == found.step:
-            _remove(os.path.join(root, name), root, found.step)
-    _remove(found.path, root, found.step)
+        if replaced is not None and int(replaced[1]) == checkpoint.step:
+            _remove(os.path.join(root, name), root, checkpoint.step)
+    _remove(checkpoint.path, root, checkpoint.step)
 
 
 def _remove(path: str, root: str, step: int) -> None:

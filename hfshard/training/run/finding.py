@@ -17,7 +17,7 @@ from hfshard.errors import (
 )
 from hfshard.storage.format.names import WeightNames
 from hfshard.training.collecting import PARTS
-from hfshard.training.run.directory import RunCheckpoint, found_in, has_changed
+from hfshard.training.run.directory import RunCheckpoint, checkpoints_in, has_changed
 from hfshard.training.run.manifest import CheckpointManifest, check_files
 
 logger = logging.getLogger(__name__)
@@ -30,23 +30,23 @@ Level = Literal["structure", "full"]
 
 def manifests_in(root: str) -> list[CheckpointManifest]:
     """Of all checkpoints that were finished, the one that was saved last first."""
-    return [one.manifest for one in found_in(root) if one.manifest is not None]
+    return [one.manifest for one in checkpoints_in(root) if one.manifest is not None]
 
 
-def of_step(root: str, step: int) -> RunCheckpoint:
+def checkpoint_of_step(root: str, step: int) -> RunCheckpoint:
     """The checkpoint of a step, damaged or not.
 
     Raises:
         CheckpointNotFoundError: There is none.
     """
-    found = found_in(root)
+    found = checkpoints_in(root)
     if candidates := [one for one in found if one.step == step]:
         return max(candidates, key=lambda one: one.manifest is not None)  # another tool's may lie beside it
     steps = ", ".join(str(one.step) for one in found) or "none"
     raise CheckpointNotFoundError(f"There is no checkpoint of step {step} in '{root}'. It has: {steps}.", path=root)
 
 
-def checked(found: RunCheckpoint, verify: Level, progress: bool | None = None) -> CheckpointManifest:
+def check_run_checkpoint(checkpoint: RunCheckpoint, verify: Level, progress: bool | None = None) -> CheckpointManifest:
     """The manifest of a checkpoint whose files are those that were saved.
 
     Args:
@@ -59,12 +59,12 @@ def checked(found: RunCheckpoint, verify: Level, progress: bool | None = None) -
     """
     if verify not in ("structure", "full"):
         raise InvalidArgumentError(f"verify must be 'structure' or 'full', and is {verify!r}.")
-    if found.manifest is None:
-        raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
-    total = sum(record.size or 0 for record in found.manifest.files.values())
+    if checkpoint.manifest is None:
+        raise checkpoint.problem or RuntimeError(f"'{checkpoint.path}' has no manifest.")
+    total = sum(record.size or 0 for record in checkpoint.manifest.files.values())
     with bytes_bar("Verifying", total, progress if verify == "full" else False) as progress_callback:
-        check_files(found.path, found.manifest, is_full=verify == "full", progress_callback=progress_callback)
-    return found.manifest
+        check_files(checkpoint.path, checkpoint.manifest, is_full=verify == "full", progress_callback=progress_callback)
+    return checkpoint.manifest
 
 
 def newest_whole(
@@ -76,11 +76,11 @@ def newest_whole(
         DamagedCheckpointError: All of them are damaged.
     """
     for _ in range(_TRIES):
-        found = found_in(root)
+        found = checkpoints_in(root)
         damaged: list[tuple[RunCheckpoint, HfshardError]] = []
         for one in found:
             try:
-                manifest = checked(one, verify, progress)
+                manifest = check_run_checkpoint(one, verify, progress)
             except InvalidArgumentError:
                 raise
             except HfshardError as error:
@@ -109,22 +109,22 @@ def _warn_of(damaged: list[tuple[RunCheckpoint, HfshardError]]) -> None:
         logger.warning("The checkpoint '%s' is passed over: %s", one.path, error)
 
 
-def problems_of(
-    found: RunCheckpoint, level: Level, progress_callback: Callable[[int], object] | None = None
+def checkpoint_problems(
+    checkpoint: RunCheckpoint, level: Level, progress_callback: Callable[[int], object] | None = None
 ) -> list[HfshardError]:
     """All that is wrong with a checkpoint; `progress_callback` is told the bytes that were hashed, from any thread."""
     problems: list[HfshardError] = []
-    if found.manifest is not None:
+    if checkpoint.manifest is not None:
         check_files(
-            found.path,
-            found.manifest,
+            checkpoint.path,
+            checkpoint.manifest,
             is_full=level == "full",
             progress_callback=progress_callback,
             on_problem=problems.append,
         )
-        problems += _strays(found.path, found.manifest)
-    elif found.problem is not None:
-        problems.append(found.problem)
+        problems += _strays(checkpoint.path, checkpoint.manifest)
+    elif checkpoint.problem is not None:
+        problems.append(checkpoint.problem)
     return problems
 
 

@@ -24,19 +24,19 @@ class HostCopies:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
 
-    def copy_of(self, collected: SavePayload) -> SavePayload:
+    def copy_of(self, payload: SavePayload) -> SavePayload:
         """The same with copies of all tensors, made now; what was copied before is overwritten.
 
         Buffers of tensors that the state does not have any more are freed. Tensors of an accelerator are copied to
         page-locked memory, side by side.
         """
         with torch.inference_mode(False), torch.no_grad():  # buffers of a save within it are used after it, too
-            return self._copied(collected)
+            return self._copied(payload)
 
-    def _copied(self, collected: SavePayload) -> SavePayload:
+    def _copied(self, payload: SavePayload) -> SavePayload:
         tensors: dict[tuple[str, str], torch.Tensor] = {
             (base, name): tensor
-            for base, request in collected.requests.items()
+            for base, request in payload.requests.items()
             for name, tensor in request.tensors.items()
             if isinstance(tensor, torch.Tensor)
         }
@@ -53,12 +53,12 @@ class HostCopies:
         for device in devices:
             torch.accelerator.synchronize(device)
         requests = {}
-        for base, request in collected.requests.items():
+        for base, request in payload.requests.items():
             copied: dict[str, TensorLike] = {
                 name: self._buffers.get((base, name), tensor) for name, tensor in request.tensors.items()
             }
             requests[base] = replace(request, tensors=copied)
-        return replace(collected, requests=requests)
+        return replace(payload, requests=requests)
 
 
 def _buffer_for(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:

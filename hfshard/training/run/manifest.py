@@ -34,7 +34,7 @@ class CheckpointManifest:
     """What makes a directory a whole checkpoint."""
 
     step: int
-    sequence: int
+    save_number: int
     """Number of this save in its run: of two checkpoints the one with the higher number was saved later."""
     metrics: dict[str, float] = field(default_factory=dict)
     files: dict[str, FileDigest] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class CheckpointManifest:
         body = {
             "format": MANIFEST_FORMAT,
             "step": self.step,
-            "sequence": self.sequence,
+            "save_number": self.save_number,
             "metrics": encode(self.metrics, "metrics", {}),
             "files": {name: record.as_json() for name, record in self.files.items()},
         }
@@ -69,9 +69,17 @@ class CheckpointManifest:
             )
         if checksum != _checksum_of(body):
             raise IntegrityError(f"'{path}' is damaged: its checksum is not that of its contents. {_REMEDY}", path=path)
-        step, sequence, files = body.get("step"), body.get("sequence"), body.get("files")
+        if "sequence" in body and "save_number" not in body:
+            raise DamagedCheckpointError(
+                f"'{path}' was written by a version of hfshard before the first release, which called the number of a "
+                "save 'sequence'. Restore it with that version and save it again with this one.",
+                path=path,
+            )
+        step = body.get("step")
+        save_number = body.get("save_number")
+        files = body.get("files")
         metrics = decode(body.get("metrics"), {}, path)
-        if not (_is_count(step) and _is_count(sequence) and isinstance(files, dict) and _are_metrics(metrics)):
+        if not (_is_count(step) and _is_count(save_number) and isinstance(files, dict) and _are_metrics(metrics)):
             raise DamagedCheckpointError(
                 f"'{path}' is damaged: it lacks a step, files or metrics. {_REMEDY}", path=path
             )
@@ -79,7 +87,7 @@ class CheckpointManifest:
         for name, record in files.items():
             check_file_name(name, index_path=path, suffix="")
             records[name] = parse_file_digest(record, name, path)
-        return cls(step, sequence, metrics, records)
+        return cls(step, save_number, metrics, records)
 
 
 def read_checkpoint_manifest(directory: str) -> CheckpointManifest:
@@ -197,9 +205,9 @@ def plain_metrics(metric: float | Mapping[str, float] | None, name: str | None) 
     """
     if metric is None:
         return {}
-    given = metric if isinstance(metric, Mapping) else {name or "metric": metric}
+    values = metric if isinstance(metric, Mapping) else {name or "metric": metric}
     metrics = {}
-    for key, value in given.items():
+    for key, value in values.items():
         try:
             metrics[str(key)] = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:

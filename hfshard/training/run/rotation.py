@@ -23,7 +23,7 @@ def best_of(manifests: Sequence[CheckpointManifest], metric: str, mode: MetricMo
     """
     known = [one for one in manifests if not math.isnan(one.metrics.get(metric, math.nan))]
     sign = 1 if mode == "min" else -1
-    return min(known, key=lambda one: (sign * one.metrics[metric], one.sequence), default=None)
+    return min(known, key=lambda one: (sign * one.metrics[metric], one.save_number), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Rotation:
         """The steps whose checkpoints go, of all whole ones of a run, in any order."""
         if self.max_to_keep is None:
             return []
-        in_order = sorted(manifests, key=lambda one: one.sequence)
+        in_order = sorted(manifests, key=lambda one: one.save_number)
         best = best_of(manifests, self.keep_best, self.metric_mode) if self.keep_best is not None else None
         passing = [one for one in in_order if not (self.keep_every and one.step % self.keep_every == 0)]
         return [one.step for one in passing[: -self.max_to_keep] if one is not best and one is not in_order[-1]]

@@ -39,7 +39,7 @@ from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, shard_re
 
 logger = logging.getLogger(__name__)
 
-TREE: Final = "training_state.json"
+TRAINING_STATE: Final = "training_state.json"
 
 _OWN_SUFFIXES: Final = (SAFETENSORS_SUFFIX, INDEX_SUFFIX)
 
@@ -64,20 +64,20 @@ class ReusableShards:
 
 def write_checkpoint(
     directory: str,
-    collected: SavePayload,
+    payload: SavePayload,
     manifest: CheckpointManifest,
     files: Mapping[str, bytes],
-    linkable: ReusableShards,
+    reusable: ReusableShards,
     progress_callback: Callable[[int], object] | None,
 ) -> CheckpointManifest:
     """Write all files of a checkpoint durably, its manifest last.
 
     Args:
         directory: Empty.
-        collected: What there is to write.
+        payload: What there is to write.
         manifest: Without files.
         files: More small files to put beside.
-        linkable: Of the checkpoint before.
+        reusable: Of the checkpoint before.
         progress_callback: Told the bytes that were written, from any thread.
 
     Returns:
@@ -87,17 +87,17 @@ def write_checkpoint(
         NotEnoughSpaceError: Before the first byte is written.
         OSError: The disk failed; what was written stays for the caller to remove.
     """
-    plans = {base: plan_request(request) for base, request in collected.requests.items()}
-    small = {**files, TREE: collected.tree}
+    plans = {base: plan_request(request) for base, request in payload.requests.items()}
+    small = {**files, TRAINING_STATE: payload.training_state}
     jobs: dict[str, WriteJob] = {}
-    for base, request in collected.requests.items():
+    for base, request in payload.requests.items():
         names = [shard.file for shard in plans[base].shards]
         paths = [os.path.join(directory, name) for name in names]
         jobs |= zip(names, shard_jobs(plans[base], request, paths))
         small |= {**request.extras, **({CONFIG_NAME: request.config} if request.config is not None else {})}
-    checksum = next((request.checksum for request in collected.requests.values()), None)
+    checksum = next((request.checksum for request in payload.requests.values()), None)
     await_devices(list(jobs.values()))  # a step that is still under way there is none of the files before
-    records = _link(jobs, checksum, linkable)
+    records = _reuse_files(jobs, checksum, reusable)
     left = {name: job for name, job in jobs.items() if name not in records}
     require_space(
         directory,
@@ -106,7 +106,7 @@ def write_checkpoint(
         todo=". Free some space, or keep fewer checkpoints: max_to_keep.",
     )
     records |= zip(left, write_shards(list(left.values()), checksum=checksum, progress_callback=progress_callback))
-    for base, request in collected.requests.items():
+    for base, request in payload.requests.items():
         if plans[base].is_sharded:
             own = [records[shard.file] for shard in plans[base].shards]
             small[request.names.index] = index_of(plans[base], request, own).to_json()
@@ -121,19 +121,19 @@ def write_checkpoint(
     return whole
 
 
-def check_names(files: Mapping[str, bytes], collected: SavePayload) -> None:
+def check_names(files: Mapping[str, bytes], payload: SavePayload) -> None:
     """Refuse names of small files that lead elsewhere, or that are a checkpoint's own; and what no restore would read.
 
     Raises:
         InvalidArgumentError: The first such name, or there are too many plain values.
     """
-    if len(collected.tree) > MAX_INDEX_BYTES:
+    if len(payload.training_state) > MAX_INDEX_BYTES:
         raise InvalidArgumentError(
-            f"The plain values of the state take {len(collected.tree):,} bytes, and a restore reads "
+            f"The plain values of the state take {len(payload.training_state):,} bytes, and a restore reads "
             f"{MAX_INDEX_BYTES:,}. Put long lists of numbers into tensors."
         )
-    own = {MANIFEST, TREE, CONFIG_NAME, GENERATION_CONFIG_NAME}
-    for request in collected.requests.values():
+    own = {MANIFEST, TRAINING_STATE, CONFIG_NAME, GENERATION_CONFIG_NAME}
+    for request in payload.requests.values():
         own |= request.extras.keys()
     for name in files:
         if name in own or os.path.basename(name) != name or name.startswith(".") or name.endswith(_OWN_SUFFIXES):
@@ -142,18 +142,20 @@ def check_names(files: Mapping[str, bytes], collected: SavePayload) -> None:
             )
 
 
-def _link(jobs: Mapping[str, WriteJob], checksum: Checksum | None, linkable: ReusableShards) -> dict[str, FileDigest]:
+def _reuse_files(
+    jobs: Mapping[str, WriteJob], checksum: Checksum | None, reusable: ReusableShards
+) -> dict[str, FileDigest]:
     """Give the files that lie on the disk already, byte for byte, a second name; the records of those."""
-    if checksum is None or not linkable.files:
+    if checksum is None or not reusable.files:
         return {}
-    work = partial(_link_one, checksum=checksum, linkable=linkable)
+    work = partial(_reuse_one, checksum=checksum, reusable=reusable)
     made = in_threads(work, jobs.values(), FILES_AT_ONCE)
     return {name: record for name, record in zip(jobs, made) if record is not None}
 
 
-def _link_one(job: WriteJob, stop: Event, checksum: Checksum, linkable: ReusableShards) -> FileDigest | None:
+def _reuse_one(job: WriteJob, stop: Event, checksum: Checksum, reusable: ReusableShards) -> FileDigest | None:
     header = blank_header(job, checksum)
-    path, before = linkable.files.get(fingerprint_of(header, list(job.tensors.values())), (None, None))
+    path, before = reusable.files.get(fingerprint_of(header, list(job.tensors.values())), (None, None))
     if path is None or before is None:
         return None
     record, _ = digest_shard(job, checksum, None, stop)

@@ -31,7 +31,7 @@ from torch.utils.data import (
 from hfshard.errors import HfshardError, InvalidArgumentError, StaleIteratorError, StateDictMismatchError
 from hfshard.training import ResumableDataLoader
 from hfshard.training.data.sampling import EpochSampler
-from hfshard.training.data.seeding import current_states, put_back, seed_generators, seeds_for
+from hfshard.training.data.seeding import current_states, restore_states, seed_generators, seeds_for
 from tests.training import processes
 from tests.training.data.loader_child import BATCHES, EPOCHS, SAMPLES, Augmented, collate, make, run
 
@@ -147,7 +147,7 @@ def test_the_normal_number_that_numpy_keeps_is_seen() -> None:
         assert (states.numpy_normal is not None) is kept
         assert rng_states() == before
         seed_generators(seeds_for(2), np.random.MT19937())
-        put_back(states)
+        restore_states(states)
         assert rng_states() == before
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
-from hfshard.training.data.external_loader import LoaderTracker, rearm_after_iter, track
+from hfshard.training.data.external_loader import LoaderTracker, reset_after_iter, track
 from hfshard.training.parts.nested import decode, encode
 from hfshard.training.parts.rng import rng_state, set_rng_state
 from tests.training import processes
@@ -143,7 +143,7 @@ class Run:
             self.watch.load_state_dict(saved["loader"])
             restore = functools.partial(set_rng_state, saved["rng"])
             restore()
-            self.watch.rearm(restore)
+            self.watch.reset(restore)
 
     def save(self, epoch: int) -> None:
         with warnings.catch_warnings():
@@ -312,14 +312,14 @@ def test_a_watched_loader_is_what_it_was() -> None:
 def test_rng_is_put_back_after_the_next_iter_and_no_other() -> None:
     loader = Skipping(Indexes(), 2)
     calls: list[int] = []
-    rearm_after_iter(loader, lambda: calls.append(1))
+    reset_after_iter(loader, lambda: calls.append(1))
     assert calls == []
     iter(loader)
     assert calls == [1]
     iter(loader)
     assert calls == [1]
     generating = Generating(Indexes(), 2)
-    rearm_after_iter(generating, lambda: calls.append(2))
+    reset_after_iter(generating, lambda: calls.append(2))
     iterator = iter(generating)
     assert calls == [1]
     next(iterator), next(iterator)
@@ -329,7 +329,7 @@ def test_rng_is_put_back_after_the_next_iter_and_no_other() -> None:
 def test_ours_needs_no_watch() -> None:
     loader = ResumableDataLoader(Indexes(), 2)
     assert track(loader) is loader
-    rearm_after_iter(loader, lambda: pytest.fail("it draws from no RNG"))
+    reset_after_iter(loader, lambda: pytest.fail("it draws from no RNG"))
     assert len(list(loader)) == BATCHES
     nothing = object()
     assert track(nothing) is nothing

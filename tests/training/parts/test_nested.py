@@ -16,7 +16,7 @@ from hypothesis import given, settings
 
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
 from hfshard.storage.format.strict_json import parse_json_object
-from hfshard.training.parts.nested import KEPT, ObjectState, decode, encode
+from hfshard.training.parts.nested import NOT_STORED, ObjectState, decode, encode
 from hfshard.training.parts.padded_json import padded_json
 from tests.helpers.random_state_dicts import DTYPES, bytes_of, random_tensor
 from tests.training import fingerprint, hostile
@@ -192,10 +192,13 @@ def test_the_size_of_a_file_does_not_depend_on_its_numbers(numbers: list[float],
 
 def test_marks_and_objects_come_back() -> None:
     tree = encode(
-        [print, Colour], "x", {}, on_object=lambda value: KEPT if value is print else ObjectState("C", {"a": (1,)})
+        [print, Colour],
+        "x",
+        {},
+        on_object=lambda value: NOT_STORED if value is print else ObjectState("C", {"a": (1,)}),
     )
     found = decode(json.loads(json.dumps(tree)), {}, "file")
-    assert found == [KEPT, ObjectState("C", {"a": (1,)})]
+    assert found == [NOT_STORED, ObjectState("C", {"a": (1,)})]
 
 
 @pytest.mark.parametrize("odd", [value for value in hostile.VALUES if isinstance(value, dict) and value], ids=str)

@@ -329,7 +329,7 @@ class Hostile:
 def manifest(files: dict[str, bytes], **changes: Any) -> bytes:
     """A manifest that names these files, with its right checksum."""
     table = {name: {"size": len(raw), "sha256": sha256_of(raw)} for name, raw in files.items()}
-    body = {"format": 1, "step": 9, "sequence": 9, "metrics": {}, "files": table, **changes}
+    body = {"format": 1, "step": 9, "save_number": 9, "metrics": {}, "files": table, **changes}
     return json.dumps({**body, "checksum": sha256_of(dump_json(body))}).encode()
 
 

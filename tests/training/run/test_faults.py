@@ -255,7 +255,7 @@ def test_odd_values_in_a_manifest_are_refused_whole(single: Path) -> None:
 @pytest.mark.parametrize("file", ["checkpoint.json", "training_state.json"])
 def test_other_json_in_the_place_of_a_file_is_refused(single: Path, file: str, text: str) -> None:
     checkpoint = single / "checkpoint-00000001"
-    if file == hostile.TREE:
+    if file == hostile.TRAINING_STATE:
         body = hostile.manifest_of(checkpoint)
         body["files"][file] = hostile.record_of(text.encode())
         hostile.write_manifest(checkpoint, body)

@@ -27,7 +27,7 @@ RECORD = FileDigest(9, sha256="e8c628edc9968ef0c668f54e0ba2636b35503357eb1aca0dd
 EXPECTED = {
     "format": 1,
     "step": 1200,
-    "sequence": 3,
+    "save_number": 3,
     "metrics": {"loss": 0.5, "best": {"$type": "float", "value": "nan"}},
     "files": {"training_state.json": {"size": 9, "sha256": RECORD.sha256}},
 }
@@ -58,7 +58,7 @@ def test_a_manifest_says_what_it_is_of() -> None:
 
 def test_a_manifest_comes_back() -> None:
     found = CheckpointManifest.from_json(manifest().to_json(), "checkpoint.json")
-    assert (found.step, found.sequence, found.files) == (1200, 3, {"training_state.json": RECORD})
+    assert (found.step, found.save_number, found.files) == (1200, 3, {"training_state.json": RECORD})
     assert found.metrics["loss"] == 0.5
     assert math.isnan(found.metrics["best"])
 
@@ -89,7 +89,7 @@ def test_every_cut_of_a_manifest_is_seen() -> None:
     ("key", "value"),
     [
         ("format", 2), ("format", None), ("format", "1"), ("step", -1), ("step", 1.0), ("step", "1"), ("step", True),
-        ("sequence", -1), ("sequence", None), ("metrics", []), ("metrics", None), ("metrics", {"a": 1}),
+        ("save_number", -1), ("save_number", None), ("metrics", []), ("metrics", None), ("metrics", {"a": 1}),
         ("metrics", {"a": "low"}), ("metrics", {"a": [0.5]}), ("metrics", {"$type": "device", "value": "toaster"}),
         ("files", []), ("files", {"a": {"size": -1}}), ("files", {"a": 5}), ("files", {"a": {"sha256": "x"}}),
         ("files", {"a": {"size": 9, "xxh3": 5}}),
@@ -111,6 +111,14 @@ def test_a_manifest_that_lacks_something_is_refused(key: str) -> None:
 def test_a_manifest_of_a_later_format_says_what_to_do() -> None:
     with pytest.raises(DamagedCheckpointError, match=r"is of format 2, and this hfshard reads 1\. Run: pip install"):
         CheckpointManifest.from_json(raw_of({**body(), "format": 2}), "checkpoint.json")
+
+
+def test_a_manifest_of_before_the_first_release_is_refused_by_name() -> None:
+    old = {"sequence" if key == "save_number" else key: value for key, value in body().items()}
+    with pytest.raises(
+        DamagedCheckpointError, match=r"checkpoint\.json' was written by .* 'sequence'. Restore it with"
+    ):
+        CheckpointManifest.from_json(raw_of(old), "checkpoint.json")
 
 
 def test_a_manifest_that_names_a_file_elsewhere_is_refused() -> None:

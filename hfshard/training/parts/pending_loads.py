@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class StatefulUpdate:
+class StatefulLoad:
     """One object, and the state that it is to load."""
 
     name: str
@@ -53,8 +53,8 @@ class StatefulUpdate:
     def now(self) -> Any:
         """A copy of the state that the object has."""
         tensors: dict[str, torch.Tensor] = {}
-        tree = encode(self.part.state_dict(), self.name, tensors)
-        return decode(tree, {name: tensor.clone() for name, tensor in tensors.items()}, self.name)
+        nested = encode(self.part.state_dict(), self.name, tensors)
+        return decode(nested, {name: tensor.clone() for name, tensor in tensors.items()}, self.name)
 
     def put_back(self, before: Any) -> None:
         """Load what `now` returned; an object that refuses that, too, is left as it is, and it is logged."""
@@ -65,7 +65,7 @@ class StatefulUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class PendingLoad:
     """What is checked already, but may still raise: a hook or a load_state_dict of the user's own."""
 
     name: str
@@ -75,14 +75,14 @@ class Update:
     """Puts the part back as it was, whether it was loaded or not; None: it can't be, as of a model's weights."""
 
 
-def load_all(objects: Sequence[StatefulUpdate], updates: Sequence[Update], directory: str) -> None:
+def load_all(objects: Sequence[StatefulLoad], pending_loads: Sequence[PendingLoad], directory: str) -> None:
     """Load everything, or nothing.
 
     What comes last is what nothing is kept of, as it is large: the largest of the objects, and the models' weights.
 
     Args:
         objects: Of the user's own.
-        updates: What was checked; of models those without an undo.
+        pending_loads: What was checked; of models those without an undo.
         directory: Of the checkpoint, for messages.
 
     Raises:
@@ -94,30 +94,34 @@ def load_all(objects: Sequence[StatefulUpdate], updates: Sequence[Update], direc
         for one in in_order[:-1]:
             undo.append(partial(one.put_back, one.now()))
             one.load()
-        for update in updates:
-            if update.undo is not None:
-                undo.append(update.undo)
-                _load(update, directory)
+        for pending_load in pending_loads:
+            if pending_load.undo is not None:
+                undo.append(pending_load.undo)
+                _load(pending_load, directory)
         for one in in_order[-1:]:
             one.load()
     except BaseException:
         for put_back in reversed(undo):
             put_back()
         raise
-    for update in updates:
-        if update.undo is None:
-            _load(update, directory)
+    for pending_load in pending_loads:
+        if pending_load.undo is None:
+            _load(pending_load, directory)
 
 
-def _load(update: Update, directory: str) -> None:
+def _load(pending_load: PendingLoad, directory: str) -> None:
     try:
-        update.load()
+        pending_load.load()
     except HfshardError:
         raise
     except Exception as error:
-        what = "Nothing was restored" if update.undo is not None else "It may be half restored, and others are restored"
+        what = (
+            "Nothing was restored"
+            if pending_load.undo is not None
+            else "It may be half restored, and others are restored"
+        )
         raise StateDictMismatchError(
-            f"'{update.name}' refused its state in the checkpoint '{directory}': {error}. {what}. "
+            f"'{pending_load.name}' refused its state in the checkpoint '{directory}': {error}. {what}. "
             "Build it as in the run that was saved.",
             path=directory,
         ) from error

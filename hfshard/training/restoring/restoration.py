@@ -21,17 +21,17 @@ from hfshard.storage.checkpoint.checkpoint import open_checkpoint
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.names import MODEL_BASE, WeightNames
 from hfshard.storage.format.strict_json import parse_json_object
-from hfshard.training.collecting import TREE_FORMAT
+from hfshard.training.collecting import TRAINING_STATE_FORMAT
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.nested import decode
-from hfshard.training.parts.objects import StatefulUpdate, Update, load_all
 from hfshard.training.parts.optimizer import plan_optimizer
+from hfshard.training.parts.pending_loads import PendingLoad, StatefulLoad, load_all
 from hfshard.training.parts.rng import check_rng_state, seed_from_state, set_rng_state
 from hfshard.training.parts.scheduler import plan_scheduler
 from hfshard.training.ranks import ALONE, Ranks
 from hfshard.training.run.manifest import CheckpointManifest
-from hfshard.training.run.writing import TREE
+from hfshard.training.run.writing import TRAINING_STATE
 from hfshard.training.state import PartKind, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -46,16 +46,16 @@ _ORDER: Mapping[PartKind, int] = {"module": 0, "optimizer": 1, "scheduler": 2, "
 class Restoration:
     """A checkpoint that was read and compared with a training state, and what remains to be done."""
 
-    updates: list[Update] = field(default_factory=list)
+    pending_loads: list[PendingLoad] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     """What does not fit, in words; with strict nothing is restored then."""
-    objects: list[StatefulUpdate] = field(default_factory=list)
+    objects: list[StatefulLoad] = field(default_factory=list)
     """Of the user's own, which may refuse."""
     extra: Any = None
     set_rng: Callable[[], None] = lambda: None
     directory: str = ""
     without_gradients: list[nn.Parameter] = field(default_factory=list)
-    watches: list[LoaderTracker] = field(default_factory=list)
+    trackers: list[LoaderTracker] = field(default_factory=list)
     """Loaders that are not ours: their next `iter()` draws, and what it draws is put back."""
 
     def apply(self) -> None:
@@ -65,15 +65,15 @@ class Restoration:
             StateDictMismatchError: Something refused; nothing was changed, but where a model's own hook refuses its
                 weights: that is said.
         """
-        load_all(self.objects, self.updates, self.directory)
+        load_all(self.objects, self.pending_loads, self.directory)
         for parameter in self.without_gradients:
             parameter.grad = None  # of a step that is not the one that is resumed
         self.set_rng()
-        for watch in self.watches:
-            watch.rearm(self.set_rng)
+        for tracker in self.trackers:
+            tracker.reset(self.set_rng)
 
 
-def prepare(
+def plan_restoration(
     state: TrainingState, directory: str, manifest: CheckpointManifest, *, strict: bool, ranks: Ranks = ALONE
 ) -> Restoration:
     """Read a checkpoint whose files were checked, and compare it with a training state, which is not changed.
@@ -89,10 +89,10 @@ def prepare(
         StateDictMismatchError: strict, and something differs.
         DamagedCheckpointError: The files are not what hfshard writes.
     """
-    path = os.path.join(directory, TREE)
-    tree = _read_tree(path, directory)
-    own = tree["ranks"][ranks.rank if ranks.rank < len(tree["ranks"]) else 0]
-    saved = {**tree["components"], **own["components"]}
+    path = os.path.join(directory, TRAINING_STATE)
+    saved_state = _read_training_state(path, directory)
+    own = saved_state["ranks"][ranks.rank if ranks.rank < len(saved_state["ranks"]) else 0]
+    saved = {**saved_state["components"], **own["components"]}
     restoration = Restoration(directory=directory)
     _check_components(state, saved, directory, restoration, strict=strict)
     rest, names = _part(directory, manifest, "state"), state.parameter_names()
@@ -109,9 +109,9 @@ def prepare(
                 value |= _part(directory, manifest, MODEL_BASE, is_copied=True)
             if kind in ("stateful", "loader"):
                 _check_object(name, part, value, directory)
-                restoration.objects.append(StatefulUpdate(name, part, value, directory))
+                restoration.objects.append(StatefulLoad(name, part, value, directory))
             else:
-                restoration.updates.append(_plan(name, kind, part, value, names, directory, restoration, strict))
+                restoration.pending_loads.append(_plan(name, kind, part, value, names, directory, restoration, strict))
         except HfshardError as error:
             if strict or not isinstance(error, StateDictMismatchError):
                 raise
@@ -121,13 +121,13 @@ def prepare(
                 f"'{path}' is damaged: the state of '{name}' is not what hfshard writes ({error!r:.200}). {_REMEDY}",
                 path=path,
             ) from error
-    rng, restoration.extra = decode([own["rng"], tree["extra"]], rest, path)
+    rng, restoration.extra = decode([own["rng"], saved_state["extra"]], rest, path)
     check_rng_state(rng, path)
-    restoration.watches = [one for name in common if isinstance(one := state.components[name], LoaderTracker)]
+    restoration.trackers = [one for name in common if isinstance(one := state.components[name], LoaderTracker)]
     if not any(isinstance(part, Gradients) for part in state.components.values()):
         modules = [state.components[name] for name in common if kinds[name] == "module"]
         restoration.without_gradients = [parameter for module in modules for parameter in module.parameters()]
-    restoration.set_rng = _rng_update(rng, len(tree["ranks"]), ranks, directory)
+    restoration.set_rng = _rng_update(rng, len(saved_state["ranks"]), ranks, directory)
     return restoration
 
 
@@ -153,26 +153,26 @@ def _rng_update(rng: dict[str, Any], saved_ranks: int, ranks: Ranks, directory: 
     return update
 
 
-def _read_tree(path: str, directory: str) -> dict[str, Any]:
-    tree = parse_json_object(
+def _read_training_state(path: str, directory: str) -> dict[str, Any]:
+    saved_state = parse_json_object(
         read_small(path, directory, MAX_INDEX_BYTES)[0], path=path, what="Training state", remedy=_REMEDY
     )
-    if tree.get("format") != TREE_FORMAT:
+    if saved_state.get("format") != TRAINING_STATE_FORMAT:
         raise DamagedCheckpointError(
-            f"'{path}' is of format {tree.get('format')!r:.50}, and this hfshard reads {TREE_FORMAT}. "
+            f"'{path}' is of format {saved_state.get('format')!r:.50}, and this hfshard reads {TRAINING_STATE_FORMAT}. "
             "Run: pip install --upgrade hfshard",
             path=path,
         )
-    ranks = tree.get("ranks")
-    is_whole = "extra" in tree and isinstance(ranks, list) and len(ranks) > 0
-    parts = [tree, *(ranks or [])] if is_whole else []
+    ranks = saved_state.get("ranks")
+    is_whole = "extra" in saved_state and isinstance(ranks, list) and len(ranks) > 0
+    parts = [saved_state, *(ranks or [])] if is_whole else []
     for part in parts:
         components = part.get("components") if isinstance(part, dict) else None
-        is_whole = is_whole and isinstance(components, dict) and (part is tree or "rng" in part)
+        is_whole = is_whole and isinstance(components, dict) and (part is saved_state or "rng" in part)
         is_whole = is_whole and all(isinstance(one, dict) and "state" in one for one in (components or {}).values())
     if not is_whole:
         raise DamagedCheckpointError(f"'{path}' is damaged: it lacks a component's state. {_REMEDY}", path=path)
-    return tree
+    return saved_state
 
 
 def _part(
@@ -231,7 +231,7 @@ def _plan(
     directory: str,
     restoration: Restoration,
     strict: bool,
-) -> Update:
+) -> PendingLoad:
     if kind == "module":
         return _plan_module(name, part, value, directory, restoration, strict=strict)
     if kind == "optimizer":
@@ -241,7 +241,7 @@ def _plan(
 
 def _plan_module(
     name: str, module: nn.Module, saved: dict[str, Any], directory: str, restoration: Restoration, *, strict: bool
-) -> Update:
+) -> PendingLoad:
     module, own = unwrap(module), collect_state_dict(module)
     _refuse_untied(name, saved, own, directory)
     tensors, difference = match_to_model(saved, own)
@@ -270,7 +270,7 @@ def _plan_module(
         restoration.differences.append(message)
         shaped = {key for key, _, _ in difference.mismatched}
         tensors = {key: tensor for key, tensor in tensors.items() if key in own and key not in shaped}
-    return Update(name, lambda: assign(module, tensors))
+    return PendingLoad(name, lambda: assign(module, tensors))
 
 
 def _refuse_untied(name: str, saved: Mapping[str, Any], own: Mapping[str, Any], directory: str) -> None:

@@ -12,9 +12,9 @@ import torch
 from hfshard.errors import CheckpointChangedError
 from hfshard.training.pushing.hubs import checked_at
 from hfshard.training.ranks import Ranks
-from hfshard.training.restoring import Restoration, prepare
-from hfshard.training.run.directory import RunCheckpoint, has_changed, look_at
-from hfshard.training.run.finding import Level, checked, of_step
+from hfshard.training.restoring.restoration import Restoration, plan_restoration
+from hfshard.training.run.directory import RunCheckpoint, has_changed, read_run_checkpoint
+from hfshard.training.run.finding import Level, check_run_checkpoint, checkpoint_of_step
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.state import TrainingState
 from hfshard.training.step import RestoredStep
@@ -37,18 +37,18 @@ def choose_checkpoint(
     """
     if isinstance(step, str | os.PathLike):
         return checked_at(step, verify, token=token, progress=progress)
-    found = of_step(root, step)
-    return found, checked(found, verify, progress)
+    checkpoint = checkpoint_of_step(root, step)
+    return checkpoint, check_run_checkpoint(checkpoint, verify, progress)
 
 
 def resume(
-    state: TrainingState, chosen: Callable[[], tuple[RunCheckpoint, CheckpointManifest] | None], *, strict: bool
+    state: TrainingState, choose: Callable[[], tuple[RunCheckpoint, CheckpointManifest] | None], *, strict: bool
 ) -> RestoredStep | None:
     """Restore a checkpoint; every rank calls, and sees its directory.
 
     Args:
         state: Changed, if nothing is in the way on any rank.
-        chosen: Called on the first rank; None: there is no checkpoint.
+        choose: Called on the first rank; None: there is no checkpoint.
         strict: Refuse any difference.
 
     Raises:
@@ -56,32 +56,32 @@ def resume(
     """
     ranks = Ranks.current()
     with torch.inference_mode(False):  # what is restored is to be trained
-        return _resume(state, chosen, ranks, strict=strict)
+        return _resume(state, choose, ranks, strict=strict)
 
 
 def _resume(
     state: TrainingState,
-    chosen: Callable[[], tuple[RunCheckpoint, CheckpointManifest] | None],
+    choose: Callable[[], tuple[RunCheckpoint, CheckpointManifest] | None],
     ranks: Ranks,
     *,
     strict: bool,
 ) -> RestoredStep | None:
     for _ in range(_TRIES):
-        found_there = ranks.first(chosen)
-        if found_there is None:
+        chosen_checkpoint = ranks.first(choose)
+        if chosen_checkpoint is None:
             return None
-        found, manifest = found_there
+        checkpoint, manifest = chosen_checkpoint
         restoration, error = Restoration(), None
         try:
             if not ranks.is_first:
-                found, manifest = _found_here(found, manifest, chosen)
-            restoration = prepare(state, found.path, manifest, strict=strict, ranks=ranks)
+                checkpoint, manifest = _local_checkpoint(checkpoint, manifest, choose)
+            restoration = plan_restoration(state, checkpoint.path, manifest, strict=strict, ranks=ranks)
         except Exception as caught:  # noqa: BLE001 - raised by what follows, when all ranks know
             error = caught
-        if not ranks.share(has_changed(found)):
+        if not ranks.share(has_changed(checkpoint)):
             break  # else a run that is saving there has removed or replaced it while it was read
     else:
-        error = error or CheckpointChangedError(f"'{found.path}' was replaced while it was read. Try again.")
+        error = error or CheckpointChangedError(f"'{checkpoint.path}' was replaced while it was read. Try again.")
     ranks.agree(error)
     for difference in restoration.differences:
         logger.warning("%s", difference)
@@ -91,30 +91,30 @@ def _resume(
         error = caught
     ranks.agree(error)
     restored = RestoredStep(manifest.step)
-    restored.path, restored.extra, restored.metrics = found.path, restoration.extra, manifest.metrics
+    restored.path, restored.extra, restored.metrics = checkpoint.path, restoration.extra, manifest.metrics
     restored.differences = tuple(restoration.differences)
     if ranks.is_first:
-        logger.info("Restored the checkpoint of step %d from '%s'.", manifest.step, found.path)
+        logger.info("Restored the checkpoint of step %d from '%s'.", manifest.step, checkpoint.path)
     return restored
 
 
-def _found_here(
-    found: RunCheckpoint,
+def _local_checkpoint(
+    checkpoint: RunCheckpoint,
     manifest: CheckpointManifest,
-    chosen: Callable[[], tuple[RunCheckpoint, CheckpointManifest] | None],
+    choose: Callable[[], tuple[RunCheckpoint, CheckpointManifest] | None],
 ) -> tuple[RunCheckpoint, CheckpointManifest]:
     """The first rank's checkpoint as this rank sees it: in the same directory, or fetched to this machine."""
     here: tuple[RunCheckpoint, CheckpointManifest] | None
-    if os.path.isdir(found.path):
-        local = look_at(found.path, found.step)
-        here = local, checked(local, "structure")
+    if os.path.isdir(checkpoint.path):
+        local = read_run_checkpoint(checkpoint.path, checkpoint.step)
+        here = local, check_run_checkpoint(local, "structure")
     else:
-        here = chosen()
+        here = choose()
     if here is None or here[1].to_json() != manifest.to_json():  # a metric that is NaN is no other one
         what = "no checkpoint" if here is None else f"another one, of step {here[1].step}, in '{here[0].path}'"
         raise CheckpointChangedError(
-            f"The first rank restores '{found.path}', and this rank finds {what}. Let all ranks see the run's "
+            f"The first rank restores '{checkpoint.path}', and this rank finds {what}. Let all ranks see the run's "
             "directory; or name a commit: manager.restore(state, 'org/name@commit').",
-            path=found.path,
+            path=checkpoint.path,
         )
     return here

@@ -12,7 +12,14 @@ from hfshard.storage.disk.fsops import make_directories
 from hfshard.training.collecting import SavePayload
 from hfshard.training.pushing.pusher import BackgroundPusher
 from hfshard.training.run.background import Background
-from hfshard.training.run.directory import RunCheckpoint, found_in, put_in_place, remove, sweep, writing_path
+from hfshard.training.run.directory import (
+    RunCheckpoint,
+    checkpoints_in,
+    clean_up_run,
+    put_in_place,
+    remove_checkpoint,
+    writing_path,
+)
 from hfshard.training.run.host_copy import HostCopies
 from hfshard.training.run.lock import RunLock
 from hfshard.training.run.manifest import CheckpointManifest
@@ -25,28 +32,26 @@ logger = logging.getLogger(__name__)
 class RunWriter:
     """The one writer of a run directory, which it locks from the first save on."""
 
-    def __init__(
-        self, root: str, rotation: Rotation, publisher: BackgroundPusher | None, progress: bool | None
-    ) -> None:
+    def __init__(self, root: str, rotation: Rotation, pusher: BackgroundPusher | None, progress: bool | None) -> None:
         self.root = root
-        self._rotation, self._publisher, self._progress = rotation, publisher, progress
+        self._rotation, self._pusher, self._progress = rotation, pusher, progress
         self._lock: RunLock | None = None
         self._background = Background()
-        self._snapshots = HostCopies()
-        self._is_swept = False
+        self._host_copies = HostCopies()
+        self._is_clean = False
         """Whether nothing is left of saves that were killed or failed; Ctrl-C may end one anywhere."""
-        self._sequence = 0
+        self._save_number = 0
         """The highest of the run, as far as it was seen: a manifest that can't be read for a moment has one, too."""
 
     def save(
-        self, step: int, collected: SavePayload, metrics: dict[str, float], files: dict[str, bytes], *, blocking: bool
+        self, step: int, payload: SavePayload, metrics: dict[str, float], files: dict[str, bytes], *, blocking: bool
     ) -> None:
         """Write a checkpoint; where it does not block, of a copy, by a thread. None may be under way."""
         self._begin()
         if blocking:
-            self._write(step, collected, metrics, files, self._progress, blocking=True)
+            self._write(step, payload, metrics, files, self._progress, blocking=True)
         else:
-            copied = self._snapshots.copy_of(collected)
+            copied = self._host_copies.copy_of(payload)
             what = f"Saving the checkpoint of step {step} into '{self.root}'"
             self._background.start(lambda: self._write(step, copied, metrics, files, False, blocking=False), what)
 
@@ -59,16 +64,16 @@ class RunWriter:
         try:
             self._background.wait()
         finally:
-            if self._publisher is not None:
-                self._publisher.join()
+            if self._pusher is not None:
+                self._pusher.join()
                 if self._lock is not None and self._lock.is_held:
-                    self._rotate(found_in(self.root))  # what was being pushed stayed
+                    self._rotate(checkpoints_in(self.root))  # what was being pushed stayed
 
     def wait_until_finished(self) -> None:
         """As `wait_for_all`, and raise the last push's error, once."""
         self.wait_for_all()
-        if self._publisher is not None:
-            self._publisher.wait()
+        if self._pusher is not None:
+            self._pusher.wait()
 
     def close(self) -> None:
         """As `wait_until_finished`, and give the lock back."""
@@ -85,52 +90,52 @@ class RunWriter:
             make_directories(self.root)
             self._lock = RunLock(self.root)
             weakref.finalize(self, self._lock.release)
-            self._is_swept = False
-        if not self._is_swept:
-            sweep(self.root)
-            self._sequence = _highest(found_in(self.root), self._sequence)
-            self._is_swept = True
+            self._is_clean = False
+        if not self._is_clean:
+            clean_up_run(self.root)
+            self._save_number = _highest(checkpoints_in(self.root), self._save_number)
+            self._is_clean = True
 
     def _write(
         self,
         step: int,
-        collected: SavePayload,
+        payload: SavePayload,
         metrics: dict[str, float],
         files: dict[str, bytes],
         progress: bool | None,
         *,
         blocking: bool,
     ) -> None:
-        found = found_in(self.root)
+        found = checkpoints_in(self.root)
         newest = next((one for one in found if one.manifest is not None), None)
-        sequence = _highest(found, self._sequence) + 1
-        linkable = ReusableShards.of(newest.path, newest.manifest) if newest and newest.manifest else ReusableShards()
+        save_number = _highest(found, self._save_number) + 1
+        reusable = ReusableShards.of(newest.path, newest.manifest) if newest and newest.manifest else ReusableShards()
         directory = writing_path(self.root, step)
-        self._is_swept = False
+        self._is_clean = False
         try:
             os.mkdir(directory)
-            with bytes_bar("Saving", collected.nbytes, progress) as progress_callback:
-                manifest = CheckpointManifest(step, sequence, metrics)
-                manifest = write_checkpoint(directory, collected, manifest, files, linkable, progress_callback)
-            self._sequence = sequence
+            with bytes_bar("Saving", payload.nbytes, progress) as progress_callback:
+                manifest = CheckpointManifest(step, save_number, metrics)
+                manifest = write_checkpoint(directory, payload, manifest, files, reusable, progress_callback)
+            self._save_number = save_number
             path = put_in_place(directory, self.root, step)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)  # the next save tries again
             raise
-        logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, collected.nbytes, path)
+        logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, payload.nbytes, path)
         saved = RunCheckpoint(path, step, manifest)
         self._rotate([one for one in found if one.step != step] + [saved])
-        self._is_swept = True
-        if self._publisher is not None:
-            self._publisher.publish(saved, blocking=blocking)
+        self._is_clean = True
+        if self._pusher is not None:
+            self._pusher.publish(saved, blocking=blocking)
 
     def _rotate(self, found: list[RunCheckpoint]) -> None:
         steps = self._rotation.steps_to_remove([one.manifest for one in found if one.manifest is not None])
-        in_use = self._publisher.steps_in_use if self._publisher is not None else set()
+        in_use = self._pusher.steps_in_use if self._pusher is not None else set()
         for one in found:
             if one.manifest is not None and one.step in steps and one.step not in in_use:
-                remove(one, self.root)
+                remove_checkpoint(one, self.root)
 
 
 def _highest(found: list[RunCheckpoint], known: int) -> int:
-    return max([known, *(one.manifest.sequence for one in found if one.manifest is not None)])
+    return max([known, *(one.manifest.save_number for one in found if one.manifest is not None)])
