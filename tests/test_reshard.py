@@ -398,7 +398,7 @@ def write_bins(directory: Path, state_dict: dict[str, Any], *, files: int = 1) -
     if files == 1:
         torch.save(state_dict, directory / "pytorch_model.bin")
         return directory
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number in range(files):
         name = f"pytorch_model-{number + 1:05d}-of-{files:05d}.bin"
         part = dict(

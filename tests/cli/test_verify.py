@@ -27,6 +27,19 @@ def flip_bit(path: Path, offset: int) -> None:
     path.write_bytes(raw)
 
 
+def put_a_directory_there(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def copy_over(source: Path, target: Path) -> None:
+    target.write_bytes(source.read_bytes())
+
+
+def overwrite(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
 def test_whole_checkpoint_is_zero(example: Path, run: Run) -> None:
     done = run("verify", example)
     assert (done.returncode, done.stderr) == (0, "")
@@ -57,15 +70,15 @@ DAMAGES: dict[str, tuple[Damage, str, str | None]] = {
     "empty shard": (lambda d: os.truncate(d / FIRST, 0), FIRST, None),
     "bytes after the end": (lambda d: os.truncate(d / SECOND, 100_000), SECOND, None),
     "missing shard": (lambda d: (d / SECOND).unlink(), SECOND, None),
-    "shard that is a directory": (lambda d: ((d / SECOND).unlink(), (d / SECOND).mkdir())[1], SECOND, None),
-    "shards swapped": (lambda d: (d / FIRST).write_bytes((d / SECOND).read_bytes()) and None, FIRST, "embed"),
+    "shard that is a directory": (lambda d: put_a_directory_there(d / SECOND), SECOND, None),
+    "shards swapped": (lambda d: copy_over(d / SECOND, d / FIRST), FIRST, "embed"),
     "git-lfs pointer": (
-        lambda d: (d / FIRST).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n") and None,
+        lambda d: overwrite(d / FIRST, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
         FIRST,
         None,
     ),
     "index cut short": (lambda d: os.truncate(d / INDEX, 100), INDEX, None),
-    "index that is a list": (lambda d: (d / INDEX).write_text("[]") and None, INDEX, None),
+    "index that is a list": (lambda d: overwrite(d / INDEX, "[]"), INDEX, None),
 }
 
 

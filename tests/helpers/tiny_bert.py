@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import load_checkpoint_in_model
@@ -19,13 +20,16 @@ class Bert(hfshard.ShardedModelMixin, BertModel):
     """As a user writes it."""
 
 
-def bert(value: float, *, hidden: int = 8, cls: type[BertModel] = Bert) -> BertModel:
-    """A model filled with one number; 23 tensors."""
+def bert(value: float, *, hidden: int = 8, cls: type[BertModel] = Bert) -> Any:
+    """A model filled with one number; 23 tensors.
+
+    Its type is left open: upstream's types of `to` and `push_to_hub` are wrong.
+    """
     config = BertConfig(
         vocab_size=10, hidden_size=hidden, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16,
         max_position_embeddings=8,
     )  # fmt: skip
-    model = cls(config).eval()
+    model: Any = cls(config).eval()
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.fill_(value)

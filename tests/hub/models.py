@@ -41,7 +41,7 @@ def make_model(seed: int, *, kind: str = "bert", size: str = "small", stock: boo
     """
     cls: type[PreTrainedModel] = TiedBert if kind == "tied" else Bert
     config = BertConfig(num_hidden_layers=1, num_attention_heads=2, **SIZES[size])
-    model = (STOCK[cls] if stock else cls)(config).eval()
+    model: PreTrainedModel = (STOCK[cls] if stock else cls)(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -82,7 +82,7 @@ def test_model_that_upstream_collects_is_one_commit_with_deletes_and_variant(tmp
 def test_single_file_with_a_flipped_bit_is_not_pushed(tmp_path: Path) -> None:
     for checksum in ("sha256", "xxh3"):
         folder = tmp_path / checksum
-        hfshard.save_state_dict({"w": torch.ones(100_000)}, folder, checksum=checksum)  # type: ignore[arg-type]
+        hfshard.save_state_dict({"w": torch.ones(100_000)}, folder, checksum=checksum)
         raw = bytearray((folder / "model.safetensors").read_bytes())
         raw[-1] ^= 1
         (folder / "model.safetensors").write_bytes(raw)
@@ -107,7 +107,7 @@ def test_one_place_has_one_meaning_for_push_pull_and_load(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     bert(5).push_to_hub("~/hub")
-    places = ["~/hub", "hub", "./hub", Path("hub"), tmp_path / "hub", (tmp_path / "hub").as_uri()]
+    places: list[Any] = ["~/hub", "hub", "./hub", Path("hub"), tmp_path / "hub", (tmp_path / "hub").as_uri()]
     for place in places:
         assert value_of(Bert.from_pretrained(place)) == 5
         assert os.path.samefile(hfshard.pull_checkpoint(place), DirectoryHub.open(tmp_path / "hub").snapshot())

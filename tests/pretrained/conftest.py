@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from transformers import PreTrainedModel
 
 from tests.zoo.compare import Facts, facts_of_load, load
 from tests.zoo.models import ZOO
@@ -30,7 +31,7 @@ class Saves:
     def _ours(self, name: str, size: str = WHOLE) -> Path:
         return self._saved(name, size, "ours", sharded(ZOO[name].upstream))
 
-    def _saved(self, name: str, size: str, who: str, model_class: type) -> Path:
+    def _saved(self, name: str, size: str, who: str, model_class: type[PreTrainedModel]) -> Path:
         directory = self.root / f"{name}-{size}-{who}"
         ZOO[name].build(model_class).save_pretrained(directory, max_shard_size=size)
         return directory
@@ -51,7 +52,7 @@ def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Custom code is copied into a directory of the session's own before it is imported."""
     import transformers.dynamic_module_utils as dynamic
 
-    dynamic.HF_MODULES_CACHE = str(tmp_path_factory.mktemp("modules"))
+    vars(dynamic)["HF_MODULES_CACHE"] = str(tmp_path_factory.mktemp("modules"))
 
 
 @pytest.fixture(scope="session", autouse=True)

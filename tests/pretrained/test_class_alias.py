@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def test_the_loaded_model_is_of_the_users_class_and_can_be_copied_and_pickled(sa
 
 def test_a_users_own_constructor_and_methods_are_used(saves: Saves) -> None:
     class Counting(hfshard.ShardedModelMixin, BertModel):
-        def __init__(self, config, add_pooling_layer: bool = True) -> None:
+        def __init__(self, config: Any, add_pooling_layer: bool = True) -> None:
             super().__init__(config, add_pooling_layer)
             self.was_built_here = True
 
@@ -129,7 +130,8 @@ def test_two_classes_of_one_name_do_not_disturb_each_other(saves: Saves) -> None
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_tied", "mamba", "t5", "whisper", "vision_encoder_decoder"])
 def test_it_generates_what_upstreams_class_generates(name: str, saves: Saves) -> None:
-    directory, upstream = saves.stock(name), ZOO[name].upstream
+    directory = saves.stock(name)
+    upstream: Any = ZOO[name].upstream
     inputs = {"whisper": torch.ones(1, 8, 24), "vision_encoder_decoder": torch.ones(1, 3, 16, 16)}
     given = inputs.get(name, torch.tensor([[1, 5, 9]]))
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1}
@@ -137,6 +139,7 @@ def test_it_generates_what_upstreams_class_generates(name: str, saves: Saves) ->
         options["decoder_start_token_id"] = 1
     theirs = upstream.from_pretrained(directory).generate(given, **options)
 
-    ours = sharded(upstream).from_pretrained(directory).generate(given, **options)
+    loaded: Any = sharded(upstream).from_pretrained(directory)
+    ours = loaded.generate(given, **options)
 
     assert torch.equal(ours, theirs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -125,7 +125,7 @@ compiles = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is depre
 @pytest.mark.parametrize("name", ["bert", "llama_tied", "mixtral"])
 @pytest.mark.parametrize(
     "wrap",
-    [nn.DataParallel, torch.compile, lambda model: nn.DataParallel(torch.compile(model))],
+    [nn.DataParallel, torch.compile, lambda model: nn.DataParallel(cast(nn.Module, torch.compile(model)))],
     ids=["DataParallel", "compile", "both"],
 )
 def test_a_wrapped_model_is_saved_as_the_model_itself(name: str, wrap: Any, saves: Saves, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +77,7 @@ def test_pickles_of_a_tied_model_are_converted_in_place(name: str, tmp_path: Pat
 def test_a_cast_model_is_the_saved_cast_one(name: str, saves: Saves, tmp_path: Path) -> None:
     hfshard.reshard_checkpoint(saves.ours(name, SHARDS), tmp_path / "new", WHOLE, dtype="bfloat16")
     model = load(ZOO[name].upstream, tmp_path / "new").model
-    want = load(ZOO[name].upstream, saves.ours(name)).model.to(torch.bfloat16)
+    stored: Any = load(ZOO[name].upstream, saves.ours(name)).model
+    want = stored.to(torch.bfloat16)
     assert model.dtype == model.config.dtype == torch.bfloat16
     assert all(torch.equal(model.state_dict()[key], value) for key, value in want.state_dict().items())

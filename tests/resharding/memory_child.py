@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 import torch
 
@@ -35,7 +36,8 @@ def main(kind: str, total_mib: int, folder: str) -> None:
     else:
         hfshard.save_state_dict(state_dict, source, max_shard_size=total_mib * MIB // 8)
     del state_dict
-    options = {"cast": {"dtype": "bfloat16"}, "low_disk": {"low_disk": True}}.get(kind, {})
+    by_kind: dict[str, dict[str, Any]] = {"cast": {"dtype": "bfloat16"}, "low_disk": {"low_disk": True}}
+    options = by_kind.get(kind, {})
     place = source if kind in ("in_place", "low_disk") else target
     before = io_bytes()
     extra = peak_during(lambda: hfshard.reshard_checkpoint(source, place, total_mib * MIB // 4 + 8192, **options))

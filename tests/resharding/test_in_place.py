@@ -76,7 +76,7 @@ def test_a_file_is_split_and_others_stay(tmp_path: Path) -> None:
 
 def save_files(directory: Path, files: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """A checkpoint of another tool with these files, in this order."""
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, state_dict in enumerate(files, start=1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         save_file(state_dict, directory / name, metadata={"format": "pt"})
@@ -164,7 +164,8 @@ def test_a_file_without_tensors_goes(tmp_path: Path) -> None:
 
 def write_stock(directory: Path, state_dict: dict[str, torch.Tensor], files: int) -> None:
     """As transformers writes it: no checksums."""
-    weight_map, items = {}, list(state_dict.items())
+    weight_map: dict[str, str] = {}
+    items = list(state_dict.items())
     for number in range(files):
         file = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
         part = dict(items[number * len(items) // files : (number + 1) * len(items) // files])
@@ -198,7 +199,7 @@ def no_links() -> Iterator[None]:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    os.link = refuse  # type: ignore[assignment]
+    os.link = refuse
     try:
         yield
     finally:

@@ -25,7 +25,9 @@ STEPS, SAVED_AT, WORLD_SIZE = 6, 3, 2
 
 
 def join(place: Path, rank: int, world_size: int) -> None:
-    store = torch.distributed.FileStore(str(place / "store"), world_size)
+    store = torch.distributed.FileStore(  # type: ignore[attr-defined]  # torch lists it in its documentation only
+        str(place / "store"), world_size
+    )
     timeout = timedelta(seconds=30)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
@@ -42,7 +44,7 @@ def train(
     torch.manual_seed(100 * rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     data = TensorDataset(torch.arange(48.0).reshape(12, 4))
-    sampler = DistributedSampler(data, world_size, rank, seed=1)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, world_size, rank, seed=1)
     loader = ResumableDataLoader(data, batch_size=1, sampler=sampler)
     state = TrainingState(model=model, optimizer=optimizer, loader=loader)
     manager = CheckpointManager(run)
@@ -52,7 +54,7 @@ def train(
     while step < STEPS:
         [batch] = next(batches)
         loss = (model(batch).mean() - random.random() - float(np.random.rand())) ** 2
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

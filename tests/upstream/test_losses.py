@@ -7,7 +7,10 @@ import mmap
 import os
 import shutil
 import stat
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,7 +138,8 @@ BAD_SIZES = ("0GB", "-1GB", 0, -1, True, 1.5, "infGB", None, "5 gigabytes", "5GI
 @pytest.mark.parametrize("size", BAD_SIZES, ids=repr)
 def test_friction_a_bad_size_is_refused_before_anything_is_written(size: object, tmp_path: Path) -> None:
     target = tmp_path / "new"
-    for save in (bert(1).save_pretrained, lambda *a, **k: hfshard.save_state_dict({}, *a, **k)):
+    saves: list[Callable[..., Any]] = [bert(1).save_pretrained, partial(hfshard.save_state_dict, {})]
+    for save in saves:
         with pytest.raises((ValueError, TypeError), match="size"):
             save(target, max_shard_size=size)
     assert not target.exists()

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,12 +48,12 @@ def bert(generation: int) -> torch.nn.Module:
     """A tiny model whose config and weights say its generation."""
     from transformers import BertConfig, BertModel
 
-    sizes = {"hidden_size": 8 * (1 + generation % 2), "intermediate_size": 16, "num_attention_heads": 1}
+    sizes: dict[str, Any] = {"hidden_size": 8 * (1 + generation % 2), "intermediate_size": 16, "num_attention_heads": 1}
     config = BertConfig(vocab_size=10, num_hidden_layers=1, max_position_embeddings=8, **sizes)
     config.layer_norm_eps = float(generation)
     with torch.device("meta"):
-        model = BertModel(config).to(torch.float32)
-    model = model.to_empty(device="cpu")
+        model: torch.nn.Module = BertModel(config)
+    model = model.float().to_empty(device="cpu")
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.fill_(generation % 120)

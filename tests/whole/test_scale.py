@@ -139,7 +139,7 @@ def keys_selected(count: int) -> Work:
 def compared(count: int) -> Work:
     tensors = tensors_of(count)
     others = {f"{name}.other": tensor for name, tensor in tensors.items()}
-    return lambda: compare(tensors, others).described()
+    return lambda: compare(tensors, others).summary()
 
 
 PURE: dict[str, Callable[[int], Work]] = {

@@ -176,7 +176,8 @@ def with_variant(name: str, variant: str | None) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file."""
-    return json.loads(path.read_bytes())
+    content: dict[str, Any] = json.loads(path.read_bytes())
+    return content
 
 
 def small_files(directory: Path) -> dict[str, bytes]:

@@ -33,7 +33,7 @@ VISION = {
     "patch_size": 8,
 }
 
-Finish = Callable[[PreTrainedModel], None]
+Finish = Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,16 @@ class Specimen:
     @property
     def upstream(self) -> type[PreTrainedModel]:
         """The class itself; transformers imports it now."""
-        return getattr(transformers, self.class_name)
+        found: type[PreTrainedModel] = getattr(transformers, self.class_name)
+        return found
 
-    def build(self, model_class: type[PreTrainedModel] | None = None) -> PreTrainedModel:
-        """Make the model, always with the same weights, as the upstream class or a subclass of it."""
+    def build(self, model_class: type[PreTrainedModel] | None = None) -> Any:
+        """Make the model, always with the same weights, as the upstream class or a subclass of it.
+
+        Its type is left open: transformers declares neither a model's layers nor what `model.to` takes.
+        """
         torch.manual_seed(SEED)
-        model = (model_class or self.upstream)(self.make_config())
+        model: Any = (model_class or self.upstream)(self.make_config())
         scramble(model)
         if self.finish is not None:
             self.finish(model)
@@ -164,30 +168,30 @@ def _moe(class_name: str, **values: Any) -> Any:
     return _config(class_name, **{**DECODER, "num_experts_per_tok": 2, **values})
 
 
-def _to_bf16(model: PreTrainedModel) -> None:
+def _to_bf16(model: Any) -> None:
     model.to(torch.bfloat16)
 
 
-def _norms_in_fp32(model: PreTrainedModel) -> None:
+def _norms_in_fp32(model: Any) -> None:
     model.to(torch.bfloat16)
     for name, module in model.named_modules():
         if name.endswith("norm"):
             module.to(torch.float32)
 
 
-def _t5_in_fp16(model: PreTrainedModel) -> None:
+def _t5_in_fp16(model: Any) -> None:
     model.to(torch.float16)
     for name, module in model.named_modules():
         if name.endswith("wo"):
             module.to(torch.float32)
 
 
-def _resize(model: PreTrainedModel) -> None:
+def _resize(model: Any) -> None:
     model.resize_token_embeddings(VOCABULARY + 8, mean_resizing=False)
     scramble(model)
 
 
-def _generation(model: PreTrainedModel) -> None:
+def _generation(model: Any) -> None:
     values = {"do_sample": True, "temperature": 0.7, "top_k": 7, "max_new_tokens": 9, "repetition_penalty": 1.3}
     model.generation_config.update(**values, forced_eos_token_id=2)
 

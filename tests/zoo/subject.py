@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from transformers import PreTrainedModel
 
 import hfshard
 
+_MADE: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 
-@cache
+
 def sharded(upstream: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """`class Mine(hfshard.ShardedModelMixin, Upstream)`."""
-    return type("Mine", (hfshard.ShardedModelMixin, upstream), {"__module__": __name__})
+    """`class Mine(hfshard.ShardedModelMixin, Upstream)`, made once for each upstream class."""
+    if upstream not in _MADE:
+        _MADE[upstream] = type("Mine", (hfshard.ShardedModelMixin, upstream), {"__module__": __name__})
+    return _MADE[upstream]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub.pull.lab import Outcome, PullLab, cached, files_of, lab, repo, saved
+from tests.hub.lab import Outcome
+from tests.hub.pull.lab import PullLab, cached, files_of, lab, repo, saved
 from tests.hubserver.hub_server import Fault
 
 pytestmark = pytest.mark.compat

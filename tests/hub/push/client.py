@@ -56,7 +56,8 @@ def push_stock(seed: int, repo_id: str, **options: Any) -> str:
 
 def load_stock(repo_id: str, cache: str, **options: Any) -> str:
     """The digest of what transformers loads, with a cache of its own."""
-    loaded, info = BertModel.from_pretrained(repo_id, cache_dir=cache, output_loading_info=True, **options)  # type: ignore[misc]
+    found: Any = BertModel.from_pretrained(repo_id, cache_dir=cache, output_loading_info=True, **options)
+    loaded, info = found
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     return digest_of(loaded.state_dict())
 
@@ -117,7 +118,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
         set_limit(resource.RLIMIT_FSIZE, order["largest_file"])
     if order["open_files"] is not None:
         set_limit(resource.RLIMIT_NOFILE, order["open_files"])
-    time.sleep = waits.append  # waits between tries are noted, and not waited
+    time.sleep = waits.append  # type: ignore[assignment]  # waits between tries are noted, and not waited
     if order["task"] in ("push", "push_model", "save_and_push"):
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)  # huggingface_hub's own, of httpx

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -211,7 +212,8 @@ def test_directory_that_is_saved_over_during_the_push_is_not_committed(
 
 
 def test_shard_that_grows_or_shrinks_during_the_push_is_not_committed(lab: PushLab, repo: str, tmp_path: Path) -> None:
-    for number, change in enumerate((lambda raw: raw + b"x", lambda raw: raw[:-1])):
+    changes: list[Callable[[bytes], bytes]] = [lambda raw: raw + b"x", lambda raw: raw[:-1]]
+    for number, change in enumerate(changes):
         folder = saved(tmp_path / f"save-{number}", 1, FOUR)
         gate = threading.Event()
         held = lab.hub.fail(Fault(match="POST preupload", kind="slow", after_bytes=100, gate=gate))

@@ -34,7 +34,7 @@ def save_adapter(name: str, model_class: Any, base: Path, directory: Path) -> No
 
 @pytest.fixture(params=TARGETS)
 def name(request: pytest.FixtureRequest) -> str:
-    return request.param
+    return str(request.param)
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def test_code_that_is_not_trusted_is_not_run(saved: tuple[Path, Path]) -> None:
 
 def test_a_custom_class_loads_from_the_cache(saved: tuple[Path, Path], tmp_path: Path) -> None:
     put_in_cache(tmp_path / "cache", saved[0], commit="d" * 40, refs={"main": "d" * 40}, repo_id="org/custom")
-    options = {"cache_dir": tmp_path / "cache", "trust_remote_code": True}
+    options: dict[str, Any] = {"cache_dir": tmp_path / "cache", "trust_remote_code": True}
     theirs = AutoModel.from_pretrained("org/custom", **options)
 
     ours = hfshard.load_model(AutoModel, "org/custom", **options)

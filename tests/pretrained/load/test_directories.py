@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, PreTrainedModel
 
 import hfshard
 from tests.pretrained.conftest import SHARDS, WHOLE, Saves
@@ -26,7 +26,7 @@ from tests.zoo.compare import (
     raw_tensors,
     read_json,
 )
-from tests.zoo.models import TEXT, ZOO
+from tests.zoo.models import ZOO
 from tests.zoo.subject import sharded
 
 pytestmark = pytest.mark.compat
@@ -152,7 +152,7 @@ def test_an_index_beside_no_model_is_loaded_with_the_config_that_is_given(saves:
     directory = _copy(saves.stock("bert", SHARDS), tmp_path / "it")
     (directory / "config.json").unlink()
 
-    assert _both("bert", directory, config=BertConfig(**TEXT)) == []
+    assert _both("bert", directory, config=ZOO["bert"].make_config()) == []
 
 
 def _nothing(directory: Path) -> None:
@@ -223,7 +223,7 @@ def test_the_default_device_makes_no_difference_to_what_is_read_and_written(
 
 
 def test_a_load_on_the_meta_device_is_refused_as_upstream_refuses_it(saves: Saves) -> None:
-    def on_meta(model_class: type) -> None:
+    def on_meta(model_class: type[PreTrainedModel]) -> None:
         with torch.device("meta"):
             model_class.from_pretrained(saves.stock("bert"))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import transformers
 
@@ -82,7 +84,7 @@ def test_stock_reads_our_checkpoint_of_another_class_as_its_own(name: str, targe
 
 @pytest.mark.parametrize(("base", "name", "target"), BASES)
 def test_a_head_over_a_base_model_that_hfshard_saved_loads_and_reports_as_upstream(
-    base: str, name: str, target: str, saves: Saves, tmp_path
+    base: str, name: str, target: str, saves: Saves, tmp_path: Path
 ) -> None:
     upstream_base, upstream = getattr(transformers, base), getattr(transformers, target)
     theirs_at, ours_at = tmp_path / "theirs", tmp_path / "ours"

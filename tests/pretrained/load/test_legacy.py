@@ -39,7 +39,8 @@ def write_pickled_shards(directory: Path, name: str, shards: int = 3, *, zipped:
     """The same in several files and an index, as transformers wrote them before safetensors."""
     write_pickle(directory, name, {})
     (directory / "pytorch_model.bin").unlink()
-    state_dict, weight_map = ZOO[name].build().state_dict(), {}
+    state_dict = ZOO[name].build().state_dict()
+    weight_map: dict[str, str] = {}
     names = list(state_dict)
     for number in range(shards):
         file = f"pytorch_model-{number + 1:05d}-of-{shards:05d}.bin"
@@ -98,8 +99,10 @@ def test_use_safetensors_chooses_between_two_formats_as_upstream_does(use: bool 
     )
 
     assert both_loads(BertModel, tmp_path, use_safetensors=use) == []
-    loaded = sharded(BertModel).from_pretrained(tmp_path, use_safetensors=use).pooler.dense.bias
-    assert torch.equal(loaded, state_dict["pooler.dense.bias"] + (1 if use is False else 0))
+    loaded = sharded(BertModel).from_pretrained(tmp_path, use_safetensors=use)
+    assert torch.equal(
+        loaded.get_parameter("pooler.dense.bias"), state_dict["pooler.dense.bias"] + (1 if use is False else 0)
+    )
 
 
 def test_safetensors_asked_of_a_pickled_checkpoint_are_not_found(tmp_path: Path) -> None:
@@ -121,7 +124,7 @@ def _expected(name: str) -> dict[str, Any]:
     return {key: bits(value) for key, value in ZOO[name].build().state_dict().items()}
 
 
-def _loaded(name: str, directory: Path, model_class: type | None = None) -> dict[str, Any]:
+def _loaded(name: str, directory: Path, model_class: type[PreTrainedModel] | None = None) -> dict[str, Any]:
     model = (model_class or sharded(ZOO[name].upstream)).from_pretrained(directory)
     return {key: bits(value) for key, value in model.state_dict().items()}
 
@@ -204,7 +207,9 @@ def test_the_prefixes_are_taken_off_a_base_model_that_a_head_is_put_on(tmp_path:
 
     assert loaded.info["missing_keys"] == {"classifier.weight", "classifier.bias"}
     assert loaded.info["unexpected_keys"] == set()
-    assert {key: bits(value) for key, value in loaded.model.bert.state_dict().items()} == _expected("bert")
+    assert {key: bits(value) for key, value in loaded.model.get_submodule("bert").state_dict().items()} == _expected(
+        "bert"
+    )
 
 
 def test_gamma_and_beta_in_a_wrapped_models_checkpoint_are_found(tmp_path: Path) -> None:
@@ -230,10 +235,11 @@ class ModuleModel(PreTrainedModel):
         self.module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         self.module_list = nn.ModuleList([nn.Linear(2, 2)])
         self.head = nn.Linear(2, 3)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.module_list[0](self.module(x)))
+        result: torch.Tensor = self.head(self.module_list[0](self.module(x)))
+        return result
 
 
 class Mine(hfshard.ShardedModelMixin, ModuleModel):

@@ -156,7 +156,8 @@ def _builtin_kind(error: Exception) -> type[BaseException]:
 @pytest.mark.compat
 def test_a_config_given_as_an_object_is_used_and_not_changed(saves: Saves) -> None:
     directory = saves.stock("bert")
-    config = transformers.BertConfig(**TEXT, hidden_act="relu")
+    sizes: dict[str, Any] = TEXT
+    config = transformers.BertConfig(**sizes, hidden_act="relu")
     theirs = facts_of_load(load(BertModel, directory, config=config), directory)
     before = config.to_dict(), config.name_or_path
 
@@ -218,8 +219,9 @@ def test_without_output_loading_info_only_the_model_is_returned(saves: Saves) ->
 @pytest.mark.compat
 @pytest.mark.parametrize(("typo", "meant"), [("ignore_mismatched_size", "ignore_mismatched_sizes"), ("dtpye", "dtype")])
 def test_an_unknown_keyword_is_an_error_that_names_the_nearest(typo: str, meant: str, saves: Saves) -> None:
+    unknown: dict[str, Any] = {typo: True}
     with pytest.raises(TypeError, match=f"{typo}.*{meant}"):
-        sharded(BertModel).from_pretrained(saves.stock("bert"), **{typo: True})
+        sharded(BertModel).from_pretrained(saves.stock("bert"), **unknown)
 
 
 @pytest.mark.compat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ class Bert(hfshard.ShardedModelMixin, BertModel):
 def test_a_variant_that_rewrites_the_shared_config_leaves_the_weights_beside_it_verifiable(
     tmp_path: Path, limit: str
 ) -> None:
-    model = Bert(CONFIG)
+    model: Any = Bert(CONFIG)
     model.save_pretrained(tmp_path, max_shard_size=limit)
     model.to(torch.float16).save_pretrained(tmp_path, max_shard_size=limit, variant="fp16")
     assert '"float16"' in (tmp_path / "config.json").read_text()
@@ -33,7 +34,7 @@ def test_a_variant_that_rewrites_the_shared_config_leaves_the_weights_beside_it_
 
 
 def test_a_config_that_no_save_wrote_is_an_error_for_each_checkpoint_beside_it(tmp_path: Path) -> None:
-    model = Bert(CONFIG)
+    model: Any = Bert(CONFIG)
     model.save_pretrained(tmp_path)
     model.to(torch.float16).save_pretrained(tmp_path, variant="fp16")
     path = tmp_path / "config.json"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,7 @@ def stored(shard: SafetensorsFile) -> dict[str, TensorLike]:
     return {
         name: RawTensor(
             TensorLayout(slot.dtype, slot.shape, slot.nbytes, name in shard.pairs),
-            lambda block_bytes, slot=slot: shard.blocks(slot, block_bytes),
+            partial(shard.blocks, slot),
         )
         for name, slot in shard.header.tensors.items()
     }
@@ -74,7 +76,7 @@ def test_a_dtype_that_torch_lacks_has_a_form() -> None:
 
 
 def test_a_file_of_bytes_is_the_file_of_the_tensors(shard: SafetensorsFile, tmp_path: Path) -> None:
-    values = [ALL, stored(shard)]
+    values: list[Mapping[str, TensorLike]] = [ALL, stored(shard)]
     jobs = []
     for number, tensors in enumerate(values):
         ordered = file_order({name: tensors[name] for name in sorted(ALL)})

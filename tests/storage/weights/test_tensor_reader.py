@@ -78,7 +78,7 @@ def test_every_way_of_reading_gives_the_same_tensors(
         if is_cold:
             for path in tmp_path.glob("*.safetensors"):
                 make_cold(path)
-        assert_same(hfshard.load_state_dict(tmp_path, read=read), expected)  # type: ignore[arg-type]
+        assert_same(hfshard.load_state_dict(tmp_path, read=read), expected)
 
 
 @pytest.mark.parametrize("is_cold", [True, False])
@@ -197,7 +197,7 @@ def test_nothing_wanted_is_nothing_read(tmp_path: Path) -> None:
     hfshard.save_state_dict(tensors(), tmp_path)
     with opened(tmp_path / "model.safetensors") as shard:
         for read in ("auto", "mmap", "pread"):
-            assert read_from([(shard, [])], read, CPU) == {}  # type: ignore[arg-type]
+            assert read_from([(shard, [])], read, CPU) == {}
 
 
 def test_a_mode_that_means_nothing_is_refused(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def without_cache(model: Model) -> Model:
     processors (AMD's, for one) sum in another order.
     """
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "use_cache"):
             config.use_cache = False
     return model

@@ -19,7 +19,7 @@ def test_a_single_file_beside_the_shards_is_not_restored_and_is_told_of(tmp_path
         assert len(list(place.glob("model-*-of-*.safetensors"))) > 1
         hfshard.save_state_dict({name: torch.zeros_like(one) for name, one in weights.items()}, tmp_path / "other")
         (tmp_path / "other" / "model.safetensors").rename(place / "model.safetensors")
-        nn.init.ones_(model[0].weight)
+        nn.init.ones_(model.get_parameter("0.weight"))
         manager.restore(TrainingState(model=model), 1)
         [problem] = manager.verify(1)[1]
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
