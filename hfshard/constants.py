@@ -44,7 +44,7 @@ FINGERPRINT_BYTES: Final = 4096
 FINGERPRINT_TENSORS: Final = 1024
 """At most so many tensors of a file go into its `fingerprint`, evenly chosen."""
 
-MAX_OTHER_BYTES: Final = 256 * 1024 * 1024
+MAX_COMPANION_BYTES: Final = 256 * 1024 * 1024
 """The largest file beside the weights that comes with a checkpoint: tokenizers have up to 35 MB; a data set stays."""
 
 SAFETENSORS_SUFFIX: Final = ".safetensors"
@@ -59,7 +59,7 @@ GENERATION_CONFIG_NAME: Final = "generation_config.json"
 ADAPTER_CONFIG_NAME: Final = "adapter_config.json"
 README: Final = "README.md"
 INDEX_SUFFIX: Final = ".index.json"
-EXPLICIT_WEIGHTS_KEY: Final = "transformers_weights"
+WEIGHTS_OVERRIDE_KEY: Final = "transformers_weights"
 """The key of config.json by which transformers is told which weights file to load before all others."""
 
 METADATA_KEY: Final = "hfshard"

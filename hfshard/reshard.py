@@ -27,8 +27,8 @@ from hfshard.resharding.request import with_dtype, with_tensors
 from hfshard.save import save_request
 from hfshard.saving.prepare import SaveRequest
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.checkpoint.raw_tensors import is_recorded
-from hfshard.storage.disk.companions import files_beside, refuse_others
+from hfshard.storage.checkpoint.raw_tensors import has_checksums
+from hfshard.storage.disk.companions import find_companion_files, refuse_conflicts
 from hfshard.storage.disk.safe_open import Identity, identity_of
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.integrity import Checksum, check_checksum
@@ -54,7 +54,7 @@ class ReshardResult:
     """The source's files of weights, and their bytes."""
     is_compared: bool
     """Whether every byte that was copied was compared with a checksum on the way; else the source has none."""
-    others: tuple[str, ...]
+    companion_files: tuple[str, ...]
     """Files that were copied along."""
 
 
@@ -154,15 +154,18 @@ def resharded(
         if floating is not None:
             request = with_dtype(request, floating, checkpoint.directory)
         if not is_in_place:
-            request = replace(request, others=files_beside(checkpoint.directory, {CONFIG_NAME, *request.extras}))
-            refuse_others(request.others, dst)
-        identities, is_compared = _identities(checkpoint), is_recorded(checkpoint)
+            companions = find_companion_files(checkpoint.directory, {CONFIG_NAME, *request.model_files})
+            request = replace(request, companion_files=companions)
+            refuse_conflicts(request.companion_files, dst)
+        identities, is_compared = _identities(checkpoint), has_checksums(checkpoint)
         if not is_compared:
-            logger.info("'%s' has no checksums: its structure was checked, its bytes can't be.", checkpoint.entry)
+            logger.info(
+                "'%s' has no checksums: its structure was checked, its bytes can't be.", checkpoint.weights_path
+            )
         save = partial(reshard_in_place, checkpoint) if low_disk else save_request
         index = save(request, dst, partial(_check_unchanged, checkpoint, identities))
     files = {os.path.relpath(path, place.directory): size for path, (_, _, size, _) in identities.items()}
-    return ReshardResult(dst, index, place.directory, files, is_compared, tuple(request.others))
+    return ReshardResult(dst, index, place.directory, files, is_compared, tuple(request.companion_files))
 
 
 def _floating(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -208,8 +211,8 @@ def _check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:
         return
     if low_disk:
         raise InvalidArgumentError(
-            f"low_disk is for safetensors, and '{checkpoint.entry}' is a pickle. Convert it without low_disk.",
-            path=checkpoint.entry,
+            f"low_disk is for safetensors, and '{checkpoint.weights_path}' is a pickle. Convert it without low_disk.",
+            path=checkpoint.weights_path,
         )
     names = checkpoint.names
     for name in (names.single, names.index):

@@ -183,7 +183,7 @@ def save_request(
     with save_session(directory, request.names) as session:
         check()
         plan = with_free_names(plan, session, request)
-        need_bytes = plan.total_size + sum(file.size for file in request.others.values())
+        need_bytes = plan.total_size + sum(file.size for file in request.companion_files.values())
         session.check_space(need_bytes)
         with bytes_bar("Saving", need_bytes, request.progress) as progress_callback:
             new, index = stage(plan, session, request, progress_callback)
@@ -212,7 +212,7 @@ def _pretrained_request(
         file_metadata=state.metadata,
         total_parameters=state.total_parameters,
         config=files.pop("config.json"),
-        extras=files,
+        model_files=files,
     )
 
 

@@ -210,7 +210,7 @@ class _Verifier:
         try:
             findings.data_bytes = shard.data_bytes
             if index is None:
-                records |= {**shard.own.files, name: shard.own.digests}  # it is the only one
+                records |= {**shard.hfshard_metadata.files, name: shard.hfshard_metadata.digests}  # it is the only one
                 self._check_aliases(shard, findings)
             else:
                 self._check_names(shard, index, findings)
@@ -229,9 +229,9 @@ class _Verifier:
         progress_callback: Callable[[int], object],
     ) -> None:
         try:
-            shard.check_record(record, with_fingerprint=True)
+            shard.check_size_and_fingerprint(record, with_fingerprint=True)
             if self.level == "full" and record.is_verifiable:
-                shard.check_digest(
+                shard.check_contents(
                     replace(record, tensor_digests=None), progress_callback
                 )  # which of them they are is found below
                 findings.checked_bytes += shard.size
@@ -271,7 +271,7 @@ class _Verifier:
 
     def _check_aliases(self, shard: SafetensorsFile, findings: _Findings) -> None:
         try:
-            check_tied_names(shard.own.tied_names, shard.header.tensors, shard.path)
+            check_tied_names(shard.hfshard_metadata.tied_names, shard.header.tensors, shard.path)
         except HfshardError as error:
             findings.found(error, self.directory)
 

@@ -221,7 +221,7 @@ def test_what_lies_beside_goes_along_and_weights_of_others_do_not(tmp_path: Path
     new.mkdir()
     (new / "README.md").write_text("# mine\n")
     result = resharded(CheckpointSource(str(old)), str(new), "1MB")
-    assert result.others == ("README.md", "chat_template.jinja", "modeling_own.py", "tokenizer.json")
+    assert result.companion_files == ("README.md", "chat_template.jinja", "modeling_own.py", "tokenizer.json")
     assert sorted(os.listdir(new)) == sorted([*beside, "model.safetensors"])
     for name in beside.keys() - {"README.md"}:
         assert (new / name).read_text() == beside[name]

@@ -126,7 +126,7 @@ def inspect_checkpoint(directory: str, *, variant: str | None = None) -> Inspect
     with open_checkpoint(directory, variant=variant, verify="none") as checkpoint:
         return Inspection(
             directory=directory,
-            entry=checkpoint.located.name,
+            entry=checkpoint.weights.name,
             files=tuple(_files(checkpoint)),
             tensors=tuple(_tensors(checkpoint)),
             tied_names=dict(checkpoint.index.tied_names),

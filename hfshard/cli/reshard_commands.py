@@ -105,7 +105,7 @@ def _as_json(result: ReshardResult) -> dict[str, Any]:
             {"name": name, **asdict(record), "tensors": counts[name]} for name, record in _weights(result).items()
         ],
         "tied_names": result.index.tied_names,
-        "copied": list(result.others),
+        "copied": list(result.companion_files),
     }
 
 
@@ -118,8 +118,8 @@ def _as_text(result: ReshardResult, variant: str | None) -> str:
         ["read", f"{result.source}: {format_size(before)} in {_count(len(result.files_before))}{compared}"],
         ["written", f"{result.directory}: {format_size(after)} in {_count(len(weights))}"],
     ]
-    if result.others:
-        rows.append(["copied", ", ".join(result.others)])
+    if result.companion_files:
+        rows.append(["copied", ", ".join(result.companion_files)])
     files = [
         [name, format_size(record.size or 0), f"{counts[name]:,}", _checksum(record)]
         for name, record in weights.items()

@@ -13,7 +13,7 @@ from hfshard.constants import CONFIG_NAME, README
 from hfshard.errors import SaveDirectoryError
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.commit.commit import SaveSession, save_session
-from hfshard.storage.commit.commit_plan import NewCheckpoint, digest_of, plan_commit
+from hfshard.storage.commit.commit_plan import NewCheckpoint, content_digest, plan_commit
 from hfshard.storage.disk.fsops import copy_mode, sync
 
 _FICLONE: Final = 0x40049409
@@ -40,8 +40,8 @@ def export(checkpoint: OpenCheckpoint, directory: str, others: Collection[str]) 
     """
     names, source = checkpoint.names, checkpoint.directory
     weights = [*checkpoint.shards, *checkpoint.pickles]
-    entry = checkpoint.located.name
-    is_index = checkpoint.located.kind in ("index", "bin_index")
+    entry = checkpoint.weights.name
+    is_index = checkpoint.weights.kind in ("index", "bin_index")
     extras = sorted({*others, *([entry] if is_index else [])} - _LEFT_OUT - {*weights, CONFIG_NAME})
     small = {name: _read(source, name) for name in extras}
     config = _read(source, CONFIG_NAME) if os.path.isfile(os.path.join(source, CONFIG_NAME)) else None
@@ -58,7 +58,7 @@ def export(checkpoint: OpenCheckpoint, directory: str, others: Collection[str]) 
         index = small.pop(names.index, None) if entry == names.index else None
         if README in small and README in session.state.listing:
             del small[README]  # the user's own
-        digest = digest_of([index or b"", *(name.encode() for name in weights)])
+        digest = content_digest([index or b"", *(name.encode() for name in weights)])
         new = NewCheckpoint(staged, checkpoint.keys, index, config, small, digest)
         session.commit(plan_commit(session.state, new))
 
@@ -66,11 +66,11 @@ def export(checkpoint: OpenCheckpoint, directory: str, others: Collection[str]) 
 def _refuse_other_contents(session: SaveSession, checkpoint: OpenCheckpoint, weights: Collection[str]) -> None:
     directory, is_plain = (
         session.directory,
-        checkpoint.located.name in (checkpoint.names.single, checkpoint.names.index),
+        checkpoint.weights.name in (checkpoint.names.single, checkpoint.names.index),
     )
     if not is_plain and session.state.has_weights:
-        raise _refusal(directory, checkpoint.located.name, "weights of another format")
-    if checkpoint.located.kind == "single":
+        raise _refusal(directory, checkpoint.weights.name, "weights of another format")
+    if checkpoint.weights.kind == "single":
         return  # one rename replaces it
     for name in weights:
         if session.status_of(name) is not None and not _is_same(directory, name, checkpoint.directory):

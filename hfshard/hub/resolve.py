@@ -15,8 +15,8 @@ from hfshard.constants import (
     BIN_SUFFIX,
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
+    MAX_COMPANION_BYTES,
     MAX_INDEX_BYTES,
-    MAX_OTHER_BYTES,
     SAFETENSORS_SUFFIX,
     WEIGHTS_SUFFIXES,
 )
@@ -169,7 +169,7 @@ def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
         return not path.startswith(_OWN_STEMS) and (is_asked or path.startswith("adapter_model."))
     if is_asked or ("/" in path and path.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX))):
         return True
-    return size <= MAX_OTHER_BYTES and not path.endswith(WEIGHTS_SUFFIXES)
+    return size <= MAX_COMPANION_BYTES and not path.endswith(WEIGHTS_SUFFIXES)
 
 
 def _entry(

@@ -111,15 +111,18 @@ def plan_specs(
     tied_names: Mapping[str, str] | None = None,
     single_metadata_bytes: int = 1024,
     shard_metadata_bytes: int = _SHARD_METADATA_BYTES,
-    apart: Collection[str] = (),
+    separate_names: Collection[str] = (),
 ) -> ShardPlan:
-    """`plan_shards` for tensors of which only the specs are known; no file holds those of `apart` and others too."""
+    """Plan shards from the tensors' specs; no file holds both tensors of `separate_names` and others."""
     if packing not in ("greedy", "balanced"):
         raise InvalidArgumentError(f"packing must be 'greedy' or 'balanced', and is {packing!r}.")
     sizes = _entry_sizes(specs)
     whole = _file_bytes(sum(sizes) + single_metadata_bytes, sum(spec.nbytes for spec in specs))
     groups: list[list[int]]
-    parts = [[i for i, spec in enumerate(specs) if (spec.name in apart) is is_apart] for is_apart in (False, True)]
+    parts = [
+        [i for i, spec in enumerate(specs) if (spec.name in separate_names) is is_separate]
+        for is_separate in (False, True)
+    ]
     if all(parts) or (whole > max_shard_bytes and len(specs) > 1):
         pack = _pack_greedy if packing == "greedy" else _pack_balanced
         room = _Room(max_shard_bytes, shard_metadata_bytes)

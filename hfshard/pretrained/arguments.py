@@ -16,7 +16,7 @@ from transformers.utils.hub import cached_files
 from transformers.utils.import_utils import is_peft_available
 
 from hfshard._util.arguments import refuse_unknown
-from hfshard.constants import EXPLICIT_WEIGHTS_KEY
+from hfshard.constants import WEIGHTS_OVERRIDE_KEY
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.tensors.dtypes import TORCH_DTYPES
@@ -102,9 +102,9 @@ def config_of(
         **rest,
     )
     model_kwargs = {key: value for key, value in model_kwargs.items() if key in rest and key not in CONFIG_ATTRIBUTES}
-    explicit = getattr(config, EXPLICIT_WEIGHTS_KEY, None)
+    explicit = getattr(config, WEIGHTS_OVERRIDE_KEY, None)
     if isinstance(explicit, str) and "-hfshard-" in explicit:
-        delattr(config, EXPLICIT_WEIGHTS_KEY)  # of a commit under way
+        delattr(config, WEIGHTS_OVERRIDE_KEY)  # of a commit under way
     _refuse_unknown_model_arguments(model_class, config, model_kwargs)
     return config, model_kwargs
 

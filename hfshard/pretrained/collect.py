@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
-from hfshard.constants import CONFIG_NAME, EXPLICIT_WEIGHTS_KEY
+from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.class_alias import architecture_of, view_as_alias
 from hfshard.state_dicts.state_dict import collect_state_dict
@@ -113,9 +113,9 @@ def small_files(model: PreTrainedModel) -> dict[str, bytes]:
 def _without_explicit_weights(config: bytes) -> bytes:
     # A model that was loaded from a commit under way, or by an explicit name, is saved under conventional names.
     value = json.loads(config)
-    if EXPLICIT_WEIGHTS_KEY not in value:
+    if WEIGHTS_OVERRIDE_KEY not in value:
         return config
-    del value[EXPLICIT_WEIGHTS_KEY]
+    del value[WEIGHTS_OVERRIDE_KEY]
     return dump_json(value)
 
 

@@ -49,7 +49,7 @@ def publish_saved(
     **options: Any,
 ) -> CommitInfo | PushResult:
     """Push the files that a save has just written into a directory, and nothing else that is there."""
-    names = {*index.weight_map.values(), *index.files, request.names.index, "config.json", *request.extras}
+    names = {*index.weight_map.values(), *index.files, request.names.index, "config.json", *request.model_files}
     contents, _ = directory_contents(directory, names=names)
     return _publish(contents, frozenset({request.names.variant}), request.progress, repo_id, tags, **options)
 

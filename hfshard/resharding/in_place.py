@@ -12,7 +12,7 @@ from hfshard.save import save_request
 from hfshard.saving.prepare import SaveRequest, index_of, plan_request, shard_room
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.commit.commit import SaveSession, save_session
-from hfshard.storage.commit.commit_plan import NewCheckpoint, digest_of, plan_commit
+from hfshard.storage.commit.commit_plan import NewCheckpoint, content_digest, plan_commit
 from hfshard.storage.commit.directory_state import read_state
 from hfshard.storage.disk.fsops import can_link
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
@@ -54,7 +54,7 @@ def reshard_in_place(
     """
     plan = plan_request(request)
     aligned = aligned_plan(checkpoint, request, plan)
-    if checkpoint.located.kind != "index" or not plan.is_sharded or not aligned.is_sharded:
+    if checkpoint.weights.kind != "index" or not plan.is_sharded or not aligned.is_sharded:
         return save_request(request, directory, check)  # one file, old or new: no group is smaller than the whole
     with save_session(directory, request.names) as session:
         check()
@@ -246,18 +246,18 @@ class _Regrouping:
         shard, record, checksum = self.checkpoint.shards[file], self.records.get(file, FileDigest()), self.checksum
         if record.fingerprint is not None and (checksum is None or getattr(record, checksum) is not None):
             return record
-        shard.check_digest(record)
+        shard.check_contents(record)
         found = FileDigest(shard.size, fingerprint=shard.fingerprint())
         if checksum is None:
             return found
         tensors = "".join(tensor_digest(shard.blocks(slot)) for slot in shard.header.tensors.values())
-        digest = shard.digest(checksum)
+        digest = shard.checksum(checksum)
         found = replace(found, sha256=digest) if checksum == "sha256" else replace(found, xxh3=digest)
         return replace(found, tensor_digests=tensors)
 
     def _index(self) -> CheckpointIndex:
         """Of the files as they are; with no records at all, as long as one has none."""
-        records = {**self.records, **self.request.companion_digests} if self.is_recorded else {}
+        records = {**self.records, **self.request.model_file_digests} if self.is_recorded else {}
         weight_map = {name: file for file, names in self.files.items() for name in names}
         return replace(self.base, weight_map=weight_map, files=records)
 
@@ -266,8 +266,16 @@ class _Regrouping:
         if index.weight_map.keys() != self.request.tensors.keys():
             raise RuntimeError("A group of the re-shard is not whole: a bug of hfshard's. Nothing was removed for it.")
         raw = index.to_json()
-        keeps = frozenset(self.files) - frozenset(staged)
-        new = NewCheckpoint(dict(staged), list(index.weight_map), raw, None, {}, digest_of([raw]), keeps=keeps)
+        kept_shards = frozenset(self.files) - frozenset(staged)
+        new = NewCheckpoint(
+            shards=dict(staged),
+            keys=list(index.weight_map),
+            index=raw,
+            config=None,
+            model_files={},
+            digest=content_digest([raw]),
+            kept_shards=kept_shards,
+        )
         session = self.session
         session.commit(plan_commit(session.state, new))
         session.empty_staging()

@@ -46,19 +46,19 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint) -> SaveReques
         file_metadata = shard.header.metadata | file_metadata
     config, directory = read_config(checkpoint.directory), checkpoint.directory
     generation = os.path.join(directory, GENERATION_CONFIG_NAME)
-    extras = {}
+    model_files = {}
     if os.path.lexists(generation):
-        extras = {GENERATION_CONFIG_NAME: read_small(generation, directory, MAX_CONFIG_BYTES)[0]}
+        model_files = {GENERATION_CONFIG_NAME: read_small(generation, directory, MAX_CONFIG_BYTES)[0]}
     request = replace(
         request,
         tensors={name: value for name, value in tensors.items() if name not in tied_names},
         tied_names=tied_names,
         undeclared_ties=index.undeclared_ties,
-        metadata=_without(index.metadata, _OWN_KEYS if checkpoint.located.kind == "single" else frozenset()),
+        metadata=_without(index.metadata, _OWN_KEYS if checkpoint.weights.kind == "single" else frozenset()),
         file_metadata=_without(file_metadata, _OWN_KEYS),
         total_parameters=index.total_parameters,
         config=config if config is None or weights_override_of(config) is None else without_weights_override(config),
-        extras=extras,
+        model_files=model_files,
     )
     if checkpoint.pickles or plan_request(request).weight_map == index.weight_map:
         return request

@@ -42,7 +42,7 @@ def stream_request(request: SaveRequest) -> tuple[dict[str, ByteSource], Checkpo
         contents[shard.file] = StreamSource(record.size or 0, sha256, opener)
     if plan.is_sharded:
         contents[request.names.index] = BytesSource(index.to_json())
-    small = {**request.extras, **({"config.json": request.config} if request.config is not None else {})}
+    small = {**request.model_files, **({"config.json": request.config} if request.config is not None else {})}
     return contents | {name: BytesSource(raw) for name, raw in small.items()}, index
 
 

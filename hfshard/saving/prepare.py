@@ -12,9 +12,9 @@ from hfshard.constants import README
 from hfshard.errors import InvalidArgumentError
 from hfshard.planning.plan import Packing, ShardPlan, plan_specs, with_one_more_shard
 from hfshard.storage.commit.commit import SaveSession
-from hfshard.storage.commit.commit_plan import NewCheckpoint, digest_of, needs_links
-from hfshard.storage.disk.companions import BesideFile
-from hfshard.storage.format.index import CheckpointIndex, FileDigest, hfshard_metadata
+from hfshard.storage.commit.commit_plan import NewCheckpoint, content_digest, needs_links
+from hfshard.storage.disk.companions import CompanionFile
+from hfshard.storage.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata
 from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX, Checksum, sha256_of
 from hfshard.storage.format.names import WeightNames
 from hfshard.storage.tensors.tensor_layout import TensorLike, tensor_layout
@@ -50,17 +50,17 @@ class SaveRequest:
     """For every file's `__metadata__`."""
     total_parameters: int | None = None
     config: bytes | None = None
-    extras: Mapping[str, bytes] = field(default_factory=dict)
-    others: Mapping[str, BesideFile] = field(default_factory=dict)
+    model_files: Mapping[str, bytes] = field(default_factory=dict)
+    companion_files: Mapping[str, CompanionFile] = field(default_factory=dict)
     """Files of another directory that go along: they are copied, and are no part of the checkpoint."""
-    apart: frozenset[str] = frozenset()
+    separate_names: frozenset[str] = frozenset()
     """Tensors that have files of their own: the others change together, or these do."""
     progress: bool | None = None
 
     @property
-    def companion_digests(self) -> dict[str, FileDigest]:
+    def model_file_digests(self) -> dict[str, FileDigest]:
         """Records of the small JSON files that belong to the checkpoint."""
-        files = {**({"config.json": self.config} if self.config is not None else {}), **self.extras}
+        files = {**({"config.json": self.config} if self.config is not None else {}), **self.model_files}
         return {
             name: FileDigest(size=len(raw), sha256=sha256_of(raw))
             for name, raw in sorted(files.items())
@@ -77,7 +77,7 @@ def plan_request(request: SaveRequest) -> ShardPlan:
     """
     _check_metadata(request.metadata)
     specs, room = tensor_specs(request.tensors), shard_room(request)
-    own = hfshard_metadata(request.companion_digests, request.tied_names, request.undeclared_ties)
+    own = build_hfshard_metadata(request.model_file_digests, request.tied_names, request.undeclared_ties)
     digests = _OWN_DIGEST_BYTES + TENSOR_DIGEST_HEX * len(specs)
     return plan_specs(
         specs,
@@ -87,7 +87,7 @@ def plan_request(request: SaveRequest) -> ShardPlan:
         tied_names=request.tied_names,
         single_metadata_bytes=room + digests + _json_bytes(own) + _json_bytes(dict(request.metadata)),
         shard_metadata_bytes=room,
-        apart=request.apart,
+        separate_names=request.separate_names,
     )
 
 
@@ -163,20 +163,27 @@ def stage(
     index = index_of(plan, request, records)
     index_json = index.to_json() if plan.is_sharded else None
     files = {shard.file: record for shard, record in zip(plan.shards, records, strict=True)}
-    digest = digest_of([index_json] if index_json is not None else [repr(files).encode()])
-    keys = list(plan.weight_map)
-    others = _stage_others(session, request, progress_callback)
-    return NewCheckpoint(staged, keys, index_json, request.config, dict(request.extras), digest, others), index
+    digest = content_digest([index_json] if index_json is not None else [repr(files).encode()])
+    new = NewCheckpoint(
+        shards=staged,
+        keys=list(plan.weight_map),
+        index=index_json,
+        config=request.config,
+        model_files=dict(request.model_files),
+        digest=digest,
+        companion_files=_stage_companion_files(session, request, progress_callback),
+    )
+    return new, index
 
 
-def _stage_others(
+def _stage_companion_files(
     session: SaveSession, request: SaveRequest, progress_callback: Callable[[int], object] | None
 ) -> dict[str, str]:
     staged = {}
-    for number, (name, file) in enumerate(request.others.items()):
+    for number, (name, file) in enumerate(request.companion_files.items()):
         if name == README and name in session.state.listing:
             continue  # the user's own
-        staged[name] = f"{number:05d}.other"
+        staged[name] = f"{number:05d}.companion"
         file.copy_to(os.path.join(session.staging, staged[name]), session.status_of(name), progress_callback)
     return staged
 
@@ -188,7 +195,7 @@ def shard_jobs(
     own = (
         None
         if plan.is_sharded
-        else hfshard_metadata(request.companion_digests, request.tied_names, request.undeclared_ties)
+        else build_hfshard_metadata(request.model_file_digests, request.tied_names, request.undeclared_ties)
     )
     extra = dict(request.file_metadata)
     if not plan.is_sharded:
@@ -210,7 +217,7 @@ def index_of(plan: ShardPlan, request: SaveRequest, records: Sequence[FileDigest
         total_size=plan.total_size,
         total_parameters=_parameters(request),
         metadata=dict(request.metadata),
-        files={**files, **request.companion_digests},
+        files={**files, **request.model_file_digests},
         tied_names=dict(request.tied_names),
         undeclared_ties=request.undeclared_ties,
     )

@@ -149,7 +149,7 @@ def _model_request(model: torch.nn.Module, limit: int, checksum: Checksum | None
     if not is_pretrained(unwrap(model)):
         own = {name: value for name, value in collect_state_dict(model).items() if isinstance(value, torch.Tensor)}
     request = request_of(model, own, limit, None, save_original_format=False, checksum=checksum, progress=progress)
-    return replace(request, apart=_frozen(model, request))
+    return replace(request, separate_names=_frozen(model, request))
 
 
 def _frozen(model: torch.nn.Module, request: SaveRequest) -> frozenset[str]:

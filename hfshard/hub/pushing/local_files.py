@@ -91,7 +91,7 @@ def _known_hashes(checkpoint: OpenCheckpoint) -> dict[str, str | None]:
     for name, shard in checkpoint.shards.items():
         record = checkpoint.index.files.get(name, FileDigest())
         hashes[name] = record.sha256
-        if record.is_verifiable and (checkpoint.located.kind == "single" or record.sha256 is None):
+        if record.is_verifiable and (checkpoint.weights.kind == "single" or record.sha256 is None):
             hashes[name] = shard.checked_sha256(record)
     return hashes
 
@@ -121,7 +121,7 @@ def _checked_name(path: str, directory: str) -> str:
 
 
 def _files_of(checkpoint: OpenCheckpoint) -> set[str]:
-    return {checkpoint.located.name, *checkpoint.shards, *checkpoint.pickles}
+    return {checkpoint.weights.name, *checkpoint.shards, *checkpoint.pickles}
 
 
 def _strays(paths: Collection[str], used: Collection[str], variants: Collection[str | None]) -> set[str]:

@@ -19,7 +19,7 @@ from hfshard.constants import (
     SAFETENSORS_SUFFIX,
 )
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError
-from hfshard.storage.checkpoint.checks import check_digests, check_keys, check_records
+from hfshard.storage.checkpoint.checks import check_checksums, check_fingerprints, check_keys
 from hfshard.storage.checkpoint.locate import (
     WeightsEntry,
     checked_weights_override,
@@ -46,7 +46,7 @@ class OpenCheckpoint:
 
     Attributes:
         directory: Where it lies.
-        located: The file that it was entered by.
+        weights: The file that it was entered by.
         index: Which file holds which tensor; for a single file, what the file says of itself.
         shards: File -> open safetensors file.
         pickles: File -> tensors of a pickled file.
@@ -54,19 +54,19 @@ class OpenCheckpoint:
 
     directory: str
     names: WeightNames
-    located: WeightsEntry
+    weights: WeightsEntry
     index: CheckpointIndex
     shards: dict[str, SafetensorsFile] = field(default_factory=dict)
     pickles: dict[str, PickleFile] = field(default_factory=dict)
-    explicit: str | None = None
+    weights_override: str | None = None
     """The weights that config.json names, if it does."""
-    stamp: tuple[Identity | None, ...] = ()
+    state_token: tuple[Identity | None, ...] = ()
     """The identities of the files that tell that it was replaced."""
 
     @property
-    def entry(self) -> str:
+    def weights_path(self) -> str:
         """Path of the file that it was entered by."""
-        return os.path.join(self.directory, self.located.name)
+        return os.path.join(self.directory, self.weights.name)
 
     @property
     def keys(self) -> list[str]:
@@ -87,7 +87,7 @@ class OpenCheckpoint:
 
     def is_unchanged(self) -> bool:
         """Whether the directory still holds this checkpoint."""
-        return self.stamp == state_token(self.directory, self.names, self.explicit)
+        return self.state_token == state_token(self.directory, self.names, self.weights_override)
 
     def close(self) -> None:
         """Close all files; mapped tensors stay valid."""
@@ -105,7 +105,7 @@ def open_checkpoint(
     progress_callback: Callable[[int], object] | None = None,
     files_of: FilesOf | None = None,
     base: str = MODEL_BASE,
-    entry: str | None = None,
+    weights_name: str | None = None,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint: everything that costs nothing is checked, and with verify="full" every byte.
 
@@ -120,7 +120,7 @@ def open_checkpoint(
         progress_callback: Told the bytes that were checked, from any thread.
         files_of: Where there is an index: which of its files to open and check; the others need not be there.
         base: Begins the names of its files.
-        entry: Name of the index or single file to enter by, whatever else lies there. None: as transformers finds it.
+        weights_name: The index or single file to open, whatever else lies there. None: the one that transformers finds.
 
     Raises:
         CheckpointNotFoundError: No weights there.
@@ -129,10 +129,11 @@ def open_checkpoint(
     """
     if verify not in ("none", "structure", "full", "sha256"):
         raise InvalidArgumentError(f"verify must be 'none', 'structure' or 'full' (or 'sha256'), and is {verify!r}.")
-    checkpoint = _open_until_whole(directory, WeightNames(variant, base), use_safetensors, verify, files_of, entry)
+    names = WeightNames(variant, base)
+    checkpoint = _open_until_whole(directory, names, use_safetensors, verify, files_of, weights_name)
     try:
         if verify in ("full", "sha256"):
-            check_digests(checkpoint.entry, checkpoint.index, checkpoint.shards, progress_callback)
+            check_checksums(checkpoint.weights_path, checkpoint.index, checkpoint.shards, progress_callback)
         yield checkpoint
     finally:
         checkpoint.close()
@@ -144,23 +145,23 @@ def _open_until_whole(
     use_safetensors: bool | None,
     verify: Verify,
     files_of: FilesOf | None,
-    entry: str | None,
+    weights_name: str | None,
 ) -> OpenCheckpoint:
     last: HfshardError | None = None
     for _ in range(CHANGED_RETRIES):
-        explicit = entry
-        before = state_token(directory, names, explicit)
+        weights_override = weights_name
+        before = state_token(directory, names, weights_override)
         try:
-            explicit = entry or checked_weights_override(read_config(directory), directory, names)
-            before = (*before, *state_token(directory, names, explicit)[len(before) :])
-            located = find_weights(directory, names, use_safetensors, explicit)
-            checkpoint = _open_once(directory, names, located, verify, files_of)
+            weights_override = weights_name or checked_weights_override(read_config(directory), directory, names)
+            before = (*before, *state_token(directory, names, weights_override)[len(before) :])
+            weights = find_weights(directory, names, use_safetensors, weights_override)
+            checkpoint = _open_once(directory, names, weights, verify, files_of)
         except HfshardError as error:
-            if before == state_token(directory, names, explicit):
+            if before == state_token(directory, names, weights_override):
                 raise
             last = error
         else:
-            checkpoint.explicit, checkpoint.stamp = explicit, before
+            checkpoint.weights_override, checkpoint.state_token = weights_override, before
             if checkpoint.is_unchanged():
                 return checkpoint
             checkpoint.close()
@@ -173,26 +174,26 @@ def _open_until_whole(
 
 
 def _open_once(
-    directory: str, names: WeightNames, located: WeightsEntry, verify: Verify, files_of: FilesOf | None
+    directory: str, names: WeightNames, weights: WeightsEntry, verify: Verify, files_of: FilesOf | None
 ) -> OpenCheckpoint:
-    path = os.path.join(directory, located.name)
-    if located.kind == "bin":
+    path = os.path.join(directory, weights.name)
+    if weights.kind == "bin":
         pickled = PickleFile(path, directory)
-        index = CheckpointIndex(weight_map=dict.fromkeys(pickled.tensors, located.name))
-        return OpenCheckpoint(directory, names, located, index, pickles={located.name: pickled})
-    if located.kind == "single":
-        checkpoint = _open_single(directory, names, located)
+        index = CheckpointIndex(weight_map=dict.fromkeys(pickled.tensors, weights.name))
+        return OpenCheckpoint(directory, names, weights, index, pickles={weights.name: pickled})
+    if weights.kind == "single":
+        checkpoint = _open_single(directory, names, weights)
     else:
         raw, _ = read_small(path, directory, MAX_INDEX_BYTES)
-        suffix = SAFETENSORS_SUFFIX if located.kind == "index" else ".bin"
-        checkpoint = OpenCheckpoint(directory, names, located, CheckpointIndex.from_json(raw, path, suffix=suffix))
+        suffix = SAFETENSORS_SUFFIX if weights.kind == "index" else ".bin"
+        checkpoint = OpenCheckpoint(directory, names, weights, CheckpointIndex.from_json(raw, path, suffix=suffix))
     try:
-        if located.kind != "single":
+        if weights.kind != "single":
             _open_files(checkpoint, files_of)
         if verify != "none":
-            is_part = located.kind != "single" and files_of is not None
+            is_part = weights.kind != "single" and files_of is not None
             index = replace(checkpoint.index, total_size=None) if is_part else checkpoint.index
-            check_records(checkpoint.entry, index, checkpoint.shards)
+            check_fingerprints(checkpoint.weights_path, index, checkpoint.shards)
     except BaseException:
         checkpoint.close()
         raise
@@ -207,29 +208,29 @@ def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
         weight_map = {name: file for name, file in weight_map.items() if file in wanted}
     for file in sorted(wanted):
         path = os.path.join(directory, file)
-        if checkpoint.located.kind == "index":
+        if checkpoint.weights.kind == "index":
             checkpoint.shards[file] = SafetensorsFile(path, directory)
         else:
             checkpoint.pickles[file] = PickleFile(path, directory)
     contents = {file: list(shard.header.tensors) for file, shard in checkpoint.shards.items()}
     contents |= {file: list(pickled.tensors) for file, pickled in checkpoint.pickles.items()}
-    check_keys(checkpoint.entry, weight_map, contents)
+    check_keys(checkpoint.weights_path, weight_map, contents)
 
 
-def _open_single(directory: str, names: WeightNames, located: WeightsEntry) -> OpenCheckpoint:
-    shard = SafetensorsFile(os.path.join(directory, located.name), directory)
+def _open_single(directory: str, names: WeightNames, weights: WeightsEntry) -> OpenCheckpoint:
+    shard = SafetensorsFile(os.path.join(directory, weights.name), directory)
     try:
-        slots, own = shard.header.tensors, shard.own
+        slots, own = shard.header.tensors, shard.hfshard_metadata
         check_tied_names(own.tied_names, slots, shard.path)
         index = CheckpointIndex(
-            weight_map=dict.fromkeys(slots, located.name),
+            weight_map=dict.fromkeys(slots, weights.name),
             total_size=shard.data_bytes,
             metadata={key: value for key, value in shard.header.metadata.items() if key != METADATA_KEY},
-            files={**own.files, located.name: own.digests} if own.digests.fingerprint is not None else {},
+            files={**own.files, weights.name: own.digests} if own.digests.fingerprint is not None else {},
             tied_names=own.tied_names,
             undeclared_ties=own.undeclared_ties,
         )
     except BaseException:
         shard.close()
         raise
-    return OpenCheckpoint(directory, names, located, index, shards={located.name: shard})
+    return OpenCheckpoint(directory, names, weights, index, shards={weights.name: shard})

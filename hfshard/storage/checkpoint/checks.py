@@ -49,7 +49,7 @@ def check_keys(entry: str, weight_map: Mapping[str, str], contents: Mapping[str,
             raise _key_error(path, name, f"is missing in it, and the index '{entry}' says that it is there")
 
 
-def check_records(entry: str, index: CheckpointIndex, shards: Mapping[str, SafetensorsFile]) -> None:
+def check_fingerprints(entry: str, index: CheckpointIndex, shards: Mapping[str, SafetensorsFile]) -> None:
     """Every file of the size and fingerprint that were recorded when it was saved, and all of them of the total size.
 
     Raises:
@@ -58,7 +58,7 @@ def check_records(entry: str, index: CheckpointIndex, shards: Mapping[str, Safet
     """
     for file, shard in shards.items():
         if file in index.files:
-            shard.check_record(index.files[file], with_fingerprint=True)
+            shard.check_size_and_fingerprint(index.files[file], with_fingerprint=True)
     check_total(entry, index, sum(shard.data_bytes for shard in shards.values()))
 
 
@@ -79,7 +79,7 @@ def check_total(entry: str, index: CheckpointIndex, actual: int) -> None:
         )
 
 
-def check_digests(
+def check_checksums(
     entry: str,
     index: CheckpointIndex,
     shards: Mapping[str, SafetensorsFile],
@@ -100,7 +100,7 @@ def check_digests(
             path=entry,
         )
     in_threads(
-        lambda file, stop: shards[file].check_digest(
+        lambda file, stop: shards[file].check_contents(
             index.files[file], stoppable(progress_callback, stop), keep_cached=True
         ),
         sorted(shards, key=lambda file: -shards[file].size),
@@ -145,7 +145,7 @@ def _recorded_by_others(directory: str, name: str) -> set[str | None]:
             elif file.endswith(SAFETENSORS_SUFFIX):
                 shard = SafetensorsFile(path, directory)
                 shard.close()
-                found.add(shard.own.files.get(name, FileDigest()).sha256)
+                found.add(shard.hfshard_metadata.files.get(name, FileDigest()).sha256)
         except HfshardError as error:
             logger.debug("'%s' records nothing that can be read: %s", path, error)
     return found

@@ -10,11 +10,11 @@ from hfshard.constants import (
     ADAPTER_CONFIG_NAME,
     BIN_SUFFIX,
     CONFIG_NAME,
-    EXPLICIT_WEIGHTS_KEY,
     GENERATION_CONFIG_NAME,
     INDEX_SUFFIX,
     MAX_CONFIG_BYTES,
     SAFETENSORS_SUFFIX,
+    WEIGHTS_OVERRIDE_KEY,
 )
 from hfshard.errors import CheckpointNotFoundError, UnsafePathError
 from hfshard.storage.disk.safe_open import Identity, identity_of, read_small
@@ -45,11 +45,11 @@ def locate_checkpoint(directory: str, names: WeightNames, use_safetensors: bool 
 
 
 def find_weights(
-    directory: str, names: WeightNames, use_safetensors: bool | None, explicit: str | None
+    directory: str, names: WeightNames, use_safetensors: bool | None, weights_override: str | None
 ) -> WeightsEntry:
-    """`locate_checkpoint` where the config was read already: `explicit` is what it names."""
-    if explicit is not None:
-        return WeightsEntry("index" if explicit.endswith(INDEX_SUFFIX) else "single", explicit)
+    """`locate_checkpoint` where the config was read already: `weights_override` is what it names."""
+    if weights_override is not None:
+        return WeightsEntry("index" if weights_override.endswith(INDEX_SUFFIX) else "single", weights_override)
     candidates: list[tuple[WeightsKind, str]] = []
     if use_safetensors is not False:
         candidates += [("single", names.single), ("index", names.index)]
@@ -109,13 +109,13 @@ def checked_weights_override(config: bytes | None, directory: str, names: Weight
         return None
     path = os.path.join(directory, CONFIG_NAME)
     remedy = "Save the model again, or download the file again."
-    value = parse_json_object(config, path=path, what="Config", remedy=remedy).get(EXPLICIT_WEIGHTS_KEY)
+    value = parse_json_object(config, path=path, what="Config", remedy=remedy).get(WEIGHTS_OVERRIDE_KEY)
     if value is None:
         return None
     if not isinstance(value, str) or not value.endswith((SAFETENSORS_SUFFIX, SAFETENSORS_SUFFIX + INDEX_SUFFIX)):
         raise UnsafePathError(
             f"'{path}' names {str(value)[:200]!r} as its weights, which is neither a .safetensors file nor its index. "
-            f"Remove '{EXPLICIT_WEIGHTS_KEY}' from it, or download it again.",
+            f"Remove '{WEIGHTS_OVERRIDE_KEY}' from it, or download it again.",
             path=path,
             actual=value,
         )
@@ -125,10 +125,12 @@ def checked_weights_override(config: bytes | None, directory: str, names: Weight
     return value
 
 
-def state_token(directory: str, names: WeightNames, explicit: str | None) -> tuple[Identity | None, ...]:
+def state_token(directory: str, names: WeightNames, weights_override: str | None) -> tuple[Identity | None, ...]:
     """The identities of all files that tell whether the checkpoint was replaced."""
     files = [CONFIG_NAME, names.single, names.index, names.bin_single, names.bin_index]
-    return tuple(_identity(os.path.join(directory, name)) for name in files + ([explicit] if explicit else []))
+    if weights_override:
+        files.append(weights_override)
+    return tuple(_identity(os.path.join(directory, name)) for name in files)
 
 
 def _identity(path: str) -> Identity | None:

@@ -36,14 +36,14 @@ def raw_tensors(checkpoint: OpenCheckpoint) -> dict[str, TensorLike]:
     for file, shard in checkpoint.shards.items():
         digests = _digests(shard, checkpoint.index.files.get(file, FileDigest()))
         for slot in shard.header.tensors.values():
-            form = TensorLayout(slot.dtype, slot.shape, slot.nbytes, slot.name in shard.pairs)
+            form = TensorLayout(slot.dtype, slot.shape, slot.nbytes, slot.name in shard.complex_as_real)
             found[slot.name] = RawTensor(form, partial(_blocks, shard, slot, digests.get(slot.name)))
     for pickled in checkpoint.pickles.values():
         found.update(pickled.tensors)
     return found
 
 
-def is_recorded(checkpoint: OpenCheckpoint) -> bool:
+def has_checksums(checkpoint: OpenCheckpoint) -> bool:
     """Whether there is a checksum of every byte: else only the structure of the checkpoint can be checked."""
     return not checkpoint.pickles and checkpoint.index.is_verifiable
 
@@ -55,7 +55,7 @@ def _digests(shard: SafetensorsFile, record: FileDigest) -> dict[str, str]:
         return {
             name: record.tensor_digests[at : at + TENSOR_DIGEST_HEX] for name, at in zip(names, starts, strict=True)
         }
-    shard.check_digest(record)
+    shard.check_contents(record)
     return {}
 
 

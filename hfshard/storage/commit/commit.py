@@ -46,7 +46,7 @@ class SaveSession:
 
     directory: str
     state: DirectoryState
-    """As it was when the session began, wrecks swept."""
+    """As it was when the session began, without the leftovers of killed saves."""
     made: list[str] = field(default_factory=list)
     """Directories that the session made."""
     is_committed: bool = False
@@ -102,7 +102,7 @@ class SaveSession:
         for name in os.listdir(self.staging):
             os.unlink(os.path.join(self.staging, name))
 
-    def commit(self, transition: CommitPlan) -> None:
+    def commit(self, plan: CommitPlan) -> None:
         """Stage the small files, then carry out the steps.
 
         Raises:
@@ -110,32 +110,32 @@ class SaveSession:
             CommitUnfinishedError: A step after the commit failed; the new checkpoint loads.
             KeyboardInterrupt: Ctrl-C came; before the commit the directory is as it was, after it all is done.
         """
-        targets = {step.source: step.target for step in transition.steps if step.kind == "place"}
+        targets = {step.source: step.target for step in plan.steps if step.kind == "rename"}
         weights = self.replaced
-        for staged, content in transition.small_files.items():
+        for staged, content in plan.small_files.items():
             like = self.status_of(targets[staged]) or weights
             write_file(os.path.join(self.staging, staged), content, like=like)
-        self._note_removals(transition.steps)
+        self._note_pending_deletes(plan.steps)
         with _deferred_interrupt() as was_interrupted:
-            done = self._steps_to_commit(transition.steps, was_interrupted)
+            done = self._run_to_commit(plan.steps, was_interrupted)
             self.is_committed = True
-            self._steps_after_commit(transition.steps[done:])
+            self._run_after_commit(plan.steps[done:])
 
-    def _note_removals(self, steps: list[CommitStep]) -> None:
+    def _note_pending_deletes(self, steps: list[CommitStep]) -> None:
         """Our own shards are known for ours when nothing names them any more; others have to be noted."""
         ours = self.state.index.files if self.state.index is not None else {}
         doomed = [step.target for step in steps if step.kind == "remove" and self.state.names.is_shard(step.target)]
         if foreign := [name for name in doomed if name not in ours]:
             note_pending_deletes(self.directory, foreign, next(step.source for step in steps if step.is_commit))
 
-    def _steps_to_commit(self, steps: list[CommitStep], was_interrupted: Callable[[], bool]) -> int:
+    def _run_to_commit(self, steps: list[CommitStep], was_interrupted: Callable[[], bool]) -> int:
         undo: list[Callable[[], None]] = []
         end = next(position for position, step in enumerate(steps) if step.is_commit) + 1
         try:
             for step in steps[:end]:
                 if was_interrupted():
                     raise KeyboardInterrupt
-                undo.append(self._undo_of(step))
+                undo.append(self._rollback_for(step))
                 self._execute(step)
         except BaseException:
             for undo_step in reversed(undo):
@@ -146,7 +146,7 @@ class SaveSession:
             raise
         return end
 
-    def _steps_after_commit(self, steps: list[CommitStep]) -> None:
+    def _run_after_commit(self, steps: list[CommitStep]) -> None:
         for step in steps:
             try:
                 self._execute(step)
@@ -160,7 +160,7 @@ class SaveSession:
 
     def _execute(self, step: CommitStep) -> None:
         target = os.path.join(self.directory, step.target)
-        if step.kind == "place":
+        if step.kind == "rename":
             rename(os.path.join(self.staging, step.source), target)
         elif step.kind == "link":
             second = os.path.join(self.staging, "second-name")
@@ -171,9 +171,9 @@ class SaveSession:
         else:
             sync_directory(self.directory)
 
-    def _undo_of(self, step: CommitStep) -> Callable[[], None]:
+    def _rollback_for(self, step: CommitStep) -> Callable[[], None]:
         """What takes a step before the commit back: asked for before the step, right whether it came about or not."""
-        if step.kind != "place":
+        if step.kind != "rename":
             return lambda: None
         target, staged = os.path.join(self.directory, step.target), os.path.join(self.staging, step.source)
         status = self.status_of(step.target)
@@ -198,7 +198,7 @@ class SaveSession:
 def save_session(
     directory: str, names: WeightNames, *, wait_seconds: float = LOCK_WAIT_SECONDS
 ) -> Iterator[SaveSession]:
-    """Make and lock the save directory, sweep the wrecks of killed saves, and give a staging directory.
+    """Make and lock the save directory, clean up after killed saves, and give an empty staging directory.
 
     Args:
         directory: Made when it is missing, with its parents.
@@ -214,8 +214,8 @@ def save_session(
         with locked_directory(directory, wait_seconds=wait_seconds):
             refuse_odd_directories(directory, STAGING_DIRECTORY)
             state = read_state(directory, names)
-            if state.wrecks:
-                _sweep(directory, state.wrecks)
+            if state.leftovers:
+                _clean_up(directory, state.leftovers)
                 state = read_state(directory, names)
             session = SaveSession(directory, state, made)
             try:
@@ -245,8 +245,8 @@ def _make(directory: str) -> list[str]:
         ) from error
 
 
-def _sweep(directory: str, wrecks: tuple[str, ...]) -> None:
-    for name in wrecks:
+def _clean_up(directory: str, leftovers: tuple[str, ...]) -> None:
+    for name in leftovers:
         logger.info("Removing '%s' in '%s', left by a save that was killed.", name, directory)
         unlink_if_there(os.path.join(directory, name))
     sync_directory(directory)

@@ -35,13 +35,13 @@ class NewCheckpoint:
     """The index's bytes; None for a single file."""
     config: bytes | None
     """The bytes of config.json; None where the save has none, and leaves the one that stands there."""
-    extras: Mapping[str, bytes]
+    model_files: Mapping[str, bytes]
     """Other small files that belong to it: generation_config.json, custom code."""
     digest: str
     """Hex that names this content, for the names of a commit under way."""
-    others: Mapping[str, str] = field(default_factory=dict)
+    companion_files: Mapping[str, str] = field(default_factory=dict)
     """What goes along with it, staged as the shards are: a tokenizer's files, a README."""
-    keeps: frozenset[str] = frozenset()
+    kept_shards: frozenset[str] = frozenset()
     """Shards of the old checkpoint that are shards of the new one too, and stay where they are."""
 
     @property
@@ -54,7 +54,7 @@ class NewCheckpoint:
 class CommitStep:
     """One change of the directory."""
 
-    kind: Literal["place", "link", "remove", "sync"]
+    kind: Literal["rename", "link", "remove", "sync"]
     """place: rename a staged file; link: give a file a second name; remove; sync: make all before it durable."""
     target: str = ""
     source: str = ""
@@ -70,17 +70,17 @@ class CommitPlan:
     small_files: dict[str, bytes] = field(default_factory=dict)
     """Name in the staging directory -> bytes."""
 
-    def put(self, target: str, content: bytes, *, is_commit: bool = False) -> None:
+    def write_small(self, target: str, content: bytes, *, is_commit: bool = False) -> None:
         """Place a small file."""
         staged = f"{len(self.small_files):03d}.small"
         self.small_files[staged] = content
-        self.steps.append(CommitStep("place", target, staged, is_commit))
+        self.steps.append(CommitStep("rename", target, staged, is_commit))
 
-    def place(self, files: Mapping[str, str], *, is_commit: bool = False) -> None:
+    def rename(self, files: Mapping[str, str], *, is_commit: bool = False) -> None:
         """Place staged files; the last one is the commit, if any is."""
         last = list(files)[-1:]
         self.steps.extend(
-            CommitStep("place", target, staged, is_commit and [target] == last) for target, staged in files.items()
+            CommitStep("rename", target, staged, is_commit and [target] == last) for target, staged in files.items()
         )
 
     def link(self, source: str, target: str) -> None:
@@ -109,170 +109,173 @@ def plan_commit(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
 
 
 def needs_links(old: DirectoryState, new: NewCheckpoint) -> bool:
-    """Whether the transition gives a file two names for a while, which some file systems can't."""
+    """Whether the plan gives a file two names for a while, which some file systems can't."""
     return any(step.kind == "link" for step in plan_commit(old, new).steps)
 
 
 def _into_empty(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
     # The config and the index come before the weights that they name, so that a half-written save is an error to
     # every reader: huggingface_hub would take the first of three shards, alone in a directory, for the whole.
-    todo = CommitPlan()
+    plan = CommitPlan()
     config = _changed_config(old, new)
     if config is not None:
-        todo.put(CONFIG_NAME, config)
-    for name, content in new.extras.items():
-        todo.put(name, content)
-    todo.place(new.others)
+        plan.write_small(CONFIG_NAME, config)
+    for name, content in new.model_files.items():
+        plan.write_small(name, content)
+    plan.rename(new.companion_files)
     if new.index is not None:
-        todo.put(old.names.index, new.index)
-    todo.sync()
-    todo.place(new.shards, is_commit=True)
-    todo.sync()
-    todo.remove(_leftovers(old, new))
-    todo.sync()
-    return todo
+        plan.write_small(old.names.index, new.index)
+    plan.sync()
+    plan.rename(new.shards, is_commit=True)
+    plan.sync()
+    plan.remove(_outdated_files(old, new))
+    plan.sync()
+    return plan
 
 
 def _sharded_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> CommitPlan:
-    todo = CommitPlan()
-    _protect_hub_readers(todo, old)
-    _new_extras(todo, old, new)
-    todo.place(new.shards)
-    todo.sync()
-    todo.put(old.names.index, new.index or b"", is_commit=True)
-    todo.sync()
+    plan = CommitPlan()
+    _protect_hub_readers(plan, old)
+    _add_new_files(plan, old, new)
+    plan.rename(new.shards)
+    plan.sync()
+    plan.write_small(old.names.index, new.index or b"", is_commit=True)
+    plan.sync()
     if old.has_single:
-        todo.remove([old.names.single])  # it outranks the index for transformers: this is the commit for it
-        todo.sync()
-    _replace_small_files(todo, old, new, config)
-    _remove_old(todo, old, _leftovers(old, new) - {old.names.single})
-    return todo
+        plan.remove([old.names.single])  # it outranks the index for transformers: this is the commit for it
+        plan.sync()
+    _replace_small_files(plan, old, new, config)
+    _remove_old(plan, old, _outdated_files(old, new) - {old.names.single})
+    return plan
 
 
 def _sharded_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) -> CommitPlan:
-    todo = CommitPlan()
+    plan = CommitPlan()
     unique = old.names.unique_index(new.digest)
-    _protect_hub_readers(todo, old)
-    _new_extras(todo, old, new)
-    todo.place(new.shards)
-    todo.put(unique, new.index or b"")
-    todo.sync()
-    todo.put(CONFIG_NAME, with_weights_override(config, unique), is_commit=True)
-    todo.sync()
-    _replace_small_files(todo, old, new, None)
-    todo.put(old.names.index, new.index or b"")
-    todo.sync()
+    _protect_hub_readers(plan, old)
+    _add_new_files(plan, old, new)
+    plan.rename(new.shards)
+    plan.write_small(unique, new.index or b"")
+    plan.sync()
+    plan.write_small(CONFIG_NAME, with_weights_override(config, unique), is_commit=True)
+    plan.sync()
+    _replace_small_files(plan, old, new, None)
+    plan.write_small(old.names.index, new.index or b"")
+    plan.sync()
     if old.has_single:
-        todo.remove([old.names.single])
-        todo.sync()
-    todo.put(CONFIG_NAME, config)
-    todo.sync()
-    _remove_old(todo, old, (_leftovers(old, new) | {unique}) - {old.names.single})
-    return todo
+        plan.remove([old.names.single])
+        plan.sync()
+    plan.write_small(CONFIG_NAME, config)
+    plan.sync()
+    _remove_old(plan, old, (_outdated_files(old, new) | {unique}) - {old.names.single})
+    return plan
 
 
 def _single_by_rename(old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> CommitPlan:
-    todo = CommitPlan()
-    _new_extras(todo, old, new)
-    todo.sync()
-    todo.place(new.shards, is_commit=True)
-    todo.sync()
-    _replace_small_files(todo, old, new, config)
+    plan = CommitPlan()
+    _add_new_files(plan, old, new)
+    plan.sync()
+    plan.rename(new.shards, is_commit=True)
+    plan.sync()
+    _replace_small_files(plan, old, new, config)
     if old.has_index:
-        todo.put(old.names.index, _compat_index(new.keys, old.names.single))
-        todo.sync()
-    _remove_old(todo, old, _leftovers(old, new) - {old.names.index})
+        plan.write_small(old.names.index, _compat_index(new.keys, old.names.single))
+        plan.sync()
+    _remove_old(plan, old, _outdated_files(old, new) - {old.names.index})
     if old.has_index:
-        todo.remove([old.names.index])
-        todo.sync()
-    return todo
+        plan.remove([old.names.index])
+        plan.sync()
+    return plan
 
 
 def _single_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) -> CommitPlan:
-    todo = CommitPlan()
+    plan = CommitPlan()
     unique, single, index = old.names.unique_single(new.digest), old.names.single, old.names.index
     staged = new.shards[single]
     if old.has_single and not old.has_index:
-        _index_of_old_single(todo, old)
-        todo.sync()
-    _new_extras(todo, old, new)
-    todo.place({unique: staged})
-    todo.sync()
-    todo.put(CONFIG_NAME, with_weights_override(config, unique), is_commit=True)
-    todo.sync()
-    _replace_small_files(todo, old, new, None)
-    todo.put(index, _compat_index(new.keys, unique))
-    todo.sync()
-    todo.link(unique, single)
-    todo.sync()
-    todo.put(CONFIG_NAME, config)
-    todo.put(index, _compat_index(new.keys, single))
-    todo.sync()
-    _remove_old(todo, old, (_leftovers(old, new) | {unique}) - {index})
-    todo.remove([index])
-    todo.sync()
-    return todo
+        _index_of_old_single(plan, old)
+        plan.sync()
+    _add_new_files(plan, old, new)
+    plan.rename({unique: staged})
+    plan.sync()
+    plan.write_small(CONFIG_NAME, with_weights_override(config, unique), is_commit=True)
+    plan.sync()
+    _replace_small_files(plan, old, new, None)
+    plan.write_small(index, _compat_index(new.keys, unique))
+    plan.sync()
+    plan.link(unique, single)
+    plan.sync()
+    plan.write_small(CONFIG_NAME, config)
+    plan.write_small(index, _compat_index(new.keys, single))
+    plan.sync()
+    _remove_old(plan, old, (_outdated_files(old, new) | {unique}) - {index})
+    plan.remove([index])
+    plan.sync()
+    return plan
 
 
-def _protect_hub_readers(todo: CommitPlan, old: DirectoryState) -> None:
+def _protect_hub_readers(plan: CommitPlan, old: DirectoryState) -> None:
     """Before shards come to lie beside the old weights, tell huggingface_hub which of them count."""
     if old.has_index:
         return
     if old.has_single:
-        _index_of_old_single(todo, old)
+        _index_of_old_single(plan, old)
     else:  # pickles only, which it does not look at: keep it from taking a lone shard for the whole checkpoint
-        todo.put(old.names.placeholder, b"")
-    todo.sync()
+        plan.write_small(old.names.placeholder, b"")
+    plan.sync()
 
 
-def _index_of_old_single(todo: CommitPlan, old: DirectoryState) -> None:
+def _index_of_old_single(plan: CommitPlan, old: DirectoryState) -> None:
     keys = old.single_keys()
     if keys:  # else it is damaged, and loads nowhere
-        todo.put(old.names.index, _compat_index(keys, old.names.single))
+        plan.write_small(old.names.index, _compat_index(keys, old.names.single))
 
 
-def _new_extras(todo: CommitPlan, old: DirectoryState, new: NewCheckpoint) -> None:
-    for name, content in new.extras.items():
+def _add_new_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint) -> None:
+    for name, content in new.model_files.items():
         if name not in old.listing:
-            todo.put(name, content)
-    todo.place({name: staged for name, staged in new.others.items() if name not in old.listing})
+            plan.write_small(name, content)
+    plan.rename({name: staged for name, staged in new.companion_files.items() if name not in old.listing})
 
 
-def _replace_small_files(todo: CommitPlan, old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> None:
+def _replace_small_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> None:
     """Right after the commit: small files that replace old ones."""
-    before = len(todo.steps)
+    before = len(plan.steps)
     if config is not None:
-        todo.put(CONFIG_NAME, config)
-    for name, content in new.extras.items():
+        plan.write_small(CONFIG_NAME, config)
+    for name, content in new.model_files.items():
         if name in old.listing:
-            todo.put(name, content)
-    todo.place({name: staged for name, staged in new.others.items() if name in old.listing})
-    if len(todo.steps) > before:
-        todo.sync()
+            plan.write_small(name, content)
+    plan.rename({name: staged for name, staged in new.companion_files.items() if name in old.listing})
+    if len(plan.steps) > before:
+        plan.sync()
 
 
 def _changed_config(old: DirectoryState, new: NewCheckpoint) -> bytes | None:
     """The config to commit, where it differs from the one that stands there."""
     config = new.config
     if old.shares_config:
-        if config is not None and old.explicit is not None:  # a killed commit of the weights beside it: not ours to end
-            config = with_weights_override(config, old.explicit)
+        # An override that stands there belongs to a killed commit of the weights beside it: not ours to end.
+        if config is not None and old.weights_override is not None:
+            config = with_weights_override(config, old.weights_override)
     elif config is None and old.config is not None and weights_override_of(old.config) is not None:
         config = without_weights_override(old.config)
     return None if config == old.config else config
 
 
-def _remove_old(todo: CommitPlan, old: DirectoryState, doomed: set[str]) -> None:
+def _remove_old(plan: CommitPlan, old: DirectoryState, doomed: set[str]) -> None:
     """Remove what is left of the old checkpoint; the index of pickled shards last: it tells whose they are."""
-    todo.remove(doomed - {old.names.bin_index})
-    todo.sync()
-    todo.remove(doomed & {old.names.bin_index})
-    todo.sync()
+    plan.remove(doomed - {old.names.bin_index})
+    plan.sync()
+    plan.remove(doomed & {old.names.bin_index})
+    plan.sync()
 
 
-def _leftovers(old: DirectoryState, new: NewCheckpoint) -> set[str]:
+def _outdated_files(old: DirectoryState, new: NewCheckpoint) -> set[str]:
     """What the old checkpoint owned and the new one does not."""
-    kept = {*new.shards, *new.keeps, *new.extras, *new.others} | ({old.names.index} if new.is_sharded else set())
+    kept = {*new.shards, *new.kept_shards, *new.model_files, *new.companion_files}
+    if new.is_sharded:
+        kept.add(old.names.index)
     made_on_the_way = {old.names.placeholder} if not (old.has_index or old.has_single) and old.has_bins else set()
     return (set(old.owned) | (made_on_the_way if new.is_sharded else set())) - kept
 
@@ -282,6 +285,6 @@ def _compat_index(keys: Iterable[str], file: str) -> bytes:
     return CheckpointIndex(weight_map=dict.fromkeys(keys, file)).to_json()
 
 
-def digest_of(parts: Iterable[bytes]) -> str:
+def content_digest(parts: Iterable[bytes]) -> str:
     """Hex that names a content, for the names of a commit under way."""
     return sha256_of(b"\0".join(parts))

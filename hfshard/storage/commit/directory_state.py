@@ -1,4 +1,4 @@
-"""What stands in a save directory before a commit: the checkpoint to protect, what it owns, and wrecks to sweep."""
+"""What stands in a save directory before a commit: the checkpoint to protect, its files, leftovers of killed saves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from hfshard.constants import CONFIG_NAME, EXPLICIT_WEIGHTS_KEY, MAX_CONFIG_BYTES, MAX_INDEX_BYTES
+from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, WEIGHTS_OVERRIDE_KEY
 from hfshard.errors import HfshardError
 from hfshard.storage.commit.pending_deletes import noted_pending_deletes
 from hfshard.storage.disk.safe_open import read_small
@@ -26,15 +26,15 @@ class DirectoryState:
     listing: frozenset[str]
     config: bytes | None
     """The bytes of config.json."""
-    explicit: str | None
+    weights_override: str | None
     """The weights file that config.json tells transformers to load before all others, if it is there."""
     index: CheckpointIndex | None
-    """Of the checkpoint that stands there (its explicit index before its conventional one), where it can be read."""
+    """Of the checkpoint that stands there (by the index that config.json names, or else the conventional one)."""
     owned: frozenset[str]
     """Files that belong to the checkpoint that stands there, and to nothing else."""
     referenced: frozenset[str]
     """Files that an index or the config names, there or not: no new file may take such a name before they go."""
-    wrecks: tuple[str, ...]
+    leftovers: tuple[str, ...]
     """Files that a killed save left and that nothing refers to, in the order in which to remove them."""
 
     @property
@@ -55,14 +55,14 @@ class DirectoryState:
     @property
     def has_weights(self) -> bool:
         """Whether there is a checkpoint to protect."""
-        return self.has_single or self.has_index or self.has_bins or self.explicit is not None
+        return self.has_single or self.has_index or self.has_bins or self.weights_override is not None
 
     @property
     def shares_config(self) -> bool:
         """Whether this is a variant beside other weights, which read the same config.json."""
         if self.names.variant is None:
             return False
-        mine = {self.names.single, self.names.index, self.names.bin_single, self.names.bin_index, self.explicit}
+        mine = {self.names.single, self.names.index, self.names.bin_single, self.names.bin_index, self.weights_override}
         weights = re.compile(r"(?:model|pytorch_model)(?:\.[^/]+)?\.(?:safetensors|bin)|" + INDEX_FILE.pattern)
         return any(weights.fullmatch(name) for name in self.listing - self.owned - mine)
 
@@ -74,21 +74,21 @@ class DirectoryState:
 def read_state(directory: str, names: WeightNames) -> DirectoryState:
     """Look at a save directory. What can't be read is taken as belonging to somebody else: it is never removed."""
     listing = frozenset(os.listdir(directory))
-    config, explicit = _read_config(directory, listing)
+    config, weights_override = _read_config(directory, listing)
     indexes = {name: _read_index(directory, name) for name in listing if INDEX_FILE.fullmatch(name)}
-    ours = explicit is not None and names.is_transient(explicit)
-    mine = {names.index, names.bin_index} | ({explicit} if explicit is not None and ours else set())
-    # An index of ours that nothing points at is a wreck, and so are the shards that only it names.
-    orphans = {name for name in indexes if names.is_transient(name) and name != explicit}
+    ours = weights_override is not None and names.is_transient(weights_override)
+    mine = {names.index, names.bin_index} | ({weights_override} if weights_override is not None and ours else set())
+    # An index of ours that nothing points at is a leftover, and so are the shards that only it names.
+    orphans = {name for name in indexes if names.is_transient(name) and name != weights_override}
     references = {name: _references(index) for name, index in indexes.items() if name not in orphans}
     others = _union(references[name] for name in references if name not in mine)
-    if explicit is not None and not ours:
-        others |= {explicit}
+    if weights_override is not None and not ours:
+        others |= {weights_override}
     owned = _union(references.get(name, frozenset()) for name in mine)
     owned |= {names.index, names.bin_index, names.bin_single, names.single}
     owned |= {name for name in listing if names.is_transient(name)}
-    referenced = _union(references.values()) | ({explicit} if explicit is not None else set())
-    index = indexes.get(explicit) if explicit in indexes else indexes.get(names.index)
+    referenced = _union(references.values()) | ({weights_override} if weights_override is not None else set())
+    index = indexes.get(weights_override) if weights_override in indexes else indexes.get(names.index)
     # With an index that can't be read, its shards look like those of a killed save: they may be all that is left.
     is_known = all(indexes[name] is not None for name in indexes if name not in orphans)
     return DirectoryState(
@@ -96,15 +96,17 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
         names=names,
         listing=listing,
         config=config,
-        explicit=explicit,
+        weights_override=weights_override,
         index=index,
         owned=frozenset(name for name in owned & listing - others if os.path.isfile(_at(directory, name))),
         referenced=frozenset(referenced),
-        wrecks=_wrecks(directory, names, listing - referenced, is_known=is_known),
+        leftovers=_find_leftovers(directory, names, listing - referenced, is_known=is_known),
     )
 
 
-def _wrecks(directory: str, names: WeightNames, unreferenced: Collection[str], *, is_known: bool) -> tuple[str, ...]:
+def _find_leftovers(
+    directory: str, names: WeightNames, unreferenced: Collection[str], *, is_known: bool
+) -> tuple[str, ...]:
     transient = [name for name in unreferenced if names.is_transient(name)]
     noted = noted_pending_deletes(directory, names, unreferenced)
     shards = [name for name in unreferenced if names.is_shard(name) and (name in noted or _is_ours(directory, name))]
@@ -118,8 +120,8 @@ def _read_config(directory: str, listing: frozenset[str]) -> tuple[bytes | None,
     if CONFIG_NAME not in listing:
         return None, None
     raw, _ = read_small(_at(directory, CONFIG_NAME), directory, MAX_CONFIG_BYTES)
-    explicit = weights_override_of(raw)
-    return raw, explicit if explicit in listing else None
+    weights_override = weights_override_of(raw)
+    return raw, weights_override if weights_override in listing else None
 
 
 def weights_override_of(config: bytes) -> str | None:
@@ -128,7 +130,7 @@ def weights_override_of(config: bytes) -> str | None:
         value = json.loads(config)
     except (ValueError, RecursionError):
         return None
-    name = value.get(EXPLICIT_WEIGHTS_KEY) if isinstance(value, dict) else None
+    name = value.get(WEIGHTS_OVERRIDE_KEY) if isinstance(value, dict) else None
     return name if isinstance(name, str) else None
 
 

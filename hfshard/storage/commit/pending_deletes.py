@@ -19,7 +19,7 @@ from hfshard.storage.format.names import WeightNames
 from hfshard.storage.format.strict_json import dump_json, parse_json_object
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
-_NAME: Final = "removals.json"
+_NAME: Final = "pending-deletes.json"
 
 
 def note_pending_deletes(directory: str, shards: Iterable[str], commit_source: str) -> None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from hfshard.constants import ADAPTER_CONFIG_NAME, COPY_BYTES, MAX_OTHER_BYTES, README, WEIGHTS_SUFFIXES
+from hfshard.constants import ADAPTER_CONFIG_NAME, COPY_BYTES, MAX_COMPANION_BYTES, README, WEIGHTS_SUFFIXES
 from hfshard.errors import SaveDirectoryError
 from hfshard.storage.disk.fsops import copy_mode, sync
 from hfshard.storage.disk.safe_open import open_regular
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class BesideFile:
+class CompanionFile:
     """A file beside the weights of a checkpoint in the directory `root`."""
 
     path: str
@@ -47,7 +47,7 @@ class BesideFile:
             os.close(fd)
 
 
-def files_beside(directory: str, but: Collection[str]) -> dict[str, BesideFile]:
+def find_companion_files(directory: str, but: Collection[str]) -> dict[str, CompanionFile]:
     """The files at the top level of a checkpoint's directory that are no weights: tokenizer, README, code, by name.
 
     Left out are weights and indexes of whatever library, files over 256 MiB (they are data sets), names with a dot in
@@ -74,14 +74,14 @@ def files_beside(directory: str, but: Collection[str]) -> dict[str, BesideFile]:
             continue
         os.close(open_regular(path, directory))
         size = os.stat(path).st_size
-        if size > MAX_OTHER_BYTES:
+        if size > MAX_COMPANION_BYTES:
             logger.warning("'%s' has %d bytes and is no weights: it is not copied.", path, size)
             continue
-        found[name] = BesideFile(path, directory, size)
+        found[name] = CompanionFile(path, directory, size)
     return found
 
 
-def refuse_others(files: Mapping[str, BesideFile], directory: str) -> None:
+def refuse_conflicts(files: Mapping[str, CompanionFile], directory: str) -> None:
     """Refuse to copy over what stands in a directory and is another file; a README of its own stays.
 
     Raises:

@@ -86,7 +86,7 @@ class CheckpointIndex:
         if self.total_parameters is not None:
             metadata["total_parameters"] = self.total_parameters
         if self.files:
-            metadata[METADATA_KEY] = hfshard_metadata(self.files, self.tied_names, self.undeclared_ties)
+            metadata[METADATA_KEY] = build_hfshard_metadata(self.files, self.tied_names, self.undeclared_ties)
         raw = dump_json({"metadata": metadata, "weight_map": self.weight_map})
         if len(raw) > MAX_INDEX_BYTES:
             raise UnstorableTensorError(
@@ -143,7 +143,7 @@ class HfshardMetadata:
     """Of the single file that holds this itself."""
 
 
-def hfshard_metadata(
+def build_hfshard_metadata(
     files: Mapping[str, FileDigest], tied_names: Mapping[str, str], undeclared_ties: tuple[str, ...]
 ) -> dict[str, Any]:
     """hfshard's part of an index's metadata."""

@@ -9,20 +9,20 @@ from __future__ import annotations
 import json
 import re
 
-from hfshard.constants import EXPLICIT_WEIGHTS_KEY
+from hfshard.constants import WEIGHTS_OVERRIDE_KEY
 from hfshard.storage.format.strict_json import dump_json
 
 _LINE = re.compile(
-    rb'\{\n  "' + EXPLICIT_WEIGHTS_KEY.encode() + rb'": "[^"\\/]+-hfshard-[0-9a-f]{16}\.safetensors(?:\.index\.json)?",'
+    rb'\{\n  "' + WEIGHTS_OVERRIDE_KEY.encode() + rb'": "[^"\\/]+-hfshard-[0-9a-f]{16}\.safetensors(?:\.index\.json)?",'
 )
 
 
 def with_weights_override(config: bytes, weights: str) -> bytes:
     """A config that tells transformers to load the weights file `weights` before all others."""
-    key = EXPLICIT_WEIGHTS_KEY.encode()
+    key = WEIGHTS_OVERRIDE_KEY.encode()
     if config.startswith(b'{\n  "') and key not in config:
         return b'{\n  "%s": %s,' % (key, json.dumps(weights).encode()) + config[1:]
-    return dump_json({**json.loads(config), EXPLICIT_WEIGHTS_KEY: weights})
+    return dump_json({**json.loads(config), WEIGHTS_OVERRIDE_KEY: weights})
 
 
 def without_weights_override(config: bytes) -> bytes:
@@ -30,7 +30,7 @@ def without_weights_override(config: bytes) -> bytes:
     if (line := _LINE.match(config)) is not None:
         return b"{" + config[line.end() :]
     value = json.loads(config)
-    return dump_json({key: value[key] for key in value if key != EXPLICIT_WEIGHTS_KEY})
+    return dump_json({key: value[key] for key in value if key != WEIGHTS_OVERRIDE_KEY})
 
 
 def as_saved(config: bytes) -> bytes:

@@ -74,7 +74,7 @@ def is_plain_type(value: object) -> bool:
 def tensor_nbytes(tensor: TensorLike) -> int:
     """Bytes that the tensor takes in a file."""
     if isinstance(tensor, RawTensor):
-        return tensor.form.nbytes
+        return tensor.layout.nbytes
     return tensor.numel() * tensor.element_size()
 
 

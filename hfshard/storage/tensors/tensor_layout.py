@@ -43,7 +43,7 @@ class TensorLayout(NamedTuple):
 class RawTensor:
     """A tensor whose bytes are those of the format already; of a dtype, perhaps, that this torch does not know."""
 
-    form: TensorLayout
+    layout: TensorLayout
     blocks: Callable[[int], Iterator[memoryview]]
     """Its bytes, at most so many at a time. A block is valid until the next one is asked for."""
 
@@ -55,6 +55,6 @@ TensorLike = torch.Tensor | RawTensor
 def tensor_layout(value: TensorLike) -> TensorLayout:
     """How the format stores a tensor that `check_storable` lets pass."""
     if isinstance(value, RawTensor):
-        return value.form
+        return value.layout
     dtype, nbytes = stored_dtype_name(value.dtype) or "", value.numel() * value.element_size()
     return TensorLayout(dtype, tuple(stored_shape(value)), nbytes, value.dtype in COMPLEX_AS_REAL_DTYPES)

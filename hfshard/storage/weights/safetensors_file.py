@@ -35,7 +35,7 @@ class SafetensorsFile:
         path: Where it was found.
         size: Bytes.
         header: What it says of its tensors, checked.
-        own: What hfshard wrote into it, if it did.
+        hfshard_metadata: What hfshard wrote into it, if it did.
     """
 
     def __init__(self, path: str, root: str) -> None:
@@ -58,8 +58,10 @@ class SafetensorsFile:
             raw = read_text(self._fd, length, path)
             self._raw_header = length.to_bytes(LENGTH_BYTES, "little") + raw
             self.header: Header = parse_header(raw, self.size, path)
-            self.own: HfshardMetadata = parse_single_file_metadata(self.header.metadata.get(METADATA_KEY), path)
-            self._pairs = self._real_pairs()
+            self.hfshard_metadata: HfshardMetadata = parse_single_file_metadata(
+                self.header.metadata.get(METADATA_KEY), path
+            )
+            self._complex_as_real = self._complex_names()
         except BaseException:
             os.close(self._fd)
             raise
@@ -108,12 +110,12 @@ class SafetensorsFile:
         tensor = torch.empty(shape if slot.nbytes == 0 else 0, dtype=dtype, device=storage.device)
         if slot.nbytes:
             tensor = tensor.set_(storage, 0, shape)  # type: ignore[call-overload]
-        return torch.view_as_complex(tensor) if name in self._pairs else tensor
+        return torch.view_as_complex(tensor) if name in self._complex_as_real else tensor
 
     @property
-    def pairs(self) -> frozenset[str]:
+    def complex_as_real(self) -> frozenset[str]:
         """The tensors that are complex, and stored as real pairs."""
-        return self._pairs
+        return self._complex_as_real
 
     def blocks(self, slot: TensorInfo, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
         """A tensor's bytes, `block_bytes` at a time and then what is left, read into one buffer.
@@ -143,7 +145,7 @@ class SafetensorsFile:
                 )
         return fingerprint.hexdigest()
 
-    def digest(
+    def checksum(
         self, kind: str, progress_callback: Callable[[int], object] | None = None, *, keep_cached: bool = False
     ) -> str:
         """The checksum of the whole file as it is now.
@@ -184,7 +186,7 @@ class SafetensorsFile:
             raise self._differs(kind, expected, found, self.damaged_tensors(record))
         return plain.hexdigest()
 
-    def check_record(self, record: FileDigest, *, with_fingerprint: bool) -> None:
+    def check_size_and_fingerprint(self, record: FileDigest, *, with_fingerprint: bool) -> None:
         """Compare the file's size, and its fingerprint, with what was recorded when it was saved.
 
         Raises:
@@ -195,10 +197,10 @@ class SafetensorsFile:
         if with_fingerprint and record.fingerprint is not None and (found := self.fingerprint()) != record.fingerprint:
             raise self._differs("fingerprint", record.fingerprint, found)
 
-    def check_digest(
+    def check_contents(
         self, record: FileDigest, progress_callback: Callable[[int], object] | None = None, *, keep_cached: bool = False
     ) -> None:
-        """Compare the whole file's checksum with the recorded one, if there is one (arguments as in `digest`).
+        """Compare the whole file's checksum with the recorded one, if there is one (arguments as for `checksum`).
 
         Raises:
             IntegrityError: They differ.
@@ -206,7 +208,7 @@ class SafetensorsFile:
         for kind, expected in (("sha256", record.sha256), ("xxh3", record.xxh3)):
             if (
                 expected is not None
-                and (found := self.digest(kind, progress_callback, keep_cached=keep_cached)) != expected
+                and (found := self.checksum(kind, progress_callback, keep_cached=keep_cached)) != expected
             ):
                 raise self._differs(kind, expected, found, self.damaged_tensors(record))
 
@@ -247,11 +249,11 @@ class SafetensorsFile:
         )
 
     def _blank_header(self) -> bytes:
-        digests = self.own.digests
+        digests = self.hfshard_metadata.digests
         stated = [(name, getattr(digests, name)) for name in ("sha256", "xxh3", "fingerprint", "tensor_digests")]
         return zeroed(self._raw_header, [(name, digest) for name, digest in stated if digest is not None])
 
-    def _real_pairs(self) -> frozenset[str]:
+    def _complex_names(self) -> frozenset[str]:
         text = self.header.metadata.get(COMPLEX_AS_REAL_KEY)
         if text is None:
             return frozenset()

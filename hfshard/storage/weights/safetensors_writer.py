@@ -48,8 +48,8 @@ class WriteJob:
     """In the order of their bytes."""
     metadata: Mapping[str, str]
     """The file's `__metadata__`."""
-    own: Mapping[str, Any] | None = None
-    """For a single file: what it says of itself (see `index.hfshard_metadata`); its digests are added."""
+    hfshard_metadata: Mapping[str, Any] | None = None
+    """For a single file: what it says of itself (see `index.build_hfshard_metadata`); its digests are added."""
     like: os.stat_result | None = None
     """The file that it will replace."""
 
@@ -193,14 +193,14 @@ def _put_through(
     tensors = [output.add(iter_blocks(tensor, BLOCK_BYTES)) for tensor in job.tensors.values()]
     if checksum is not None and output.hasher is not None:
         digests |= {checksum: output.hasher.hexdigest(), "tensor_digests": "".join(tensors)}
-    header = blank if job.own is None else _headers(job, checksum, digests)[0]
+    header = blank if job.hfshard_metadata is None else _headers(job, checksum, digests)[0]
     size = len(header) + sum(tensor_nbytes(tensor) for tensor in job.tensors.values())
     return FileDigest(size, **digests), header
 
 
 def _headers(job: WriteJob, checksum: str | None, digests: Mapping[str, str]) -> tuple[bytes, bytes]:
     """The header with these digests in it, and the one with zeros in their places, by which they are computed."""
-    if job.own is None:
+    if job.hfshard_metadata is None:
         header = shard_header(job.tensors, job.metadata)
         return header, header
     lengths = {"fingerprint": 32}
@@ -210,7 +210,7 @@ def _headers(job: WriteJob, checksum: str | None, digests: Mapping[str, str]) ->
             "tensor_digests": TENSOR_DIGEST_HEX * len(job.tensors),
         }
     zeros = {name: "0" * length for name, length in lengths.items()}
-    own = job.own
+    own = job.hfshard_metadata
 
     def stating(values: Mapping[str, str]) -> bytes:
         return shard_header(job.tensors, {**job.metadata, METADATA_KEY: single_file_metadata(own, values)})

@@ -93,7 +93,7 @@ def _checked_sha256(path: str, directory: str, record: FileDigest, hashes: Hashe
         known = hashes.get(record) or (None if shard.written_by_hfshard else record.sha256)
         if known is None:
             return shard.checked_sha256(record)
-        shard.check_digest(record)
+        shard.check_contents(record)
         return known
     finally:
         shard.close()

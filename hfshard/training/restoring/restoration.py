@@ -186,7 +186,7 @@ def _part(
     entry = next((name for name in (names.single, names.index) if name in manifest.files), None)
     if entry is None:
         return {}
-    with open_checkpoint(directory, use_safetensors=True, base=base, entry=entry) as checkpoint:
+    with open_checkpoint(directory, use_safetensors=True, base=base, weights_name=entry) as checkpoint:
         return read_tensors(checkpoint, None, "cpu", "auto" if is_copied else "pread")
 
 

@@ -142,10 +142,10 @@ def _check_file(
             return
         shard = SafetensorsFile(path, directory)
         try:
-            shard.check_record(record, with_fingerprint=True)
+            shard.check_size_and_fingerprint(record, with_fingerprint=True)
             _check_own_digests(shard, record)
             if is_full:
-                shard.check_digest(record, stoppable(progress_callback, stop), keep_cached=True)
+                shard.check_contents(record, stoppable(progress_callback, stop), keep_cached=True)
         finally:
             shard.close()
     except UnsafePathError as error:
@@ -162,7 +162,7 @@ def _check_file(
 def _check_own_digests(shard: SafetensorsFile, record: FileDigest) -> None:
     """Compare what a single file says of itself: its checksum is made without that, and readers rely on it."""
     for kind in ("fingerprint", "xxh3", "sha256"):
-        stated, expected = getattr(shard.own.digests, kind), getattr(record, kind)
+        stated, expected = getattr(shard.hfshard_metadata.digests, kind), getattr(record, kind)
         if stated is not None and stated != expected:
             raise IntegrityError(
                 f"'{shard.path}' is not the file that was saved: it says that its {kind} is {stated}, and {expected} "

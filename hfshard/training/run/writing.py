@@ -94,7 +94,7 @@ def write_checkpoint(
         names = [shard.file for shard in plans[base].shards]
         paths = [os.path.join(directory, name) for name in names]
         jobs |= zip(names, shard_jobs(plans[base], request, paths))
-        small |= {**request.extras, **({CONFIG_NAME: request.config} if request.config is not None else {})}
+        small |= {**request.model_files, **({CONFIG_NAME: request.config} if request.config is not None else {})}
     checksum = next((request.checksum for request in payload.requests.values()), None)
     await_devices(list(jobs.values()))  # a step that is still under way there is none of the files before
     records = _reuse_files(jobs, checksum, reusable)
@@ -134,7 +134,7 @@ def check_names(files: Mapping[str, bytes], payload: SavePayload) -> None:
         )
     own = {MANIFEST, TRAINING_STATE, CONFIG_NAME, GENERATION_CONFIG_NAME}
     for request in payload.requests.values():
-        own |= request.extras.keys()
+        own |= request.model_files.keys()
     for name in files:
         if name in own or os.path.basename(name) != name or name.startswith(".") or name.endswith(_OWN_SUFFIXES):
             raise InvalidArgumentError(
@@ -164,7 +164,7 @@ def _reuse_one(job: WriteJob, stop: Event, checksum: Checksum, reusable: Reusabl
     try:
         shard = SafetensorsFile(path, os.path.dirname(path))
         try:
-            shard.check_digest(before)  # the bytes on the disk too: what has rotted there is written anew
+            shard.check_contents(before)  # the bytes on the disk too: what has rotted there is written anew
         finally:
             shard.close()
         os.link(path, job.path)

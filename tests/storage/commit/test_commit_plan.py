@@ -21,12 +21,12 @@ FIRST_NEW_SHARDS = "+model-00001-of-00003.safetensors +model-00002-of-00003.safe
 NEW_SHARDS = f"{FIRST_NEW_SHARDS} +model-00003-of-00003.safetensors"
 
 
-def written(transition: CommitPlan) -> str:
-    signs = {"place": "+", "link": "=", "remove": "-", "sync": "|"}
+def written(plan: CommitPlan) -> str:
+    signs = {"rename": "+", "link": "=", "remove": "-", "sync": "|"}
     return " ".join(
         ("!" if step.is_commit else signs[step.kind])
         + (f"{step.source}>{step.target}" if step.kind == "link" else step.target)
-        for step in transition.steps
+        for step in plan.steps
     )
 
 
@@ -41,13 +41,13 @@ def old_checkpoint(folder: Path, kind: str, config: bytes | None = b'{"n": 1}\n'
 
 
 def new_checkpoint(
-    kind: str, config: bytes | None = b'{"n": 1}\n', extras: dict[str, bytes] | None = None
+    kind: str, config: bytes | None = b'{"n": 1}\n', model_files: dict[str, bytes] | None = None
 ) -> NewCheckpoint:
     names = WeightNames()
     files = [names.single] if kind == "single" else names.shards(3)
     index = None if kind == "single" else CheckpointIndex({"a": files[0], "b": files[1]}).to_json()
     shards = {file: f"{number:05d}.weights" for number, file in enumerate(files)}
-    return NewCheckpoint(shards, ["a", "b"], index, config, extras or {}, "0123456789abcdef00")
+    return NewCheckpoint(shards, ["a", "b"], index, config, model_files or {}, "0123456789abcdef00")
 
 
 CASES = {
@@ -84,8 +84,8 @@ CASES = {
 def test_the_steps_of_a_transition(old: str, new: str, config: str, tmp_path: Path) -> None:
     old_checkpoint(tmp_path, old, None if old == "none" else b'{"n": 1}\n')
     checkpoint = new_checkpoint(new, b'{"n": 1}\n' if config == "same" else b'{"n": 2}\n')
-    transition = plan_commit(read_state(str(tmp_path), WeightNames()), checkpoint)
-    steps, expected = written(transition).split(), CASES[old, new, config].split()
+    plan = plan_commit(read_state(str(tmp_path), WeightNames()), checkpoint)
+    steps, expected = written(plan).split(), CASES[old, new, config].split()
     assert steps == expected
 
 
@@ -93,25 +93,23 @@ def test_the_steps_of_a_transition(old: str, new: str, config: str, tmp_path: Pa
 def test_one_step_commits_and_syncs_stand_on_both_sides(old: str, new: str, config: str, tmp_path: Path) -> None:
     old_checkpoint(tmp_path, old)
     checkpoint = new_checkpoint(new, b'{"n": 1}\n' if config == "same" else b'{"n": 2}\n')
-    transition = plan_commit(read_state(str(tmp_path), WeightNames()), checkpoint)
-    (at,) = [number for number, step in enumerate(transition.steps) if step.is_commit]
-    assert transition.steps[at + 1].kind == transition.steps[-1].kind == "sync"
-    assert "remove" not in {step.kind for step in transition.steps[:at]}
+    plan = plan_commit(read_state(str(tmp_path), WeightNames()), checkpoint)
+    (at,) = [number for number, step in enumerate(plan.steps) if step.is_commit]
+    assert plan.steps[at + 1].kind == plan.steps[-1].kind == "sync"
+    assert "remove" not in {step.kind for step in plan.steps[:at]}
 
 
 def test_a_commit_by_config_names_the_new_weights_and_then_no_longer(tmp_path: Path) -> None:
     old_checkpoint(tmp_path, "sharded")
-    transition = plan_commit(read_state(str(tmp_path), WeightNames()), new_checkpoint("sharded", b'{"n": 2}\n'))
-    configs = [transition.small_files[step.source] for step in transition.steps if step.target == "config.json"]
+    plan = plan_commit(read_state(str(tmp_path), WeightNames()), new_checkpoint("sharded", b'{"n": 2}\n'))
+    configs = [plan.small_files[step.source] for step in plan.steps if step.target == "config.json"]
     assert json.loads(configs[0]) == {"n": 2, "transformers_weights": f"{UNIQUE}.index.json"}
     assert configs[1:] == [b'{"n": 2}\n']
 
 
-def test_new_extras_come_before_the_commit_and_replaced_ones_right_after(tmp_path: Path) -> None:
+def test_new_model_files_come_before_the_commit_and_replaced_ones_right_after(tmp_path: Path) -> None:
     old_checkpoint(tmp_path, "sharded")
     (tmp_path / "generation_config.json").write_bytes(b"{}")
-    extras = {"generation_config.json": b'{"k": 1}', "modeling_mine.py": b"pass"}
-    transition = plan_commit(read_state(str(tmp_path), WeightNames()), new_checkpoint("sharded", extras=extras))
-    assert written(transition) == (
-        f"+modeling_mine.py {NEW_SHARDS} | !{INDEX} | +generation_config.json | {OLD_SHARDS} |"
-    )
+    model_files = {"generation_config.json": b'{"k": 1}', "modeling_mine.py": b"pass"}
+    plan = plan_commit(read_state(str(tmp_path), WeightNames()), new_checkpoint("sharded", model_files=model_files))
+    assert written(plan) == (f"+modeling_mine.py {NEW_SHARDS} | !{INDEX} | +generation_config.json | {OLD_SHARDS} |")

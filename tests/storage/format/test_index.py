@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hfshard.errors import DamagedCheckpointError, UnsafePathError
-from hfshard.storage.format.index import CheckpointIndex, FileDigest, hfshard_metadata, parse_single_file_metadata
+from hfshard.storage.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata, parse_single_file_metadata
 
 FILES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = CheckpointIndex(
@@ -28,9 +28,6 @@ RAW = """{
       1
     ],
     "hfshard": {
-      "tied_names": {
-        "c": "a"
-      },
       "files": {
         "model-00001-of-00002.safetensors": {
           "fingerprint": "11111111111111111111111111111111",
@@ -42,7 +39,10 @@ RAW = """{
           "xxh3": "22222222222222222222222222222222"
         }
       },
-      "format": 1
+      "format": 1,
+      "tied_names": {
+        "c": "a"
+      }
     },
     "total_parameters": 3,
     "total_size": 12
@@ -97,8 +97,8 @@ def _with(**own: Any) -> dict[str, Any]:
         (_with(files={FILES[0]: {"size": -1}}), "size and hex digests"),
         (_with(files={FILES[0]: {"sha256": "zz"}}), "size and hex digests"),
         (_with(files={FILES[0]: {}}, tied_names={"c": "nowhere"}), "which no file holds"),
-        (_with(files={FILES[0]: {}}, tied_names={"a": "b"}), "both a stored tensor and an alias"),
-        (_with(tied_names={"c": "d", "d": "a"}), "an alias itself"),
+        (_with(files={FILES[0]: {}}, tied_names={"a": "b"}), "both a stored tensor and tied to 'b'"),
+        (_with(tied_names={"c": "d", "d": "a"}), "which is a tied name itself"),
     ],
 )
 def test_a_wrong_index_is_refused_with_its_reason(value: object, problem: str) -> None:
@@ -123,6 +123,6 @@ def test_the_mark_of_a_shard_says_nothing_and_that_of_a_single_file_all() -> Non
     )
 
 
-def test_undeclared_aliases_are_listed_where_there_are_any() -> None:
-    assert hfshard_metadata({}, {}, ()) == {"format": 1, "files": {}, "tied_names": {}}
-    assert hfshard_metadata({}, {"b": "a"}, ("b",))["undeclared_ties"] == ["b"]
+def test_undeclared_ties_are_listed_where_there_are_any() -> None:
+    assert build_hfshard_metadata({}, {}, ()) == {"format": 1, "files": {}, "tied_names": {}}
+    assert build_hfshard_metadata({}, {"b": "a"}, ("b",))["undeclared_ties"] == ["b"]

@@ -30,7 +30,7 @@ def stored(shard: SafetensorsFile) -> dict[str, TensorLike]:
     """The tensors of a file, not decoded."""
     return {
         name: RawTensor(
-            TensorLayout(slot.dtype, slot.shape, slot.nbytes, name in shard.pairs),
+            TensorLayout(slot.dtype, slot.shape, slot.nbytes, name in shard.complex_as_real),
             partial(shard.blocks, slot),
         )
         for name, slot in shard.header.tensors.items()

@@ -60,7 +60,7 @@ def test_of_many_tensors_1024_are_sampled(tmp_path: Path) -> None:
 def test_a_single_file_states_its_own_digests_which_are_of_it_with_zeros_in_their_place(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     own = {"format": 1, "files": {}, "tied_names": {}}
-    (record,) = write_shards([job(path, {"a": torch.ones(2)}, own=own)], checksum="sha256")
+    (record,) = write_shards([job(path, {"a": torch.ones(2)}, hfshard_metadata=own)], checksum="sha256")
     raw = path.read_bytes()
     stated = json.loads(json.loads(raw[8:4096])["__metadata__"]["hfshard"])
     assert stated == {
