@@ -9,7 +9,8 @@ from typing import Final
 from hfshard.cli.output import print_json, print_text, printable, table
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.pull import pull_checkpoint
-from hfshard.hub.push import push_checkpoint
+from hfshard.hub.push import push_directory
+from hfshard.hub.pushing.request import PushOptions
 from hfshard.planning.size import format_size
 
 _ID_DIGITS: Final = 12
@@ -18,9 +19,7 @@ _ID_DIGITS: Final = 12
 
 def push(arguments: argparse.Namespace) -> int:
     """Push a directory, and show the commit."""
-    result = push_checkpoint(
-        arguments.directory,
-        arguments.repo_id,
+    options = PushOptions(
         commit_message=arguments.commit_message,
         commit_description=arguments.commit_description,
         private=arguments.private,
@@ -28,9 +27,14 @@ def push(arguments: argparse.Namespace) -> int:
         revision=arguments.revision,
         create_pr=arguments.create_pr,
         path_in_repo=arguments.path_in_repo,
+        progress=_progress(arguments),
+    )
+    result = push_directory(
+        arguments.directory,
+        arguments.repo_id,
+        options,
         allow_patterns=arguments.include,
         ignore_patterns=arguments.exclude,
-        progress=_progress(arguments),
     )
     if arguments.format == "json":
         print_json(asdict(result))

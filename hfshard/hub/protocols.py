@@ -12,7 +12,7 @@ from hfshard.storage.disk.byte_source import ByteSource
 class Hub(Protocol):
     """What a push needs of a repo, on the Hub or in a directory."""
 
-    def listing(self, revision: str | None) -> RepoTree | None:
+    def tree(self, revision: str | None) -> RepoTree | None:
         """The files at a revision; None where there is no such branch yet."""
 
     def make_branch(self, branch: str) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hfshard._util.arguments import refuse_unknown
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import InvalidArgumentError
+from hfshard.hub.pushing.request import PushOptions
 from hfshard.planning.plan import Packing
 from hfshard.planning.size import parse_size
 from hfshard.pretrained.build import LoadOptions, load_pretrained
@@ -25,7 +26,7 @@ from hfshard.pretrained.class_alias import (
     view_as_alias,
 )
 from hfshard.pretrained.collect import is_spread
-from hfshard.pretrained.push import default_repo_id, publish_by_upstream, publish_model, publish_saved, tags_of
+from hfshard.pretrained.push import default_repo_id, push_by_upstream, push_model, push_saved_files, tags_of
 from hfshard.save import request_of, save_request
 from hfshard.storage.checkpoint.checkpoint import Verify
 from hfshard.storage.format.integrity import Checksum, check_checksum
@@ -138,7 +139,8 @@ class ShardedModelMixin:
             if push_to_hub:
                 repo_id = kwargs.pop("repo_id", None) or default_repo_id(save_directory)
                 tags = tags_of(self, kwargs.pop("tags", None))
-                publish_saved(request, index, os.fspath(save_directory), repo_id, tags, token=token, **kwargs)
+                options = PushOptions(token=token, progress=progress, **kwargs)
+                push_saved_files(request, index, os.fspath(save_directory), repo_id, tags, options)
 
     @_untyped
     def push_to_hub(
@@ -186,21 +188,22 @@ class ShardedModelMixin:
             raise InvalidArgumentError("hfshard writes no pickles: leave out safe_serialization=False.")
         refuse_unknown(kwargs, _PUSH_ARGUMENTS | _PLAN_ARGUMENTS, "push_to_hub")
         limit = parse_size(max_shard_size)  # type: ignore[arg-type]
-        options = {
-            "commit_message": commit_message,
-            "commit_description": commit_description,
-            "private": private,
-            "token": token,
-            "revision": revision,
-            "create_pr": create_pr,
-            "path_in_repo": path_in_repo,
-        }
+        options = PushOptions(
+            commit_message=commit_message,
+            commit_description=commit_description,
+            private=private,
+            token=token,
+            revision=revision,
+            create_pr=create_pr,
+            path_in_repo=path_in_repo,
+            progress=progress,
+        )
         tags = tags_of(self, tags)
         if self._is_upstreams_to_save(distributed_checkpoint=False):
             save = partial(self.save_pretrained, max_shard_size=limit, variant=variant)
-            return publish_by_upstream(save, variant, repo_id, tags, progress, **options)
+            return push_by_upstream(save, variant, repo_id, tags, options)
         request = request_of(self, None, limit, variant, packing=packing, progress=progress)  # type: ignore[arg-type]
-        return publish_model(request, repo_id, tags, **options)
+        return push_model(request, repo_id, tags, options)
 
     @classmethod
     def from_pretrained(

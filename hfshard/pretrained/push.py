@@ -11,8 +11,9 @@ from typing import Any, Final
 from huggingface_hub import CommitInfo
 
 from hfshard.hub.address import directory_of
-from hfshard.hub.push import PushRequest, folder_of, push
 from hfshard.hub.pushing.local_files import directory_contents
+from hfshard.hub.pushing.push_files import push_files
+from hfshard.hub.pushing.request import PushOptions, PushRequest
 from hfshard.hub.repo_tree import PushResult
 from hfshard.pretrained.model_card import tagged_card
 from hfshard.saving.in_memory import stream_request
@@ -25,8 +26,8 @@ DEFAULT_MESSAGE: Final = "Upload model"
 """As upstream's, for a model."""
 
 
-def publish_model(
-    request: SaveRequest, repo_id: str | os.PathLike[str], tags: Sequence[str], **options: Any
+def push_model(
+    request: SaveRequest, repo_id: str | os.PathLike[str], tags: Sequence[str], options: PushOptions
 ) -> CommitInfo | PushResult:
     """Push what a save of this request would write, without writing it.
 
@@ -34,44 +35,42 @@ def publish_model(
         request: What `save_model` would save.
         repo_id: As in `push_checkpoint`.
         tags: Of the model card.
-        options: Arguments of `push_to_hub`.
+        options: How to push.
     """
     contents, _ = stream_request(request)
-    return _publish(contents, frozenset({request.names.variant}), request.progress, repo_id, tags, **options)
+    return _push(contents, frozenset({request.names.variant}), repo_id, tags, options)
 
 
-def publish_saved(
+def push_saved_files(
     request: SaveRequest,
     index: CheckpointIndex,
     directory: str,
     repo_id: str | os.PathLike[str],
     tags: Sequence[str],
-    **options: Any,
+    options: PushOptions,
 ) -> CommitInfo | PushResult:
     """Push the files that a save has just written into a directory, and nothing else that is there."""
     names = {*index.weight_map.values(), *index.files, request.names.index, "config.json", *request.model_files}
     contents, _ = directory_contents(directory, names=names)
-    return _publish(contents, frozenset({request.names.variant}), request.progress, repo_id, tags, **options)
+    return _push(contents, frozenset({request.names.variant}), repo_id, tags, options)
 
 
-def publish_by_upstream(
+def push_by_upstream(
     save: Callable[[str], object],
     variant: str | None,
     repo_id: str | os.PathLike[str],
     tags: Sequence[str],
-    progress: bool | None,
-    **options: Any,
+    options: PushOptions,
 ) -> CommitInfo | PushResult | None:
     """Push what upstream saves of a model that only it can collect (offloaded, adapters), by way of the disk.
 
     Args:
         save: Saves into an empty directory.
         variant: Of the weights.
-        repo_id, tags, options: As in `publish_model`.
-        progress: A bar.
+        repo_id, tags, options: As in `push_model`.
 
     Returns:
-        As `publish_model`; None where this process saves nothing, as another one of the group does.
+        As `push_model`; None where this process saves nothing, as another one of the group does.
     """
     with tempfile.TemporaryDirectory(prefix="hfshard-push-") as folder:
         save(folder)
@@ -84,7 +83,7 @@ def publish_by_upstream(
         else:  # an adapter, beside which the hub may hold its base
             contents = {name: file_source(os.path.join(folder, name)) for name in names}
             variants = frozenset()
-        return _publish(contents, variants, progress, repo_id, tags, **options)
+        return _push(contents, variants, repo_id, tags, options)
 
 
 def tags_of(model: Any, tags: Sequence[str] | str | None) -> list[str]:
@@ -93,40 +92,27 @@ def tags_of(model: Any, tags: Sequence[str] | str | None) -> list[str]:
     return list(dict.fromkeys([*(getattr(model, "model_tags", None) or ()), *asked]))
 
 
-def _publish(
+def _push(
     contents: dict[str, ByteSource],
     variants: frozenset[str | None],
-    progress: bool | None,
     repo_id: str | os.PathLike[str],
     tags: Sequence[str],
-    *,
-    commit_message: str | None = None,
-    commit_description: str | None = None,
-    private: bool | None = None,
-    token: str | bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    path_in_repo: str = "",
+    options: PushOptions,
 ) -> CommitInfo | PushResult:
-    message = commit_message or DEFAULT_MESSAGE
-    pushing = PushRequest(
-        contents,
-        variants,
-        message,
-        commit_description,
-        revision,
-        create_pr,
-        folder_of(path_in_repo),
-        card=partial(tagged_card, tags=tags),
-        progress=progress,
+    request = PushRequest(
+        contents=contents,
+        variants=variants,
+        options=options,
+        default_message=DEFAULT_MESSAGE,
+        make_card=partial(tagged_card, tags=tags),
     )
-    result = push(pushing, repo_id, private=private, token=token)
+    result = push_files(request, repo_id)
     if directory_of(repo_id) is not None:
         return result
     return CommitInfo(
         commit_url=result.url,
-        commit_message=message,
-        commit_description=commit_description or "",
+        commit_message=request.message,
+        commit_description=options.commit_description or "",
         oid=result.commit,
         pr_url=result.pr_url,
     )

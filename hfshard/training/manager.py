@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
+from hfshard.hub.pushing.request import PushOptions
 from hfshard.planning.size import parse_size
 from hfshard.storage.format.integrity import Checksum, check_checksum
 from hfshard.training.collecting import RankState, collect, collect_rank
-from hfshard.training.pushing.hubs import PushOptions, push_run
+from hfshard.training.pushing.hubs import push_run
 from hfshard.training.pushing.pusher import BackgroundPusher
 from hfshard.training.ranks import Ranks
 from hfshard.training.restoring.resume import choose_checkpoint, resume
@@ -284,7 +285,14 @@ class CheckpointManager:
             HubError: As `push_checkpoint` raises it.
         """
         progress = self.progress if progress is None else progress
-        options = PushOptions(revision, private, token, commit_message, create_pr, progress)
+        options = PushOptions(
+            revision=revision,
+            private=private,
+            token=token,
+            commit_message=commit_message,
+            create_pr=create_pr,
+            progress=progress,
+        )
 
         def work() -> PushResult | list[PushResult]:
             self._writer.wait_for_all()

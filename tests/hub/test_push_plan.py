@@ -65,7 +65,7 @@ trees = st.dictionaries(st.sampled_from(NAMES), st.sampled_from([b"", b"a", b"b"
 kinds = st.sampled_from(["lfs", "regular"])
 
 
-def listing_of(files: dict[str, bytes], kind: str) -> RepoTree:
+def tree_of(files: dict[str, bytes], kind: str) -> RepoTree:
     """As the Hub lists them: big ones with their sha256, small ones with git's hash."""
     return RepoTree(
         "c" * 40,
@@ -83,7 +83,7 @@ def test_family_becomes_what_is_local_and_all_else_stays(
     local = {name: raw for name, raw in local.items() if FAMILIES[name] in (*variants, "nobody")}
     stale = stale_names(remote, local, variants, ())
     assert {FAMILIES[name] for name in stale} <= variants
-    plan = plan_push({name: BytesSource(raw) for name, raw in local.items()}, listing_of(remote, kind), stale)
+    plan = plan_push({name: BytesSource(raw) for name, raw in local.items()}, tree_of(remote, kind), stale)
     after = {name: raw for name, raw in remote.items() if name not in plan.deletes}
     after |= {name: content.open().read() for name, content in plan.adds.items()}
     for name in NAMES:

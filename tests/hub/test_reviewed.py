@@ -70,10 +70,10 @@ def test_model_that_upstream_collects_is_one_commit_with_deletes_and_variant(tmp
     first = DirectoryHub.open(hub).resolve()
     offloaded(2).push_to_hub(str(hub), variant="fp16", max_shard_size=10**9)
     offloaded(3).push_to_hub(str(hub), max_shard_size=1000)
-    listing = DirectoryHub.open(hub).listing()
-    assert listing is not None
-    assert "model.safetensors" not in listing.files
-    assert {"model.fp16.safetensors", "model.safetensors.index.json", "README.md"} <= listing.files.keys()
+    tree = DirectoryHub.open(hub).tree()
+    assert tree is not None
+    assert "model.safetensors" not in tree.files
+    assert {"model.fp16.safetensors", "model.safetensors.index.json", "README.md"} <= tree.files.keys()
     assert value_of(Bert.from_pretrained(str(hub))) == 3
     assert value_of(Bert.from_pretrained(str(hub), variant="fp16")) == 2
     assert value_of(Bert.from_pretrained(str(hub), revision=first)) == 1

@@ -99,7 +99,7 @@ class DirectoryHub:
             raise HubError(f"'{root}' is a directory hub already. Leave out exist_ok=False to use it.", path=root)
         return cls.open(root)
 
-    def listing(self, revision: str | None = None) -> RepoTree | None:
+    def tree(self, revision: str | None = None) -> RepoTree | None:
         """The files at a revision (None: main); None where it is not there, but can be made where `main` is.
 
         Where there is no `main` either, a branch that is not there yet is empty: its commit is "".

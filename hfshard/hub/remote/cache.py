@@ -132,7 +132,7 @@ class RepoCache:
         """
         etag = file.etag
         if etag is None or _ETAG.fullmatch(etag) is None or file.size < 0:
-            raise HubError("The Hub's listing has no size and hash of a file, and nothing is loaded without them.")
+            raise HubError("The Hub lists a file without size and hash, and nothing is loaded without them.")
         return os.path.join(self.folder, "blobs", etag)
 
     def partial(self, file: RemoteFile) -> str:

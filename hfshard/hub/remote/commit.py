@@ -52,10 +52,10 @@ class RemoteCommit:
     """A commit that is being made."""
 
     def __init__(
-        self, api: HfApi, repo_id: str, request: CommitRequest, listing: Callable[[str | None], RepoTree | None]
+        self, api: HfApi, repo_id: str, request: CommitRequest, tree: Callable[[str | None], RepoTree | None]
     ) -> None:
         """Take the client, the repo, what to do, and what tells the files at a revision."""
-        self.api, self.repo_id, self.request, self._listing = api, repo_id, request, listing
+        self.api, self.repo_id, self.request, self._tree = api, repo_id, request, tree
         self.failures: tuple[type[Exception], ...] = (HfHubHTTPError, *transport_errors())
         self.upload_failures: tuple[type[Exception], ...] = (RuntimeError, *self.failures)  # huggingface_hub wraps them
 
@@ -156,7 +156,7 @@ class RemoteCommit:
         """The commit, where the Hub has it."""
         if self.request.create_pr:
             return self._landed_pull_request()
-        now = self._listing(self.request.revision)
+        now = self._tree(self.request.revision)
         if now is None or now.commit == self.request.parent:
             return None
         if not self._holds(now):
@@ -166,15 +166,15 @@ class RemoteCommit:
     def _landed_pull_request(self) -> PushResult | None:
         pulls = self.api.get_repo_discussions(self.repo_id, discussion_type="pull_request")
         for pull in sorted(pulls, key=lambda pull: pull.num, reverse=True):
-            found = self._listing(f"refs/pr/{pull.num}") if pull.title == self.request.message else None
+            found = self._tree(f"refs/pr/{pull.num}") if pull.title == self.request.message else None
             if found is not None and self._holds(found):
                 return PushResult(found.commit, self._url(found.commit), pull.url)
         return None
 
-    def _holds(self, listing: RepoTree) -> bool:
+    def _holds(self, tree: RepoTree) -> bool:
         """Whether a commit holds all that this one was to bring about."""
         for path, content in self.request.changes.items():
-            there = listing.files.get(path)
+            there = tree.files.get(path)
             if content is None and there is not None:
                 return False
             if content is not None and (there is None or not there.has_contents(content)):

@@ -21,7 +21,7 @@ class RemoteFiles:
 
     def __init__(self, remote: HubReader, cache: RepoCache, *, force: bool, progress: bool | None) -> None:
         """Take where they are, and where they go; `force` fetches what is there, each file once."""
-        self.commit, self._files = remote.listing.commit, remote.listing.files
+        self.commit, self._files = remote.tree.commit, remote.tree.files
         self._remote, self._cache, self._force, self._progress = remote, cache, force, progress
         self._forced: set[str] = set()
 

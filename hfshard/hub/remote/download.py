@@ -48,7 +48,7 @@ def download(
         NotEnoughSpaceError: Before the first byte comes.
         HubConnectionError, HubAccessError, HubNotFoundError, HubError: See `transport.Remote.read`.
     """
-    commit, files = remote.listing.commit, remote.listing.files
+    commit, files = remote.tree.commit, remote.tree.files
     missing = [path for path in dict.fromkeys(paths) if force or not cache.holds(commit, path, files[path])]
     if not missing:
         return
@@ -70,7 +70,7 @@ def download(
 
 def bytes_to_download(remote: HubReader, cache: RepoCache, paths: Collection[str], *, force: bool = False) -> int:
     """How many bytes `download` has to bring."""
-    files = {cache.blob(file): file for path in paths if (file := remote.listing.files[path])}
+    files = {cache.blob(file): file for path in paths if (file := remote.tree.files[path])}
     return sum(file.size for file in files.values() if force or not cache.has_blob(file))
 
 
@@ -86,7 +86,7 @@ class _Downloader:
     def download(self, paths: list[str]) -> None:
         """One file, under all the names that it has."""
         path = paths[0]
-        file = self.remote.listing.files[path]
+        file = self.remote.tree.files[path]
         with self.cache.lock(file, self.remote.stop) as is_held:
             if not is_held:
                 raise StoppedError
@@ -104,8 +104,8 @@ class _Downloader:
                 os.close(fd)
             os.replace(partial, self.cache.blob(file))
             for name in paths[1:]:
-                self.cache.link(self.remote.listing.commit, name, file)
-            self.cache.link(self.remote.listing.commit, path, file, is_new=True)
+                self.cache.link(self.remote.tree.commit, name, file)
+            self.cache.link(self.remote.tree.commit, path, file, is_new=True)
 
     def _fill(self, fd: int, path: str, file: RemoteFile, partial: str) -> None:
         for _ in range(2):
@@ -132,7 +132,7 @@ class _Downloader:
         kind = "sha256" if file.sha256 is not None else "git hash"
         raise IntegrityError(
             f"'{path}' of '{self.remote.repo_id}' came damaged: its {kind} is {found}, and the Hub lists {file.etag} "
-            f"({hf_hub_url(self.remote.repo_id, path, revision=self.remote.listing.commit)}). Nothing of it was kept. "
+            f"({hf_hub_url(self.remote.repo_id, path, revision=self.remote.tree.commit)}). Nothing of it was kept. "
             "Run it again; if it fails again, the server or something on the way changes the bytes.",
             path=path,
             expected=file.etag,

@@ -117,7 +117,7 @@ class Fetcher:
     def from_hub(self, pick: Resolver, *, others: CheckpointQuery | None = None) -> ResolvedCheckpoint:
         """Ask the Hub, and bring what is not in the cache."""
         try:
-            listing = self._listing(pick)
+            tree = self._tree(pick)
         except HubConnectionError as error:
             chosen = self._despite(error, pick)
             if chosen is None:
@@ -125,14 +125,14 @@ class Fetcher:
             return chosen
         self.was_asked = True
         view = RemoteFiles(
-            HubReader(self.repo_id, listing, self.token), self.cache, force=self.force, progress=self.progress
+            HubReader(self.repo_id, tree, self.token), self.cache, force=self.force, progress=self.progress
         )
         chosen = pick(view)
         if others is not None:
-            view.download(other_files({path: file.size for path, file in listing.files.items()}, others))
+            view.download(other_files({path: file.size for path, file in tree.files.items()}, others))
         for path in chosen.absent:
-            self.cache.mark_missing(listing.commit, path)
-        self.cache.remember(self.revision, listing.commit)
+            self.cache.mark_missing(tree.commit, path)
+        self.cache.remember(self.revision, tree.commit)
         return chosen
 
     def from_cache(self, pick: Resolver, *, local_files_only: bool) -> ResolvedCheckpoint:
@@ -160,7 +160,7 @@ class Fetcher:
         except NotCachedError as error:
             raise CheckpointNotFoundError(f"{error}, and {why}. {todo}", path=self.repo_id) from error
 
-    def _listing(self, pick: Resolver) -> RepoTree:
+    def _tree(self, pick: Resolver) -> RepoTree:
         """Ask at once; where the cache has all that is wanted, once is enough."""
         try:
             return resolve(self.repo_id, self.revision, self.token, retries=0)

@@ -38,7 +38,7 @@ GAP_BYTES: Final = 64 * 1024
 @contextmanager
 def open_by_ranges(
     repo_id: str,
-    listing: RepoTree,
+    tree: RepoTree,
     token: str | bool | None,
     wanted: CheckpointQuery,
     names_of: NamesOf,
@@ -52,7 +52,7 @@ def open_by_ranges(
 
     Args:
         repo_id: "org/name".
-        listing: The commit and its files.
+        tree: The commit and its files.
         token: As in huggingface_hub.
         wanted: Which checkpoint; its `files_of` says which shards.
         names_of: Which tensors of an index.
@@ -67,7 +67,7 @@ def open_by_ranges(
         InvalidArgumentError: Its weights are pickled: they have no ranges.
         DamagedCheckpointError, IntegrityError: A header or a tensor is not what it has to be.
     """
-    remote = HubReader(repo_id, listing, token)
+    remote = HubReader(repo_id, tree, token)
     with tempfile.TemporaryDirectory(prefix="hfshard-ranges-") as folder:
         chosen = resolve(_View(remote, folder), wanted)
         if chosen.kind not in ("single", "index"):
@@ -103,17 +103,17 @@ class _View:
     """The files of a commit, of which the small ones are brought into a folder, and the weights are not."""
 
     def __init__(self, remote: HubReader, folder: str) -> None:
-        self.commit, self._remote, self._folder = remote.listing.commit, remote, folder
+        self.commit, self._remote, self._folder = remote.tree.commit, remote, folder
 
     def has(self, path: str, *, is_needed: bool = True) -> bool:
-        return path in self._remote.listing.files
+        return path in self._remote.tree.files
 
     def download(self, paths: Collection[str]) -> None:
         for path in paths:
             target = self.snapshot(path)
             if path.endswith(SAFETENSORS_SUFFIX) or os.path.exists(target):
                 continue
-            file = self._remote.listing.files.get(path)
+            file = self._remote.tree.files.get(path)
             if file is None:
                 raise HubError(f"'{self._remote.repo_id}' has no file '{path}', which its index names.", path=path)
             hasher, raw = hasher_for(file), self._remote.read_all(path)
@@ -161,7 +161,7 @@ class _Part:
 
     def read_header(self) -> None:
         """Ask for the header, and put it at the beginning of a sparse file."""
-        size = self.remote.listing.files[self.path].size
+        size = self.remote.tree.files[self.path].size
         raw = self._read(0, min(size, HEADER_GUESS_BYTES))
         end = LENGTH_BYTES + read_header_length(raw[:LENGTH_BYTES], size, self.path)
         if end > len(raw):

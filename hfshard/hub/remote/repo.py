@@ -1,4 +1,4 @@
-"""A repo of the Hugging Face Hub, as a push sees it: one listing, one commit, by huggingface_hub."""
+"""A repo of the Hugging Face Hub, as a push sees it, by way of huggingface_hub."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ class HubRepo:
         self._branches = {"main"}
         """Names that are known to be branches."""
 
-    def listing(self, revision: str | None) -> RepoTree | None:
+    def tree(self, revision: str | None) -> RepoTree | None:
         """The files at a revision; None where there is no such branch yet.
 
         Raises:
             HubNotFoundError, HubAccessError, HubConnectionError: The repo can't be seen.
         """
-        self._known = ask(self.repo_id, self.token, partial(self._listing, revision), revision=revision)
+        self._known = ask(self.repo_id, self.token, partial(self._tree, revision), revision=revision)
         return self._known
 
-    def _listing(self, revision: str | None) -> RepoTree | None:
+    def _tree(self, revision: str | None) -> RepoTree | None:
         try:
             return tree_of(self._api, self.repo_id, revision)
         except RevisionNotFoundError:
@@ -90,7 +90,7 @@ class HubRepo:
         Raises:
             IntegrityError: They are not those that the Hub lists.
         """
-        known = self._known if self._known is not None and self._known.commit == commit else self.listing(commit)
+        known = self._known if self._known is not None and self._known.commit == commit else self.tree(commit)
         if known is None or path not in known.files:
             raise HubNotFoundError(f"'{self.repo_id}' has no '{path}' at {commit}.", path=path)
         if known.files[path].size > MAX_INDEX_BYTES:
@@ -131,7 +131,7 @@ class HubRepo:
         for number, batch in enumerate(batches, 1):
             title = message if number == len(batches) else f"{message} (shards, part {number} of {len(batches) - 1})"
             request = CommitRequest(batch, parent, revision, title, description, create_pr)
-            result = RemoteCommit(self._api, self.repo_id, request, self.listing).make(
+            result = RemoteCommit(self._api, self.repo_id, request, self.tree).make(
                 by_xet=by_xet, progress_callback=sent
             )
             if result.pr_url is not None:  # what follows goes on the pull request that the first commit opened

@@ -79,17 +79,17 @@ class HubReader:
     """The files of one commit, to be read by whatever way the server has."""
 
     def __init__(
-        self, repo_id: str, listing: RepoTree, token: str | bool | None, stop: threading.Event | None = None
+        self, repo_id: str, tree: RepoTree, token: str | bool | None, stop: threading.Event | None = None
     ) -> None:
         """Send nothing yet.
 
         Args:
             repo_id: "org/name".
-            listing: The commit and its files.
+            tree: The commit and its files.
             token: As in huggingface_hub.
             stop: Ends all transfers when it is set.
         """
-        self.repo_id, self.listing, self.token = repo_id, listing, token
+        self.repo_id, self.tree, self.token = repo_id, tree, token
         self.stop = stop or threading.Event()
         self._urls: dict[str, tuple[str, dict[str, str]]] = {}
         self._announced: dict[str, int] = {}
@@ -100,7 +100,7 @@ class HubReader:
         """Tell which files will be read, so that one request asks for the storage URLs of all."""
         with self._lock:
             for path in paths:
-                file = self.listing.files[path]
+                file = self.tree.files[path]
                 if file.sha256 is not None:
                     self._announced[file.sha256] = file.size
 
@@ -125,7 +125,7 @@ class HubReader:
         while at < end:
             patience.check()
             try:
-                begin, last = (at, end) if by_range else (0, self.listing.files[path].size)
+                begin, last = (at, end) if by_range else (0, self.tree.files[path].size)
                 with self._opened(path, begin, last, patience.failures) as (response, offset):
                     for block in response.iter_bytes():
                         fresh = block[max(0, at - offset) : end - offset]
@@ -157,16 +157,16 @@ class HubReader:
 
     def read_all(self, path: str) -> bytes:
         """A small file, whole; its hash is not checked."""
-        return b"".join(self.read(path, 0, self.listing.files[path].size))
+        return b"".join(self.read(path, 0, self.tree.files[path].size))
 
     @contextmanager
     def _opened(self, path: str, start: int, end: int, failures: int) -> Iterator[tuple[Any, int]]:
         """An answer with bytes of the file, and which byte of the file is its first."""
-        file = self.listing.files[path]
+        file = self.tree.files[path]
         found = self._storage_url(file.sha256, file.size, failures) if file.sha256 is not None else None
         headers = {"Accept-Encoding": "identity"}
         if found is None:
-            url = hf_hub_url(self.repo_id, path, revision=self.listing.commit)
+            url = hf_hub_url(self.repo_id, path, revision=self.tree.commit)
             headers |= build_hf_headers(token=self.token)
         else:
             url = found[0]
@@ -191,7 +191,7 @@ class HubReader:
             with self._lock:
                 self._urls.pop(oid or "", None)  # it has expired: a new one is asked for
             raise _TryAgainError(f"{problem}, the URL has expired", wait_seconds=0.0)
-        with translate_hub_errors(self.repo_id, self.token, revision=self.listing.commit):
+        with translate_hub_errors(self.repo_id, self.token, revision=self.tree.commit):
             response.read()
             hf_raise_for_status(response)
         raise HubError(f"{problem}, which is neither a file nor an error that is known.", path=self.repo_id)

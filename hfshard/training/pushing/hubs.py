@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
@@ -19,6 +18,7 @@ from hfshard.errors import (
     UnsafePathError,
 )
 from hfshard.hub.address import split_address
+from hfshard.hub.pushing.request import PushOptions, PushRequest
 from hfshard.loading.source import CheckpointSource
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import sha256_of
@@ -52,18 +52,6 @@ class PushArguments(TypedDict, total=False):
     commit_message: str | None
     create_pr: bool
     progress: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class PushOptions:
-    """How checkpoints are pushed; as in `push_checkpoint`."""
-
-    revision: str | None = None
-    private: bool | None = None
-    token: str | bool | None = None
-    commit_message: str | None = None
-    create_pr: bool = False
-    progress: bool | None = None
 
 
 def push_run(
@@ -140,10 +128,10 @@ def push_all(found: Sequence[RunCheckpoint], repo_id: str | os.PathLike[str], op
 def _newer_than_remote(
     in_order: list[VerifiedContents], repo_id: str | os.PathLike[str], options: PushOptions
 ) -> list[VerifiedContents]:
-    from hfshard.hub.push import open_hub
+    from hfshard.hub.pushing.push_files import open_hub
 
-    hub = open_hub(repo_id, private=options.private, token=options.token)
-    remote = hub.listing(options.revision) or hub.listing(None)  # a new branch begins at main
+    hub = open_hub(repo_id, options)
+    remote = hub.tree(options.revision) or hub.tree(None)  # a new branch begins at main
     if remote is None or MANIFEST not in remote.files:
         return in_order
     raw = hub.read(MANIFEST, remote.commit)
@@ -169,19 +157,17 @@ def _newer_than_remote(
 
 
 def _push(pushed: VerifiedContents, repo_id: str | os.PathLike[str], options: PushOptions) -> PushResult:
-    from hfshard.hub.push import PushRequest, push
+    from hfshard.hub.pushing.push_files import push_files
 
     has_model = any(_is_of(MODEL_BASE, name) for name in pushed.contents)
     request = PushRequest(
-        pushed.contents,
-        frozenset({None}) if has_model else frozenset(),
-        options.commit_message or f"Checkpoint at step {pushed.manifest.step}",
-        revision=options.revision,
-        create_pr=options.create_pr,
-        stale=partial(_stale, pushed),
-        progress=options.progress,
+        contents=pushed.contents,
+        variants=frozenset({None}) if has_model else frozenset(),
+        options=options,
+        default_message=f"Checkpoint at step {pushed.manifest.step}",
+        find_stale=partial(_stale, pushed),
     )
-    return push(request, repo_id, private=options.private, token=options.token)
+    return push_files(request, repo_id)
 
 
 def _stale(pushed: VerifiedContents, there: Mapping[str, RemoteFile], read: Callable[[str], bytes]) -> set[str]:

@@ -8,8 +8,9 @@ import threading
 from dataclasses import replace
 
 from hfshard.hub.address import directory_of, split_address
+from hfshard.hub.pushing.request import PushOptions
 from hfshard.training.pushing.contents import Hashes
-from hfshard.training.pushing.hubs import PushOptions, check_repo, push_found
+from hfshard.training.pushing.hubs import check_repo, push_found
 from hfshard.training.run.background import Background
 from hfshard.training.run.directory import RunCheckpoint
 

@@ -21,11 +21,11 @@ def main(root: str, name: str, count: int) -> None:
     for number in range(count):
         raw = content(name, number)
         while True:
-            listing = hub.listing()
-            assert listing is not None
+            tree = hub.tree()
+            assert tree is not None
             changes = {f"{name}.bin": BytesSource(raw), "last.bin": BytesSource(raw)}
             try:
-                hub.commit(changes, parent=listing.commit or None, message=f"{name} {number}")
+                hub.commit(changes, parent=tree.commit or None, message=f"{name} {number}")
                 break
             except StaleParentError:
                 stale += 1

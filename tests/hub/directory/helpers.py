@@ -18,9 +18,9 @@ def hub(tmp_path: Path) -> DirectoryHub:
 
 
 def push(hub: DirectoryHub, files: Mapping[str, bytes | None], message: str = "push", revision: str = "main") -> str:
-    listing = hub.listing(revision)
+    tree = hub.tree(revision)
     changes = {path: None if raw is None else BytesSource(raw) for path, raw in files.items()}
-    parent = hub.resolve() if listing is None else listing.commit or None
+    parent = hub.resolve() if tree is None else tree.commit or None
     return hub.commit(changes, parent=parent, revision=revision, message=message).commit
 
 

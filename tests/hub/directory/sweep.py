@@ -69,8 +69,8 @@ def push(root: str, files: Mapping[str, bytes | None], message: str, **options: 
     """Commit on top of what the branch is at."""
     hub = DirectoryHub.create(root)
     revision = str(options.pop("revision", "main"))
-    listing = hub.listing(revision)
-    parent = listing.commit or None if listing is not None else hub.resolve()
+    tree = hub.tree(revision)
+    parent = tree.commit or None if tree is not None else hub.resolve()
     changes: dict[str, ByteSource | None] = {
         path: None if raw is None else BytesSource(raw) if path != "b.bin" else Unhashed(raw)
         for path, raw in files.items()

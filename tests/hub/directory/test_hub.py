@@ -41,8 +41,8 @@ def test_a_new_hub_is_empty_and_marked(tmp_path: Path) -> None:
     hub = DirectoryHub.create(root)
     assert DirectoryHub.is_hub(root) and DirectoryHub.is_hub(f"file://{root}")
     assert everything(root) == {f"{root}/hfshard-hub.json": b'{\n  "format": 1\n}\n'}
-    listing = hub.listing()
-    assert listing is not None and (listing.commit, dict(listing.files)) == ("", {})
+    tree = hub.tree()
+    assert tree is not None and (tree.commit, dict(tree.files)) == ("", {})
     assert hub.revisions() == []
     with pytest.raises(HubNotFoundError, match="is empty: nothing was pushed to it yet, so it has no revision 'main'"):
         hub.snapshot()
@@ -97,9 +97,9 @@ def test_a_commit_is_a_plain_directory_and_a_manifest_that_gives_its_id(hub: Dir
     assert result.commit == "6eba2670fe2662982fc111c996afdea859d262a8"
     assert result.url == hub.snapshot() == f"{hub.root}/snapshots/{result.commit}"
     assert (result.is_new, result.sent_bytes, result.pr_url) == (True, 1, None)
-    listing = hub.listing()
-    assert listing is not None
-    assert (listing.commit, dict(listing.files)) == (result.commit, {"s/a": RemoteFile(1, SHA256_OF_ONE)})
+    tree = hub.tree()
+    assert tree is not None
+    assert (tree.commit, dict(tree.files)) == (result.commit, {"s/a": RemoteFile(1, SHA256_OF_ONE)})
     assert Path(hub.root, "refs/heads/main").read_text() == f"{result.commit}\n"
     assert stat.S_IMODE(os.stat(f"{result.url}/s/a").st_mode) & 0o222 == 0
     assert hub.read("s/a", result.commit) == b"1"
@@ -294,7 +294,7 @@ def test_a_manifest_with_other_bytes_is_refused(hub: DirectoryHub) -> None:
     path = Path(hub.root, "commits", f"{commit}.json")
     path.write_bytes(path.read_bytes().replace(b'"a"', b'"b"'))
     with pytest.raises(IntegrityError, match="is damaged: its bytes are those of commit"):
-        hub.listing()
+        hub.tree()
     assert [revision.is_damaged for revision in hub.revisions()] == [True, True]
     with pytest.raises(IntegrityError):
         hub.prune()
@@ -322,7 +322,7 @@ def test_a_hostile_manifest_of_the_right_hash_is_refused(hub: DirectoryHub, chan
     Path(hub.root, "commits").mkdir()
     Path(hub.root, "commits", f"{commit}.json").write_bytes(raw)
     with pytest.raises(ValueError, match="is none of this format"):
-        hub.listing(commit)
+        hub.tree(commit)
 
 
 def test_a_damaged_commit_is_deleted_and_pushed_again(hub: DirectoryHub) -> None:

@@ -47,10 +47,10 @@ def test_two_processes_that_push_at_once_make_one_line_of_whole_commits(
         child.stdin.flush()
     hub, seen = DirectoryHub.open(root), set()
     while any(child.poll() is None for child in children):  # a reader beside them
-        listing = hub.listing()
-        if listing is not None and listing.commit:
+        tree = hub.tree()
+        if tree is not None and tree.commit:
             hub.verify()
-            seen.add(listing.commit)
+            seen.add(tree.commit)
     for child in children:
         child.communicate()
         assert child.returncode == 0

@@ -32,8 +32,8 @@ def test_a_revision_is_found_by_branch_tag_id_and_beginning_of_an_id(two: Two) -
     assert hub.branch("dev/x") == second
     for name in ("v1.0", "refs/tags/v1.0", first, first[:7], first[:39]):
         assert hub.resolve(name) == first
-        listing = hub.listing(name)
-        assert listing is not None and listing.commit == first
+        tree = hub.tree(name)
+        assert tree is not None and tree.commit == first
     for same in (None, "main", "refs/heads/main", "dev/x", "refs/heads/dev/x", second):
         assert hub.resolve(same) == second
 
@@ -44,7 +44,7 @@ def test_a_revision_that_is_not_there_is_an_error_that_lists_what_is(two: Two, n
     hub.tag("v1", first)
     with pytest.raises(HubNotFoundError, match=r"has no revision .*\. It has main, v1; and 2 commits, listed in"):
         hub.resolve(name)
-    assert hub.listing(name) is None
+    assert hub.tree(name) is None
 
 
 def test_six_digits_of_an_id_are_no_revision(two: Two) -> None:
@@ -84,7 +84,7 @@ def test_revisions_are_listed_main_first_and_commits_newest_first(two: Two) -> N
 
 def test_a_push_to_a_branch_that_is_not_there_makes_it(two: Two) -> None:
     hub, _, second = two
-    assert hub.listing("exp/one") is None
+    assert hub.tree("exp/one") is None
     push(hub, {"b": b"3"}, revision="exp/one")
     assert files_at(hub, "exp/one") == {"a": b"22", "b": b"3"}
     assert hub.resolve() == second
@@ -92,8 +92,8 @@ def test_a_push_to_a_branch_that_is_not_there_makes_it(two: Two) -> None:
 
 def test_a_branch_of_an_empty_hub_begins_empty(hub: DirectoryHub) -> None:
     hub.make_branch("dev")
-    listing = hub.listing("dev")
-    assert listing is not None and listing.commit == ""
+    tree = hub.tree("dev")
+    assert tree is not None and tree.commit == ""
     push(hub, {"a": b"1"}, revision="dev")
     assert [one.name for one in hub.revisions() if one.kind == "branch"] == ["dev"]
 

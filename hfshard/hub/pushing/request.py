@@ -1,0 +1,71 @@
+"""What a push is asked to do: the options that users give, and the files that they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from hfshard.errors import InvalidArgumentError
+from hfshard.hub.repo_tree import RemoteFile
+from hfshard.storage.disk.byte_source import ByteSource
+
+MakeCard = Callable[[Callable[[], bytes] | None], bytes | None]
+"""Makes a README.md. It is given a reader of the one that is there, if there is one; None leaves that as it is."""
+
+FindStale = Callable[[Mapping[str, RemoteFile], Callable[[str], bytes]], Collection[str]]
+"""Names files that are deleted. It is given the files of the folder by name, and a reader of small ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushOptions:
+    """How something is pushed; the fields are the arguments of `push_checkpoint`.
+
+    Raises:
+        InvalidArgumentError: A pull request on another branch than main, or a folder outside the repo.
+    """
+
+    commit_message: str | None = None
+    """None: a text that fits what is pushed."""
+    commit_description: str | None = None
+    private: bool | None = None
+    """Of a repo that is made."""
+    token: str | bool | None = None
+    revision: str | None = None
+    """A branch, or "refs/pr/N". None: main."""
+    create_pr: bool = False
+    path_in_repo: str = ""
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked before a hub is asked."""
+        if self.create_pr and self.revision not in (None, "main"):
+            raise InvalidArgumentError("create_pr opens a pull request on main: leave out revision, or create_pr.")
+        if ".." in self.path_in_repo.split("/"):
+            raise InvalidArgumentError(f"path_in_repo must stay in the repo, got {self.path_in_repo!r}.")
+
+    @property
+    def folder(self) -> str:
+        """The folder of the repo as the beginning of paths: "" or "name/"."""
+        parts = [part for part in self.path_in_repo.split("/") if part not in ("", ".")]
+        return "".join(f"{part}/" for part in parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushRequest:
+    """What is to be pushed, and how."""
+
+    contents: Mapping[str, ByteSource]
+    """Path in the folder -> contents."""
+    variants: frozenset[str | None]
+    """Variants of the checkpoints among them: whatever else the hub holds of these is deleted."""
+    options: PushOptions = field(default_factory=PushOptions)
+    default_message: str = "Upload checkpoint"
+    """The commit's message where the options have none."""
+    make_card: MakeCard | None = None
+    find_stale: FindStale | None = None
+    """Names what else is deleted."""
+
+    @property
+    def message(self) -> str:
+        """The commit's message."""
+        return self.options.commit_message or self.default_message
