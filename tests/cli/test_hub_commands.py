@@ -50,9 +50,9 @@ def test_options_of_push_reach_the_commit(example: Path, tmp_path: Path, run: Ru
     done = run("push", example, hub, "--revision", "dev", "--message", "Title", "--description", "More",
                "--path-in-repo", "sub", "--exclude", "*.txt")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    listing = DirectoryHub.open(hub).listing("dev")
-    assert listing is not None
-    assert sorted(listing.files) == [f"sub/{name}" for name in FILES]
+    tree = DirectoryHub.open(hub).tree("dev")
+    assert tree is not None
+    assert sorted(tree.files) == [f"sub/{name}" for name in FILES]
     [commit] = [item for item in DirectoryHub.open(hub).revisions() if item.kind == "commit"]
     assert commit.message == "Title"
 
