@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from hfshard.pretrained.mixin import ShardedModelMixin
     from hfshard.reshard import reshard_checkpoint
     from hfshard.save import save_model, save_state_dict
+    from hfshard.storage.checkpoint.report import VerifyReport
     from hfshard.storage.format.index import CheckpointIndex
     from hfshard.training.manager import CheckpointManager
-    from hfshard.verify import VerifyReport, verify_checkpoint
+    from hfshard.verify import verify_checkpoint
 
 __all__ = [
     "CheckpointIndex",
@@ -53,7 +54,7 @@ _HOMES = {
     "PushResult": "hub.repo_tree",
     "ShardPlan": "planning.plan",
     "ShardedModelMixin": "pretrained.mixin",
-    "VerifyReport": "verify",
+    "VerifyReport": "storage.checkpoint.report",
     "load_model": "load",
     "load_state_dict": "load",
     "parse_size": "planning.size",

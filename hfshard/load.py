@@ -1,10 +1,8 @@
-"""Loads a checkpoint: locate, read the index, check, read, assign."""
+"""Load a checkpoint as a state dict, or into a model."""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,24 +11,12 @@ from torch import nn
 
 from hfshard._util.arguments import refuse_unknown
 from hfshard.errors import InvalidArgumentError
+from hfshard.loading.into_module import load_into_module
+from hfshard.loading.reading import files_holding, read_tensors, stored_names
 from hfshard.loading.source import CheckpointSource, open_source, open_source_by_ranges
-from hfshard.state_dicts.state_dict import (
-    KeyMismatch,
-    KeySelection,
-    assign,
-    collect_state_dict,
-    compare,
-    has_wrapper_prefix,
-    match_prefixes,
-    select_keys,
-    unwrap,
-)
-from hfshard.state_dicts.tied import find_shared_tensors
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
-from hfshard.storage.format.index import CheckpointIndex
+from hfshard.state_dicts.state_dict import KeySelection
+from hfshard.storage.checkpoint.checkpoint import Verify
 from hfshard.storage.weights.tensor_reader import ReadMode, check_read_mode
-
-logger = logging.getLogger(__name__)
 
 
 def load_state_dict(
@@ -136,73 +122,5 @@ def load_model(
     refuse_unknown(kwargs, known, "load_model")
     source = CheckpointSource(os.fspath(path), **kwargs)
     with open_source(source, verify, progress) as checkpoint:
-        info = _load_into(unwrap(model), checkpoint, mode, strict=strict is not False)
+        info = load_into_module(model, checkpoint, mode, strict=strict is not False)
     return (model, info) if output_loading_info else model
-
-
-def files_holding(index: CheckpointIndex, keys: KeySelection) -> set[str]:
-    """The files that hold the tensors of these names, aliases included.
-
-    Raises:
-        StateDictMismatchError: A name or glob that matches nothing.
-    """
-    return {index.weight_map[name] for name in stored_names(index, keys)}
-
-
-def stored_names(index: CheckpointIndex, keys: KeySelection | None) -> set[str]:
-    """The stored tensors that these names are, or are aliases of."""
-    chosen = select_keys([*index.weight_map, *index.tied_names], keys)
-    return {index.tied_names.get(name, name) for name in chosen}
-
-
-def read_tensors(
-    checkpoint: OpenCheckpoint, keys: KeySelection | None, device: str | torch.device, read: ReadMode
-) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint by name, aliases included."""
-    tied_names = checkpoint.index.tied_names
-    chosen = select_keys([*checkpoint.keys, *tied_names], keys)
-    stored = {tied_names.get(name, name) for name in chosen}
-    tensors = checkpoint.read([name for name in checkpoint.keys if name in stored], read, device)
-    return {name: tensors[tied_names.get(name, name)] for name in chosen}
-
-
-def match_to_model(
-    tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], KeyMismatch]:
-    """The tensors of a checkpoint by the names that a model has for them, and how the two differ.
-
-    Args:
-        tensors: As they were saved.
-        own: The model's, by the names that `collect_state_dict` gives.
-    """
-    fitting = dict(tensors)
-    if has_wrapper_prefix(fitting):
-        names = match_prefixes(fitting, own.keys())
-        fitting = {names[name]: tensor for name, tensor in fitting.items()}
-    fitting = _with_tied_names(fitting, own)
-    return fitting, compare(fitting, own)
-
-
-def _load_into(model: nn.Module, checkpoint: OpenCheckpoint, read: ReadMode, *, strict: bool) -> dict[str, Any]:
-    own = collect_state_dict(model)
-    tensors, difference = match_to_model(read_tensors(checkpoint, None, "cpu", read), own)
-    matched = len(own) - len(difference.missing)
-    difference.raise_unless_allowed(strict=strict, path=checkpoint.directory, matched=matched)
-    assign(model, tensors)
-    return {
-        "missing_keys": set(difference.missing),
-        "unexpected_keys": set(difference.unexpected),
-        "mismatched_keys": set(difference.mismatched),
-        "error_msgs": [],
-    }
-
-
-def _with_tied_names(tensors: dict[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Names that the model ties to one that the checkpoint has are not missing."""
-    tied = {}
-    for alias, kept in find_shared_tensors(own).items():
-        if alias not in tensors and kept in tensors:
-            tied[alias] = tensors[kept]
-        elif kept not in tensors and alias in tensors:
-            tied[kept] = tensors[alias]
-    return {**tensors, **tied}

@@ -1,61 +1,18 @@
-"""Re-shards a checkpoint: the bytes of its tensors go into files of another size, and are never decoded."""
+"""Re-shard a checkpoint: the bytes of its tensors go into files of another size, and are never decoded."""
 
 from __future__ import annotations
 
-import logging
 import os
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Final
 
 import torch
 
-from hfshard.constants import (
-    CONFIG_NAME,
-    DEFAULT_MAX_SHARD_SIZE,
-)
-from hfshard.errors import CheckpointChangedError, InvalidArgumentError
-from hfshard.hub.address import directory_of
-from hfshard.hub.marker import is_marked
-from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source
+from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.loading.source import CheckpointSource
 from hfshard.planning.plan import Packing
-from hfshard.planning.size import parse_size
-from hfshard.resharding.in_place import reshard_in_place
-from hfshard.resharding.request import with_dtype, with_tensors
-from hfshard.save import save_request
-from hfshard.saving.prepare import SaveRequest
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.checkpoint.raw_tensors import has_checksums
-from hfshard.storage.disk.companions import find_companion_files, refuse_conflicts
-from hfshard.storage.disk.safe_open import Identity, identity_of
+from hfshard.resharding.reshard import reshard_source
+from hfshard.saving.options import SaveOptions
 from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.integrity import Checksum, check_checksum
-from hfshard.storage.format.names import WeightNames
-
-logger = logging.getLogger(__name__)
-
-_FLOATS: Final = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-}
-"""What tensors can be cast to."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReshardResult:
-    """What came of it."""
-
-    directory: str
-    index: CheckpointIndex
-    source: str
-    """The directory that the tensors were read from."""
-    files_before: dict[str, int]
-    """The source's files of weights, and their bytes."""
-    is_compared: bool
-    """Whether every byte that was copied was compared with a checksum on the way; else the source has none."""
-    companion_files: tuple[str, ...]
-    """Files that were copied along."""
+from hfshard.storage.format.integrity import Checksum
 
 
 def reshard_checkpoint(
@@ -118,133 +75,7 @@ def reshard_checkpoint(
     source = CheckpointSource(
         os.fspath(src), subfolder, variant, use_safetensors, revision, token, cache_dir, local_files_only
     )
-    return resharded(
-        source, os.fspath(dst), max_shard_size,
-        packing=packing, dtype=dtype, low_disk=low_disk, checksum=checksum, progress=progress,
-    ).index  # fmt: skip
-
-
-def resharded(
-    source: CheckpointSource,
-    dst: str,
-    max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
-    *,
-    packing: Packing = "greedy",
-    dtype: str | torch.dtype | None = None,
-    low_disk: bool = False,
-    checksum: Checksum | None = "sha256",
-    progress: bool | None = None,
-) -> ReshardResult:
-    """`reshard_checkpoint`, and what there is to tell of it."""
-    limit, floating = parse_size(max_shard_size), _floating(dtype)
-    check_checksum(checksum)
-    names, local = WeightNames(source.variant), source.local_place()
-    is_in_place = local is not None and _is_same(local.directory, dst)
-    if low_disk and (not is_in_place or floating is not None):
-        raise InvalidArgumentError(
-            "low_disk re-shards a checkpoint in place and as it is: give the same directory twice, and no dtype.",
-            path=dst,
-        )
-    place = local or replace(source, has_others=True).place(progress)
-    _check_places(source, place, dst, is_in_place=is_in_place)
-    with open_source(source, "structure", progress, place) as checkpoint:
-        if is_in_place:
-            _check_in_place(checkpoint, low_disk=low_disk)
-        request = with_tensors(SaveRequest({}, names, limit, packing, checksum, progress=progress), checkpoint)
-        if floating is not None:
-            request = with_dtype(request, floating, checkpoint.directory)
-        if not is_in_place:
-            companions = find_companion_files(checkpoint.directory, {CONFIG_NAME, *request.model_files})
-            request = replace(request, companion_files=companions)
-            refuse_conflicts(request.companion_files, dst)
-        identities, is_compared = _identities(checkpoint), has_checksums(checkpoint)
-        if not is_compared:
-            logger.info(
-                "'%s' has no checksums: its structure was checked, its bytes can't be.", checkpoint.weights_path
-            )
-        save = partial(reshard_in_place, checkpoint) if low_disk else save_request
-        index = save(request, dst, partial(_check_unchanged, checkpoint, identities))
-    files = {os.path.relpath(path, place.directory): size for path, (_, _, size, _) in identities.items()}
-    return ReshardResult(dst, index, place.directory, files, is_compared, tuple(request.companion_files))
-
-
-def _floating(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    name = str(dtype).removeprefix("torch.")
-    if name not in _FLOATS:
-        raise InvalidArgumentError(f"dtype must be one of {', '.join(_FLOATS)}, or None to leave it, and is {dtype!r}.")
-    return _FLOATS[name]
-
-
-def _is_same(directory: str, other: str) -> bool:
-    return os.path.isdir(directory) and os.path.isdir(other) and os.path.samefile(directory, other)
-
-
-def _check_places(source: CheckpointSource, place: LocalCheckpoint, dst: str, *, is_in_place: bool) -> None:
-    """Refuse to write into the source, but for a checkpoint that is replaced; what a hub keeps is nobody's to write."""
-    root, target = os.path.realpath(place.directory), os.path.realpath(dst)
-    if source.subfolder and not is_in_place and os.path.isdir(source.path) and _is_same(source.path, dst):
-        raise InvalidArgumentError(
-            f"'{dst}' holds the source in its folder '{source.subfolder}': to re-shard that in place, give "
-            f"'{place.directory}' twice; else give a directory outside.",
-            path=dst,
-        )
-    hub = directory_of(source.path) or (source.path if os.path.isdir(source.path) else None)
-    is_hub = place.commit is not None or (hub is not None and is_marked(hub)) or _is_snapshot(root)
-    roots = [root, os.path.realpath(hub)] if is_hub and hub is not None else [root]
-    if any(target.startswith(above.rstrip("/") + "/") or (is_hub and target == above) for above in roots):
-        what = "what a hub keeps" if is_hub else "the checkpoint that is re-sharded"
-        todo = "" if is_hub else ", or the source itself to re-shard in place"
-        raise InvalidArgumentError(f"'{dst}' lies in {what}: give a directory outside{todo}.", path=dst)
-    if is_in_place and is_hub:
-        raise InvalidArgumentError(f"'{dst}' is of what a hub keeps: give a directory outside.", path=dst)
-
-
-def _is_snapshot(directory: str) -> bool:
-    """Whether it is of the Hub's cache: its files are links to what all commits share."""
-    return re.search(r"/models--[^/]+/snapshots/[0-9a-f]{40}(/|$)", directory) is not None
-
-
-def _check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:
-    if not checkpoint.pickles:
-        return
-    if low_disk:
-        raise InvalidArgumentError(
-            f"low_disk is for safetensors, and '{checkpoint.weights_path}' is a pickle. Convert it without low_disk.",
-            path=checkpoint.weights_path,
-        )
-    names = checkpoint.names
-    for name in (names.single, names.index):
-        if os.path.lexists(os.path.join(checkpoint.directory, name)):
-            raise InvalidArgumentError(
-                f"'{checkpoint.directory}' has '{name}' too, which is what is loaded: converting the pickles in place "
-                "would replace it. Give another directory, or remove what is old.",
-                path=checkpoint.directory,
-            )
-
-
-def _identities(checkpoint: OpenCheckpoint) -> dict[str, Identity]:
-    """Of the files of weights, as they were opened."""
-    try:
-        pickles = {file.path: identity_of(os.stat(file.path)) for file in checkpoint.pickles.values()}
-    except OSError as error:
-        raise _changed(checkpoint) from error
-    return pickles | {shard.path: shard.identity for shard in checkpoint.shards.values()}
-
-
-def _check_unchanged(checkpoint: OpenCheckpoint, identities: Mapping[str, Identity]) -> None:
-    try:
-        found = {path: identity_of(os.stat(path)) for path in identities}
-    except OSError as error:
-        raise _changed(checkpoint) from error
-    if found != identities or not checkpoint.is_unchanged():
-        raise _changed(checkpoint)
-
-
-def _changed(checkpoint: OpenCheckpoint) -> CheckpointChangedError:
-    return CheckpointChangedError(
-        f"The checkpoint in '{checkpoint.directory}' was replaced or changed while it was re-sharded, and nothing "
-        "was saved. Do it again when the process that saves there is done.",
-        path=checkpoint.directory,
+    options = SaveOptions(
+        max_shard_size=max_shard_size, variant=variant, packing=packing, checksum=checksum, progress=progress
     )
+    return reshard_source(source, os.fspath(dst), options, dtype=dtype, low_disk=low_disk).index

@@ -30,7 +30,8 @@ from hfshard.errors import (
     UnsafePickleError,
 )
 from hfshard.loading.source import CheckpointSource
-from hfshard.reshard import resharded
+from hfshard.resharding.reshard import reshard_source
+from hfshard.saving.options import SaveOptions
 from hfshard.storage.disk.fsops import locked_directory
 from tests.helpers.random_state_dicts import assert_same, random_tensor
 
@@ -220,7 +221,7 @@ def test_what_lies_beside_goes_along_and_weights_of_others_do_not(tmp_path: Path
     (old / "onnx").mkdir()
     new.mkdir()
     (new / "README.md").write_text("# mine\n")
-    result = resharded(CheckpointSource(str(old)), str(new), "1MB")
+    result = reshard_source(CheckpointSource(str(old)), str(new), SaveOptions(max_shard_size="1MB"))
     assert result.companion_files == ("README.md", "chat_template.jinja", "modeling_own.py", "tokenizer.json")
     assert sorted(os.listdir(new)) == sorted([*beside, "model.safetensors"])
     for name in beside.keys() - {"README.md"}:
@@ -295,10 +296,10 @@ def test_a_source_without_checksums_is_said_to_be_one(tmp_path: Path, caplog: py
     (tmp_path / "old").mkdir()
     save_file(floats(), tmp_path / "old" / "model.safetensors", metadata={"format": "pt"})
     with caplog.at_level("INFO", logger="hfshard"):
-        result = resharded(CheckpointSource(str(tmp_path / "old")), str(tmp_path / "new"))
+        result = reshard_source(CheckpointSource(str(tmp_path / "old")), str(tmp_path / "new"), SaveOptions())
     assert not result.is_compared
     assert "has no checksums: its structure was checked, its bytes can't be" in caplog.text
-    assert resharded(CheckpointSource(str(tmp_path / "new")), str(tmp_path / "again")).is_compared
+    assert reshard_source(CheckpointSource(str(tmp_path / "new")), str(tmp_path / "again"), SaveOptions()).is_compared
 
 
 def test_bad_arguments_touch_nothing(tmp_path: Path) -> None:

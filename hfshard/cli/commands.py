@@ -13,7 +13,8 @@ from hfshard.cli.output import bar, print_json, print_message, print_text, print
 from hfshard.cli.training_reports import is_checkpoint, is_training, reports
 from hfshard.errors import readable
 from hfshard.planning.size import format_size
-from hfshard.verify import Problem, VerifyReport, verify_checkpoint
+from hfshard.storage.checkpoint.report import Problem, VerifyReport
+from hfshard.verify import verify_checkpoint
 
 _LARGEST: Final = 5
 """Tensors that `inspect` shows without `--tensors`."""

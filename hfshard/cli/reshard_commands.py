@@ -13,7 +13,8 @@ from hfshard.cli.output import print_json, print_message, print_text, printable,
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.loading.source import CheckpointSource
 from hfshard.planning.size import format_size
-from hfshard.reshard import ReshardResult, resharded
+from hfshard.resharding.reshard import ReshardResult, reshard_source
+from hfshard.saving.options import SaveOptions
 from hfshard.storage.checkpoint.locate import locate_checkpoint
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.names import WeightNames
@@ -52,16 +53,14 @@ def _run(arguments: argparse.Namespace, *, use_safetensors: bool | None, low_dis
         token=arguments.token,
         local_files_only=arguments.local_files_only,
     )
-    return resharded(
-        source,
-        arguments.target,
-        arguments.max_shard_size,
+    options = SaveOptions(
+        max_shard_size=arguments.max_shard_size,
+        variant=arguments.variant,
         packing=arguments.packing,
-        dtype=arguments.dtype,
-        low_disk=low_disk,
         checksum=None if arguments.checksum == "none" else arguments.checksum,
         progress=False if arguments.no_progress else None,
     )
+    return reshard_source(source, arguments.target, options, dtype=arguments.dtype, low_disk=low_disk)
 
 
 def _has_safetensors(arguments: argparse.Namespace) -> bool:

@@ -14,10 +14,10 @@ from hfshard.cli.output import print_json, print_message, print_text, table
 from hfshard.cli.training_reports import as_problems, is_checkpoint, report_of
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.planning.size import format_size
+from hfshard.storage.checkpoint.report import Problem
 from hfshard.training.run.directory import RunCheckpoint, checkpoints_in
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.rotation import best_of
-from hfshard.verify import Problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from hfshard._util.progress import bytes_bar
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError
+from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.training.run.directory import RunCheckpoint, checkpoints_in
 from hfshard.training.run.finding import Level, checkpoint_problems
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, read_checkpoint_manifest
 from hfshard.training.run.writing import TRAINING_STATE
-from hfshard.verify import Problem, VerifyReport, verify_checkpoint
+from hfshard.verify import verify_checkpoint
 
 
 def is_checkpoint(directory: str) -> bool:

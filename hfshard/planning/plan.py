@@ -25,6 +25,16 @@ _SHARD_METADATA_BYTES: Final = 256
 """Room for a shard's `__metadata__`: ours is 45 bytes; a caller with more says so."""
 
 
+def check_packing(packing: str) -> None:
+    """Refuse an unknown way of packing.
+
+    Raises:
+        InvalidArgumentError: It is neither "greedy" nor "balanced".
+    """
+    if packing not in ("greedy", "balanced"):
+        raise InvalidArgumentError(f"packing must be 'greedy' or 'balanced', got {packing!r}.")
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedShard:
     """One file of a plan."""
@@ -113,16 +123,14 @@ def plan_specs(
     shard_metadata_bytes: int = _SHARD_METADATA_BYTES,
     separate_names: Collection[str] = (),
 ) -> ShardPlan:
-    """Plan shards from the tensors' specs; no file holds both tensors of `separate_names` and others."""
-    if packing not in ("greedy", "balanced"):
-        raise InvalidArgumentError(f"packing must be 'greedy' or 'balanced', and is {packing!r}.")
+    """Plan the files of tensors whose specs are known; none of `separate_names` shares a file with the others."""
+    check_packing(packing)
     sizes = _entry_sizes(specs)
     whole = _file_bytes(sum(sizes) + single_metadata_bytes, sum(spec.nbytes for spec in specs))
     groups: list[list[int]]
-    parts = [
-        [i for i, spec in enumerate(specs) if (spec.name in separate_names) is is_separate]
-        for is_separate in (False, True)
-    ]
+    separate = set(separate_names)
+    together = [i for i, spec in enumerate(specs) if spec.name not in separate]
+    parts = [together, [i for i, spec in enumerate(specs) if spec.name in separate]]
     if all(parts) or (whole > max_shard_bytes and len(specs) > 1):
         pack = _pack_greedy if packing == "greedy" else _pack_balanced
         room = _Room(max_shard_bytes, shard_metadata_bytes)

@@ -7,10 +7,8 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
@@ -18,6 +16,8 @@ from transformers.dynamic_module_utils import custom_object_save
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.class_alias import architecture_of, view_as_alias
+from hfshard.saving.options import SaveOptions
+from hfshard.saving.request import SaveRequest
 from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.format.strict_json import dump_json
@@ -25,32 +25,19 @@ from hfshard.storage.format.strict_json import dump_json
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class PretrainedState:
-    """Everything that a save of a transformers model writes."""
-
-    state_dict: dict[str, torch.Tensor]
-    """Names and tensors as upstream would write them."""
-    tied_names: dict[str, str]
-    """Name -> the stored name that shares its tensor."""
-    undeclared_ties: tuple[str, ...]
-    """Aliases that the config does not tie."""
-    metadata: dict[str, str]
-    """The quantizer's, for every file."""
-    files: dict[str, bytes]
-    """config.json, generation_config.json, custom code."""
-    total_parameters: int
-
-
-def pretrained_state(
-    model: PreTrainedModel, state_dict: Mapping[str, Any] | None, *, save_original_format: bool = True
-) -> PretrainedState:
-    """Collect what upstream's `save_pretrained` would write of this model.
+def request_from_pretrained(
+    model: PreTrainedModel, state_dict: Mapping[str, Any] | None, options: SaveOptions
+) -> SaveRequest:
+    """Request the save of what transformers' `save_pretrained` would write of this model.
 
     Args:
         model: Unwrapped.
-        state_dict: In place of the model's own; not mutated.
-        save_original_format: Whether converted weights (fused experts ...) are saved under their original names.
+        state_dict: What to save in place of the model's own; not mutated.
+        options: How; `save_original_format` says whether converted weights (fused experts ...) are saved under their
+            original names.
+
+    Raises:
+        InvalidArgumentError: The model is spread over ranks, or its quantization can't be saved.
 
     Source: transformers `PreTrainedModel.save_pretrained`.
     """
@@ -72,15 +59,18 @@ def pretrained_state(
         collected.pop(name, None)
     ties = find_shared_tensors(collected, droppable_patterns=_droppable_patterns(model))
     kept = {name: value for name, value in collected.items() if name not in ties}
-    stored = revert_weight_conversion(view_as_alias(model), dict(kept)) if save_original_format else kept
+    stored = revert_weight_conversion(view_as_alias(model), dict(kept)) if options.save_original_format else kept
     tied_names, undeclared_ties = _stored_ties(model, ties, kept, stored)
-    return PretrainedState(
-        state_dict=stored,
+    files = small_files(model)
+    return SaveRequest(
+        tensors=stored,
+        options=options,
         tied_names=tied_names,
         undeclared_ties=undeclared_ties,
-        metadata={key: str(value) for key, value in metadata.items()},
-        files=small_files(model),
+        file_metadata={key: str(value) for key, value in metadata.items()},
         total_parameters=model.num_parameters(),
+        config=files.pop(CONFIG_NAME),
+        model_files=files,
     )
 
 

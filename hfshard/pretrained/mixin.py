@@ -15,7 +15,6 @@ from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.planning.plan import Packing
-from hfshard.planning.size import parse_size
 from hfshard.pretrained.build import LoadOptions, load_pretrained
 from hfshard.pretrained.class_alias import (
     alias_class,
@@ -27,9 +26,11 @@ from hfshard.pretrained.class_alias import (
 )
 from hfshard.pretrained.collect import is_spread
 from hfshard.pretrained.push import default_repo_id, push_by_upstream, push_model, push_saved_files, tags_of
-from hfshard.save import request_of, save_request
+from hfshard.pretrained.request import request_from_model
+from hfshard.saving.options import SaveOptions
+from hfshard.saving.to_directory import save_request
 from hfshard.storage.checkpoint.checkpoint import Verify
-from hfshard.storage.format.integrity import Checksum, check_checksum
+from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.weights.tensor_reader import ReadMode, check_read_mode
 
 _PUSH_ARGUMENTS = frozenset(
@@ -101,8 +102,14 @@ class ShardedModelMixin:
             UnknownArgumentError: A keyword that nobody takes; the message names the nearest.
             Everything that `hfshard.save_model` raises.
         """
-        parse_size(max_shard_size)
-        check_checksum(checksum)
+        options = SaveOptions(
+            max_shard_size=max_shard_size,
+            variant=variant,
+            packing=packing,
+            save_original_format=save_original_format,
+            checksum=checksum,
+            progress=progress,
+        )
         if kwargs.pop("safe_serialization", True) is False:
             raise InvalidArgumentError("hfshard writes no pickles: leave out safe_serialization=False.")
         kwargs.pop("save_function", None)  # of accelerate's older examples; upstream takes it and ignores it
@@ -123,24 +130,14 @@ class ShardedModelMixin:
                 repo_id = kwargs.pop("repo_id", None) or default_repo_id(save_directory)
                 self.push_to_hub(repo_id, token=token, max_shard_size=max_shard_size, variant=variant, **kwargs)
             return
-        request = request_of(
-            self,  # type: ignore[arg-type]
-            state_dict,
-            max_shard_size,
-            variant,
-            packing=packing,
-            save_original_format=save_original_format,
-            checksum=checksum,
-            progress=progress,
-            collect=is_main_process,
-        )
         if is_main_process:
+            request = request_from_model(self, state_dict, options)  # type: ignore[arg-type]
             index = save_request(request, save_directory)
             if push_to_hub:
                 repo_id = kwargs.pop("repo_id", None) or default_repo_id(save_directory)
                 tags = tags_of(self, kwargs.pop("tags", None))
-                options = PushOptions(token=token, progress=progress, **kwargs)
-                push_saved_files(request, index, os.fspath(save_directory), repo_id, tags, options)
+                pushing = PushOptions(token=token, progress=progress, **kwargs)
+                push_saved_files(request, index, os.fspath(save_directory), repo_id, tags, pushing)
 
     @_untyped
     def push_to_hub(
@@ -187,7 +184,12 @@ class ShardedModelMixin:
         if kwargs.pop("safe_serialization", True) is False:
             raise InvalidArgumentError("hfshard writes no pickles: leave out safe_serialization=False.")
         refuse_unknown(kwargs, _PUSH_ARGUMENTS | _PLAN_ARGUMENTS, "push_to_hub")
-        limit = parse_size(max_shard_size)  # type: ignore[arg-type]
+        saving = SaveOptions(
+            max_shard_size=max_shard_size,  # type: ignore[arg-type]
+            variant=variant,
+            packing=packing,
+            progress=progress,
+        )
         options = PushOptions(
             commit_message=commit_message,
             commit_description=commit_description,
@@ -200,9 +202,9 @@ class ShardedModelMixin:
         )
         tags = tags_of(self, tags)
         if self._is_upstreams_to_save(distributed_checkpoint=False):
-            save = partial(self.save_pretrained, max_shard_size=limit, variant=variant)
+            save = partial(self.save_pretrained, max_shard_size=saving.max_shard_bytes, variant=variant)
             return push_by_upstream(save, variant, repo_id, tags, options)
-        request = request_of(self, None, limit, variant, packing=packing, progress=progress)  # type: ignore[arg-type]
+        request = request_from_model(self, None, saving)  # type: ignore[arg-type]
         return push_model(request, repo_id, tags, options)
 
     @classmethod

@@ -17,7 +17,7 @@ from hfshard.hub.pushing.request import PushOptions, PushRequest
 from hfshard.hub.repo_tree import PushResult
 from hfshard.pretrained.model_card import tagged_card
 from hfshard.saving.in_memory import stream_request
-from hfshard.saving.prepare import SaveRequest
+from hfshard.saving.request import SaveRequest
 from hfshard.storage.disk.byte_source import ByteSource, file_source
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import WeightNames
@@ -38,7 +38,7 @@ def push_model(
         options: How to push.
     """
     contents, _ = stream_request(request)
-    return _push(contents, frozenset({request.names.variant}), repo_id, tags, options)
+    return _push(contents, frozenset({request.options.variant}), repo_id, tags, options)
 
 
 def push_saved_files(
@@ -50,9 +50,9 @@ def push_saved_files(
     options: PushOptions,
 ) -> CommitInfo | PushResult:
     """Push the files that a save has just written into a directory, and nothing else that is there."""
-    names = {*index.weight_map.values(), *index.files, request.names.index, "config.json", *request.model_files}
+    names = {*index.weight_map.values(), *index.files, request.options.names.index, *request.small_files}
     contents, _ = directory_contents(directory, names=names)
-    return _push(contents, frozenset({request.names.variant}), repo_id, tags, options)
+    return _push(contents, frozenset({request.options.variant}), repo_id, tags, options)
 
 
 def push_by_upstream(

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from hfshard._util.progress import bytes_bar
 from hfshard.planning.plan import PlannedShard, ShardPlan, plan_specs
-from hfshard.save import save_request
-from hfshard.saving.prepare import SaveRequest, index_of, plan_request, shard_room
+from hfshard.saving.prepare import index_of, plan_request, shard_room
+from hfshard.saving.request import SaveRequest
+from hfshard.saving.to_directory import save_request
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.commit.commit import SaveSession, save_session
 from hfshard.storage.commit.commit_plan import NewCheckpoint, content_digest, plan_commit
@@ -56,12 +57,12 @@ def reshard_in_place(
     aligned = aligned_plan(checkpoint, request, plan)
     if checkpoint.weights.kind != "index" or not plan.is_sharded or not aligned.is_sharded:
         return save_request(request, directory, check)  # one file, old or new: no group is smaller than the whole
-    with save_session(directory, request.names) as session:
+    with save_session(directory, request.options.names) as session:
         check()
         contents = {file: list(shard.header.tensors) for file, shard in checkpoint.shards.items()}
         taken = session.state.listing | session.state.referenced
         while _is_blocked(aligned, contents, taken):
-            aligned = with_one_more_cut(aligned, request.names, contents)
+            aligned = with_one_more_cut(aligned, request.options.names, contents)
         return _Regrouping(checkpoint, request, session, aligned, contents).run()
 
 
@@ -79,7 +80,7 @@ def aligned_plan(checkpoint: OpenCheckpoint, request: SaveRequest, whole: ShardP
     def parts(names: Iterable[str]) -> list[tuple[TensorSpec, ...]]:
         chosen = [specs[name] for name in names]
         plan = plan_specs(
-            chosen, request.max_shard_bytes, packing=request.packing, names=request.names,
+            chosen, request.options.max_shard_bytes, packing=request.options.packing, names=request.options.names,
             single_metadata_bytes=room, shard_metadata_bytes=room,
         )  # fmt: skip
         return [shard.tensors for shard in plan.shards]
@@ -97,7 +98,7 @@ def aligned_plan(checkpoint: OpenCheckpoint, request: SaveRequest, whole: ShardP
         current = names if len(mine) == 1 else []
         groups += mine if len(mine) > 1 else []
     groups += parts(current) if current else []
-    files = request.names.shards(len(groups))
+    files = request.options.names.shards(len(groups))
     shards = tuple(PlannedShard(file, tensors) for file, tensors in zip(files, groups, strict=True))
     return replace(whole, shards=shards)
 
@@ -183,7 +184,7 @@ class _Regrouping:
         contents: Mapping[str, Sequence[str]],
     ) -> None:
         self.checkpoint, self.request, self.session = checkpoint, request, session
-        self.checksum = request.checksum
+        self.checksum = request.options.checksum
         self.base = index_of(plan, request, [FileDigest()] * len(plan.shards))
         self.groups = groups_of(plan, contents)
         self.files = {file: tuple(names) for file, names in contents.items() if names}
@@ -197,7 +198,7 @@ class _Regrouping:
         changed = [group for group in self.groups if not group.is_kept]
         total_bytes = sum(group.nbytes for group in changed)
         self.session.check_space(max((group.nbytes for group in changed), default=0))
-        with bytes_bar("Re-sharding", total_bytes, self.request.progress) as progress_callback:
+        with bytes_bar("Re-sharding", total_bytes, self.request.options.progress) as progress_callback:
             for group in changed:
                 self._write(group, progress_callback)
         return self._rename([group for group in self.groups if group.is_kept])
@@ -279,5 +280,5 @@ class _Regrouping:
         session = self.session
         session.commit(plan_commit(session.state, new))
         session.empty_staging()
-        session.state = read_state(session.directory, self.request.names)
+        session.state = read_state(session.directory, self.request.options.names)
         return index

@@ -12,7 +12,8 @@ import torch
 
 from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES, METADATA_KEY
 from hfshard.errors import InvalidArgumentError
-from hfshard.saving.prepare import SaveRequest, plan_request
+from hfshard.saving.prepare import plan_request
+from hfshard.saving.request import SaveRequest
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.locate import read_config
@@ -49,12 +50,13 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint) -> SaveReques
     model_files = {}
     if os.path.lexists(generation):
         model_files = {GENERATION_CONFIG_NAME: read_small(generation, directory, MAX_CONFIG_BYTES)[0]}
+    metadata = _without(index.metadata, _OWN_KEYS if checkpoint.weights.kind == "single" else frozenset())
     request = replace(
         request,
         tensors={name: value for name, value in tensors.items() if name not in tied_names},
         tied_names=tied_names,
         undeclared_ties=index.undeclared_ties,
-        metadata=_without(index.metadata, _OWN_KEYS if checkpoint.weights.kind == "single" else frozenset()),
+        options=replace(request.options, metadata=metadata),
         file_metadata=_without(file_metadata, _OWN_KEYS),
         total_parameters=index.total_parameters,
         config=config if config is None or weights_override_of(config) is None else without_weights_override(config),

@@ -8,7 +8,8 @@ from functools import partial
 
 from hfshard._util.progress import bytes_bar
 from hfshard._util.threads import in_threads
-from hfshard.saving.prepare import SaveRequest, index_of, plan_request, shard_jobs
+from hfshard.saving.prepare import index_of, plan_request, shard_jobs
+from hfshard.saving.request import SaveRequest
 from hfshard.storage.disk.byte_source import ByteSource, BytesSource, StreamSource, sha256_of_reader
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.weights.safetensors_stream import SafetensorsStream
@@ -32,7 +33,7 @@ def stream_request(request: SaveRequest) -> tuple[dict[str, ByteSource], Checkpo
     """
     plan = plan_request(request)
     jobs = shard_jobs(plan, request, [""] * len(plan.shards))
-    with bytes_bar("Hashing", plan.total_size, request.progress) as progress_callback:
+    with bytes_bar("Hashing", plan.total_size, request.options.progress) as progress_callback:
         digested = in_threads(partial(_digest, progress_callback=progress_callback), jobs, writer_threads())
     index = index_of(plan, request, [record for record, _ in digested])
     contents: dict[str, ByteSource] = {}
@@ -41,9 +42,8 @@ def stream_request(request: SaveRequest) -> tuple[dict[str, ByteSource], Checkpo
         sha256 = record.sha256 if plan.is_sharded and record.sha256 is not None else sha256_of_reader(opener())
         contents[shard.file] = StreamSource(record.size or 0, sha256, opener)
     if plan.is_sharded:
-        contents[request.names.index] = BytesSource(index.to_json())
-    small = {**request.model_files, **({"config.json": request.config} if request.config is not None else {})}
-    return contents | {name: BytesSource(raw) for name, raw in small.items()}, index
+        contents[request.options.names.index] = BytesSource(index.to_json())
+    return contents | {name: BytesSource(raw) for name, raw in request.small_files.items()}, index
 
 
 def _digest(

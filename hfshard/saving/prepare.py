@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from hfshard.constants import README
-from hfshard.errors import InvalidArgumentError
-from hfshard.planning.plan import Packing, ShardPlan, plan_specs, with_one_more_shard
+from hfshard.planning.plan import ShardPlan, plan_specs, with_one_more_shard
+from hfshard.saving.request import SaveRequest
 from hfshard.storage.commit.commit import SaveSession
 from hfshard.storage.commit.commit_plan import NewCheckpoint, content_digest, needs_links
-from hfshard.storage.disk.companions import CompanionFile
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata
-from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX, Checksum, sha256_of
+from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX
 from hfshard.storage.format.names import WeightNames
-from hfshard.storage.tensors.tensor_layout import TensorLike, tensor_layout
+from hfshard.storage.tensors.tensor_layout import tensor_layout
 from hfshard.storage.tensors.tensor_spec import tensor_specs
 from hfshard.storage.weights.safetensors_writer import (
     WriteJob,
@@ -32,42 +30,6 @@ _OWN_DIGEST_BYTES: Final = 256
 """The digests that a single file states of itself, with their names, without those of its tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """What is to be saved, collected and checked."""
-
-    tensors: Mapping[str, TensorLike]
-    """FQN -> tensor, or bytes that lie in a file; each stored once."""
-    names: WeightNames
-    max_shard_bytes: int
-    packing: Packing = "greedy"
-    checksum: Checksum | None = "sha256"
-    tied_names: Mapping[str, str] = field(default_factory=dict)
-    undeclared_ties: tuple[str, ...] = ()
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    """For the index."""
-    file_metadata: Mapping[str, str] = field(default_factory=dict)
-    """For every file's `__metadata__`."""
-    total_parameters: int | None = None
-    config: bytes | None = None
-    model_files: Mapping[str, bytes] = field(default_factory=dict)
-    companion_files: Mapping[str, CompanionFile] = field(default_factory=dict)
-    """Files of another directory that go along: they are copied, and are no part of the checkpoint."""
-    separate_names: frozenset[str] = frozenset()
-    """Tensors that have files of their own: the others change together, or these do."""
-    progress: bool | None = None
-
-    @property
-    def model_file_digests(self) -> dict[str, FileDigest]:
-        """Records of the small JSON files that belong to the checkpoint."""
-        files = {**({"config.json": self.config} if self.config is not None else {}), **self.model_files}
-        return {
-            name: FileDigest(size=len(raw), sha256=sha256_of(raw))
-            for name, raw in sorted(files.items())
-            if name.endswith(".json")
-        }
-
-
 def plan_request(request: SaveRequest) -> ShardPlan:
     """Plan the files of a request, with room in their headers for the metadata that they will carry.
 
@@ -75,17 +37,16 @@ def plan_request(request: SaveRequest) -> ShardPlan:
         UnstorableTensorError: A value that the format has no bytes for.
         InvalidArgumentError: Metadata that are no JSON, or a packing that nobody knows.
     """
-    _check_metadata(request.metadata)
     specs, room = tensor_specs(request.tensors), shard_room(request)
     own = build_hfshard_metadata(request.model_file_digests, request.tied_names, request.undeclared_ties)
     digests = _OWN_DIGEST_BYTES + TENSOR_DIGEST_HEX * len(specs)
     return plan_specs(
         specs,
-        request.max_shard_bytes,
-        packing=request.packing,
-        names=request.names,
+        request.options.max_shard_bytes,
+        packing=request.options.packing,
+        names=request.options.names,
         tied_names=request.tied_names,
-        single_metadata_bytes=room + digests + _json_bytes(own) + _json_bytes(dict(request.metadata)),
+        single_metadata_bytes=room + digests + _json_bytes(own) + _json_bytes(dict(request.options.metadata)),
         shard_metadata_bytes=room,
         separate_names=request.separate_names,
     )
@@ -96,20 +57,11 @@ def shard_room(request: SaveRequest) -> int:
     return _json_bytes(shard_metadata(request.tensors, request.file_metadata))
 
 
-def _check_metadata(metadata: Mapping[str, Any]) -> None:
-    try:
-        json.dumps(dict(metadata), allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidArgumentError(
-            f"metadata must be JSON (no NaN, no objects), and are not: {error}. Write the values as text."
-        ) from error
-
-
 def with_free_names(plan: ShardPlan, session: SaveSession, request: SaveRequest) -> ShardPlan:
     """Take names that no file has, unless the files there look like the ones that are to be written."""
     if not plan.is_sharded or _matches_existing(plan, session, request):
         return plan
-    return avoid_taken_names(plan, session, request.names)
+    return avoid_taken_names(plan, session, request.options.names)
 
 
 def avoid_taken_names(plan: ShardPlan, session: SaveSession, names: WeightNames) -> ShardPlan:
@@ -149,7 +101,7 @@ def needs_new_names(plan: ShardPlan, new: NewCheckpoint, index: CheckpointIndex,
     return needs_links(old, new) and not session.can_link(next(iter(new.shards.values())))
 
 
-def stage(
+def write_staged(
     plan: ShardPlan, session: SaveSession, request: SaveRequest, progress_callback: Callable[[int], object] | None
 ) -> tuple[NewCheckpoint, CheckpointIndex]:
     """Write the weights into the staging directory, and make the index."""
@@ -157,7 +109,7 @@ def stage(
     paths = [os.path.join(session.staging, name) for name in staged.values()]
     records = write_shards(
         shard_jobs(plan, request, paths, session.replaced),
-        checksum=request.checksum,
+        checksum=request.options.checksum,
         progress_callback=progress_callback,
     )
     index = index_of(plan, request, records)
@@ -199,9 +151,8 @@ def shard_jobs(
     )
     extra = dict(request.file_metadata)
     if not plan.is_sharded:
-        extra |= {
-            key: value if isinstance(value, str) else json.dumps(value) for key, value in request.metadata.items()
-        }
+        for key, value in request.options.metadata.items():
+            extra[key] = value if isinstance(value, str) else json.dumps(value)
     jobs = []
     for shard, path in zip(plan.shards, paths, strict=True):
         tensors = file_order({name: request.tensors[name] for name in shard.names})
@@ -216,7 +167,7 @@ def index_of(plan: ShardPlan, request: SaveRequest, records: Sequence[FileDigest
         weight_map=plan.weight_map,
         total_size=plan.total_size,
         total_parameters=_parameters(request),
-        metadata=dict(request.metadata),
+        metadata=dict(request.options.metadata),
         files={**files, **request.model_file_digests},
         tied_names=dict(request.tied_names),
         undeclared_ties=request.undeclared_ties,

@@ -8,13 +8,12 @@ from typing import Any, Final
 
 import torch
 
-from hfshard.planning.size import parse_size
-from hfshard.save import is_pretrained, request_of
-from hfshard.saving.prepare import SaveRequest
+from hfshard.pretrained.request import is_pretrained, request_from_model
+from hfshard.saving.options import SaveOptions
+from hfshard.saving.request import SaveRequest, request_from_state_dict
 from hfshard.state_dicts.state_dict import collect_state_dict, parameter_names, unwrap
-from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.format.integrity import Checksum
-from hfshard.storage.format.names import MODEL_BASE, WeightNames
+from hfshard.storage.format.names import MODEL_BASE
 from hfshard.storage.tensors.tensor_bytes import tensor_nbytes
 from hfshard.storage.tensors.tensor_spec import tensor_specs
 from hfshard.training.parts.nested import encode
@@ -95,7 +94,9 @@ def collect(
         UnstorableTensorError: A value has no form in a file; the message says where it stands.
         InvalidArgumentError: An optimizer has a parameter without a name.
     """
-    limit = parse_size(max_shard_size)
+    options = SaveOptions(
+        max_shard_size=max_shard_size, checksum=checksum, save_original_format=False, progress=progress
+    )
     optimizer_tensors: dict[str, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}
     names = state.parameter_names()
@@ -113,10 +114,10 @@ def collect(
     )
     requests = {}
     if (model := state.components.get("model")) is not None:
-        requests[MODEL_BASE] = _model_request(model, limit, checksum, progress)
+        requests[MODEL_BASE] = _model_request(model, options)
     for base, part_tensors in (("optimizer", optimizer_tensors), ("state", tensors)):
         if part_tensors:
-            requests[base] = _request(base, part_tensors, limit, checksum)
+            requests[base] = request_from_state_dict(part_tensors, replace(options, base=base, progress=None))
     for request in requests.values():
         tensor_specs(request.tensors)  # refuses what has no bytes, before anything is copied
     return SavePayload(requests, raw)
@@ -142,13 +143,13 @@ def _encode_component(
     return encode(collect_state_dict(part) if kind == "module" else part.state_dict(), name, tensors)
 
 
-def _model_request(model: torch.nn.Module, limit: int, checksum: Checksum | None, progress: bool | None) -> SaveRequest:
+def _model_request(model: torch.nn.Module, options: SaveOptions) -> SaveRequest:
     # Under the model's own names, not those of the original checkpoint: transformers loads both, and a resume finds
     # each tensor where it was.
     own = None
     if not is_pretrained(unwrap(model)):
         own = {name: value for name, value in collect_state_dict(model).items() if isinstance(value, torch.Tensor)}
-    request = request_of(model, own, limit, None, save_original_format=False, checksum=checksum, progress=progress)
+    request = request_from_model(model, own, options)
     return replace(request, separate_names=_frozen(model, request))
 
 
@@ -160,14 +161,6 @@ def _frozen(model: torch.nn.Module, request: SaveRequest) -> frozenset[str]:
     return (
         frozen if sum(tensor_nbytes(request.tensors[name]) for name in frozen) >= _FROZEN_SHARE * total else frozenset()
     )
-
-
-def _request(
-    base: str, tensors: Mapping[str, torch.Tensor], max_shard_bytes: int, checksum: Checksum | None
-) -> SaveRequest:
-    tied_names = find_shared_tensors(tensors)
-    stored = {name: tensor for name, tensor in tensors.items() if name not in tied_names}
-    return SaveRequest(stored, WeightNames(base=base), max_shard_bytes, checksum=checksum, tied_names=tied_names)
 
 
 def _no_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:

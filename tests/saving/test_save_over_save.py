@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from safetensors.torch import save_file
 
 import hfshard
-from hfshard.save import save_request
-from hfshard.saving.prepare import SaveRequest
-from hfshard.storage.format.names import WeightNames
+from hfshard.saving.options import SaveOptions
+from hfshard.saving.request import SaveRequest
+from hfshard.saving.to_directory import save_request
 from tests.helpers.random_state_dicts import assert_same
 
 STRANGERS = {
@@ -110,14 +110,14 @@ class SavesIntoOneDirectory(RuleBasedStateMachine):
         checksum: str | None,
         config: bytes | None,
     ) -> None:
-        names = WeightNames(variant)
+        options = SaveOptions(max_shard_size=limit, variant=variant, packing=packing, checksum=checksum)  # type: ignore[arg-type]
         kept = {name: tensor for name, tensor in state_dict.items() if name != "tied"}
         tied_names = {"tied": "layer.0.weight"}
-        request = SaveRequest(kept, names, limit, packing, checksum, tied_names, config=config)  # type: ignore[arg-type]
+        request = SaveRequest(tensors=kept, options=options, tied_names=tied_names, config=config)
         index = save_request(request, self.folder)
         files = set(index.weight_map.values())
         planned = {name for name in index.files if name.endswith(".safetensors")}
-        self.last[variant] = (state_dict, files | planned | ({names.index} if len(planned) > 1 else set()))
+        self.last[variant] = (state_dict, files | planned | ({options.names.index} if len(planned) > 1 else set()))
         self.configs[variant] = config
         self.config = config if config is not None else self.config
 

@@ -18,14 +18,15 @@ needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace
 
 CHILD = """
 import logging, sys, torch, hfshard
-from hfshard.save import save_request
-from hfshard.saving.prepare import SaveRequest
-from hfshard.storage.format.names import WeightNames
+from hfshard.saving.options import SaveOptions
+from hfshard.saving.request import SaveRequest
+from hfshard.saving.to_directory import save_request
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 torch.set_num_threads(1)
 folder, generation, limit = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 tensors = {name: torch.full((8,), generation) for name in ("a", "b", "c")}
-save_request(SaveRequest(tensors, WeightNames(), limit, config=b'{"n": %d}\\n' % generation), folder)
+options = SaveOptions(max_shard_size=limit)
+save_request(SaveRequest(tensors=tensors, options=options, config=b'{"n": %d}\\n' % generation), folder)
 """
 SHARDED, SINGLE = 4130, 10**6
 """Limits: a header of 4,096 bytes and one tensor of 32; everything."""

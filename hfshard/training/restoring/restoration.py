@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError
-from hfshard.load import match_to_model, read_tensors
+from hfshard.loading.into_module import match_to_model
+from hfshard.loading.reading import read_tensors
 from hfshard.state_dicts.state_dict import assign, collect_state_dict, unwrap
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.checkpoint.checkpoint import open_checkpoint

@@ -94,8 +94,8 @@ def write_checkpoint(
         names = [shard.file for shard in plans[base].shards]
         paths = [os.path.join(directory, name) for name in names]
         jobs |= zip(names, shard_jobs(plans[base], request, paths))
-        small |= {**request.model_files, **({CONFIG_NAME: request.config} if request.config is not None else {})}
-    checksum = next((request.checksum for request in payload.requests.values()), None)
+        small |= request.small_files
+    checksum = next((request.options.checksum for request in payload.requests.values()), None)
     await_devices(list(jobs.values()))  # a step that is still under way there is none of the files before
     records = _reuse_files(jobs, checksum, reusable)
     left = {name: job for name, job in jobs.items() if name not in records}
@@ -109,7 +109,7 @@ def write_checkpoint(
     for base, request in payload.requests.items():
         if plans[base].is_sharded:
             own = [records[shard.file] for shard in plans[base].shards]
-            small[request.names.index] = index_of(plans[base], request, own).to_json()
+            small[request.options.names.index] = index_of(plans[base], request, own).to_json()
     for name, raw in small.items():
         write_file(os.path.join(directory, name), raw)
     sync_directory(directory)

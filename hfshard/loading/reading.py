@@ -1,0 +1,36 @@
+"""Which tensors of a checkpoint are read, and by which names."""
+
+from __future__ import annotations
+
+import torch
+
+from hfshard.state_dicts.state_dict import KeySelection, select_keys
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.weights.tensor_reader import ReadMode
+
+
+def files_holding(index: CheckpointIndex, keys: KeySelection) -> set[str]:
+    """The files that hold the tensors of these names, aliases included.
+
+    Raises:
+        StateDictMismatchError: A name or glob that matches nothing.
+    """
+    return {index.weight_map[name] for name in stored_names(index, keys)}
+
+
+def stored_names(index: CheckpointIndex, keys: KeySelection | None) -> set[str]:
+    """The stored tensors that these names are, or are aliases of."""
+    chosen = select_keys([*index.weight_map, *index.tied_names], keys)
+    return {index.tied_names.get(name, name) for name in chosen}
+
+
+def read_tensors(
+    checkpoint: OpenCheckpoint, keys: KeySelection | None, device: str | torch.device, read: ReadMode
+) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint by name, aliases included."""
+    tied_names = checkpoint.index.tied_names
+    chosen = select_keys([*checkpoint.keys, *tied_names], keys)
+    stored = {tied_names.get(name, name) for name in chosen}
+    tensors = checkpoint.read([name for name in checkpoint.keys if name in stored], read, device)
+    return {name: tensors[tied_names.get(name, name)] for name in chosen}

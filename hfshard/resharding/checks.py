@@ -1,0 +1,102 @@
+"""What a re-shard refuses: places that it must not write into, and sources that change meanwhile."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from hfshard.errors import CheckpointChangedError, InvalidArgumentError
+from hfshard.hub.address import directory_of
+from hfshard.hub.marker import is_marked
+from hfshard.loading.source import CheckpointSource, LocalCheckpoint
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.disk.safe_open import Identity, identity_of
+
+
+def is_same_directory(directory: str, other: str) -> bool:
+    """Whether two paths lead to one directory."""
+    return os.path.isdir(directory) and os.path.isdir(other) and os.path.samefile(directory, other)
+
+
+def check_places(source: CheckpointSource, place: LocalCheckpoint, dst: str, *, is_in_place: bool) -> None:
+    """Refuse to write into the source, but for a checkpoint that is replaced; what a hub keeps is nobody's to write."""
+    root, target = os.path.realpath(place.directory), os.path.realpath(dst)
+    if source.subfolder and not is_in_place and os.path.isdir(source.path) and is_same_directory(source.path, dst):
+        raise InvalidArgumentError(
+            f"'{dst}' holds the source in its folder '{source.subfolder}': to re-shard that in place, give "
+            f"'{place.directory}' twice; else give a directory outside.",
+            path=dst,
+        )
+    hub = directory_of(source.path) or (source.path if os.path.isdir(source.path) else None)
+    is_hub = place.commit is not None or (hub is not None and is_marked(hub)) or _is_snapshot(root)
+    roots = [root, os.path.realpath(hub)] if is_hub and hub is not None else [root]
+    if any(target.startswith(above.rstrip("/") + "/") or (is_hub and target == above) for above in roots):
+        what = "what a hub keeps" if is_hub else "the checkpoint that is re-sharded"
+        todo = "" if is_hub else ", or the source itself to re-shard in place"
+        raise InvalidArgumentError(f"'{dst}' lies in {what}: give a directory outside{todo}.", path=dst)
+    if is_in_place and is_hub:
+        raise InvalidArgumentError(f"'{dst}' is of what a hub keeps: give a directory outside.", path=dst)
+
+
+def _is_snapshot(directory: str) -> bool:
+    """Whether it is of the Hub's cache: its files are links to what all commits share."""
+    return re.search(r"/models--[^/]+/snapshots/[0-9a-f]{40}(/|$)", directory) is not None
+
+
+def check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:
+    """Refuse to convert pickles in place where that replaces other weights, or group by group.
+
+    Raises:
+        InvalidArgumentError: It says what to do instead.
+    """
+    if not checkpoint.pickles:
+        return
+    if low_disk:
+        raise InvalidArgumentError(
+            f"low_disk is for safetensors, and '{checkpoint.weights_path}' is a pickle. Convert it without low_disk.",
+            path=checkpoint.weights_path,
+        )
+    names = checkpoint.names
+    for name in (names.single, names.index):
+        if os.path.lexists(os.path.join(checkpoint.directory, name)):
+            raise InvalidArgumentError(
+                f"'{checkpoint.directory}' has '{name}' too, which is what is loaded: converting the pickles in place "
+                "would replace it. Give another directory, or remove what is old.",
+                path=checkpoint.directory,
+            )
+
+
+def identities_of(checkpoint: OpenCheckpoint) -> dict[str, Identity]:
+    """Path -> identity of the files of weights, as they were opened."""
+    try:
+        pickles = {file.path: identity_of(os.stat(file.path)) for file in checkpoint.pickles.values()}
+    except OSError as error:
+        raise _changed(checkpoint) from error
+    return pickles | {shard.path: shard.identity for shard in checkpoint.shards.values()}
+
+
+def check_unchanged(checkpoint: OpenCheckpoint, identities: Mapping[str, Identity]) -> None:
+    """Refuse a source that somebody else has saved over since it was opened.
+
+    Args:
+        checkpoint: The source, open.
+        identities: What `identities_of` returned when it was opened.
+
+    Raises:
+        CheckpointChangedError: A file is missing, or is another one.
+    """
+    try:
+        found = {path: identity_of(os.stat(path)) for path in identities}
+    except OSError as error:
+        raise _changed(checkpoint) from error
+    if found != identities or not checkpoint.is_unchanged():
+        raise _changed(checkpoint)
+
+
+def _changed(checkpoint: OpenCheckpoint) -> CheckpointChangedError:
+    return CheckpointChangedError(
+        f"The checkpoint in '{checkpoint.directory}' was replaced or changed while it was re-sharded, and nothing "
+        "was saved. Do it again when the process that saves there is done.",
+        path=checkpoint.directory,
+    )

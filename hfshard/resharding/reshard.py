@@ -1,0 +1,112 @@
+"""A re-shard from end to end: open the source, copy its tensors into files of another size, check it again, commit."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import torch
+
+from hfshard.constants import CONFIG_NAME
+from hfshard.errors import InvalidArgumentError
+from hfshard.loading.source import CheckpointSource, open_source
+from hfshard.resharding.checks import (
+    check_in_place,
+    check_places,
+    check_unchanged,
+    identities_of,
+    is_same_directory,
+)
+from hfshard.resharding.in_place import reshard_in_place
+from hfshard.resharding.request import with_dtype, with_tensors
+from hfshard.saving.options import SaveOptions
+from hfshard.saving.request import SaveRequest
+from hfshard.saving.to_directory import save_request
+from hfshard.storage.checkpoint.raw_tensors import has_checksums
+from hfshard.storage.disk.companions import find_companion_files, refuse_conflicts
+from hfshard.storage.format.index import CheckpointIndex
+
+logger = logging.getLogger(__name__)
+
+_FLOATS: Final = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
+"""What tensors can be cast to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardResult:
+    """What came of it."""
+
+    directory: str
+    index: CheckpointIndex
+    source: str
+    """The directory that the tensors were read from."""
+    files_before: dict[str, int]
+    """The source's files of weights, and their bytes."""
+    is_compared: bool
+    """Whether every byte that was copied was compared with a checksum on the way; else the source has none."""
+    companion_files: tuple[str, ...]
+    """Files that were copied along."""
+
+
+def reshard_source(
+    source: CheckpointSource,
+    dst: str,
+    options: SaveOptions,
+    *,
+    dtype: str | torch.dtype | None = None,
+    low_disk: bool = False,
+) -> ReshardResult:
+    """Save a checkpoint in files of another size, and tell what was read and written.
+
+    Args:
+        source: The checkpoint.
+        dst: Directory to save it in; the source's own: in place.
+        options: How to save it; `variant` is the source's.
+        dtype, low_disk: As in `reshard_checkpoint`.
+
+    Raises:
+        Everything that `reshard_checkpoint` raises.
+    """
+    floating = _floating_dtype(dtype)
+    local = source.local_place()
+    is_in_place = local is not None and is_same_directory(local.directory, dst)
+    if low_disk and (not is_in_place or floating is not None):
+        raise InvalidArgumentError(
+            "low_disk re-shards a checkpoint in place and as it is: give the same directory twice, and no dtype.",
+            path=dst,
+        )
+    place = local or replace(source, has_others=True).place(options.progress)
+    check_places(source, place, dst, is_in_place=is_in_place)
+    with open_source(source, "structure", options.progress, place) as checkpoint:
+        if is_in_place:
+            check_in_place(checkpoint, low_disk=low_disk)
+        request = with_tensors(SaveRequest(options=options), checkpoint)
+        if floating is not None:
+            request = with_dtype(request, floating, checkpoint.directory)
+        if not is_in_place:
+            beside = find_companion_files(checkpoint.directory, {CONFIG_NAME, *request.model_files})
+            refuse_conflicts(beside, dst)
+            request = replace(request, companion_files=beside)
+        identities, is_compared = identities_of(checkpoint), has_checksums(checkpoint)
+        if not is_compared:
+            logger.info(
+                "'%s' has no checksums: its structure was checked, its bytes can't be.", checkpoint.weights_path
+            )
+        save = partial(reshard_in_place, checkpoint) if low_disk else save_request
+        index = save(request, dst, partial(check_unchanged, checkpoint, identities))
+    files = {os.path.relpath(path, place.directory): size for path, (_, _, size, _) in identities.items()}
+    return ReshardResult(dst, index, place.directory, files, is_compared, tuple(request.companion_files))
+
+
+def _floating_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in _FLOATS:
+        raise InvalidArgumentError(f"dtype must be one of {', '.join(_FLOATS)}, or None to leave it, and is {dtype!r}.")
+    return _FLOATS[name]

@@ -1,0 +1,82 @@
+"""What is to be saved: tensors by name, what goes along with them, and how; of a state dict or of a plain module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from hfshard.constants import CONFIG_NAME
+from hfshard.errors import InvalidArgumentError
+from hfshard.saving.options import SaveOptions
+from hfshard.state_dicts.state_dict import collect_state_dict
+from hfshard.state_dicts.tied import find_shared_tensors
+from hfshard.storage.disk.companions import CompanionFile
+from hfshard.storage.format.index import FileDigest
+from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.tensors.tensor_layout import TensorLike
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """What is to be saved, collected and checked, and how."""
+
+    tensors: Mapping[str, TensorLike] = field(default_factory=dict)
+    """FQN -> tensor, or bytes that lie in a file; each is stored once."""
+    options: SaveOptions
+    tied_names: Mapping[str, str] = field(default_factory=dict)
+    """Name -> the stored name that shares its tensor."""
+    undeclared_ties: tuple[str, ...] = ()
+    """Those tied names that the config does not tie."""
+    file_metadata: Mapping[str, str] = field(default_factory=dict)
+    """For the `__metadata__` of every file."""
+    total_parameters: int | None = None
+    """For the index; None: counted from the tensors."""
+    config: bytes | None = None
+    """The contents of config.json."""
+    model_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Other small files that belong to the checkpoint: generation config, custom code."""
+    companion_files: Mapping[str, CompanionFile] = field(default_factory=dict)
+    """Files of another directory that are copied along, and are not part of the checkpoint."""
+    separate_names: frozenset[str] = frozenset()
+    """Tensors that share no file with the others, because only these or only the others change from save to save."""
+
+    @property
+    def small_files(self) -> dict[str, bytes]:
+        """The config and the model's other small files."""
+        return {**self.model_files, **({CONFIG_NAME: self.config} if self.config is not None else {})}
+
+    @property
+    def model_file_digests(self) -> dict[str, FileDigest]:
+        """Name -> digest of the small JSON files that belong to the checkpoint."""
+        return {
+            name: FileDigest(size=len(raw), sha256=sha256_of(raw))
+            for name, raw in sorted(self.small_files.items())
+            if name.endswith(".json")
+        }
+
+
+def request_from_state_dict(state_dict: Mapping[str, Any], options: SaveOptions) -> SaveRequest:
+    """Request the save of a state dict: names that share one tensor are stored once.
+
+    Raises:
+        InvalidArgumentError: It is not a mapping.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise InvalidArgumentError(f"state_dict must map names to tensors, got a {type(state_dict).__name__}.")
+    tied_names = find_shared_tensors(state_dict)
+    stored = {name: tensor for name, tensor in state_dict.items() if name not in tied_names}
+    return SaveRequest(tensors=stored, options=options, tied_names=tied_names)
+
+
+def request_from_module(model: nn.Module, state_dict: Mapping[str, Any] | None, options: SaveOptions) -> SaveRequest:
+    """Request the save of a module that transformers does not know.
+
+    Args:
+        model: Wrappers around it are looked through.
+        state_dict: What to save in place of the model's own; not mutated.
+        options: How.
+    """
+    return request_from_state_dict(collect_state_dict(model) if state_dict is None else dict(state_dict), options)

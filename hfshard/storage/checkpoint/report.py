@@ -1,0 +1,36 @@
+"""What a check of a whole checkpoint found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong."""
+
+    file: str
+    """Path of the file."""
+    tensor: str | None
+    """FQN, where it is about one tensor."""
+    message: str
+    """What, where, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify_checkpoint` found."""
+
+    directory: str
+    files: tuple[str, ...]
+    """Names of the files that were checked."""
+    problems: tuple[Problem, ...]
+    warnings: tuple[str, ...]
+    """What could not be checked, and files that belong to nothing."""
+    checked_bytes: int
+    """Bytes whose checksum was compared."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
