@@ -6,13 +6,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import multiprocessing
 import os
-import re
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,268 +22,56 @@ if __name__ == "__main__":  # `bench` is a package of scripts/, hfshard is besid
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 from bench.machine import describe
-from bench.resume_cases import CASES, CYCLES, MID_EPOCH, Case, NotApplicableError
-from bench.resume_task import STEPS, Job
+from bench.resumes.cases import CASES, WAYS
+from bench.resumes.report import readme_table, render
+from bench.resumes.runner import Runner
 
 HERE = Path(__file__).resolve().parent
-README_BEGIN = "<!-- measured: python scripts/bench/resume.py --readme -->"
-README_END = "<!-- /measured -->"
-WAYS = ("torch.save", "Trainer", "Accelerate", "hfshard", "hfshard in Trainer", "hfshard in Accelerate")
-README_WAYS = WAYS[:4]
-PROCESS_SECONDS = 120
-"""A training that takes longer hangs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One cell of the table, and the line of the log that explains it."""
-
-    cell: str
-    detail: str = ""
 
 
 def main(arguments: list[str]) -> int:
-    """Run the cases that are asked for, and write RESUME.md and resume.json anew."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"any of {', '.join(CASES)} (default: all)")
-    parser.add_argument("--ways", nargs="*", default=WAYS, choices=WAYS, metavar="WAY", help=f"any of {WAYS}")
-    parser.add_argument("--out", type=Path, default=HERE / "RESUME.md", help="what to write (default: RESUME.md here)")
-    parser.add_argument("--directory", type=Path, help="where the runs lie; what is made there is removed")
-    parser.add_argument("--readme", action="store_true", help="only print the README's table of the last results")
-    parser.add_argument("--render", action="store_true", help="only print RESUME.md of the last resume.json")
+    """Run the cases that are asked for, and rewrite RESUME.md and resume.json."""
+    parser = make_parser()
     options = parser.parse_args(arguments)
     raw = options.out.with_suffix(".json").with_stem(options.out.stem.lower())
     results: dict[str, Any] = json.loads(raw.read_text(encoding="utf-8")) if raw.exists() else {"cells": {}}
     if options.readme or options.render:
         print(readme_table(results) if options.readme else render(results), end="\n" if options.readme else "")
         return 0
-    asked = options.cases or list(CASES)
-    if unknown := set(asked) - set(CASES):
+    if unknown := set(options.cases) - set(CASES):
         parser.error(f"no such case: {', '.join(sorted(unknown))}")
     directory = Path(tempfile.mkdtemp(prefix="hfshard-resume-", dir=options.directory))
     try:
-        results |= {"machine": describe(directory) | {"accelerate": version("accelerate")}}
+        results["machine"] = describe(directory) | {"accelerate": version("accelerate")}
         results["date"] = datetime.date.today().isoformat()
-        for way in options.ways:
-            runner = Runner(way, directory / way.replace(" ", "-"))
-            for name in asked:
-                outcome = runner.outcome(CASES[name])
-                print(f"{way}: {CASES[name].title}: {outcome.cell}  [{outcome.detail}]", file=sys.stderr, flush=True)
-                results["cells"].setdefault(name, {})[way] = [outcome.cell, outcome.detail]
-                raw.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        run_ways(options.ways, options.cases or list(CASES), directory, results, raw)
         options.out.write_text(render(results), encoding="utf-8")
     finally:
         shutil.rmtree(directory)
     return 0
 
 
-class Runner:
-    """Runs one way's cases; trainings that several cases share are run once."""
-
-    def __init__(self, way: str, directory: Path) -> None:
-        self._way, self._directory = way, directory
-        self._killed: dict[str, Path] = {}
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["transformers.trainer", "accelerate", "bench.resume_peers"])
-
-    def outcome(self, case: Case) -> Outcome:
-        """What comes of a case."""
-        if case.grows:
-            return self._growth(case)
-        killed = self._killed_run(case)
-        directory = self._directory / f"case-{len(list(self._directory.iterdir()))}"
-        shutil.copytree(killed, directory)
-        if case.damage is not None:
-            try:
-                case.damage(newest(directory))
-            except NotApplicableError:
-                return Outcome("–", "one file")
-        resumed = self._run(case, directory, phase="resumed", resume=True, kill_after=None, full_from=None)
-        outcome = judge(read(directory / "straight.jsonl"), resumed, self._last_save(case), case.damage is not None)
-        if "full_from" not in case.training:
-            return outcome
-        raised = next((line["full"] for line in read(directory / "killed.jsonl") if "full" in line), "raised nothing")
-        raised = first_line(raised)
-        cell = outcome.cell
-        if not cell.startswith("exact"):
-            cell += ", none is left" if len(checkpoints(directory)) == 1 else ", though one is left"
-        return Outcome(cell, f"the save: {raised}; then: {outcome.detail}")
-
-    def _killed_run(self, case: Case) -> Path:
-        key = json.dumps([case.training, case.times], sort_keys=True)
-        if key not in self._killed:
-            directory = self._directory / f"run-{len(self._killed)}"
-            directory.mkdir(parents=True)
-            self._run(case, directory, phase="straight", save_every=None, kill_after=None, full_from=None)
-            killed = self._run(case, directory, phase="killed")
-            if error := next((line["error"] for line in killed if "error" in line), ""):
-                raise RuntimeError(f"{self._way}, {case.title}, before it was killed: {error}")
-            self._killed[key] = directory
-        return self._killed[key]
-
-    def _last_save(self, case: Case) -> int:
-        every, last = case.times["save_every"], case.times["kill_after"]
-        return every if "full_from" in case.training else last - last % every
-
-    def _growth(self, case: Case) -> Outcome:
-        directory, other = self._directory / "growing", self._directory / "plain"
-        directory.mkdir(parents=True)
-        other.mkdir()
-        once: dict[str, Any] = {"save_every": 1, "kill_after": 1}
-        self._run(case, other, phase="killed", **once)
-        plain = size(newest(other))
-        sizes, refused = [], ""
-        for cycle in range(CYCLES):
-            times = {**once, "kill_after": cycle + 1, "resume": cycle > 0, "user_schedule": True}
-            lines = self._run(case, directory, phase=f"cycle-{cycle}", unsafe=bool(refused), **times)
-            error = first_line(next((line["error"] for line in lines if "error" in line), ""))
-            if error and (refused or not cycle):
-                return Outcome("crash", f"{refused}; {error}")
-            if error:
-                refused = error
-                self._run(case, directory, phase=f"cycle-{cycle}", unsafe=True, **times)
-            sizes.append(size(newest(directory)))
-        detail = f"{plain} bytes with one of torch's; {sizes[0]} after the first save, {sizes[-1]} after {CYCLES}"
-        grown = f"× {sizes[-1] / plain:.2f}"
-        if refused:
-            return Outcome(f"crash ({grown} where pickles are trusted)", f"{detail}; {refused}")
-        return Outcome(f"resumes, {grown}", detail)
-
-    def _run(self, case: Case, directory: Path, *, unsafe: bool = False, **fields: Any) -> list[dict[str, Any]]:
-        from bench import resume_peers
-
-        job = replace(Job(self._way, directory, **{**MID_EPOCH, **case.times, **case.training}), **fields)
-        target = _run_trusting if unsafe else resume_peers.run
-        process = self._context.Process(target=target, args=(job,))
-        process.start()
-        process.join(PROCESS_SECONDS)
-        if process.is_alive():
-            process.kill()
-            raise TimeoutError(f"{job} took more than {PROCESS_SECONDS} s")
-        return read(directory / f"{job.phase}.jsonl")
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"any of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--ways", nargs="*", default=WAYS, choices=WAYS, metavar="WAY", help=f"any of {WAYS}")
+    parser.add_argument("--out", type=Path, default=HERE / "RESUME.md", help="what to write (default: RESUME.md here)")
+    parser.add_argument("--directory", type=Path, help="where the runs lie; what is made there is removed")
+    parser.add_argument("--readme", action="store_true", help="only print the table for hfshard/training/README.md")
+    parser.add_argument("--render", action="store_true", help="only print RESUME.md of the last resume.json")
+    return parser
 
 
-def _run_trusting(job: Job) -> None:
-    """As `run`, where every torch.load may run the code of a pickle."""
-    import torch
-
-    from bench import resume_peers
-
-    load = torch.load
-    torch.load = lambda *args, **kwargs: load(*args, **{**kwargs, "weights_only": False})
-    resume_peers.run(job)
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a process's record."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def checkpoints(directory: Path) -> list[Path]:
-    """All checkpoints of whatever way, whole or not."""
-    return [path for path in directory.rglob("checkpoint[-_.]*") if path.suffix == ".pt" or path.is_dir()]
-
-
-def newest(directory: Path) -> Path:
-    """The newest of them."""
-    found = checkpoints(directory)
-    if not found:
-        raise FileNotFoundError(f"no checkpoint in {directory}")
-    return max(found, key=lambda path: int("".join(filter(str.isdigit, path.name)) or 0))
-
-
-def size(checkpoint: Path) -> int:
-    """Bytes of a checkpoint's files."""
-    files = [checkpoint] if checkpoint.is_file() else [path for path in checkpoint.rglob("*") if path.is_file()]
-    return sum(path.stat().st_size for path in files)
-
-
-def judge(straight: list[dict[str, Any]], resumed: list[dict[str, Any]], saved: int, is_damaged: bool) -> Outcome:
-    """Compare a resumed process with the straight run."""
-    steps = [line for line in resumed if "step" in line]
-    error = next((line["error"] for line in resumed if "error" in line), "")
-    if error:
-        told = "checkpoint" in error or ".safetensors" in error
-        return Outcome("error" if told else "crash", first_line(error))
-    expected = {line["step"]: line["weights"] for line in straight if "step" in line}
-    first = steps[0]["step"]
-    start = f"resumed after step {first - 1}"
-    wrong = next((line["step"] for line in steps if line["weights"] != expected[line["step"]]), None)
-    if wrong is not None:
-        return Outcome("silently wrong" if is_damaged else f"differs from step {wrong}", start)
-    ends = [next(line["end"] for line in lines if "end" in line) for lines in (straight, resumed)]
-    if unequal := [key for key in ends[0] if ends[0][key] != ends[1][key]]:
-        words = f"weights exact, {' and '.join(unequal)} not"
-        return Outcome("silently wrong" if is_damaged else words, f"{start}; {words}")
-    if first == 1:
-        return Outcome("starts anew", start)
-    return Outcome("exact" if first == saved + 1 else "exact, from the one before", start)
-
-
-def first_line(error: str) -> str:
-    """The beginning of an error's message, without colours and the directory of this run."""
-    plain = re.sub(r"\x1b\[[0-9;]*m|/\S*hfshard-resume-[^/]*/", "", error)
-    return plain.partition("\n")[0][:160].strip()
-
-
-def render(results: dict[str, Any]) -> str:
-    """All of RESUME.md."""
-    machine = [f"| {name} | {value} |" for name, value in results["machine"].items() if value != "not installed"]
-    details = [
-        f"- {CASES[name].title}, {way}: {cell}; {detail}"
-        for name in CASES
-        for way in WAYS
-        for cell, detail in [results["cells"].get(name, {}).get(way, ("", ""))]
-        if detail and not detail.startswith("resumed after")
-    ]
-    return "\n".join(
-        [
-            "# Resumes, measured",
-            "",
-            f"Written by `python scripts/bench/resume.py`, {results['date']}. A training of {STEPS} steps (6 an epoch)",
-            "is run straight; run again, saving, until a SIGKILL; and resumed from its newest checkpoint in a new",
-            "process. *Exact* is: weights after every step, optimizer state with dtypes, learning rate and RNGs at the",
-            "end are the straight run's, bit for bit. Each way is written as its own documentation writes it:",
-            "[resume_peers.py](resume_peers.py). *Error* names the checkpoint or its file, *crash* does not; after",
-            "both it is for the user to find out which one is whole. The full disk is a limit of file size (EFBIG).",
-            "",
-            table(results, WAYS),
-            "",
-            "## What was raised, and sizes",
-            "",
-            *details,
-            "",
-            "## Machine",
-            "",
-            "| | |",
-            "|---|---|",
-            *machine,
-            "",
-        ]
-    )
-
-
-def table(results: dict[str, Any], ways: tuple[str, ...]) -> str:
-    """Cases by ways."""
-    shown = [way for way in ways if any(way in cells for cells in results["cells"].values())]
-    lines = [f"| killed and resumed | {' | '.join(shown)} |", "|---" * (len(shown) + 1) + "|"]
-    for name, case in CASES.items():
-        if cells := results["cells"].get(name):
-            lines.append(f"| {case.title} | {' | '.join(cells.get(way, ['–'])[0] for way in shown)} |")
-    return "\n".join(lines)
-
-
-def readme_table(results: dict[str, Any]) -> str:
-    """The README's table, between its comments; "" where nothing was measured."""
-    if not results["cells"]:
-        return ""
-    machine = results["machine"]
-    head = (
-        "Trainings that a SIGKILL ended, resumed in a new process, against the same training run straight (torch"
-        f" {machine['torch']}, transformers {machine['transformers']}, accelerate {machine['accelerate']}; how, and"
-        " hfshard inside Trainer and Accelerate: [RESUME.md](scripts/bench/RESUME.md)):"
-    )
-    return "\n".join([README_BEGIN, head, "", table(results, README_WAYS), README_END])
+def run_ways(ways: list[str], cases: list[str], directory: Path, results: dict[str, Any], raw: Path) -> None:
+    """Run the cases of each way; what came of one is in the raw results before the next begins."""
+    for way in ways:
+        runner = Runner(way, directory / way.replace(" ", "-"))
+        for name in cases:
+            outcome = runner.outcome(CASES[name])
+            print(f"{way}: {CASES[name].title}: {outcome.cell}  [{outcome.detail}]", file=sys.stderr, flush=True)
+            results["cells"].setdefault(name, {})[way] = [outcome.cell, outcome.detail]
+            raw.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run benchmarks and write RESULTS.md: `run.py save load --params 1b --rounds 7`; no names: all questions."""
+"""Measure and write RESULTS.md: `run.py save load --params 1b --rounds 7`; without names, all questions but gpu."""
 
 from __future__ import annotations
 
@@ -10,34 +10,24 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # `bench` is a package of scripts/
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from bench.harness.models import SIZES
+from bench.harness.question import Context
+from bench.harness.results import raw_path, read_results, readme_table, render, unmet, write_results
+from bench.harness.runner import QUESTIONS, question_of, run_question, say
 from bench.machine import MEMORY_FILE_SYSTEMS, describe, mount_of
-from bench.models import SIZES
-from bench.question import Context
-from bench.results import raw_path, read_results, readme_table, render, unmet, write_results
-from bench.runner import QUESTIONS, question_of, run_question, say
 
 HERE = Path(__file__).resolve().parent
 DEFAULT_QUESTIONS = tuple(name for name in QUESTIONS if name != "gpu")
 
 
 def main(arguments: list[str]) -> int:
-    """Run the questions that are asked, and write their sections anew; 0 also where a target is not met."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"any of {', '.join(QUESTIONS)}")
-    parser.add_argument("--params", choices=SIZES, default="1b", help="size of the model (default: 1b)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of all peers (default: 7)")
-    parser.add_argument("--main-peers", action="store_true", help="without the peers that run in every third round")
-    parser.add_argument(
-        "--out", type=Path, default=HERE / "RESULTS.md", help="what to write (default: RESULTS.md here)"
-    )
-    parser.add_argument("--directory", type=Path, help="where the data lie, on a disk; what is made there is removed")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the question gpu, too")
-    parser.add_argument("--readme", action="store_true", help="only print the README's table of the last results")
-    parser.add_argument("--render", action="store_true", help="only print RESULTS.md of the last results.json")
+    """Run the questions that are asked, and rewrite their sections; 0 also where a target is not met."""
+    parser = make_parser()
     options = parser.parse_args(arguments)
     results = read_results(raw_path(options.out))
     if options.readme or options.render:
@@ -50,20 +40,7 @@ def main(arguments: list[str]) -> int:
     try:
         context = Context(directory, options.params, options.device)
         for name in asked:
-            data = run_question(question_of(name), context, options.rounds, with_side=not options.main_peers)
-            if name in results and not any(peer["runs"] for peer in data["peers"].values()):
-                say(f"{name}: nothing ran, so the section stays as it was")
-                continue
-            command = f"python scripts/bench/run.py {name} --params {options.params} --rounds {options.rounds}"
-            data["command"] = (
-                command
-                + (f" --device {options.device}" if options.device != "cpu" else "")
-                + (" --main-peers" if options.main_peers else "")
-            )
-            data["date"] = datetime.date.today().isoformat()
-            data["machine"] = describe(directory, options.device)
-            results[name] = data
-            write_results(results, options.out)  # after each question: what was measured stays
+            measure_question(name, context, options, results)
     finally:
         shutil.rmtree(directory)
     for target in unmet({name: results[name] for name in asked if name in results}):
@@ -71,8 +48,40 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"any of {', '.join(QUESTIONS)}")
+    parser.add_argument("--params", choices=SIZES, default="1b", help="size of the model (default: 1b)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of all peers (default: 7)")
+    parser.add_argument("--main-peers", action="store_true", help="without the peers that run in every third round")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "RESULTS.md", help="what to write (default: RESULTS.md here)"
+    )
+    parser.add_argument("--directory", type=Path, help="where the data lie, on a disk; what is made there is removed")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the question gpu, too")
+    parser.add_argument("--readme", action="store_true", help="only print the README's table of the last results")
+    parser.add_argument("--render", action="store_true", help="only print RESULTS.md of the last results.json")
+    return parser
+
+
+def measure_question(name: str, context: Context, options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Run one question, and write its section: what was measured stays if a later question fails."""
+    data = run_question(question_of(name), context, options.rounds, with_side=not options.main_peers)
+    if name in results and not any(peer["runs"] for peer in data["peers"].values()):
+        say(f"{name}: nothing ran, so the section stays as it was")
+        return
+    command = f"python scripts/bench/run.py {name} --params {options.params} --rounds {options.rounds}"
+    device = f" --device {options.device}" if options.device != "cpu" else ""
+    data["command"] = command + device + (" --main-peers" if options.main_peers else "")
+    data["date"] = datetime.date.today().isoformat()
+    data["machine"] = describe(context.directory, options.device)
+    results[name] = data
+    write_results(results, options.out)
+
+
 def disk_directory() -> Path:
-    """A directory on a disk: a temporary one where that is no memory, else the working directory."""
+    """A directory on a disk: a temporary one unless that is in memory, else the working directory."""
     for place in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):
         if os.access(place, os.W_OK) and mount_of(place)[0] not in MEMORY_FILE_SYSTEMS:
             return place

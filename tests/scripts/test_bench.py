@@ -48,8 +48,8 @@ def test_a_run_writes_a_table_with_all_columns_for_each_question(
     run(["save", "verify", "--main-peers", *place], child_environment)
     assert list((tmp_path / "data").iterdir()) == []
     written = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
-    acceptance, machine, save, cold, warm = tables(written)
-    assert acceptance[0] == ["target", "measured", "met", "model"]
+    targets, machine, save, cold, warm = tables(written)
+    assert targets[0] == ["target", "measured", "met", "model"]
     assert [row[0] for row in machine[2:8]] == ["CPU", "memory", "kernel", "file system", "disk", "Python"]
     ends = ["CPU s", "peak MiB", "MB read", "MB written", "rounds"]
     assert save[0] == ["", "s (min–max)", "× transformers", "× the limit", *ends]
@@ -68,7 +68,7 @@ def test_a_run_writes_a_table_with_all_columns_for_each_question(
     assert cold_run["resident"] == 0.0
 
     # One question alone replaces its section only, and the rest is as it was.
-    run(place, child_environment, "plan.py")
+    run(["plan", *place], child_environment)
     again = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
     assert "\n## Plan\n" in again
     assert "\n## Plan\n" not in written

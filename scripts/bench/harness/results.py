@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.figures import MEGABYTE, Data, ratio, runs_of, seconds, spread
-from bench.question import Target
-from bench.runner import QUESTIONS, question_of
+from bench.harness.figures import GIGABYTE, MEGABYTE, Data, ratio, runs_of, seconds, spread
+from bench.harness.question import Target
+from bench.harness.runner import QUESTIONS, question_of
+from bench.markdown import markdown_table, paragraphs, readme_block
 
-README_BEGIN = "<!-- measured: python scripts/bench/run.py --readme -->"
-README_END = "<!-- /measured -->"
-
-# (question, what, our peer, its base, phase) of the lines of the README's opening table.
+README_COMMAND = "python scripts/bench/run.py --readme"
 README_LINES = (
     ("save", "save, sha256 of every file, flushed to disk", "hfshard sha256", "transformers", "save"),
     ("save", "save, no checksum, flushed to disk", "hfshard none", "transformers", "save"),
@@ -21,6 +19,7 @@ README_LINES = (
     ("load", "load from the page cache, to ready", "hfshard/warm", "transformers/warm", "ready"),
     ("reshard", "re-shard to files of twice the size, from disk", "hfshard none/cold", "transformers/cold", "reshard"),
 )
+"""(question, what, our peer, its base, phase) of the lines of the README's table."""
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -53,10 +52,10 @@ def render(results: dict[str, Any]) -> str:
     parts = [
         "# Measured",
         "Written by `python scripts/bench/run.py`; the raw figures are in [results.json](results.json), and"
-        " [measuring.py](measuring.py) says how each column is measured. Every run is a fresh process; peers take"
-        " turns, and a ratio is the median of the ratios of the same round (lowest–highest).",
-        "## Acceptance",
-        _acceptance(known, results),
+        " [measuring.py](harness/measuring.py) says how each column is measured. Every run is a fresh process; peers"
+        " take turns, and a ratio is the median of the ratios of the same round (lowest–highest).",
+        "## Targets",
+        _targets(known, results),
     ]
     machines: list[dict[str, str]] = []
     for name in known:
@@ -68,27 +67,26 @@ def render(results: dict[str, Any]) -> str:
         else:
             parts.append(f"On machine {machines.index(data['machine']) + 1}.")
         parts.append(question.render(data))
-    return "\n\n".join(parts) + "\n"
+    return paragraphs(*parts) + "\n"
 
 
-def _acceptance(known: list[str], results: dict[str, Any]) -> str:
-    lines = ["| target | measured | met | model |", "|---|---|---|---|"]
-    for name in known:
-        data = results[name]
-        for target in question_of(name).targets(data):
-            met = {True: "yes", False: "**no**", None: "–"}[target.is_met]
-            lines.append(f"| {target.text} | {target.measured} | {met} | {data['params']} |")
-    return "\n".join(lines)
+def _targets(known: list[str], results: dict[str, Any]) -> str:
+    words = {True: "yes", False: "**no**", None: "–"}
+    rows = [
+        [target.text, target.measured, words[target.is_met], results[name]["params"]]
+        for name in known
+        for target in question_of(name).targets(results[name])
+    ]
+    return markdown_table(["target", "measured", "met", "model"], rows)
 
 
 def _machine(machine: dict[str, str], number: int) -> str:
-    lines = [f"| machine {number} | |", "|---|---|", *(f"| {name} | {value} |" for name, value in machine.items())]
-    return "\n".join(lines)
+    return markdown_table([f"machine {number}", ""], [list(line) for line in machine.items()])
 
 
 def readme_table(results: dict[str, Any]) -> str:
-    """The README's opening table, between its comments; "" where nothing for it was measured."""
-    lines = {line: _readme_line(results[line[0]], *line[1:]) for line in README_LINES if line[0] in results}
+    """The top README's table, between its comments; "" where nothing for it was measured."""
+    lines = {line: _readme_row(results[line[0]], *line[1:]) for line in README_LINES if line[0] in results}
     rows = [row for row in lines.values() if row]
     if not rows:
         return ""
@@ -97,26 +95,24 @@ def readme_table(results: dict[str, Any]) -> str:
     machine = data["machine"]
     command = f"python scripts/bench/run.py {' '.join(used)} --params {data['params']} --rounds {data['rounds']}"
     head = (
-        f"A Llama of {data['bytes'] / 1000 / MEGABYTE:.2f} GB in bfloat16, fresh processes in turns, medians of"
+        f"A Llama of {data['bytes'] / GIGABYTE:.2f} GB in bfloat16, fresh processes in turns, medians of"
         f" {data['rounds']} rounds: `{command}` ({machine['CPU']}, {machine['file system'].split()[0]}, torch"
         f" {machine['torch']}, transformers {machine['transformers']}; all of it in"
         " [RESULTS.md](scripts/bench/RESULTS.md)):"
     )
-    table = ["| | hfshard | transformers | ratio | hfshard's peak memory |", "|---|---|---|---|---|", *rows]
-    return "\n".join([README_BEGIN, head, "", *table, README_END])
+    table = markdown_table(["", "hfshard", "transformers", "ratio", "hfshard's peak memory"], rows)
+    return readme_block(README_COMMAND, head, table)
 
 
-def _readme_line(data: Data, what: str, ours: str, base: str, phase: str) -> str:
-    mine, theirs, pair = (
-        spread(seconds(run, phase) for run in runs_of(data, ours)),
-        spread(seconds(run, phase) for run in runs_of(data, base)),
-        ratio(data, ours, base, phase),
-    )
+def _readme_row(data: Data, what: str, ours: str, base: str, phase: str) -> list[str]:
+    """The cells of a line; none where it was not measured."""
+    mine = spread(seconds(run, phase) for run in runs_of(data, ours))
+    theirs = spread(seconds(run, phase) for run in runs_of(data, base))
+    pair = ratio(data, ours, base, phase)
     if mine is None or theirs is None or pair is None:
-        return ""
+        return []
     peak = max(run["peak"] for run in runs_of(data, ours))
-    shown = f"+{peak / MEGABYTE:.0f} MB"
-    return f"| {what} | {mine.median:.2f} s | {theirs.median:.2f} s | {pair.show()} | {shown} |"
+    return [what, f"{mine.median:.2f} s", f"{theirs.median:.2f} s", pair.show(), f"+{peak / MEGABYTE:.0f} MB"]
 
 
 def unmet(results: dict[str, Any]) -> list[Target]:

@@ -1,22 +1,17 @@
-#!/usr/bin/env python3
 """How long it takes to cut a checkpoint into files of twice the size: hfshard against load and save by transformers."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # `bench` is a package of scripts/
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-from bench.direct_io import copy_files
-from bench.figures import MIB, Data, at_most, highest, ratio, skipped, table
-from bench.inputs import make_source, shards_of, sized
-from bench.models import total_bytes
-from bench.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
+from bench.harness.direct_io import copy_files
+from bench.harness.figures import Data, at_most, highest, peak_at_most, peers_in, ratio, skipped, table
+from bench.harness.inputs import make_source, shards_of, sized, written
+from bench.harness.models import total_bytes
+from bench.harness.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
+from bench.markdown import paragraphs
 
 BASE, LIMIT = "transformers", "limit"
 PEAK_MIB = 80
@@ -83,38 +78,23 @@ def at_the_limit(context: Context) -> Job:
     return Job([("reshard", lambda: copy_files(sources, files))], lambda: written(context))
 
 
-def written(context: Context) -> dict[str, Any]:
-    """What is in the target: too little means that it was none.
-
-    Raises:
-        RuntimeError: Fewer bytes than the tensors have.
-    """
-    found = sum(path.stat().st_size for path in context.target.rglob("*") if path.is_file())
-    if found < total_bytes(context.specs):
-        raise RuntimeError(f"only {found} bytes were written")
-    return {"bytes": found}
-
-
 def render(data: Data) -> str:
     """The section of RESULTS.md."""
     parts = ["Into a new directory each time; every line flushes its files and the directory."]
     for state in ("cold", "warm"):
-        names = [name for name in data["peers"] if name.endswith(f"/{state}")]
-        parts += [f"### Re-shard, {state}", table(data, names, [("reshard", "")])]
-    return "\n\n".join(filter(None, [*parts, skipped(data)]))
+        parts += [f"### Re-shard, {state}", table(data, peers_in(data, state), [("reshard", "")])]
+    return paragraphs(*parts, skipped(data))
 
 
 def targets(data: Data) -> list[Target]:
-    """What issue-wide acceptance asks for."""
+    """What is aimed at, and what was measured of it."""
     found = []
     for what, state, limit in (("none", "cold", 0.35), ("none", "warm", 0.7), ("sha256", "cold", 0.6)):
         pair = ratio(data, f"hfshard {what}/{state}", f"{BASE}/{state}")
         shown = "sha256" if what == "sha256" else "no checksum"
         found.append(Target(f"re-shard, {state}, {shown}: time ≤ {limit} × load + save + sync", *at_most(limit, pair)))
     ours = [name for name in data["peers"] if name.startswith("hfshard")]
-    peak = highest(data, ours, "peak")
-    shown_peak = at_most(PEAK_MIB, peak / MIB if peak is not None else None, 1, " MiB")
-    found.append(Target(f"re-shard: peak memory ≤ {PEAK_MIB} MiB more", *shown_peak))
+    found.append(Target(f"re-shard: peak memory ≤ {PEAK_MIB} MiB more", *peak_at_most(PEAK_MIB, data, ours)))
     for field in ("read", "written"):
         names = [name for name in ours if field == "written" or name.endswith("/cold")]
         most = highest(data, names, field)
@@ -126,8 +106,3 @@ def targets(data: Data) -> list[Target]:
 QUESTION = Question(
     "reshard", "Re-shard", peers, make_source, lambda context, peer: shards_of(context.source), render, targets
 )
-
-if __name__ == "__main__":
-    from bench.run import main
-
-    sys.exit(main(["reshard", *sys.argv[1:]]))

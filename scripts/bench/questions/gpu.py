@@ -1,22 +1,18 @@
-#!/usr/bin/env python3
 """How long a load to a GPU and a save from it take; asked for with `--device cuda`, skipped aloud without CUDA."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # `bench` is a package of scripts/
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-from bench.figures import MIB, Data, at_most, highest, ratio, skipped, table
-from bench.inputs import make_source, shards_of
-from bench.models import total_bytes
-from bench.question import Context, Job, Peer, Question, SkipPeer, Target
+from bench.harness.figures import MIB, Data, at_least, at_most, peak_at_most, ratio, skipped, table
+from bench.harness.inputs import make_source, shards_of
+from bench.harness.models import total_bytes
+from bench.harness.question import Context, Job, Peer, Question, SkipPeer, Target
+from bench.markdown import paragraphs
+from bench.questions import save
 
 PINNED_BYTES = 256 * MIB
 """The buffer that the copy bandwidth is measured with."""
@@ -77,7 +73,7 @@ def _load(context: Context, from_pretrained: Callable[..., Any]) -> Job:
 
 
 def load_with_transformers(context: Context) -> Job:
-    """Upstream, `device_map="cuda"`."""
+    """`from_pretrained` with `device_map="cuda"`."""
     from transformers import LlamaForCausalLM
 
     return _load(context, LlamaForCausalLM.from_pretrained)
@@ -120,36 +116,27 @@ def _model_on_gpu(context: Context) -> Any:
 
 
 def save_with_transformers(context: Context) -> Job:
-    """Upstream."""
-    model = _model_on_gpu(context)
-    size = context.size.shard_size
-    return Job([("save", lambda: model.save_pretrained(context.target, max_shard_size=size))])
+    """`save_pretrained` from the GPU."""
+    return save.transformers_job(context, _model_on_gpu(context))
 
 
 def save_with_hfshard(context: Context, checksum: Any) -> Job:
     """The same by hfshard, flushed."""
-    import hfshard
-
-    hfshard.save_model  # noqa: B018  imported before the clock starts, and so is this:
-    import_module("hfshard.pretrained.collect")
-    model = _model_on_gpu(context)
-    size = context.size.shard_size
-    return Job([("save", lambda: hfshard.save_model(model, context.target, max_shard_size=size, checksum=checksum))])
+    return save.hfshard_job(context, _model_on_gpu(context), checksum)
 
 
 def render(data: Data) -> str:
     """The section of RESULTS.md."""
-    parts = [
+    return paragraphs(
         "Loads from the page cache until every parameter is on the GPU; saves into a new directory. Peak memory is the"
         " host's.",
         table(data, list(data["peers"]), [("", "")]),
         skipped(data),
-    ]
-    return "\n\n".join(filter(None, parts))
+    )
 
 
 def targets(data: Data) -> list[Target]:
-    """What issue-wide acceptance asks for."""
+    """What is aimed at, and what was measured of it."""
     speed = ratio(data, f"{LIMIT}/warm", "hfshard load/warm")
     found = [
         Target(
@@ -157,16 +144,13 @@ def targets(data: Data) -> list[Target]:
         ),
         Target(
             f"load to cuda: ≥ {BANDWIDTH} × the page-locked copy bandwidth",
-            speed.show() if speed else "not measured",
-            speed.median >= BANDWIDTH if speed else None,
+            *at_least(BANDWIDTH, speed),
         ),
     ]
     for name in ("hfshard save sha256", "hfshard save none"):
         what = f"save from cuda, {name.split()[-1]}"
-        peak = highest(data, [name], "peak")
-        shown = at_most(HOST_MIB, peak / MIB if peak is not None else None, 1, " MiB")
         found.append(Target(f"{what}: time ≤ 0.5 × transformers", *at_most(0.5, ratio(data, name, SAVE_BASE))))
-        found.append(Target(f"{what}: host memory ≤ {HOST_MIB} MiB more", *shown))
+        found.append(Target(f"{what}: host memory ≤ {HOST_MIB} MiB more", *peak_at_most(HOST_MIB, data, [name])))
     return found
 
 
@@ -179,8 +163,3 @@ QUESTION = Question(
     render,
     targets,
 )
-
-if __name__ == "__main__":
-    from bench.run import main
-
-    sys.exit(main(["gpu", *sys.argv[1:]]))

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.models import SIZES, Size
+from bench.harness.models import SIZES, Size
 
 SIDE = 3
 """Peers beside the point run in every third round only."""
@@ -96,7 +96,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Target:
-    """A figure that issue-wide acceptance asks for."""
+    """A figure that is aimed at, and what was measured of it."""
 
     text: str
     measured: str

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from bench.resume_task import BATCH_SIZE, DISK_BYTES, STEPS, STEPS_PER_EPOCH, Job, Parts, Record, build
+from bench.resumes.task import BATCH_SIZE, DISK_BYTES, STEPS, STEPS_PER_EPOCH, Job, Parts, Record, build
 
 
 def run(job: Job) -> None:
@@ -28,7 +28,7 @@ def run(job: Job) -> None:
     # As in a process that nobody forked; else workers come from a server of their own, which outlives a SIGKILL.
     multiprocessing.set_start_method("fork", force=True)
     try:
-        WAYS[job.way](job, record)
+        TRAININGS[job.way](job, record)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the result
         traceback.print_exc()
         record.note(error=f"{type(error).__name__}: {error}")
@@ -221,7 +221,7 @@ def _accelerate_with_ours(job: Job, record: Record) -> None:
     _accelerate(job, record, ours=True)
 
 
-WAYS = {
+TRAININGS = {
     "torch.save": _torch_save,
     "Trainer": _trainer,
     "Accelerate": _accelerate,

@@ -1,11 +1,12 @@
-"""What several questions read: the model's tensors, and the checkpoint of them on the disk."""
+"""What several questions share: the checkpoint that is read, and the look at what was written."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from bench.models import make_model, write_specs
-from bench.question import Context
+from bench.harness.models import make_model, total_bytes, write_specs
+from bench.harness.question import Context
 
 
 def make_specs(context: Context) -> None:
@@ -45,3 +46,19 @@ def shards_of(directory: Path) -> list[Path]:
 def sized(paths: list[Path]) -> list[tuple[Path, int]]:
     """The files with their sizes."""
     return [(path, path.stat().st_size) for path in paths]
+
+
+def written(context: Context, copies: int = 1) -> dict[str, Any]:
+    """What is in the target, in bytes.
+
+    Args:
+        context: Its target is where something was to be saved.
+        copies: How many times the tensors' bytes must be there at least.
+
+    Raises:
+        RuntimeError: There are fewer, so that it was not a whole save.
+    """
+    found = sum(path.stat().st_size for path in context.target.rglob("*") if path.is_file())
+    if found < copies * total_bytes(context.specs):
+        raise RuntimeError(f"only {found} bytes were saved")
+    return {"bytes": found}

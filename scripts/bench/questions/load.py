@@ -1,25 +1,21 @@
-#!/usr/bin/env python3
 """How long a load takes, to ready and to every byte read, from the disk and from the page cache."""
 
 from __future__ import annotations
 
 import inspect
 import json
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __name__ == "__main__":  # `bench` is a package of scripts/
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-from bench.direct_io import aligned, anonymous, read_files
-from bench.figures import Data, at_most, ratio, skipped, table
-from bench.inputs import make_source, shards_of, sized
-from bench.models import make_tensors
-from bench.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
+from bench.harness.direct_io import aligned, anonymous, read_files
+from bench.harness.figures import Data, at_most, peers_in, ratio, skipped, table
+from bench.harness.inputs import make_source, shards_of, sized
+from bench.harness.models import make_tensors
+from bench.harness.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
+from bench.markdown import paragraphs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +86,7 @@ def files(context: Context, peer: Peer) -> list[Path]:
 
 
 def with_transformers(context: Context, *, again: bool = False) -> Job:
-    """Upstream."""
+    """`from_pretrained` of the class."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -243,13 +239,12 @@ def render(data: Data) -> str:
             if state == "cold"
             else "Warm: the files were dropped, then read once by 8 MiB, so that their pages lie alike for all."
         )
-        names = [name for name in data["peers"] if name.endswith(f"/{state}")]
-        parts += [f"### Load, {state}", how, table(data, names, PHASES)]
-    return "\n\n".join(filter(None, [*parts, skipped(data)]))
+        parts += [f"### Load, {state}", how, table(data, peers_in(data, state), PHASES)]
+    return paragraphs(*parts, skipped(data))
 
 
 def targets(data: Data) -> list[Target]:
-    """What issue-wide acceptance asks for."""
+    """What is aimed at, and what was measured of it."""
 
     def one(text: str, limit: float, key: str, phase: str) -> Target:
         state = text.split()[1].rstrip(",:")
@@ -273,8 +268,3 @@ def targets(data: Data) -> list[Target]:
 
 
 QUESTION = Question("load", "Load", peers, make_inputs, files, render, targets)
-
-if __name__ == "__main__":
-    from bench.run import main
-
-    sys.exit(main(["load", *sys.argv[1:]]))

@@ -21,12 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.question import Context, Job
+from bench.harness.question import Context, Job
 
 SAMPLE_SECONDS = 0.002
 CHILD_SECONDS = 900
 """A child that takes longer hangs."""
-SCRIPTS = Path(__file__).resolve().parent.parent
+SCRIPTS = Path(__file__).resolve().parents[2]
 
 QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -54,7 +54,7 @@ def run_child(
         ChildFailedError: It ended in an error.
     """
     python_path = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "bench.child", question, peer, json.dumps(context.as_json())]
+    command = [sys.executable, "-m", "bench.harness.child", question, peer, json.dumps(context.as_json())]
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

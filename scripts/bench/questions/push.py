@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """How long a push takes: to a directory that serves as a hub, and over HTTP to the test suite's Hub on this machine."""
 
 from __future__ import annotations
@@ -13,16 +12,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
-if __name__ == "__main__":  # `bench` is a package of scripts/
-    sys.path[0] = str(REPOSITORY / "scripts")
-
-from bench.figures import Data, skipped, table
-from bench.inputs import make_source
-from bench.question import Context, Job, Peer, Question, Target
+REPOSITORY = Path(__file__).resolve().parents[3]
+from bench.harness.figures import Data, skipped, table
+from bench.harness.inputs import make_source
+from bench.harness.question import Context, Job, Peer, Question, Target
+from bench.markdown import paragraphs
 
 MOST = "100m"
-"""The model that is pushed where a larger one is asked for: the test suite's Hub is no fast server."""
+"""The model that is pushed where a larger one is asked for: the test suite's Hub is not a fast server."""
 BASE = "upload_folder"
 
 
@@ -112,24 +109,18 @@ def files(context: Context, peer: Peer) -> list[Path]:
 
 def render(data: Data) -> str:
     """The section of RESULTS.md."""
-    parts = [
+    return paragraphs(
         f"A checkpoint of {data['bytes'] / 10**9:.2f} GB, its files cached, into a new repo each time. The server is"
         " the test suite's, on this machine, with LFS and without Xet, and takes most of the time. [hub_requests.py]"
         "(hub_requests.py) counts the requests.",
         table(data, list(data["peers"]), [("push", "")], "upload_folder"),
         skipped(data),
-    ]
-    return "\n\n".join(filter(None, parts))
+    )
 
 
 def targets(data: Data) -> list[Target]:
-    """Acceptance asks for none."""
+    """Nothing is aimed at: the server takes most of the time."""
     return []
 
 
 QUESTION = Question("push", "Push", peers, make_source, files, render, targets, max_rounds=5, around=around)
-
-if __name__ == "__main__":
-    from bench.run import main
-
-    sys.exit(main(["push", *sys.argv[1:]]))

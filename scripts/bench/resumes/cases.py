@@ -11,6 +11,8 @@ from typing import Any
 Damage = Callable[[Path], None]
 """What befalls the newest checkpoint, a directory or (torch.save's) a file."""
 
+WAYS = ("torch.save", "Trainer", "Accelerate", "hfshard", "hfshard in Trainer", "hfshard in Accelerate")
+
 MID_EPOCH = {"save_every": 4, "kill_after": 10}
 """Saved after step 4 and 8 (of 6 in an epoch), killed after 10."""
 EARLY = {"save_every": 2, "kill_after": 3}
@@ -28,7 +30,7 @@ class Case:
 
     title: str
     training: dict[str, Any] = field(default_factory=dict)
-    """Fields of `resume_task.Job`."""
+    """Fields of `task.Job`."""
     times: dict[str, int] = field(default_factory=lambda: dict(MID_EPOCH))
     damage: Damage | None = None
     grows: bool = False

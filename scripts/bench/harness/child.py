@@ -1,4 +1,4 @@
-"""The fresh process of one measurement: `python -m bench.child QUESTION PEER CONTEXT`, started by `measuring.py`."""
+"""The fresh process of one measurement, which measuring.py starts: `-m bench.harness.child QUESTION PEER CONTEXT`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from bench.measuring import measure
-from bench.question import Context, Question, SkipPeer
+from bench.harness.measuring import measure
+from bench.harness.question import Context, Question, SkipPeer
 
 
 def main(name: str, peer_name: str, raw_context: str) -> None:
@@ -23,7 +23,7 @@ def main(name: str, peer_name: str, raw_context: str) -> None:
         answers.flush()
 
     context = Context.from_json(json.loads(raw_context))
-    question: Question = import_module(f"bench.{name}").QUESTION
+    question: Question = import_module(f"bench.questions.{name}").QUESTION
     if not peer_name:
         question.make_inputs(context)
         answer({"made": True})

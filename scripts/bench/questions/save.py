@@ -1,24 +1,19 @@
-#!/usr/bin/env python3
 """How long a save takes, and what memory: hfshard (flushed, hashed) and its peers, into a new directory each time."""
 
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # `bench` is a package of scripts/
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-from bench.direct_io import aligned, anonymous, write_files
-from bench.figures import MIB, Data, at_most, cpu_of, highest, ratio, skipped, table
-from bench.inputs import make_specs
-from bench.models import make_flat_tensors, make_model, make_tensors, total_bytes
-from bench.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
+from bench.harness.direct_io import aligned, anonymous, write_files
+from bench.harness.figures import MIB, Data, at_most, cpu_of, peak_at_most, ratio, skipped, table
+from bench.harness.inputs import make_specs, written
+from bench.harness.models import make_flat_tensors, make_model, make_tensors, total_bytes
+from bench.harness.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
+from bench.markdown import paragraphs
 
 BASE, LIMIT = "transformers", "limit"
 OURS = ("hfshard sha256", "hfshard xxh3", "hfshard none")
@@ -48,26 +43,29 @@ def peers(context: Context) -> list[Peer]:
 
 
 def with_transformers(context: Context) -> Job:
-    """Upstream."""
-    model = make_model(context.size, context.specs)
-    return Job(
-        [("save", lambda: model.save_pretrained(context.target, max_shard_size=context.size.shard_size))],
-        lambda: written(context),
-    )
+    """`save_pretrained` of the same model."""
+    return transformers_job(context, make_model(context.size, context.specs))
 
 
 def with_hfshard(context: Context, checksum: Any) -> Job:
-    """The same call of ours on the same model."""
+    """`hfshard.save_model` of the same model."""
+    return hfshard_job(context, make_model(context.size, context.specs), checksum)
+
+
+def transformers_job(context: Context, model: Any) -> Job:
+    """A save by transformers; the model lies on any device."""
+    size = context.size.shard_size
+    return _job(context, lambda: model.save_pretrained(context.target, max_shard_size=size))
+
+
+def hfshard_job(context: Context, model: Any, checksum: Any) -> Job:
+    """A save by hfshard; the model lies on any device."""
     import hfshard
 
     hfshard.save_model  # noqa: B018  imported before the clock starts, and so is this:
     import_module("hfshard.pretrained.collect")
-    model = make_model(context.size, context.specs)
     size = context.size.shard_size
-    return Job(
-        [("save", lambda: hfshard.save_model(model, context.target, max_shard_size=size, checksum=checksum))],
-        lambda: written(context),
-    )
+    return _job(context, lambda: hfshard.save_model(model, context.target, max_shard_size=size, checksum=checksum))
 
 
 def strided(context: Context) -> Job:
@@ -85,10 +83,11 @@ def _state_dict(context: Context, tensors: dict[str, Any]) -> Job:
 
     hfshard.save_state_dict  # noqa: B018
     size = context.size.shard_size
-    return Job(
-        [("save", lambda: hfshard.save_state_dict(tensors, context.target, max_shard_size=size, checksum=None))],
-        lambda: written(context),
-    )
+    return _job(context, lambda: hfshard.save_state_dict(tensors, context.target, max_shard_size=size, checksum=None))
+
+
+def _job(context: Context, save: Callable[[], object]) -> Job:
+    return Job([("save", save)], lambda: written(context))
 
 
 def with_hub(context: Context) -> Job:
@@ -97,9 +96,7 @@ def with_hub(context: Context) -> Job:
 
     model = make_model(context.size, context.specs)
     size = context.size.shard_size
-    return Job(
-        [("save", lambda: save_torch_model(model, context.target, max_shard_size=size))], lambda: written(context)
-    )
+    return _job(context, lambda: save_torch_model(model, context.target, max_shard_size=size))
 
 
 def with_safetensors(context: Context) -> Job:
@@ -115,7 +112,7 @@ def with_safetensors(context: Context) -> Job:
         for shard in plan.shards:
             save_file({name: tensors[name] for name in shard.names}, context.target / shard.file)
 
-    return Job([("save", save)], lambda: written(context))
+    return _job(context, save)
 
 
 def with_torch(context: Context) -> Job:
@@ -123,7 +120,7 @@ def with_torch(context: Context) -> Job:
     import torch
 
     tensors = make_tensors(context.specs)
-    return Job([("save", lambda: torch.save(tensors, context.target / "pytorch_model.bin"))], lambda: written(context))
+    return _job(context, lambda: torch.save(tensors, context.target / "pytorch_model.bin"))
 
 
 def with_dcp(context: Context) -> Job:
@@ -132,10 +129,7 @@ def with_dcp(context: Context) -> Job:
     warnings.simplefilter("ignore")
     tensors = make_tensors(context.specs)
     writer = dcp.FileSystemWriter(context.target, thread_count=os.cpu_count() or 1)
-    return Job(
-        [("save", lambda: dcp.save(tensors, storage_writer=writer, no_dist=True))],
-        lambda: written(context),
-    )
+    return _job(context, lambda: dcp.save(tensors, storage_writer=writer, no_dist=True))
 
 
 def at_the_limit(context: Context) -> Job:
@@ -161,38 +155,21 @@ def at_the_limit(context: Context) -> Job:
         raise SkipPeer(f"no O_DIRECT here: {error}") from error
     finally:
         (context.directory / "probe").unlink(missing_ok=True)
-    return Job([("save", lambda: write_files(memory, files))], lambda: written(context))
-
-
-def written(context: Context) -> dict[str, Any]:
-    """What is in the target: too little means that it was no save.
-
-    Raises:
-        RuntimeError: Fewer bytes than the tensors have.
-    """
-    found = sum(path.stat().st_size for path in context.target.rglob("*") if path.is_file())
-    if found < total_bytes(context.specs):
-        raise RuntimeError(f"only {found} bytes were saved")
-    return {"bytes": found}
+    return _job(context, lambda: write_files(memory, files))
 
 
 def render(data: Data) -> str:
     """The section of RESULTS.md."""
-    return "\n\n".join(
-        filter(
-            None,
-            [
-                "A new empty directory each time. hfshard's time includes the fsync of every file and of the directory;"
-                " of the peers only DCP flushes.",
-                table(data, list(data["peers"]), [("save", "")]),
-                skipped(data),
-            ],
-        )
+    return paragraphs(
+        "A new empty directory each time. hfshard's time includes the fsync of every file and of the directory;"
+        " of the peers only DCP flushes.",
+        table(data, list(data["peers"]), [("save", "")]),
+        skipped(data),
     )
 
 
 def targets(data: Data) -> list[Target]:
-    """What issue-wide acceptance asks for."""
+    """What is aimed at, and what was measured of it."""
     found = [Target("save, sha256: time ≤ 0.5 × transformers", *at_most(0.5, ratio(data, OURS[0], BASE)))]
     for name in OURS[1:]:
         what = f"save, {name.removeprefix('hfshard ')}"
@@ -202,15 +179,9 @@ def targets(data: Data) -> list[Target]:
             Target(f"{what}: time ≤ 1.3 × the limit", *at_most(1.3, ratio(data, name, LIMIT))),
         ]
     for names, what in ((OURS, "contiguous"), (VIEWS[:1], "strided"), (VIEWS[1:], "flat buffer")):
-        peak = highest(data, names, "peak")
-        shown = at_most(PEAK_MIB, peak / MIB if peak is not None else None, 1, " MiB")
-        found.append(Target(f"save, {what}: peak memory ≤ {PEAK_MIB} MiB more", *shown))
+        text = f"save, {what}: peak memory ≤ {PEAK_MIB} MiB more"
+        found.append(Target(text, *peak_at_most(PEAK_MIB, data, names)))
     return found
 
 
 QUESTION = Question("save", "Save", peers, make_specs, lambda context, peer: [], render, targets)
-
-if __name__ == "__main__":
-    from bench.run import main
-
-    sys.exit(main(["save", *sys.argv[1:]]))

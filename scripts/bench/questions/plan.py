@@ -1,20 +1,15 @@
-#!/usr/bin/env python3
 """How long it takes to plan the files of 1,000 to 1,000,000 tensors and to write their index, and how that grows."""
 
 from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __name__ == "__main__":  # `bench` is a package of scripts/
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-from bench.figures import Data, at_most, ratio, runs_of, seconds, skipped, table
-from bench.question import SIDE, Context, Job, Peer, Question, Target
+from bench.harness.figures import Data, at_most, ratio, runs_of, seconds, skipped, table
+from bench.harness.question import SIDE, Context, Job, Peer, Question, Target
+from bench.markdown import paragraphs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,19 +133,18 @@ def render(data: Data) -> str:
     cut = ", ".join(
         f"{peer['title']}: {peer['runs'][0]['result']['files']}" for peer in data["peers"].values() if peer["runs"]
     )
-    parts = [
+    return paragraphs(
         f"Tensors of {2 * ELEMENTS} bytes, each with its own storage, about 500 a file. *Index*: from the call to the"
         " end of the index's JSON, with a digest for each tensor; huggingface_hub's split alone stands beside it."
         + (f" From {FIRST_FITTED:,} tensors on " + ", ".join(fits) + "." if fits else ""),
         table(data, list(data["peers"]), [("plan", "plan: "), ("index", "index: ")], "huggingface_hub"),
         f"Files: {cut}.",
         skipped(data),
-    ]
-    return "\n\n".join(filter(None, parts))
+    )
 
 
 def targets(data: Data) -> list[Target]:
-    """What issue-wide acceptance asks for."""
+    """What is aimed at, and what was measured of it."""
     pair = ratio(data, our_key(HUB_MOST), hub_key(HUB_MOST), "index")
     return [
         Target(
@@ -165,8 +159,3 @@ def targets(data: Data) -> list[Target]:
 
 
 QUESTION = Question("plan", "Plan", peers, lambda context: None, lambda context, peer: [], render, targets)
-
-if __name__ == "__main__":
-    from bench.run import main
-
-    sys.exit(main(["plan", *sys.argv[1:]]))

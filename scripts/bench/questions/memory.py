@@ -1,23 +1,19 @@
-#!/usr/bin/env python3
 """What memory a save and a load of the 3b model take, beyond it and in all; with smaller --params, of that model."""
 
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # `bench` is a package of scripts/
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-from bench import load, save
-from bench.figures import MIB, Data, at_most, highest, skipped, table
-from bench.inputs import make_source, shards_of
-from bench.question import Context, Job, Peer, Question, Target
+from bench.harness.figures import GIB, GIGABYTE, Data, at_most, peak_at_most, skipped, table
+from bench.harness.inputs import make_source, shards_of
+from bench.harness.question import Context, Job, Peer, Question, Target
+from bench.markdown import paragraphs
+from bench.questions import load, save
 
 PEAK_MIB = 64
 MOST_GIB = 24
@@ -69,31 +65,29 @@ def around(context: Context) -> Iterator[Context]:
 def render(data: Data) -> str:
     """The section of RESULTS.md."""
     most = [
-        f"{peer['title']} {max(run['result']['most'] for run in peer['runs']) / 2**30:.1f} GiB"
+        f"{peer['title']} {max(run['result']['most'] for run in peer['runs']) / GIB:.1f} GiB"
         for peer in data["peers"].values()
         if peer["runs"]
     ]
-    parts = [
-        f"A model of {data['bytes'] / 10**9:.2f} GB. *Peak*: anonymous memory beyond that at the start, which for a"
+    return paragraphs(
+        f"A model of {data['bytes'] / GIGABYTE:.2f} GB. *Peak*: anonymous memory beyond that at the start, which for a"
         " save holds the model.",
         table(data, list(data["peers"]), [("", "")]),
         f"The most resident memory in all, pages of mapped files included (VmHWM): {', '.join(most)}.",
         skipped(data),
-    ]
-    return "\n\n".join(filter(None, parts))
+    )
 
 
 def targets(data: Data) -> list[Target]:
-    """What issue-wide acceptance asks for."""
+    """What is aimed at, and what was measured of it."""
     ours = [name for name in data["peers"] if name.startswith("hfshard")]
     runs = [run for name in ours for run in data["peers"][name]["runs"]]
     most = max((run["result"]["most"] for run in runs), default=None)
     found = []
     for what, names in (("save", [name for name in ours if "load" not in name]), ("load", ["hfshard load/cold"])):
-        peak = highest(data, names, "peak")
-        shown = at_most(PEAK_MIB, peak / MIB if peak is not None else None, 1, " MiB")
-        found.append(Target(f"{what} of the {data['params']} model: peak memory ≤ {PEAK_MIB} MiB more", *shown))
-    in_all = at_most(MOST_GIB, most / 2**30 if most is not None else None, 1, " GiB")
+        text = f"{what} of the {data['params']} model: peak memory ≤ {PEAK_MIB} MiB more"
+        found.append(Target(text, *peak_at_most(PEAK_MIB, data, names)))
+    in_all = at_most(MOST_GIB, most / GIB if most is not None else None, 1, " GiB")
     found.append(Target(f"save and load of the {data['params']} model: in {MOST_GIB} GiB", *in_all))
     return found
 
@@ -109,8 +103,3 @@ QUESTION = Question(
     max_rounds=1,
     around=around,
 )
-
-if __name__ == "__main__":
-    from bench.run import main
-
-    sys.exit(main(["memory", *sys.argv[1:]]))

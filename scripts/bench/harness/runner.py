@@ -10,18 +10,18 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from bench import page_cache
-from bench.figures import Data
-from bench.measuring import ChildFailedError, run_child
-from bench.models import total_bytes
-from bench.question import Context, Peer, Question
+from bench.harness import page_cache
+from bench.harness.figures import Data
+from bench.harness.measuring import ChildFailedError, run_child
+from bench.harness.models import total_bytes
+from bench.harness.question import Context, Peer, Question
 
 QUESTIONS = ("save", "load", "reshard", "verify", "plan", "push", "memory", "training", "loader", "gpu")
 
 
 def question_of(name: str) -> Question:
     """The question of a module of this package."""
-    question: Question = import_module(f"bench.{name}").QUESTION
+    question: Question = import_module(f"bench.questions.{name}").QUESTION
     return question
 
 

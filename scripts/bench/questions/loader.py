@@ -1,20 +1,15 @@
-#!/usr/bin/env python3
 """What a ResumableDataLoader costs for each batch over torch's DataLoader, and until the first one after a resume."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # `bench` is a package of scripts/
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-from bench.figures import Data, at_most, runs_of, skipped, spread
-from bench.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
+from bench.harness.figures import Data, at_most, runs_of, skipped, spread
+from bench.harness.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
+from bench.markdown import markdown_table, paragraphs
 
 COUNTS = (10_000, 1_000_000)
 TINY_COUNTS = (4_000, 8_000)
@@ -138,10 +133,14 @@ def _more(data: Data, name: str) -> list[float]:
 
 def render(data: Data) -> str:
     """The section of RESULTS.md."""
-    lines = [
-        "| samples in the dataset at the end | µs a batch (min–max) | more than torch's | first batch, ms | rounds |",
-        "|---|---|---|---|---|",
+    titles = [
+        "samples in the dataset at the end",
+        "µs a batch (min–max)",
+        "more than torch's",
+        "first batch, ms",
+        "rounds",
     ]
+    rows = []
     for name, peer in data["peers"].items():
         runs = runs_of(data, name)
         first = spread(run["seconds"]["first"] * MILLI for run in runs)
@@ -151,18 +150,17 @@ def render(data: Data) -> str:
         each = spread(microseconds(run) for run in runs) if has_rest else None
         more = spread(_more(data, name)) if has_rest and name != peer["base"] else None
         cells = [peer["title"], each.show(1) if each else "", more.show(1) if more else "", first.show(1)]
-        lines.append(f"| {' | '.join([*cells, str(len(runs))])} |")
-    parts = [
+        rows.append([*cells, str(len(runs))])
+    return paragraphs(
         f"Batches of {BATCH} ints, shuffled, `num_workers=0`, {BATCHES:,} of them after the first."
         f" *Resumed*: from `load_state_dict` to the first batch, at {RESUMED_AT:.0%} of an epoch.",
-        "\n".join(lines),
+        markdown_table(titles, rows),
         skipped(data),
-    ]
-    return "\n\n".join(filter(None, parts))
+    )
 
 
 def targets(data: Data) -> list[Target]:
-    """What issue-wide acceptance asks for."""
+    """What is aimed at, and what was measured of it."""
     found = []
     for name, peer in data["peers"].items():
         if name.startswith("hfshard") and not name.startswith("hfshard resumed"):
@@ -176,8 +174,3 @@ def targets(data: Data) -> list[Target]:
 
 
 QUESTION = Question("loader", "Loader", peers, lambda context: None, lambda context, peer: [], render, targets)
-
-if __name__ == "__main__":
-    from bench.run import main
-
-    sys.exit(main(["loader", *sys.argv[1:]]))

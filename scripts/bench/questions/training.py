@@ -1,20 +1,15 @@
-#!/usr/bin/env python3
 """What a training checkpoint costs: the wait of the loop, memory and bytes, against torch.save of the same state."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # `bench` is a package of scripts/
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-from bench.figures import MIB, Data, at_most, highest, ratio, runs_of, skipped, table
-from bench.inputs import make_specs
-from bench.models import make_model, total_bytes
-from bench.question import Context, Job, Peer, Question, Target
+from bench.harness.figures import GIGABYTE, MIB, Data, at_most, peak_at_most, ratio, runs_of, skipped, table
+from bench.harness.inputs import make_specs, written
+from bench.harness.models import make_model
+from bench.harness.question import Context, Job, Peer, Question, Target
+from bench.markdown import paragraphs
 
 SAVE, LOAD = "torch.save", "torch.load"
 BLOCKING, ASYNC, FIRST = "hfshard blocking", "hfshard async", "hfshard async first"
@@ -72,7 +67,7 @@ def _manager(context: Context, run: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def with_torch_save(context: Context) -> Job:
-    """As in the tutorials."""
+    """Save as the tutorials do."""
     import torch
 
     run, path = _run(context), context.target / "checkpoint.pt"
@@ -114,7 +109,7 @@ def with_first_async(context: Context) -> Job:
 
 
 def with_torch_load(context: Context) -> Job:
-    """As in the tutorials; the file is in the page cache."""
+    """Load as the tutorials do; the file is in the page cache."""
     import torch
 
     run, path = _run(context), context.target / "checkpoint.pt"
@@ -136,10 +131,7 @@ def with_restore(context: Context) -> Job:
 
 
 def _written(context: Context) -> dict[str, Any]:
-    found = sum(path.stat().st_size for path in context.target.rglob("*") if path.is_file())
-    if found < STATES * total_bytes(context.specs):
-        raise RuntimeError(f"only {found} bytes were saved")
-    return {"bytes": found}
+    return written(context, copies=STATES)
 
 
 def render(data: Data) -> str:
@@ -150,35 +142,28 @@ def render(data: Data) -> str:
         for name, peer in data["peers"].items()
         if name in (SAVE, BLOCKING) and (runs := peer["runs"])
     ]
-    parts = [
-        f"A Llama and its AdamW, {total / 10**9:.2f} GB of state. *call*: until the training loop goes on; *done*:"
+    return paragraphs(
+        f"A Llama and its AdamW, {total / GIGABYTE:.2f} GB of state. *call*: until the training loop goes on; *done*:"
         " until the checkpoint is whole. A save of hfshard replaces one that stood there.",
         table(data, list(data["peers"]), [("call", "call: "), ("done", "done: ")], "torch"),
         f"Bytes on the disk for each byte of state: {'; '.join(sizes)}.",
         skipped(data),
-    ]
-    return "\n\n".join(filter(None, parts))
+    )
 
 
 def targets(data: Data) -> list[Target]:
-    """What issue-wide acceptance asks for."""
+    """What is aimed at, and what was measured of it."""
     calls = {run["round"]: run["seconds"]["call"] for run in runs_of(data, ASYNC)}
     total = STATES * data["bytes"]
-    peak = highest(data, [FIRST, ASYNC], "peak")
     limit = (PEAK_RATIO * total + PEAK_MIB * MIB) / MIB
     found = ratio(data, ASYNC, BLOCKING, "call") if calls else None
     return [
         Target(f"save(blocking=False): the loop waits < {CALL_RATIO} × the blocking save", *at_most(CALL_RATIO, found)),
         Target(
             f"save(blocking=False): peak memory ≤ {PEAK_RATIO} × state + {PEAK_MIB} MiB ({limit:.0f} MiB)",
-            *at_most(limit, peak / MIB if peak is not None else None, 0, " MiB"),
+            *peak_at_most(limit, data, [FIRST, ASYNC], digits=0),
         ),
     ]
 
 
 QUESTION = Question("training", "Training checkpoints", peers, make_specs, lambda context, peer: [], render, targets)
-
-if __name__ == "__main__":
-    from bench.run import main
-
-    sys.exit(main(["training", *sys.argv[1:]]))

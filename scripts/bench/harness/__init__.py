@@ -1,0 +1,1 @@
+"""What every measurement shares: inputs, fresh processes, the page cache, raw figures and their tables."""
