@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import hfshard
+from tests.helpers import forkserver
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -20,14 +20,8 @@ def run(child_environment: dict[str, str]) -> Run:
     """Run `hfshard ARGUMENTS` in a process of its own; keywords go into its environment."""
 
     def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "hfshard", *map(str, arguments)],
-            env={**child_environment, **environment},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            timeout=120,
-        )
+        command = ["-m", "hfshard", *map(str, arguments)]
+        return forkserver.run(command, env={**child_environment, **environment})
 
     return run
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import torch
 from safetensors.torch import save_file
 
 from tests.cli.conftest import Run, save_example
+from tests.helpers import forkserver
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
@@ -154,12 +154,11 @@ def test_output_in_a_poor_encoding_is_escaped(example: Path, run: Run) -> None:
 def test_reader_that_goes_away_is_no_error(tmp_path: Path, child_environment: dict[str, str]) -> None:
     # More than a pipe holds (64 KiB), so that the command meets the closed end while it writes.
     save_file({f"tensor.{number:05d}": torch.ones(1) for number in range(5000)}, tmp_path / "model.safetensors")
-    command = [sys.executable, "-m", "hfshard", "inspect", str(tmp_path), "--tensors"]
-    child = subprocess.Popen(command, env=child_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    assert child.stderr is not None
-    assert child.stdout.readline().startswith("checkpoint")
-    child.stdout.close()
-    assert child.stderr.read() == ""
-    child.stderr.close()
-    assert child.wait(60) == 141
+    command = ["-m", "hfshard", "inspect", tmp_path, "--tensors"]
+    with forkserver.start(command, env=child_environment, stdout=PIPE, stderr=PIPE) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.readline().startswith("checkpoint")
+        child.stdout.close()
+        assert child.wait(60) == 141
+        assert child.stderr.read() == ""

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 from tests import REPOSITORY
 from tests.cli.conftest import Run
+from tests.helpers import forkserver
 
 
 @pytest.mark.parametrize(
@@ -83,14 +85,27 @@ def wait(arguments):
 commands.verify = wait
 sys.exit(main.main(["verify", {str(tmp_path)!r}]))
 """
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], env=child_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "ready\n"
-    child.send_signal(signal.SIGINT)
-    assert child.communicate(timeout=60)[1] == ""
-    assert child.returncode == 130
+    with forkserver.start(["-c", code], env=child_environment, stdout=PIPE, stderr=PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGINT)
+        assert child.communicate(timeout=60)[1] == ""
+        assert child.returncode == 130
+
+
+SCRIPT = Path(sys.executable).with_name("hfshard")
+
+
+@pytest.mark.parametrize("command", [[sys.executable, "-m", "hfshard"], [SCRIPT]], ids=["module", "console script"])
+def test_new_interpreter_runs_a_command(
+    command: list[str | Path], example: Path, run: Run, child_environment: dict[str, str]
+) -> None:
+    if command == [SCRIPT] and not SCRIPT.exists():
+        pytest.skip(f"hfshard is not installed: there is no {SCRIPT}")
+    command = [*command, "verify", example]
+    done = subprocess.run(command, env=child_environment, capture_output=True, text=True, timeout=120)
+    again = run("verify", example)
+    assert (done.returncode, done.stdout, done.stderr) == (0, again.stdout, "")
 
 
 def test_console_script_is_the_same_function() -> None:

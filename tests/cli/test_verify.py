@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import subprocess
-import sys
 import termios
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.cli.conftest import Run, save_example
+from tests.helpers import forkserver
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -158,8 +157,8 @@ def test_bar_is_shown_on_a_terminal_unless_unwanted(
 ) -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (25, 100))
-    command = [sys.executable, "-m", "hfshard", "verify", str(example), *([option] if option else [])]
-    done = subprocess.run(command, env=child_environment, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=120)
+    command = ["-m", "hfshard", "verify", example, *([option] if option else [])]
+    done = forkserver.run(command, env=child_environment, stderr=theirs)
     os.close(theirs)
     shown = b""
     try:

@@ -1,0 +1,241 @@
+"""New processes without the seconds that imports take: each is forked from a process that has imported already.
+
+`start(["-m", "hfshard", "verify", "."], env=...)` does what `python -m hfshard verify .` would do: a process of its own
+with its own environment, directory and streams, which can be killed and whose exit status is its own. What it shares
+with a new interpreter's process is all but the imports; tests of these, and of memory, start a new interpreter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import cache
+from threading import Lock
+from types import TracebackType
+from typing import IO, Any, Self
+
+from tests import REPOSITORY
+
+LARGEST_ORDER = 1 << 17
+"""Bytes of an order; a packet on a socket has room for more."""
+_TORCH = ("torch", "torch.distributed", "torch._dynamo", "sympy", "numpy", "safetensors.torch", "hfshard.cli.commands")
+"""What no setting of huggingface_hub reaches."""
+_EVERYTHING = (*_TORCH, "transformers", "transformers.modeling_utils", "huggingface_hub", "accelerate", "pytest")
+_READ_ON_IMPORT = ("HF_", "HUGGINGFACE", "HUGGING_FACE", "TRANSFORMERS_", "ACCELERATE_")
+
+
+class Child:
+    """A process that a server forked: as `subprocess.Popen`, but for where its stderr is kept."""
+
+    def __init__(self, server: ForkServer, pid: int, out: IO[str] | None, err: IO[str] | None) -> None:
+        self._server, self.pid = server, pid
+        self._pidfd = os.pidfd_open(pid)
+        self.stdout, self.stderr = out, err
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status, or minus the signal that killed it; None while it runs."""
+        return self._ended_within(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: It still runs.
+        """
+        code = self._ended_within(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        return code
+
+    def _ended_within(self, seconds: float | None) -> int | None:
+        if self.returncode is None and select.select([self._pidfd], [], [], seconds)[0]:
+            self.returncode = os.waitstatus_to_exitcode(self._server.ask({"wait": self.pid}))
+            os.close(self._pidfd)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Read its streams to their ends, and wait for its own; for streams that are not pipes, empty words."""
+        out = self.stdout.read() if self.stdout else ""
+        self.wait(timeout)
+        return out, self.stderr.read() if self.stderr else ""
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, where it still runs."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        """End it by SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for stream in (self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+        self.wait()
+
+
+class ForkServer:
+    """A process that imports modules once, and forks children that have them.
+
+    Args:
+        modules: What it imports.
+        environment: Its own; by default, this process's.
+    """
+
+    def __init__(self, *modules: str, environment: Mapping[str, str] | None = None) -> None:
+        self._lock = Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        inherited = dict(os.environ if environment is None else environment)
+        paths = os.pathsep.join(filter(None, (str(REPOSITORY), inherited.get("PYTHONPATH"))))
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.helpers.forked", str(theirs.fileno()), *modules],
+                env={**inherited, "PYTHONPATH": paths},
+                cwd=REPOSITORY,
+                # Pipes: what Python made for a stream that can seek fails on one that can not, as a child's may be.
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def ask(self, order: object, fds: Sequence[int] = ()) -> int:
+        """Send an order; gives its answer, which is a number."""
+        packet = pickle.dumps(order)
+        assert len(packet) <= LARGEST_ORDER, "write it to a file, and name the file"
+        try:
+            with self._lock:
+                socket.send_fds(self._socket, [packet], fds)
+                return int(self._socket.recv(64))
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"The server of forks is dead: {self._process.communicate()[1]}") from error
+
+    def call(
+        self,
+        function: Callable[..., object],
+        *args: object,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        stdin: int | None = None,
+        stdout: int | IO[str] | None = None,
+        stderr: int | IO[str] | None = None,
+        umask: int = -1,
+    ) -> Child:
+        """Call a function in a child, which then ends with status 0, or as an interpreter does on an exception.
+
+        Args:
+            function: At the top of a module.
+            args: Its arguments, to be pickled.
+            env: The environment of the child; None: that of this process now.
+            cwd: Its directory; None: that of this process.
+            stdin: A descriptor; None: an empty stream.
+            stdout: A descriptor or file, or `subprocess.PIPE`; None: nothing is kept.
+            stderr: The same, or `subprocess.STDOUT`. What goes to PIPE can be read once the child has ended.
+            umask: Of the child; -1: that of the server.
+        """
+        with ExitStack() as ours:
+            null = ours.enter_context(open(os.devnull, "r+b", buffering=0)).fileno()
+            out: IO[str] | None = None
+            err: IO[str] | None = None
+            if stdout == subprocess.PIPE:
+                reading, stdout = os.pipe()
+                ours.callback(os.close, stdout)
+                out = open(reading, encoding="utf-8")  # noqa: SIM115  # the child object closes it
+            if stderr == subprocess.PIPE:
+                kept = ours.enter_context(tempfile.NamedTemporaryFile("wb", buffering=0))
+                err = open(kept.name, encoding="utf-8")  # noqa: SIM115
+                stderr = kept.fileno()
+            fds = [_descriptor(stream, null) for stream in (stdin, stdout, stderr)]
+            if stderr == subprocess.STDOUT:
+                fds[2] = fds[1]
+            order = {
+                "function": function,
+                "args": args,
+                "env": dict(os.environ if env is None else env),
+                "cwd": os.fspath(cwd or os.getcwd()),
+                "umask": umask,
+            }
+            return Child(self, self.ask(order, fds), out, err)
+
+    def close(self) -> None:
+        """End the server; children go on."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._process.communicate(timeout=30)
+
+
+def _descriptor(stream: int | IO[str] | None, null: int) -> int:
+    if stream is None or stream in (subprocess.DEVNULL, subprocess.STDOUT):
+        return null
+    return stream if isinstance(stream, int) else stream.fileno()
+
+
+def start(arguments: Iterable[object], *, env: Mapping[str, str], **streams: Any) -> Child:
+    """Begin what `python ARGUMENTS` does; keywords are those of `ForkServer.call`."""
+    from tests.helpers.forked import interpret
+
+    return _server_for(env).call(interpret, list(map(str, arguments)), env=env, **streams)
+
+
+def run(
+    arguments: Iterable[object],
+    *,
+    env: Mapping[str, str],
+    timeout: float = 120,
+    check: bool = False,
+    **streams: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Do what `python ARGUMENTS` does, and wait for its end; both its streams are captured, unless said otherwise."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as kept:
+        captures = streams["stdout"] == subprocess.PIPE
+        if captures:
+            streams["stdout"] = kept.fileno()
+        with start(arguments, env=env, **streams) as child:
+            try:
+                code = child.wait(timeout)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                raise
+            err = child.stderr.read() if child.stderr else ""
+        kept.seek(0)
+        out = kept.read() if captures else ""
+    done = subprocess.CompletedProcess(["python", *map(str, arguments)], code, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _server_for(env: Mapping[str, str]) -> ForkServer:
+    """One that has imported all that does not depend on settings which differ from this process's own."""
+    names = {name for name in {*env, *os.environ} if name.startswith(_READ_ON_IMPORT)}
+    is_same = all(env.get(name) == os.environ.get(name) for name in names)
+    return _server(_EVERYTHING if is_same else _TORCH, env.get("PYTHONWARNINGS"), env.get("OMP_NUM_THREADS"))
+
+
+@cache
+def _server(modules: tuple[str, ...], warnings: str | None, threads: str | None) -> ForkServer:
+    settings = {"PYTHONWARNINGS": warnings, "OMP_NUM_THREADS": threads}
+    kept = {name: value for name, value in os.environ.items() if name not in settings}
+    server = ForkServer(*modules, environment=kept | {name: value for name, value in settings.items() if value})
+    atexit.register(server.close)
+    return server
