@@ -1,4 +1,4 @@
-"""Carries out a commit: stage, check, then step by step; undone before the commit, carried through after it."""
+"""Carry out a commit step by step: rolled back on an error before the commit, carried through after it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Final
 
 from hfshard.constants import MAX_CONFIG_BYTES, STAGING_DIRECTORY
 from hfshard.errors import CommitUnfinishedError, SaveDirectoryError
-from hfshard.storage.commit.commit_plan import CommitPlan, CommitStep
 from hfshard.storage.commit.directory_state import DirectoryState, read_state
 from hfshard.storage.commit.pending_deletes import note_pending_deletes
+from hfshard.storage.commit.steps import CommitPlan, CommitStep
 from hfshard.storage.disk.fsops import (
     can_link,
     locked_directory,
@@ -37,7 +37,7 @@ from hfshard.storage.format.names import WeightNames
 logger = logging.getLogger(__name__)
 
 LOCK_WAIT_SECONDS: Final = 600.0
-"""How long a save waits for another one in the same directory: as long as a save of 1 TB on a slow disk."""
+"""How long a save waits for another one in the same directory: as long as 1 TB takes on a slow disk."""
 
 
 @dataclass
@@ -46,12 +46,12 @@ class SaveSession:
 
     directory: str
     state: DirectoryState
-    """As it was when the session began, without the leftovers of killed saves."""
+    """What was there when the session began, without the leftovers of killed saves."""
     made: list[str] = field(default_factory=list)
-    """Directories that the session made."""
+    """Directories that the session made, deepest last."""
     is_committed: bool = False
     is_unfinished: bool = False
-    """Tidying up failed: the staging directory stays, as it tells the next save what to remove."""
+    """Cleaning up failed: the staging directory stays, because it tells the next save what to remove."""
 
     @property
     def staging(self) -> str:
@@ -59,7 +59,7 @@ class SaveSession:
         return os.path.join(self.directory, STAGING_DIRECTORY)
 
     def status_of(self, name: str) -> os.stat_result | None:
-        """The status of a file in the directory, or None where there is none."""
+        """The status of a file in the directory, or None if there is none."""
         try:
             return os.stat(os.path.join(self.directory, name))
         except OSError as error:
@@ -69,7 +69,7 @@ class SaveSession:
 
     @property
     def replaced(self) -> os.stat_result | None:
-        """The status of the old weights, whose mode and group new files get: the single file, or any shard."""
+        """The status of the old weights (the single file, or any shard), whose mode and group new files get."""
         names = self.state.names
         shards = [name for name in sorted(self.state.owned) if names.is_shard(name)]
         for name in [names.single, *shards, names.bin_single]:
@@ -78,10 +78,10 @@ class SaveSession:
         return None
 
     def check_space(self, need_bytes: int) -> None:
-        """Tell of a full disk before the first byte is written.
+        """Check that the space suffices, before the first byte is written.
 
         Raises:
-            NotEnoughSpaceError: The file system has less free.
+            NotEnoughSpaceError: The file system has less free space.
         """
         require_space(
             self.directory,
@@ -98,17 +98,17 @@ class SaveSession:
         return False
 
     def empty_staging(self) -> None:
-        """Remove what was staged, to stage something else."""
+        """Remove what was staged, so that something else can be."""
         for name in os.listdir(self.staging):
             os.unlink(os.path.join(self.staging, name))
 
     def commit(self, plan: CommitPlan) -> None:
-        """Stage the small files, then carry out the steps.
+        """Stage the small files, then carry out the steps of a plan.
 
         Raises:
             OSError: A step before the commit failed; the directory is as it was.
             CommitUnfinishedError: A step after the commit failed; the new checkpoint loads.
-            KeyboardInterrupt: Ctrl-C came; before the commit the directory is as it was, after it all is done.
+            KeyboardInterrupt: Ctrl-C was pressed: the directory is as it was, or, after the commit, all steps are done.
         """
         targets = {step.source: step.target for step in plan.steps if step.kind == "rename"}
         weights = self.replaced
@@ -122,27 +122,28 @@ class SaveSession:
             self._run_after_commit(plan.steps[done:])
 
     def _note_pending_deletes(self, steps: list[CommitStep]) -> None:
-        """Our own shards are known for ours when nothing names them any more; others have to be noted."""
+        """Note the shards to delete that hfshard did not write: its own are recognized when no index names them."""
         ours = self.state.index.files if self.state.index is not None else {}
-        doomed = [step.target for step in steps if step.kind == "remove" and self.state.names.is_shard(step.target)]
-        if foreign := [name for name in doomed if name not in ours]:
+        removed = [step.target for step in steps if step.kind == "remove" and self.state.names.is_shard(step.target)]
+        if foreign := [name for name in removed if name not in ours]:
             note_pending_deletes(self.directory, foreign, next(step.source for step in steps if step.is_commit))
 
     def _run_to_commit(self, steps: list[CommitStep], was_interrupted: Callable[[], bool]) -> int:
-        undo: list[Callable[[], None]] = []
+        """Carry out the steps up to the commit, and return how many; on an error all of them are rolled back."""
+        rollbacks: list[Callable[[], None]] = []
         end = next(position for position, step in enumerate(steps) if step.is_commit) + 1
         try:
             for step in steps[:end]:
                 if was_interrupted():
                     raise KeyboardInterrupt
-                undo.append(self._rollback_for(step))
+                rollbacks.append(self._rollback_for(step))
                 self._execute(step)
         except BaseException:
-            for undo_step in reversed(undo):
+            for roll_back in reversed(rollbacks):
                 try:
-                    undo_step()
+                    roll_back()
                 except OSError as error:
-                    logger.error("A step of an unfinished save into '%s' can't be undone: %s", self.directory, error)
+                    logger.error("A step of a failed save into '%s' could not be undone: %s", self.directory, error)
             raise
         return end
 
@@ -153,7 +154,7 @@ class SaveSession:
             except OSError as error:
                 self.is_unfinished = True
                 raise CommitUnfinishedError(
-                    f"The new checkpoint in '{self.directory}' is saved and loads, but tidying up failed at "
+                    f"The new checkpoint in '{self.directory}' is saved and loads, but cleaning up failed at "
                     f"'{step.kind} {step.target}': {error}. Save again to finish.",
                     path=self.directory,
                 ) from error
@@ -172,17 +173,21 @@ class SaveSession:
             sync_directory(self.directory)
 
     def _rollback_for(self, step: CommitStep) -> Callable[[], None]:
-        """What takes a step before the commit back: asked for before the step, right whether it came about or not."""
+        """A function that takes one step before the commit back, to be made before the step.
+
+        It may be called whether the step was done or not.
+        """
         if step.kind != "rename":
             return lambda: None
-        target, staged = os.path.join(self.directory, step.target), os.path.join(self.staging, step.source)
+        target = os.path.join(self.directory, step.target)
+        staged = os.path.join(self.staging, step.source)
         status = self.status_of(step.target)
         if status is None:
             return lambda: None if os.path.exists(staged) else unlink_if_there(target)
         if not stat.S_ISREG(status.st_mode):
-            return lambda: None  # a FIFO: nothing in it to give back
+            return lambda: None  # a FIFO holds nothing to restore
         if status.st_size > MAX_CONFIG_BYTES or step.target.endswith(".safetensors"):
-            return lambda: None  # a shard that is placed over another is the same, byte for byte
+            return lambda: None  # a shard that replaces another is the same, byte for byte
         with open(target, "rb") as file:
             old = file.read()
 
@@ -198,10 +203,10 @@ class SaveSession:
 def save_session(
     directory: str, names: WeightNames, *, wait_seconds: float = LOCK_WAIT_SECONDS
 ) -> Iterator[SaveSession]:
-    """Make and lock the save directory, clean up after killed saves, and give an empty staging directory.
+    """Make and lock the save directory, clean up after killed saves, and make an empty staging directory.
 
     Args:
-        directory: Made when it is missing, with its parents.
+        directory: Made if it is missing, with its parents.
         names: The checkpoint's file names.
         wait_seconds: How long to wait for another save there.
 
@@ -232,22 +237,23 @@ def save_session(
 
 def _make(directory: str) -> list[str]:
     if os.path.lexists(directory) and not os.path.isdir(directory):
-        what = "a link to nothing" if os.path.islink(directory) else "a file"
+        what = "a broken link" if os.path.islink(directory) else "a file"
         raise SaveDirectoryError(
-            f"'{directory}' is {what}, and a checkpoint is saved into a directory. Give another save_directory.",
+            f"save_directory must be a directory, and '{directory}' is {what}. Pass another save_directory.",
             path=directory,
         )
     try:
         return make_directories(directory)
     except (NotADirectoryError, FileExistsError) as error:
         raise SaveDirectoryError(
-            f"'{directory}' can't be made: something above it is a file. Give another save_directory.", path=directory
+            f"The directory '{directory}' can't be made: something above it is a file. Pass another save_directory.",
+            path=directory,
         ) from error
 
 
 def _clean_up(directory: str, leftovers: tuple[str, ...]) -> None:
     for name in leftovers:
-        logger.info("Removing '%s' in '%s', left by a save that was killed.", name, directory)
+        logger.info("Removing '%s' from '%s', left by a save that was killed.", name, directory)
         unlink_if_there(os.path.join(directory, name))
     sync_directory(directory)
 
@@ -260,30 +266,32 @@ def _clear_staging(directory: str) -> None:
         parts = STAGING_DIRECTORY.split("/")
         for depth in range(len(parts) - 1, 0, -1):
             above = os.path.join(directory, *parts[:depth])
-            if os.path.lexists(above) and not os.listdir(above):  # Ctrl-C or an error may come before it is made
+            if os.path.lexists(above) and not os.listdir(above):  # it may be missing after Ctrl-C or an error
                 os.rmdir(above)
     except OSError as error:
-        logger.warning("The staging directory '%s' can't be removed (%s); the next save tries again.", staging, error)
+        logger.warning(
+            "The staging directory '%s' could not be removed (%s). The next save tries again.", staging, error
+        )
 
 
 @contextmanager
 def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Hold Ctrl-C back while the steps of a commit run: they take milliseconds, and each is short."""
+    """Hold Ctrl-C back while the steps of a commit run, which takes milliseconds; yield whether it was pressed."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    came: list[FrameType | None] = []
+    interrupts: list[FrameType | None] = []
     before = signal.getsignal(signal.SIGINT)
-    if before is None:  # not installed from Python: it can't be put back
+    if before is None:  # not installed from Python: it could not be restored
         yield lambda: False
         return
-    signal.signal(signal.SIGINT, lambda _signum, frame: came.append(frame))
+    signal.signal(signal.SIGINT, lambda _signum, frame: interrupts.append(frame))
     try:
-        yield lambda: bool(came) and before is signal.default_int_handler
+        yield lambda: bool(interrupts) and before is signal.default_int_handler
     except KeyboardInterrupt:
-        came.clear()
+        interrupts.clear()
         raise
     finally:
         signal.signal(signal.SIGINT, before)
-        if came and callable(before):
-            before(signal.SIGINT, came[0])
+        if interrupts and callable(before):
+            before(signal.SIGINT, interrupts[0])

@@ -1,23 +1,23 @@
-"""The steps that turn one checkpoint in a directory into another, such that after each of them it loads whole.
+"""Plan the steps from one checkpoint in a directory to the next, so that a whole one loads after each of them.
 
-Readers to be kept whole, and what they look for first:
+Two kinds of readers must find a whole checkpoint at every moment. They look for, in this order:
 
-- transformers and hfshard: `transformers_weights` of config.json, `model.safetensors`, the index, pickles;
-- huggingface_hub: the index, else the only `*.safetensors` in the directory (several without an index: an error).
+- transformers and hfshard: `transformers_weights` in config.json, `model.safetensors`, the index, pickles;
+- huggingface_hub: the index, else the only `*.safetensors` file (several without an index are an error).
 
-So an index must stand wherever two `*.safetensors` do, one rename must switch config and weights together when the
-config changed, and nothing that the old checkpoint needs may go before both kinds of reader have left it. That was
-shown by killing saves at every system call (`scripts/crash_sweep`).
+Three rules follow. An index must stand wherever two `*.safetensors` files do. Where the config changes, one rename must
+switch config and weights together. And a file of the old checkpoint may go only when neither kind of reader looks at it
+any more. README.md beside this file shows each path as a table; `scripts/crash_sweep` kills saves at every system call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from hfshard.constants import CONFIG_NAME
 from hfshard.storage.commit.directory_state import DirectoryState, weights_override_of
+from hfshard.storage.commit.steps import CommitPlan
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.weights_override import with_weights_override, without_weights_override
@@ -25,24 +25,24 @@ from hfshard.storage.format.weights_override import with_weights_override, witho
 
 @dataclass(frozen=True, slots=True)
 class NewCheckpoint:
-    """What a save has written into the staging directory, and what goes with it."""
+    """What a save has written into the staging directory, and what belongs to it."""
 
     shards: Mapping[str, str]
     """Name in the directory -> name in the staging directory."""
     keys: Sequence[str]
     """FQNs of the stored tensors."""
     index: bytes | None
-    """The index's bytes; None for a single file."""
+    """The bytes of the index; None for a single file."""
     config: bytes | None
-    """The bytes of config.json; None where the save has none, and leaves the one that stands there."""
+    """The bytes of config.json; None where the save has none and keeps the one that is there."""
     model_files: Mapping[str, bytes]
-    """Other small files that belong to it: generation_config.json, custom code."""
+    """The other small files of the model: generation_config.json, custom code. Name -> bytes."""
     digest: str
-    """Hex that names this content, for the names of a commit under way."""
+    """Hex digits that depend on the content: part of the names that exist only during the commit."""
     companion_files: Mapping[str, str] = field(default_factory=dict)
-    """What goes along with it, staged as the shards are: a tokenizer's files, a README."""
+    """Files that go along with the model, such as a tokenizer or a README. Name -> name in the staging directory."""
     kept_shards: frozenset[str] = frozenset()
-    """Shards of the old checkpoint that are shards of the new one too, and stay where they are."""
+    """Shards of the old checkpoint that belong to the new one too, and stay where they are."""
 
     @property
     def is_sharded(self) -> bool:
@@ -50,60 +50,16 @@ class NewCheckpoint:
         return self.index is not None
 
 
-@dataclass(frozen=True, slots=True)
-class CommitStep:
-    """One change of the directory."""
-
-    kind: Literal["rename", "link", "remove", "sync"]
-    """place: rename a staged file; link: give a file a second name; remove; sync: make all before it durable."""
-    target: str = ""
-    source: str = ""
-    is_commit: bool = False
-    """From this step on the new checkpoint is the one that loads; an error before it is undone."""
-
-
-@dataclass
-class CommitPlan:
-    """The steps of one commit, and the small files that they place."""
-
-    steps: list[CommitStep] = field(default_factory=list)
-    small_files: dict[str, bytes] = field(default_factory=dict)
-    """Name in the staging directory -> bytes."""
-
-    def write_small(self, target: str, content: bytes, *, is_commit: bool = False) -> None:
-        """Place a small file."""
-        staged = f"{len(self.small_files):03d}.small"
-        self.small_files[staged] = content
-        self.steps.append(CommitStep("rename", target, staged, is_commit))
-
-    def rename(self, files: Mapping[str, str], *, is_commit: bool = False) -> None:
-        """Place staged files; the last one is the commit, if any is."""
-        last = list(files)[-1:]
-        self.steps.extend(
-            CommitStep("rename", target, staged, is_commit and [target] == last) for target, staged in files.items()
-        )
-
-    def link(self, source: str, target: str) -> None:
-        """Give a file in the directory a second name, replacing what has it."""
-        self.steps.append(CommitStep("link", target, source))
-
-    def remove(self, targets: Iterable[str]) -> None:
-        """Remove files that are there."""
-        self.steps.extend(CommitStep("remove", target) for target in sorted(targets))
-
-    def sync(self) -> None:
-        """Make what came before durable before what comes after."""
-        if self.steps and self.steps[-1].kind != "sync":
-            self.steps.append(CommitStep("sync"))
-
-
 def plan_commit(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
-    """Plan the commit of a new checkpoint over whatever stands in the directory; pure."""
+    """Plan the commit of a new checkpoint over whatever is in the directory.
+
+    A pure function: it looks only at its arguments, except for the names in a single file (see `single_keys`).
+    """
     if not old.has_weights:
         return _into_empty(old, new)
     config = _changed_config(old, new)
+    # A variant shares config.json with the weights beside it, which must not be led to the variant's files.
     if config is None or old.shares_config:
-        # A variant shares config.json with the weights beside it, which must not be led to the variant's file.
         return _sharded_by_index(old, new, config) if new.is_sharded else _single_by_rename(old, new, config)
     return _sharded_by_config(old, new, config) if new.is_sharded else _single_by_config(old, new, config)
 
@@ -114,9 +70,11 @@ def needs_links(old: DirectoryState, new: NewCheckpoint) -> bool:
 
 
 def _into_empty(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
-    # The config and the index come before the weights that they name, so that a half-written save is an error to
-    # every reader: huggingface_hub would take the first of three shards, alone in a directory, for the whole.
+    """Commit into a directory without weights: there is nothing to protect, but half a save must not load."""
     plan = CommitPlan()
+
+    # Announce: config and index come before the weights that they name, so that half a save is an error to every
+    # reader. Without the index, huggingface_hub would take the first of three shards for the whole checkpoint.
     config = _changed_config(old, new)
     if config is not None:
         plan.write_small(CONFIG_NAME, config)
@@ -126,61 +84,90 @@ def _into_empty(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
     if new.index is not None:
         plan.write_small(old.names.index, new.index)
     plan.sync()
+
+    # Commit: the last file of weights makes the checkpoint whole.
     plan.rename(new.shards, is_commit=True)
     plan.sync()
+
+    # Clean up: files with names that only a commit under way gives.
     plan.remove(_outdated_files(old, new))
     plan.sync()
     return plan
 
 
 def _sharded_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> CommitPlan:
+    """Commit shards by the rename of the index: the config stays as it is, or is shared with other weights."""
     plan = CommitPlan()
+
+    # Prepare: the shards get names that no file has, so that both readers still load the old checkpoint.
     _protect_hub_readers(plan, old)
     _add_new_files(plan, old, new)
     plan.rename(new.shards)
     plan.sync()
+
+    # Commit: the index. For transformers, a single file outranks it, and its removal is the commit.
     plan.write_small(old.names.index, new.index or b"", is_commit=True)
     plan.sync()
     if old.has_single:
-        plan.remove([old.names.single])  # it outranks the index for transformers: this is the commit for it
+        plan.remove([old.names.single])
         plan.sync()
+
+    # Replace the small files, then clean up what only the old checkpoint needed.
     _replace_small_files(plan, old, new, config)
     _remove_old(plan, old, _outdated_files(old, new) - {old.names.single})
     return plan
 
 
 def _sharded_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) -> CommitPlan:
+    """Commit shards and a changed config by the rename of config.json, which names the new index for a while."""
     plan = CommitPlan()
     unique = old.names.unique_index(new.digest)
+
+    # Prepare: the shards, and their index under a name that nothing reads yet.
     _protect_hub_readers(plan, old)
     _add_new_files(plan, old, new)
     plan.rename(new.shards)
     plan.write_small(unique, new.index or b"")
     plan.sync()
+
+    # Commit: the new config, with the override that leads transformers to the new index.
     plan.write_small(CONFIG_NAME, with_weights_override(config, unique), is_commit=True)
     plan.sync()
+
+    # Settle: the conventional index switches huggingface_hub, and then leads transformers to the new weights too.
     _replace_small_files(plan, old, new, None)
     plan.write_small(old.names.index, new.index or b"")
     plan.sync()
-    if old.has_single:
+    if old.has_single:  # it outranks the index once the override is gone
         plan.remove([old.names.single])
         plan.sync()
     plan.write_small(CONFIG_NAME, config)
     plan.sync()
+
+    # Clean up.
     _remove_old(plan, old, (_outdated_files(old, new) | {unique}) - {old.names.single})
     return plan
 
 
 def _single_by_rename(old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> CommitPlan:
+    """Commit a single file by its own rename: the config stays as it is, or is shared with other weights."""
     plan = CommitPlan()
+
+    # Prepare.
     _add_new_files(plan, old, new)
     plan.sync()
+
+    # Commit: for transformers, `model.safetensors` outranks the old index.
     plan.rename(new.shards, is_commit=True)
     plan.sync()
+
+    # Settle: huggingface_hub reads the old index first, so it is made to point at the single file ...
     _replace_small_files(plan, old, new, config)
     if old.has_index:
         plan.write_small(old.names.index, _compat_index(new.keys, old.names.single))
         plan.sync()
+
+    # ... until the old shards are gone, and the single file is the only one left.
     _remove_old(plan, old, _outdated_files(old, new) - {old.names.index})
     if old.has_index:
         plan.remove([old.names.index])
@@ -189,17 +176,25 @@ def _single_by_rename(old: DirectoryState, new: NewCheckpoint, config: bytes | N
 
 
 def _single_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) -> CommitPlan:
+    """Commit a single file and a changed config by the rename of config.json, which names the file for a while."""
     plan = CommitPlan()
-    unique, single, index = old.names.unique_single(new.digest), old.names.single, old.names.index
-    staged = new.shards[single]
+    unique = old.names.unique_single(new.digest)
+    single = old.names.single
+    index = old.names.index
+
+    # Prepare: the weights under a name that nothing reads yet; an index keeps huggingface_hub with the old ones.
     if old.has_single and not old.has_index:
         _index_of_old_single(plan, old)
         plan.sync()
     _add_new_files(plan, old, new)
-    plan.rename({unique: staged})
+    plan.rename({unique: new.shards[single]})
     plan.sync()
+
+    # Commit: the new config, with the override that leads transformers to the new file.
     plan.write_small(CONFIG_NAME, with_weights_override(config, unique), is_commit=True)
     plan.sync()
+
+    # Settle: an index leads huggingface_hub to the new file, which then gets its conventional name as a second one.
     _replace_small_files(plan, old, new, None)
     plan.write_small(index, _compat_index(new.keys, unique))
     plan.sync()
@@ -208,6 +203,8 @@ def _single_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) ->
     plan.write_small(CONFIG_NAME, config)
     plan.write_small(index, _compat_index(new.keys, single))
     plan.sync()
+
+    # Clean up: the index goes last, when `model.safetensors` is the only file of weights.
     _remove_old(plan, old, (_outdated_files(old, new) | {unique}) - {index})
     plan.remove([index])
     plan.sync()
@@ -215,23 +212,24 @@ def _single_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) ->
 
 
 def _protect_hub_readers(plan: CommitPlan, old: DirectoryState) -> None:
-    """Before shards come to lie beside the old weights, tell huggingface_hub which of them count."""
+    """Before shards appear beside the old weights, tell huggingface_hub which files count."""
     if old.has_index:
         return
     if old.has_single:
         _index_of_old_single(plan, old)
-    else:  # pickles only, which it does not look at: keep it from taking a lone shard for the whole checkpoint
+    else:  # pickles only, which it ignores: a second file keeps it from taking a lone shard for the whole checkpoint
         plan.write_small(old.names.placeholder, b"")
     plan.sync()
 
 
 def _index_of_old_single(plan: CommitPlan, old: DirectoryState) -> None:
     keys = old.single_keys()
-    if keys:  # else it is damaged, and loads nowhere
+    if keys:  # otherwise the file is damaged, and loads nowhere
         plan.write_small(old.names.index, _compat_index(keys, old.names.single))
 
 
 def _add_new_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint) -> None:
+    """Before the commit: the small files that replace nothing."""
     for name, content in new.model_files.items():
         if name not in old.listing:
             plan.write_small(name, content)
@@ -239,7 +237,7 @@ def _add_new_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint) ->
 
 
 def _replace_small_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> None:
-    """Right after the commit: small files that replace old ones."""
+    """Right after the commit: the small files that replace old ones."""
     before = len(plan.steps)
     if config is not None:
         plan.write_small(CONFIG_NAME, config)
@@ -252,10 +250,10 @@ def _replace_small_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoi
 
 
 def _changed_config(old: DirectoryState, new: NewCheckpoint) -> bytes | None:
-    """The config to commit, where it differs from the one that stands there."""
+    """The config to commit; None where the one in the directory is right already."""
     config = new.config
     if old.shares_config:
-        # An override that stands there belongs to a killed commit of the weights beside it: not ours to end.
+        # An override there belongs to a killed commit of the weights beside this variant, which is not ours to end.
         if config is not None and old.weights_override is not None:
             config = with_weights_override(config, old.weights_override)
     elif config is None and old.config is not None and weights_override_of(old.config) is not None:
@@ -263,28 +261,31 @@ def _changed_config(old: DirectoryState, new: NewCheckpoint) -> bytes | None:
     return None if config == old.config else config
 
 
-def _remove_old(plan: CommitPlan, old: DirectoryState, doomed: set[str]) -> None:
-    """Remove what is left of the old checkpoint; the index of pickled shards last: it tells whose they are."""
-    plan.remove(doomed - {old.names.bin_index})
+def _remove_old(plan: CommitPlan, old: DirectoryState, outdated: set[str]) -> None:
+    """Remove what is left of the old checkpoint; the index of pickled shards last, because it tells whose they are."""
+    plan.remove(outdated - {old.names.bin_index})
     plan.sync()
-    plan.remove(doomed & {old.names.bin_index})
+    plan.remove(outdated & {old.names.bin_index})
     plan.sync()
 
 
 def _outdated_files(old: DirectoryState, new: NewCheckpoint) -> set[str]:
-    """What the old checkpoint owned and the new one does not."""
+    """What the old checkpoint owned and the new one does not, and the placeholder of this commit."""
+    outdated = set(old.owned)
+    only_pickles = old.has_bins and not old.has_index and not old.has_single
+    if new.is_sharded and only_pickles:
+        outdated.add(old.names.placeholder)
     kept = {*new.shards, *new.kept_shards, *new.model_files, *new.companion_files}
     if new.is_sharded:
         kept.add(old.names.index)
-    made_on_the_way = {old.names.placeholder} if not (old.has_index or old.has_single) and old.has_bins else set()
-    return (set(old.owned) | (made_on_the_way if new.is_sharded else set())) - kept
+    return outdated - kept
 
 
 def _compat_index(keys: Iterable[str], file: str) -> bytes:
-    """An index that points every name at one file."""
+    """An index that maps every name to one file, for readers that look for an index first."""
     return CheckpointIndex(weight_map=dict.fromkeys(keys, file)).to_json()
 
 
 def content_digest(parts: Iterable[bytes]) -> str:
-    """Hex that names a content, for the names of a commit under way."""
+    """Hex digits that depend on some bytes: part of the names that exist only during a commit."""
     return sha256_of(b"\0".join(parts))

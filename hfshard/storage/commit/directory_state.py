@@ -1,4 +1,4 @@
-"""What stands in a save directory before a commit: the checkpoint to protect, its files, leftovers of killed saves."""
+"""What is in a save directory before a commit: the checkpoint to protect, its files, leftovers of killed saves."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hfshard.errors import HfshardError
 from hfshard.storage.commit.pending_deletes import noted_pending_deletes
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.names import INDEX_FILE, WeightNames
+from hfshard.storage.format.names import INDEX_FILE, WeightNames, suffix_of_shards
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryState:
-    """A save directory as it is."""
+    """What a save directory holds."""
 
     directory: str
     names: WeightNames
@@ -27,29 +27,29 @@ class DirectoryState:
     config: bytes | None
     """The bytes of config.json."""
     weights_override: str | None
-    """The weights file that config.json tells transformers to load before all others, if it is there."""
+    """The weights file that config.json tells transformers to load before all others, if that file exists."""
     index: CheckpointIndex | None
-    """Of the checkpoint that stands there (by the index that config.json names, or else the conventional one)."""
+    """The index that config.json names, or else the conventional one; None where it can't be read."""
     owned: frozenset[str]
-    """Files that belong to the checkpoint that stands there, and to nothing else."""
+    """Files that belong to this checkpoint and to no other one."""
     referenced: frozenset[str]
-    """Files that an index or the config names, there or not: no new file may take such a name before they go."""
+    """Files that an index or the config names, whether they exist or not: a new file may not take such a name."""
     leftovers: tuple[str, ...]
-    """Files that a killed save left and that nothing refers to, in the order in which to remove them."""
+    """Files of a killed save that nothing refers to, in the order in which to remove them."""
 
     @property
     def has_single(self) -> bool:
-        """Whether `model.safetensors` is there."""
+        """Whether `model.safetensors` exists."""
         return self.names.single in self.listing
 
     @property
     def has_index(self) -> bool:
-        """Whether `model.safetensors.index.json` is there."""
+        """Whether `model.safetensors.index.json` exists."""
         return self.names.index in self.listing
 
     @property
     def has_bins(self) -> bool:
-        """Whether pickled weights are there."""
+        """Whether there are pickled weights."""
         return self.names.bin_single in self.listing or self.names.bin_index in self.listing
 
     @property
@@ -62,43 +62,47 @@ class DirectoryState:
         """Whether this is a variant beside other weights, which read the same config.json."""
         if self.names.variant is None:
             return False
-        mine = {self.names.single, self.names.index, self.names.bin_single, self.names.bin_index, self.weights_override}
+        names = self.names
+        mine = {names.single, names.index, names.bin_single, names.bin_index, self.weights_override}
         weights = re.compile(r"(?:model|pytorch_model)(?:\.[^/]+)?\.(?:safetensors|bin)|" + INDEX_FILE.pattern)
         return any(weights.fullmatch(name) for name in self.listing - self.owned - mine)
 
     def single_keys(self) -> list[str]:
-        """The names of the tensors in `model.safetensors`; none where it can't be read."""
+        """The names of the tensors in `model.safetensors`; empty where it can't be read."""
         return _keys_of(self.directory, self.names.single)
 
 
 def read_state(directory: str, names: WeightNames) -> DirectoryState:
-    """Look at a save directory. What can't be read is taken as belonging to somebody else: it is never removed."""
+    """Look at a save directory. A file that can't be read counts as somebody else's, and is never removed."""
     listing = frozenset(os.listdir(directory))
-    config, weights_override = _read_config(directory, listing)
+    config, override = _read_config(directory, listing)
     indexes = {name: _read_index(directory, name) for name in listing if INDEX_FILE.fullmatch(name)}
-    ours = weights_override is not None and names.is_transient(weights_override)
-    mine = {names.index, names.bin_index} | ({weights_override} if weights_override is not None and ours else set())
-    # An index of ours that nothing points at is a leftover, and so are the shards that only it names.
-    orphans = {name for name in indexes if names.is_transient(name) and name != weights_override}
+    # A temporary index that config.json does not name is a leftover, and so are the shards that only it names.
+    orphans = {name for name in indexes if names.is_transient(name) and name != override}
     references = {name: _references(index) for name, index in indexes.items() if name not in orphans}
-    others = _union(references[name] for name in references if name not in mine)
-    if weights_override is not None and not ours:
-        others |= {weights_override}
-    owned = _union(references.get(name, frozenset()) for name in mine)
+
+    # What the indexes of this checkpoint name, and no other index does, belongs to it.
+    own_indexes = {names.index, names.bin_index}
+    foreign: set[str] = set()
+    referenced = _union(references.values())
+    if override is not None:
+        (own_indexes if names.is_transient(override) else foreign).add(override)
+        referenced.add(override)
+    foreign |= _union(references[name] for name in references if name not in own_indexes)
+    owned = _union(references.get(name, frozenset()) for name in own_indexes)
     owned |= {names.index, names.bin_index, names.bin_single, names.single}
     owned |= {name for name in listing if names.is_transient(name)}
-    referenced = _union(references.values()) | ({weights_override} if weights_override is not None else set())
-    index = indexes.get(weights_override) if weights_override in indexes else indexes.get(names.index)
-    # With an index that can't be read, its shards look like those of a killed save: they may be all that is left.
+
+    # The shards of an index that can't be read look like those of a killed save, and may be all that is left.
     is_known = all(indexes[name] is not None for name in indexes if name not in orphans)
     return DirectoryState(
         directory=directory,
         names=names,
         listing=listing,
         config=config,
-        weights_override=weights_override,
-        index=index,
-        owned=frozenset(name for name in owned & listing - others if os.path.isfile(_at(directory, name))),
+        weights_override=override,
+        index=indexes.get(override) if override in indexes else indexes.get(names.index),
+        owned=frozenset(name for name in owned & listing - foreign if os.path.isfile(_at(directory, name))),
         referenced=frozenset(referenced),
         leftovers=_find_leftovers(directory, names, listing - referenced, is_known=is_known),
     )
@@ -109,10 +113,11 @@ def _find_leftovers(
 ) -> tuple[str, ...]:
     transient = [name for name in unreferenced if names.is_transient(name)]
     noted = noted_pending_deletes(directory, names, unreferenced)
-    shards = [name for name in unreferenced if names.is_shard(name) and (name in noted or _is_ours(directory, name))]
-    if not is_known:
-        shards = []
-    # The placeholder goes last: while it is there, huggingface_hub takes no lone shard for a whole checkpoint.
+    shards = []
+    if is_known:
+        candidates = (name for name in unreferenced if names.is_shard(name))
+        shards = [name for name in candidates if name in noted or _written_by_hfshard(directory, name)]
+    # The placeholder goes last: while it exists, huggingface_hub does not take a lone shard for a whole checkpoint.
     return tuple(sorted(shards) + sorted(transient, key=lambda name: (name == names.placeholder, name)))
 
 
@@ -120,12 +125,12 @@ def _read_config(directory: str, listing: frozenset[str]) -> tuple[bytes | None,
     if CONFIG_NAME not in listing:
         return None, None
     raw, _ = read_small(_at(directory, CONFIG_NAME), directory, MAX_CONFIG_BYTES)
-    weights_override = weights_override_of(raw)
-    return raw, weights_override if weights_override in listing else None
+    override = weights_override_of(raw)
+    return raw, override if override in listing else None
 
 
 def weights_override_of(config: bytes) -> str | None:
-    """The file that a config.json names as `transformers_weights`, if it does; None where it is not JSON."""
+    """The file that the bytes of a config.json name as `transformers_weights`; None if there is none, or no JSON."""
     try:
         value = json.loads(config)
     except (ValueError, RecursionError):
@@ -135,12 +140,11 @@ def weights_override_of(config: bytes) -> str | None:
 
 
 def _read_index(directory: str, name: str) -> CheckpointIndex | None:
-    suffix = ".bin" if ".bin.index" in name else ".safetensors"
     try:
         raw, _ = read_small(_at(directory, name), directory, MAX_INDEX_BYTES)
-        return CheckpointIndex.from_json(raw, _at(directory, name), suffix=suffix)
+        return CheckpointIndex.from_json(raw, _at(directory, name), suffix=suffix_of_shards(name))
     except HfshardError:
-        return None  # damaged: what it refers to is unknown, and so is left alone
+        return None  # damaged: the files that it names are unknown, and are left alone
 
 
 def _references(index: CheckpointIndex | None) -> frozenset[str]:
@@ -150,7 +154,7 @@ def _references(index: CheckpointIndex | None) -> frozenset[str]:
     return frozenset(files)
 
 
-def _is_ours(directory: str, name: str) -> bool:
+def _written_by_hfshard(directory: str, name: str) -> bool:
     try:
         shard = SafetensorsFile(_at(directory, name), directory)
     except HfshardError:

@@ -1,8 +1,8 @@
-"""A note of shards that a commit is to remove, so that the next save can end a removal that was killed.
+"""Note the shards that a commit will delete, so that the next save can finish deletes that were cut short.
 
-A shard of hfshard's own that no index names is known by its header. One that upstream wrote is not: it might be part
-of a download under way. So a commit that replaces such shards first notes them, with their fingerprints, in the staging
-directory, which stays where a save is killed.
+A shard of hfshard's own that no index names is recognized by its header. A shard that another library wrote is not: it
+might be part of an unfinished download. So a commit that replaces such shards first notes them with their fingerprints
+in the staging directory, which stays when a save is killed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _NAME: Final = "pending-deletes.json"
 
 
 def note_pending_deletes(directory: str, shards: Iterable[str], commit_source: str) -> None:
-    """Write down, durably, which shards are to go once the commit is done.
+    """Note durably which shards will be deleted once the commit is done.
 
     Args:
         directory: The save directory; its staging directory exists.
         shards: Names of files in it.
-        commit_source: The staged file whose renaming is the commit: while it is there, nothing is to go.
+        commit_source: The staged file whose rename is the commit: while it exists, nothing may be deleted.
     """
     fingerprints = {
         name: fingerprint for name in sorted(shards) if (fingerprint := _fingerprint(directory, name)) is not None
@@ -40,9 +40,9 @@ def note_pending_deletes(directory: str, shards: Iterable[str], commit_source: s
 
 
 def noted_pending_deletes(directory: str, names: WeightNames, listing: Collection[str]) -> frozenset[str]:
-    """The shards that a killed commit had still to remove: noted, still the same files, and the commit was done.
+    """Find the shards that a commit did not get to delete: noted, still the same files, and the commit was done.
 
-    Whether an index names them is for the caller to ask.
+    The caller checks whether an index names them.
     """
     staging = os.path.join(directory, STAGING_DIRECTORY)
     path = os.path.join(staging, _NAME)
@@ -50,10 +50,11 @@ def noted_pending_deletes(directory: str, names: WeightNames, listing: Collectio
         return frozenset()
     try:
         raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
-        note = parse_json_object(raw, path=path, what="Note", remedy="It will be removed.")
+        note = parse_json_object(raw, path=path, what="Note", remedy="The next save removes it.")
     except HfshardError:
-        return frozenset()  # damaged: what it said is unknown, and so nothing goes
-    commit_source, fingerprints = note.get("commit"), note.get("shards")
+        return frozenset()  # damaged: what it said is unknown, so nothing is deleted
+    commit_source = note.get("commit")
+    fingerprints = note.get("shards")
     if not isinstance(commit_source, str) or not isinstance(fingerprints, dict):
         return frozenset()
     if os.path.lexists(os.path.join(staging, os.path.basename(commit_source))):
@@ -63,7 +64,7 @@ def noted_pending_deletes(directory: str, names: WeightNames, listing: Collectio
 
 
 def _fingerprint(directory: str, name: str) -> str | None:
-    """The fingerprint of a shard; None where it is none."""
+    """The fingerprint of a shard; None if it is not a safetensors file."""
     try:
         shard = SafetensorsFile(os.path.join(directory, name), directory)
     except HfshardError:

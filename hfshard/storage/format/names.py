@@ -68,6 +68,11 @@ class WeightNames:
         return self._transient.fullmatch(name) is not None
 
 
+def suffix_of_shards(index_name: str) -> str:
+    """What the shards of an index end in, by the index's name: ".safetensors" or ".bin"."""
+    return BIN_SUFFIX if f"{BIN_SUFFIX}.index" in index_name else SAFETENSORS_SUFFIX
+
+
 def check_file_name(name: object, *, index_path: str, suffix: str) -> str:
     """Let only a name pass that lies below the checkpoint's directory on every system, and has the right suffix.
 
