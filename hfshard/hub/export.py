@@ -41,7 +41,7 @@ def export(checkpoint: OpenCheckpoint, directory: str, others: Collection[str]) 
     names, source = checkpoint.names, checkpoint.directory
     weights = [*checkpoint.shards, *checkpoint.pickles]
     entry = checkpoint.weights.name
-    is_index = checkpoint.weights.kind in ("index", "bin_index")
+    is_index = checkpoint.weights.is_index
     extras = sorted({*others, *([entry] if is_index else [])} - _LEFT_OUT - {*weights, CONFIG_NAME})
     small = {name: _read(source, name) for name in extras}
     config = _read(source, CONFIG_NAME) if os.path.isfile(os.path.join(source, CONFIG_NAME)) else None

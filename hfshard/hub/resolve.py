@@ -23,7 +23,13 @@ from hfshard.constants import (
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.protocols import CommitFiles
 from hfshard.storage.checkpoint.checkpoint import FilesOf
-from hfshard.storage.checkpoint.locate import WeightsKind, checked_weights_override, read_config
+from hfshard.storage.checkpoint.locate import (
+    WeightsEntry,
+    WeightsKind,
+    candidate_weights,
+    checked_weights_override,
+    read_config,
+)
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
@@ -31,7 +37,6 @@ from hfshard.storage.format.names import INDEX_FILE, WeightNames
 _OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-")
 """How the weights of a checkpoint and of its variants begin: of those only the chosen ones come."""
 
-_INDEXES: Final = ("index", "bin_index")
 
 _TRAINING: Final = frozenset({"checkpoint.json", "training_state.json"})
 """What makes a folder a training checkpoint, together with files that no model needs, and that do not come with one."""
@@ -93,11 +98,11 @@ def resolve(view: CommitFiles, wanted: CheckpointQuery) -> ResolvedCheckpoint:
     directory = view.snapshot(wanted.subfolder.strip("/"))
     present = _small_files(view, wanted, absent)
     if not os.path.isfile(view.snapshot(path(CONFIG_NAME))):
-        guess = _entry(view, wanted, names, None, [])  # the config may name another: then it came for nothing
-        view.download([*present, path(guess[1])] if guess is not None and guess[0] in _INDEXES else present)
+        guess = _find_weights(view, wanted, names, None, [])  # the config may name another: then it came for nothing
+        view.download([*present, path(guess.name)] if guess is not None and guess.is_index else present)
     config = read_config(directory)
     view.download(present)
-    found = _entry(view, wanted, names, checked_weights_override(config, directory, names), absent)
+    found = _find_weights(view, wanted, names, checked_weights_override(config, directory, names), absent)
     if wanted.has_code and _has_own_code(config):
         present += view.code()
     if wanted.has_code and not view.has(_CUSTOM_GENERATE, is_needed=False):
@@ -107,16 +112,15 @@ def resolve(view: CommitFiles, wanted: CheckpointQuery) -> ResolvedCheckpoint:
             raise _no_weights(view, wanted, names)
         view.download(present)
         return ResolvedCheckpoint(directory, view.commit, tuple(present), None, tuple(absent))
-    kind, entry = found
-    files = [*present, path(entry)]
-    if kind in _INDEXES:
-        view.download([path(entry)])
-        suffix = BIN_SUFFIX if kind == "bin_index" else SAFETENSORS_SUFFIX
-        entry_path = os.path.join(directory, entry)
-        raw, _ = read_small(entry_path, directory, MAX_INDEX_BYTES)
-        files += [path(name) for name in _shards(CheckpointIndex.from_json(raw, entry_path, suffix=suffix), wanted)]
+    files = [*present, path(found.name)]
+    if found.is_index:
+        view.download([path(found.name)])
+        index_path = os.path.join(directory, found.name)
+        raw, _ = read_small(index_path, directory, MAX_INDEX_BYTES)
+        index = CheckpointIndex.from_json(raw, index_path)
+        files += [path(name) for name in _shards(index, wanted)]
     view.download(files)
-    return ResolvedCheckpoint(directory, view.commit, tuple(files), kind, tuple(absent))
+    return ResolvedCheckpoint(directory, view.commit, tuple(files), found.kind, tuple(absent))
 
 
 def _small_files(view: CommitFiles, wanted: CheckpointQuery, absent: list[str]) -> list[str]:
@@ -172,20 +176,14 @@ def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
     return size <= MAX_COMPANION_BYTES and not path.endswith(WEIGHTS_SUFFIXES)
 
 
-def _entry(
-    view: CommitFiles, wanted: CheckpointQuery, names: WeightNames, explicit: str | None, absent: list[str]
-) -> tuple[WeightsKind, str] | None:
-    """What the checkpoint is entered by; see `storage.locate.find_weights`, which decides the same for a directory."""
-    if explicit is not None:
-        candidates: list[tuple[WeightsKind, str]] = [("index" if explicit.endswith(".json") else "single", explicit)]
-    else:
-        candidates = [("single", names.single), ("index", names.index)] if wanted.use_safetensors is not False else []
-        if not wanted.use_safetensors:
-            candidates += [("bin", names.bin_single), ("bin_index", names.bin_index)]
-    for kind, name in candidates:
-        if view.has(wanted.path(name)):
-            return kind, name
-        absent.append(wanted.path(name))
+def _find_weights(
+    view: CommitFiles, wanted: CheckpointQuery, names: WeightNames, override: str | None, absent: list[str]
+) -> WeightsEntry | None:
+    """The file by which the checkpoint is entered, if there is one; the candidates that are missing go to `absent`."""
+    for candidate in candidate_weights(names, wanted.use_safetensors, override):
+        if view.has(wanted.path(candidate.name)):
+            return candidate
+        absent.append(wanted.path(candidate.name))
     return None
 
 
@@ -208,7 +206,6 @@ def _has_own_code(config: bytes | None) -> bool:
 def _no_weights(view: CommitFiles, wanted: CheckpointQuery, names: WeightNames) -> CheckpointNotFoundError:
     variant = f" of variant '{wanted.variant}'" if wanted.variant is not None else ""
     where = f" in the folder '{wanted.subfolder}'" if wanted.subfolder else ""
-    looked_for = [names.single, names.index] if wanted.use_safetensors is not False else []
-    looked_for += [names.bin_single, names.bin_index] if not wanted.use_safetensors else []
+    looked_for = [candidate.name for candidate in candidate_weights(names, wanted.use_safetensors)]
     what, todo = view.description()
     return CheckpointNotFoundError(f"{what} has no weights{variant}{where}: none of {', '.join(looked_for)}. {todo}")

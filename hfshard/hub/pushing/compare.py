@@ -63,10 +63,9 @@ def _indexed(hub: Hub, request: PushRequest, remote: RepoTree, there: Mapping[st
 
 def _named_by(hub: Hub, path: str, commit: str, *, else_all: Collection[str] = ()) -> set[str]:
     """The files that an index names; of one that can't be read, all that it could name."""
-    suffix = ".bin" if ".bin.index" in path else ".safetensors"
     raw = hub.read(path, commit)
     try:
-        return set(CheckpointIndex.from_json(raw, path, suffix=suffix).weight_map.values())
+        return set(CheckpointIndex.from_json(raw, path).weight_map.values())
     except HfshardError as error:
         logger.warning("'%s' on the hub can't be read, and what it may name is left alone: %s", path, error)
         return set(else_all)

@@ -185,8 +185,7 @@ def _open_once(
         checkpoint = _open_single(directory, names, weights)
     else:
         raw, _ = read_small(path, directory, MAX_INDEX_BYTES)
-        suffix = SAFETENSORS_SUFFIX if weights.kind == "index" else ".bin"
-        checkpoint = OpenCheckpoint(directory, names, weights, CheckpointIndex.from_json(raw, path, suffix=suffix))
+        checkpoint = OpenCheckpoint(directory, names, weights, CheckpointIndex.from_json(raw, path))
     try:
         if weights.kind != "single":
             _open_files(checkpoint, files_of)

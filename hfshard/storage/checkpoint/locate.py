@@ -26,39 +26,58 @@ WeightsKind = Literal["single", "index", "bin", "bin_index"]
 
 @dataclass(frozen=True, slots=True)
 class WeightsEntry:
-    """The file that a checkpoint is entered by."""
+    """The file by which a reader enters a checkpoint: its only file of weights, or its index."""
 
     kind: WeightsKind
     name: str
 
+    @property
+    def is_index(self) -> bool:
+        """Whether it is an index, of whatever kind of weights."""
+        return self.kind in ("index", "bin_index")
+
 
 def locate_checkpoint(directory: str, names: WeightNames, use_safetensors: bool | None = None) -> WeightsEntry:
-    """Find the file that a checkpoint is entered by, as transformers does.
+    """Find the file by which transformers enters a checkpoint.
 
     Raises:
         CheckpointNotFoundError: There is none.
-        DamagedCheckpointError, UnsafePathError: config.json is no JSON, or names weights outside the directory.
+        DamagedCheckpointError, UnsafePathError: config.json is not JSON, or names weights outside the directory.
     """
-    return find_weights(
-        directory, names, use_safetensors, checked_weights_override(read_config(directory), directory, names)
-    )
+    override = checked_weights_override(read_config(directory), directory, names)
+    return find_weights(directory, names, use_safetensors, override)
+
+
+def candidate_weights(
+    names: WeightNames, use_safetensors: bool | None, weights_override: str | None = None
+) -> list[WeightsEntry]:
+    """List the files by which a checkpoint may be entered, in the order in which transformers looks for them.
+
+    Args:
+        names: The checkpoint's file names.
+        use_safetensors: None: safetensors before pickles; True: only safetensors; False: only pickles.
+        weights_override: The file that config.json names: then it is the only candidate.
+    """
+    if weights_override is not None:
+        return [WeightsEntry("index" if weights_override.endswith(INDEX_SUFFIX) else "single", weights_override)]
+    candidates = []
+    if use_safetensors is not False:
+        candidates += [WeightsEntry("single", names.single), WeightsEntry("index", names.index)]
+    if not use_safetensors:
+        candidates += [WeightsEntry("bin", names.bin_single), WeightsEntry("bin_index", names.bin_index)]
+    return candidates
 
 
 def find_weights(
     directory: str, names: WeightNames, use_safetensors: bool | None, weights_override: str | None
 ) -> WeightsEntry:
-    """`locate_checkpoint` where the config was read already: `weights_override` is what it names."""
-    if weights_override is not None:
-        return WeightsEntry("index" if weights_override.endswith(INDEX_SUFFIX) else "single", weights_override)
-    candidates: list[tuple[WeightsKind, str]] = []
-    if use_safetensors is not False:
-        candidates += [("single", names.single), ("index", names.index)]
-    if not use_safetensors:
-        candidates += [("bin", names.bin_single), ("bin_index", names.bin_index)]
-    for kind, name in candidates:
-        if os.path.lexists(os.path.join(directory, name)):
-            return WeightsEntry(kind, name)
-    raise _not_found(directory, names, [name for _, name in candidates])
+    """Find the file like `locate_checkpoint`, but with the config read already: it names `weights_override`."""
+    candidates = candidate_weights(names, use_safetensors, weights_override)
+    for candidate in candidates:
+        # What the config names is not looked for: opening it says that it is missing.
+        if weights_override is not None or os.path.lexists(os.path.join(directory, candidate.name)):
+            return candidate
+    raise _not_found(directory, names, [candidate.name for candidate in candidates])
 
 
 def _not_found(directory: str, names: WeightNames, looked_for: list[str]) -> CheckpointNotFoundError:

@@ -13,7 +13,7 @@ from hfshard.errors import HfshardError
 from hfshard.storage.commit.pending_deletes import noted_pending_deletes
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.names import INDEX_FILE, WeightNames, suffix_of_shards
+from hfshard.storage.format.names import INDEX_FILE, WeightNames
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 
@@ -142,7 +142,7 @@ def weights_override_of(config: bytes) -> str | None:
 def _read_index(directory: str, name: str) -> CheckpointIndex | None:
     try:
         raw, _ = read_small(_at(directory, name), directory, MAX_INDEX_BYTES)
-        return CheckpointIndex.from_json(raw, _at(directory, name), suffix=suffix_of_shards(name))
+        return CheckpointIndex.from_json(raw, _at(directory, name))
     except HfshardError:
         return None  # damaged: the files that it names are unknown, and are left alone
 

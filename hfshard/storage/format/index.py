@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, Final
 
 from hfshard.constants import FORMAT_VERSION, MAX_INDEX_BYTES, METADATA_KEY, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
-from hfshard.storage.format.names import check_file_name
+from hfshard.storage.format.names import check_file_name, suffix_of_shards
 from hfshard.storage.format.strict_json import dump_json, parse_json_object
 
 _DIGEST_HEX: Final = {
@@ -95,13 +96,12 @@ class CheckpointIndex:
         return raw
 
     @classmethod
-    def from_json(cls, raw: bytes, path: str, *, suffix: str = SAFETENSORS_SUFFIX) -> CheckpointIndex:
+    def from_json(cls, raw: bytes, path: str) -> CheckpointIndex:
         """Read an index file without trust.
 
         Args:
             raw: The file's bytes.
-            path: The file, for messages.
-            suffix: What the files that it names must end in.
+            path: The file, for messages; its name also tells whether its shards are safetensors files or pickles.
 
         Raises:
             DamagedCheckpointError: It is not an index, or hfshard's part of it is not what hfshard writes.
@@ -111,6 +111,7 @@ class CheckpointIndex:
         weight_map = value.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise _damaged(path, "it must have a 'weight_map' object that maps names to files")
+        suffix = suffix_of_shards(os.path.basename(path))
         checked = {file: check_file_name(file, index_path=path, suffix=suffix) for file in _hashable(weight_map, path)}
         metadata = value.get("metadata")
         metadata = {} if metadata is None else metadata

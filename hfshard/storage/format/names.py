@@ -12,6 +12,8 @@ from hfshard.errors import InvalidArgumentError, UnsafePathError
 INDEX_FILE: Final = re.compile(r".+\.(?:safetensors|bin)\.index(?:\.[^/]+)?\.json")
 """The name of an index, of whatever checkpoint."""
 
+_BIN_INDEX: Final = re.compile(r"[^.]+\.bin\.index\.")
+
 MODEL_BASE: Final = "model"
 """Begins the names of a model's files; only a config's own weights are they."""
 
@@ -69,8 +71,8 @@ class WeightNames:
 
 
 def suffix_of_shards(index_name: str) -> str:
-    """What the shards of an index end in, by the index's name: ".safetensors" or ".bin"."""
-    return BIN_SUFFIX if f"{BIN_SUFFIX}.index" in index_name else SAFETENSORS_SUFFIX
+    """What the shards of an index end in: ".bin" for `pytorch_model.bin.index.json`, else ".safetensors"."""
+    return BIN_SUFFIX if _BIN_INDEX.match(index_name) else SAFETENSORS_SUFFIX
 
 
 def check_file_name(name: object, *, index_path: str, suffix: str) -> str:
