@@ -7,7 +7,7 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.hub.marker import is_marked
+from hfshard.hub.hub_marker import has_hub_marker
 
 _FILE_SCHEME: Final = "file://"
 _PATH_STARTS: Final = ("/", "./", "../", "~")
@@ -39,7 +39,7 @@ def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
             "or a path or file:// URL of a directory.",
             path=repo_id,
         )
-    if repo_id.startswith(_PATH_STARTS) or repo_id in (".", "..") or is_marked(repo_id):
+    if repo_id.startswith(_PATH_STARTS) or repo_id in (".", "..") or has_hub_marker(repo_id):
         return os.path.expanduser(repo_id)
     return None
 
@@ -58,7 +58,7 @@ def split_address(place: str | os.PathLike[str]) -> tuple[str, str | None]:
         return (text, None) if at < 0 else _split_at(text, at)
     directory = os.path.abspath(directory)
     ends = [at for at, character in enumerate(directory) if character == "@"]
-    hubs = [at for at in ends if is_marked(directory[:at])]
+    hubs = [at for at in ends if has_hub_marker(directory[:at])]
     return (directory, None) if not hubs or os.path.isdir(directory) else _split_at(directory, hubs[0])
 
 

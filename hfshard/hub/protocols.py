@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from hfshard.hub.repo_tree import PushResult, RepoTree
 from hfshard.storage.disk.byte_source import ByteSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRequest:
+    """What one commit of a hub is to change."""
+
+    changes: Mapping[str, ByteSource | None]
+    """Path in the repo -> new contents, or None to delete."""
+    parent: str | None
+    """The commit that the branch must be at; None: it has none yet."""
+    revision: str | None = None
+    """A branch, or "refs/pr/N". None: main."""
+    message: str
+    description: str | None = None
+    create_pr: bool = False
+    """Leave the branch, and open a pull request."""
 
 
 class Hub(Protocol):

@@ -13,7 +13,7 @@ from hfshard._util.progress import bytes_bar
 from hfshard.constants import SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
 from hfshard.hub.address import directory_of
-from hfshard.hub.marker import is_marked
+from hfshard.hub.hub_marker import has_hub_marker
 from hfshard.storage.checkpoint.checkpoint import FilesOf, OpenCheckpoint, Verify, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file
 from hfshard.storage.checkpoint.locate import weights_bytes
@@ -85,7 +85,7 @@ class CheckpointSource:
         """Where it lies, if that is in a directory; None for a repo of the Hub."""
         path = self.path if os.path.isdir(self.path) else directory_of(self.path) or self.path
         if os.path.isdir(path):
-            if is_marked(path):
+            if has_hub_marker(path):
                 from hfshard.hub.directory.hub import DirectoryHub
 
                 path = DirectoryHub.open(path).snapshot(self.revision)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.hub.address import directory_of
-from hfshard.hub.marker import is_marked
+from hfshard.hub.hub_marker import has_hub_marker
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.disk.safe_open import Identity, identity_of
@@ -29,7 +29,7 @@ def check_places(source: CheckpointSource, place: LocalCheckpoint, dst: str, *, 
             path=dst,
         )
     hub = directory_of(source.path) or (source.path if os.path.isdir(source.path) else None)
-    is_hub = place.commit is not None or (hub is not None and is_marked(hub)) or _is_snapshot(root)
+    is_hub = place.commit is not None or (hub is not None and has_hub_marker(hub)) or _is_snapshot(root)
     roots = [root, os.path.realpath(hub)] if is_hub and hub is not None else [root]
     if any(target.startswith(above.rstrip("/") + "/") or (is_hub and target == above) for above in roots):
         what = "what a hub keeps" if is_hub else "the checkpoint that is re-sharded"

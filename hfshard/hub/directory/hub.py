@@ -28,29 +28,28 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from hfshard.constants import MAX_INDEX_BYTES
-from hfshard.errors import HubError, HubNotFoundError, IntegrityError, InvalidArgumentError
+from hfshard.errors import HubError, HubNotFoundError, IntegrityError
 from hfshard.hub.address import directory_of
+from hfshard.hub.directory.committing import branch_for, check_request, commit_changes
 from hfshard.hub.directory.locked_hub import locked_hub
 from hfshard.hub.directory.manifest import (
-    CommitManifest,
-    check_paths,
     read_commit_manifest,
     snapshot_path,
 )
 from hfshard.hub.directory.refs import (
     all_refs,
     check_free,
-    find_commit,
     find_ref,
-    not_found,
+    find_revision,
     read_ref,
-    ref_names,
+    revision_not_found,
 )
 from hfshard.hub.directory.revisions import Revision, revisions_of, unreachable
-from hfshard.hub.directory.stage import Stage, check_snapshot, hash_file
-from hfshard.hub.marker import check_marker, is_marked, mark
+from hfshard.hub.directory.stage import check_hash, check_snapshot
+from hfshard.hub.hub_marker import check_hub_marker, has_hub_marker, write_hub_marker
+from hfshard.hub.protocols import CommitRequest
 from hfshard.hub.refs import MAIN, full_name, is_commit_id, kind_of, short_name
-from hfshard.hub.repo_tree import PushResult, RepoTree, StaleParentError
+from hfshard.hub.repo_tree import PushResult, RepoTree
 from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.disk.safe_open import read_small
 
@@ -69,7 +68,7 @@ class DirectoryHub:
     @staticmethod
     def is_hub(path: str | os.PathLike[str]) -> bool:
         """Whether a directory is marked as a hub."""
-        return is_marked(_local(path))
+        return has_hub_marker(_local(path))
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> DirectoryHub:
@@ -83,7 +82,7 @@ class DirectoryHub:
             HubError: It was made by a newer hfshard.
         """
         root = _local(path)
-        check_marker(root)
+        check_hub_marker(root)
         return cls(root)
 
     @classmethod
@@ -94,7 +93,7 @@ class DirectoryHub:
             HubError: There is something else in it, a checkpoint for example; or a hub, and `exist_ok` is false.
         """
         root = _local(path)
-        is_new = not is_marked(root) and mark(root, wait_seconds=LOCK_WAIT_SECONDS)
+        is_new = not has_hub_marker(root) and write_hub_marker(root, wait_seconds=LOCK_WAIT_SECONDS)
         if not is_new and not exist_ok:
             raise HubError(f"'{root}' is a directory hub already. Leave out exist_ok=False to use it.", path=root)
         return cls.open(root)
@@ -108,7 +107,7 @@ class DirectoryHub:
             DamagedCheckpointError: The commit's manifest is not what it was.
         """
         name = revision or "main"
-        commit = self._find(name)
+        commit = find_revision(self.root, name)
         if commit is not None:
             return RepoTree(commit, read_commit_manifest(self.root, commit).files)
         is_branch = not name.startswith(("refs/pr/", "refs/tags/")) and not is_commit_id(name)
@@ -141,7 +140,7 @@ class DirectoryHub:
         folder = snapshot_path(self.root, commit)
         check_snapshot(folder, {path: file})
         where = os.path.join(folder, path)
-        self._check_hash(where, str(file.sha256))
+        check_hash(where, str(file.sha256))
         return read_small(where, folder, MAX_INDEX_BYTES)[0]
 
     def url_of(self, commit: str) -> str:
@@ -181,33 +180,18 @@ class DirectoryHub:
             InvalidArgumentError: A path or name can't be one.
             CommitUnfinishedError: It was committed, but could not be flushed.
         """
-        base = self._branch_to_commit_to(revision or "main", create_pr=create_pr)
-        for path in changes:
-            check_paths([path])
-        _check_text(message)
-        _check_text(description)
-        with locked_hub(self.root, wait_seconds=self.wait_seconds) as writer:
-            current = read_ref(self.root, base)
-            if current != parent and (current is not None or self._find(str(parent)) != parent):
-                raise StaleParentError(f"'{short_name(base)}' of '{self.root}' is at {current}, not at {parent}.")
-            check_free(self.root, base)
-            ref = self._new_pr() if create_pr else base
-            old = read_commit_manifest(self.root, parent) if parent is not None else CommitManifest()
-            kept = {path: file for path, file in old.files.items() if path not in changes}
-            adds = {path: content for path, content in changes.items() if content is not None}
-            check_paths([*kept, *adds])
-            writer.begin()
-            os.mkdir(writer.staged_files)
-            stage = Stage(self.root, writer.staged_files, progress_callback)
-            files = stage.put(kept, parent, adds)
-            if parent is not None and files == old.files and not create_pr:
-                if current is None:
-                    writer.point(ref, parent)
-                return PushResult(parent, self.url_of(parent), is_new=False)
-            parents = (parent,) if parent is not None else ()
-            commit = writer.publish(CommitManifest(files, parents, message, description), ref)
-        pr_url = ref if create_pr else None
-        return PushResult(commit, self.url_of(commit), pr_url, sent_bytes=stage.copied_bytes)
+        request = CommitRequest(
+            changes=changes,
+            parent=parent,
+            revision=revision,
+            message=message,
+            description=description,
+            create_pr=create_pr,
+        )
+        base = branch_for(self.root, request)
+        check_request(request)
+        with locked_hub(self.root, wait_seconds=self.wait_seconds) as locked:
+            return commit_changes(locked, request, base, progress_callback)
 
     def resolve(self, revision: str | None = None) -> str:
         """The id of the commit that a branch, tag, "refs/...", id or the first 7 or more digits of an id names.
@@ -217,9 +201,9 @@ class DirectoryHub:
             HubError: Several commits begin so.
         """
         name = revision or "main"
-        commit = self._find(name)
+        commit = find_revision(self.root, name)
         if commit is None:
-            raise not_found(self.root, name)
+            raise revision_not_found(self.root, name)
         return commit
 
     def snapshot(self, revision: str | None = None) -> str:
@@ -249,7 +233,7 @@ class DirectoryHub:
             where = os.path.join(folder, extra[0])
             raise IntegrityError(f"'{where}' was not pushed, and lies in the snapshot. Remove it.", path=where)
         for path, file in files.items():
-            self._check_hash(os.path.join(folder, path), str(file.sha256))
+            check_hash(os.path.join(folder, path), str(file.sha256))
 
     def revisions(self) -> list[Revision]:
         """All branches (main first), tags and pull requests, then all commits, the newest first."""
@@ -285,18 +269,18 @@ class DirectoryHub:
             HubNotFoundError: There is none.
             HubError: It is `main`, or a commit that a name leads to.
         """
-        with locked_hub(self.root, wait_seconds=self.wait_seconds) as writer:
+        with locked_hub(self.root, wait_seconds=self.wait_seconds) as locked:
             if (found := find_ref(self.root, revision)) is not None:
                 if found[0] == MAIN and not force:
                     raise HubError(f"'main' is what '{self.root}' loads by default. To delete it, force it.")
-                writer.remove_ref(found[0])
+                locked.remove_ref(found[0])
                 return 0
             commit = self.resolve(revision)
             if names := [short_name(ref) for ref, target in all_refs(self.root).items() if target == commit]:
                 raise HubError(
                     f"Commit {commit} can't be deleted: {', '.join(names)} is there. Delete that first.", path=self.root
                 )
-            return writer.remove_commits([commit])
+            return locked.remove_commits([commit])
 
     def prune(self) -> int:
         """Remove the commits that no branch, tag or pull request leads to, directly or by way of parents.
@@ -307,44 +291,16 @@ class DirectoryHub:
         Raises:
             DamagedCheckpointError: A manifest on the way can't be read: nothing is removed.
         """
-        with locked_hub(self.root, wait_seconds=self.wait_seconds) as writer:
-            return writer.remove_commits(unreachable(self.root))
-
-    def _find(self, name: str) -> str | None:
-        found = find_ref(self.root, name)
-        return found[1] if found is not None else find_commit(self.root, name)
-
-    def _branch_to_commit_to(self, name: str, *, create_pr: bool) -> str:
-        """The full name of the branch or pull request that a commit goes to, or that a new pull request is for."""
-        if (found := find_ref(self.root, name)) is not None:
-            ref = found[0]
-        elif find_commit(self.root, name) is not None:
-            raise HubError(
-                f"'{name}' is a commit, and nothing can be pushed to it. Give a branch.", path=self.root, actual=name
-            )
-        else:
-            ref = full_name(name)
-        if kind_of(ref) == "tag":
-            raise HubError(f"'{name}' is a tag, and stays where it is. Give a branch.", path=self.root, actual=name)
-        if kind_of(ref) == "pr" and (create_pr or found is None):
-            raise HubNotFoundError(
-                f"'{self.root}' has no pull request '{name}' to push to. Open one with create_pr=True on a branch.",
-                path=self.root,
-                actual=name,
-            )
-        return ref
-
-    def _new_pr(self) -> str:
-        numbers = [int(ref.rpartition("/")[2]) for ref in ref_names(self.root) if kind_of(ref) == "pr"]
-        return f"refs/pr/{max(numbers, default=0) + 1}"
+        with locked_hub(self.root, wait_seconds=self.wait_seconds) as locked:
+            return locked.remove_commits(unreachable(self.root))
 
     def _name(self, ref: str, revision: str | None) -> str:
-        with locked_hub(self.root, wait_seconds=self.wait_seconds) as writer:
+        with locked_hub(self.root, wait_seconds=self.wait_seconds) as locked:
             commit = self.resolve(revision)
             current = read_ref(self.root, ref)
             if current is None:
                 check_free(self.root, ref)
-                writer.point(ref, commit)
+                locked.set_ref(ref, commit)
             elif current != commit:
                 raise HubError(
                     f"The {kind_of(ref)} '{short_name(ref)}' is at {current} already, not at {commit}. "
@@ -355,25 +311,7 @@ class DirectoryHub:
                 )
         return commit
 
-    @staticmethod
-    def _check_hash(path: str, sha256: str) -> None:
-        if (actual := hash_file(path)) != sha256:
-            raise IntegrityError(
-                f"'{path}' is damaged: it must have sha256 {sha256}, and has {actual}. Restore it from a backup, or "
-                "delete the commit and push again.",
-                path=path,
-                expected=sha256,
-                actual=actual,
-            )
-
 
 def _local(path: str | os.PathLike[str]) -> str:
     name = os.fspath(path)
     return os.path.abspath(directory_of(name) or name)
-
-
-def _check_text(text: str | None) -> None:
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgumentError(f"{text!r} can't be a message: it is no text that UTF-8 can write.") from error

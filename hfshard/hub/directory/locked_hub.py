@@ -22,7 +22,7 @@ from hfshard.hub.directory.manifest import (
 )
 from hfshard.hub.directory.refs import all_refs, ref_path
 from hfshard.hub.directory.stage import check_snapshot
-from hfshard.hub.marker import STAGING
+from hfshard.hub.hub_marker import STAGING
 from hfshard.hub.refs import is_commit_id
 from hfshard.storage.disk.fsops import (
     UNSUPPORTED,
@@ -50,7 +50,7 @@ _FOLDERS: Final = (COMMITS, SNAPSHOTS, "refs", "refs/heads", "refs/tags", "refs/
 
 
 @contextmanager
-def locked_hub(root: str, *, wait_seconds: float) -> Iterator[Writer]:
+def locked_hub(root: str, *, wait_seconds: float) -> Iterator[HubWriter]:
     """Hold the hub's lock, with an empty staging directory, for one change.
 
     Raises:
@@ -60,18 +60,18 @@ def locked_hub(root: str, *, wait_seconds: float) -> Iterator[Writer]:
     with locked_directory(root, wait_seconds=wait_seconds):
         for folder in (STAGING, *_FOLDERS):
             refuse_odd_directories(root, folder)
-        writer = Writer(root)
-        writer.sweep()
+        writer = HubWriter(root)
+        writer.clean_up()
         try:
             yield writer
         finally:
             try:
-                writer.sweep()
+                writer.clean_up()
             except (OSError, DamagedCheckpointError) as error:
                 logger.warning("'%s' can't be tidied up (%s); the next push tries again.", root, error)
 
 
-class Writer:
+class HubWriter:
     """The changes of a hub, for who holds its lock."""
 
     def __init__(self, root: str) -> None:
@@ -83,12 +83,12 @@ class Writer:
         """The directory that becomes the snapshot."""
         return os.path.join(self.staging, _STAGED_FILES)
 
-    def begin(self) -> None:
+    def make_staging(self) -> None:
         """Make the staging directory."""
         if not os.path.isdir(self.staging):
             os.mkdir(self.staging)
 
-    def publish(self, manifest: CommitManifest, ref: str) -> str:
+    def commit_staged(self, manifest: CommitManifest, ref: str) -> str:
         """Make what was staged a commit, and the ref lead to it.
 
         Returns:
@@ -101,7 +101,7 @@ class Writer:
         raw = manifest.to_json()
         commit = commit_id(raw)
         if self._is_whole(commit, manifest):
-            self.point(ref, commit)
+            self.set_ref(ref, commit)
             return commit
         write_file(self._staged(_STAGED_MANIFEST), raw)
         write_file(self._staged(_NEW_COMMIT), f"{commit}\n".encode())
@@ -119,9 +119,9 @@ class Writer:
         self._place_ref(_NEW_COMMIT, ref)
         return commit
 
-    def point(self, ref: str, commit: str) -> None:
+    def set_ref(self, ref: str, commit: str) -> None:
         """Make a ref lead to a commit that is there."""
-        self.begin()
+        self.make_staging()
         write_file(self._staged(_STAGED_REF), f"{commit}\n".encode())
         self._place_ref(_STAGED_REF, ref)
 
@@ -147,7 +147,7 @@ class Writer:
             self._remove_snapshot(commit)
         return free_bytes
 
-    def sweep(self) -> None:
+    def clean_up(self) -> None:
         """Remove what changes left that were killed: whatever is staged, and commits that were never finished."""
         if os.path.lexists(new := self._staged(_NEW_COMMIT)):
             self._remove_unfinished(new)
@@ -202,7 +202,7 @@ class Writer:
         path = snapshot_path(self.root, commit)
         if os.path.islink(path) or not os.path.isdir(path):
             return
-        self.begin()
+        self.make_staging()
         removed = self._staged(f"removed-{commit}")
         try:
             os.rename(path, removed)  # a reader finds all of it or nothing

@@ -124,7 +124,17 @@ def find_commit(root: str, name: str) -> str | None:
     return found[0] if found else None
 
 
-def not_found(root: str, name: str) -> HubNotFoundError:
+def find_revision(root: str, name: str) -> str | None:
+    """The commit that a branch, tag, pull request or id names, if there is one.
+
+    Raises:
+        HubError: Several commits begin so.
+    """
+    found = find_ref(root, name)
+    return found[1] if found is not None else find_commit(root, name)
+
+
+def revision_not_found(root: str, name: str) -> HubNotFoundError:
     """The error that says what exists instead."""
     names = [short_name(ref) for ref in ref_names(root)]
     shown = ", ".join(names[:_SHOWN_NAMES]) + (", …" if len(names) > _SHOWN_NAMES else "")

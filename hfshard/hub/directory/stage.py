@@ -29,7 +29,7 @@ _NO_CLONES: Final = UNSUPPORTED | {errno.EINVAL, errno.ENOTTY, errno.EXDEV, errn
 """What the ioctl answers where files can't share blocks; a full or failing disk says something else."""
 _WRITE_BITS: Final = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
-OnBytes = Callable[[int], object]
+ProgressCallback = Callable[[int], object]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Stage:
     """Of the hub."""
     folder: str
     """Where the files go; it exists and is empty."""
-    progress_callback: OnBytes | None = None
+    progress_callback: ProgressCallback | None = None
     """Told of every block of new contents."""
     copied_bytes: int = 0
     """Bytes of new contents that were written."""
@@ -238,6 +238,22 @@ def hash_file(path: str) -> str:
         while block := file.read(COPY_BYTES):
             hasher.update(block)
     return hasher.hexdigest()
+
+
+def check_hash(path: str, sha256: str) -> None:
+    """Read a file of a snapshot, and compare its sha256.
+
+    Raises:
+        IntegrityError: It has another one.
+    """
+    if (actual := hash_file(path)) != sha256:
+        raise IntegrityError(
+            f"'{path}' is damaged: it must have sha256 {sha256}, and has {actual}. Restore it from a backup, or "
+            "delete the commit and push again.",
+            path=path,
+            expected=sha256,
+            actual=actual,
+        )
 
 
 def share(source: str, target: str, status: os.stat_result) -> bool:

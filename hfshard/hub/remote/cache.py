@@ -140,18 +140,18 @@ class RepoCache:
         return self.blob(file) + _PARTIAL_SUFFIX
 
     @contextmanager
-    def lock(self, file: RemoteFile, stop: threading.Event) -> Iterator[bool]:
+    def lock(self, file: RemoteFile, cancelled: threading.Event) -> Iterator[bool]:
         """Hold the lock of a file's contents, as huggingface_hub does; False where `stop` was set before."""
         path = os.path.join(self.root, ".locks", self._name, f"{os.path.basename(self.blob(file))}.lock")
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with ExitStack() as held:
-            while not stop.is_set():
+            while not cancelled.is_set():
                 try:
                     held.enter_context(WeakFileLock(path, timeout=_LOCK_SECONDS))
                 except Timeout:
                     continue  # another process brings it
                 break
-            yield not stop.is_set()
+            yield not cancelled.is_set()
 
     def prepare(self) -> None:
         """Make the folders."""

@@ -73,7 +73,7 @@ def _check_token(token: str | bool | None) -> None:
         )
 
 
-def described_token(token: str | bool | None) -> str:
+def describe_token(token: str | bool | None) -> str:
     """Which token a call with this argument uses, in words that do not give it away."""
     if isinstance(token, str):
         return f"the token '…{token[-_SHOWN_CHARACTERS:]}' that was passed"
@@ -124,7 +124,7 @@ def translate_hub_errors(repo_id: str, token: str | bool | None, *, revision: st
             path=repo_id,
         ) from error
     except HfHubHTTPError as error:
-        raise translated(error, repo_id, token, revision) from error
+        raise translate(error, repo_id, token, revision) from error
     except failed as error:
         raise HubConnectionError(
             f"The connection to {constants.ENDPOINT} failed for '{repo_id}': {error or type(error).__name__}. "
@@ -207,9 +207,9 @@ def wait_before(attempt: int, error: BaseException, what: str) -> None:
     time.sleep(wait_seconds)
 
 
-def translated(error: HfHubHTTPError, repo_id: str, token: str | bool | None, revision: str | None) -> HubError:
+def translate(error: HfHubHTTPError, repo_id: str, token: str | bool | None, revision: str | None) -> HubError:
     """What an answer of the Hub means."""
-    status, used = status_of(error), described_token(token)
+    status, used = status_of(error), describe_token(token)
     url = f"{constants.ENDPOINT}/{repo_id}"
     about: dict[str, Any] = {"path": repo_id, "actual": status}
     said = f" The Hub said: {error.server_message}" if error.server_message else ""

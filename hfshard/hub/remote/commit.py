@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
@@ -12,6 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, SAFETENSORS_SUFFIX
 from hfshard.errors import HfshardError, HubConnectionError, HubError
+from hfshard.hub.protocols import CommitRequest
 from hfshard.hub.remote.client import (
     ATTEMPTS,
     is_passing,
@@ -22,7 +22,6 @@ from hfshard.hub.remote.client import (
 )
 from hfshard.hub.remote.uploads import close_readers, operations_for, rewind_readers
 from hfshard.hub.repo_tree import PushResult, RepoTree, StaleParentError
-from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.format.names import INDEX_FILE
 
 logger = logging.getLogger(__name__)
@@ -33,19 +32,6 @@ _EXPIRED: Final = frozenset({400, 401, 403, 404, 410})
 
 
 _MUST_GO: Final = (SAFETENSORS_SUFFIX, BIN_SUFFIX, CONFIG_NAME)
-
-
-@dataclass(frozen=True, slots=True)
-class CommitRequest:
-    """What one commit is to bring about."""
-
-    changes: Mapping[str, ByteSource | None]
-    """Path in the repo -> new contents, or None to delete."""
-    parent: str | None
-    revision: str | None
-    message: str
-    description: str | None
-    create_pr: bool
 
 
 class RemoteCommit:

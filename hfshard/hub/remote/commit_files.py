@@ -19,10 +19,10 @@ _SHOWN: Final = 5
 class RemoteFiles:
     """The files of a commit that the Hub has told."""
 
-    def __init__(self, remote: HubReader, cache: RepoCache, *, force: bool, progress: bool | None) -> None:
+    def __init__(self, reader: HubReader, cache: RepoCache, *, force: bool, progress: bool | None) -> None:
         """Take where they are, and where they go; `force` fetches what is there, each file once."""
-        self.commit, self._files = remote.tree.commit, remote.tree.files
-        self._remote, self._cache, self._force, self._progress = remote, cache, force, progress
+        self.commit, self._files = reader.tree.commit, reader.tree.files
+        self._reader, self._cache, self._force, self._progress = reader, cache, force, progress
         self._forced: set[str] = set()
 
     def has(self, path: str, *, is_needed: bool = True) -> bool:
@@ -37,7 +37,7 @@ class RemoteFiles:
         """
         if lacking := [path for path in paths if path not in self._files]:
             raise CheckpointNotFoundError(
-                f"'{self._remote.repo_id}' lacks {_shown(lacking)}, which its index names (commit {self.commit}). "
+                f"'{self._reader.repo_id}' lacks {_shown(lacking)}, which its index names (commit {self.commit}). "
                 "Tell its owner, or load another revision.",
                 path=lacking[0],
             )
@@ -45,10 +45,10 @@ class RemoteFiles:
         todo = [path for path in paths if path not in self._forced]
         if force:
             self._forced |= set(todo)
-        total = bytes_to_download(self._remote, self._cache, todo, force=force)
+        total = bytes_to_download(self._reader, self._cache, todo, force=force)
         progress = self._progress if total > COPY_BYTES else False  # less is there in no time
         with bytes_bar("Pulling", total, progress) as progress_callback:
-            download(self._remote, self._cache, todo, force=force, progress_callback=progress_callback)
+            download(self._reader, self._cache, todo, force=force, progress_callback=progress_callback)
 
     def snapshot(self, path: str = "") -> str:
         """Where a file lies."""
@@ -62,7 +62,7 @@ class RemoteFiles:
         """What this is, and what to do where something lacks, for an error."""
         weights = sorted(path for path in self._files if path.endswith(WEIGHTS_SUFFIXES))
         held = f"It holds {_shown(weights)}." if weights else "It holds no weights at all."
-        repo_id = self._remote.repo_id
+        repo_id = self._reader.repo_id
         return f"'{repo_id}' (commit {self.commit})", f"{held} To see its files, run: hf models ls {repo_id}"
 
 

@@ -16,7 +16,7 @@ from huggingface_hub import hf_hub_url
 from hfshard.constants import COPY_BYTES
 from hfshard.errors import IntegrityError, NotEnoughSpaceError
 from hfshard.hub.remote.cache import RepoCache
-from hfshard.hub.remote.transport import HubReader, StoppedError
+from hfshard.hub.remote.transport import HubReader, TransferCancelledError
 from hfshard.hub.repo_tree import RemoteFile
 from hfshard.storage.disk.fsops import require_space, sync
 
@@ -27,7 +27,7 @@ THREADS: Final = 8
 
 
 def download(
-    remote: HubReader,
+    reader: HubReader,
     cache: RepoCache,
     paths: Collection[str],
     *,
@@ -48,7 +48,7 @@ def download(
         NotEnoughSpaceError: Before the first byte comes.
         HubConnectionError, HubAccessError, HubNotFoundError, HubError: See `transport.Remote.read`.
     """
-    commit, files = remote.tree.commit, remote.tree.files
+    commit, files = reader.tree.commit, reader.tree.files
     missing = [path for path in dict.fromkeys(paths) if force or not cache.holds(commit, path, files[path])]
     if not missing:
         return
@@ -58,9 +58,9 @@ def download(
         paths_of.setdefault(cache.blob(files[path]), []).append(path)
     todo = {same[0]: same for same in paths_of.values() if force or not cache.has_blob(files[same[0]])}
     _check_space(cache, [files[path] for path in todo])
-    remote.prefetch_urls(todo)
-    job = _Downloader(remote, cache, force=force, progress_callback=progress_callback)
-    in_threads(lambda path: job.download(todo[path]), todo, remote.stop)
+    reader.prefetch_urls(todo)
+    job = _Downloader(reader, cache, force=force, progress_callback=progress_callback)
+    for_each_path(lambda path: job.download(todo[path]), todo, reader.cancelled)
     for path in missing:
         if not cache.holds(commit, path, files[path]):
             cache.link(commit, path, files[path])
@@ -68,9 +68,9 @@ def download(
         cache.sync()
 
 
-def bytes_to_download(remote: HubReader, cache: RepoCache, paths: Collection[str], *, force: bool = False) -> int:
+def bytes_to_download(reader: HubReader, cache: RepoCache, paths: Collection[str], *, force: bool = False) -> int:
     """How many bytes `download` has to bring."""
-    files = {cache.blob(file): file for path in paths if (file := remote.tree.files[path])}
+    files = {cache.blob(file): file for path in paths if (file := reader.tree.files[path])}
     return sum(file.size for file in files.values() if force or not cache.has_blob(file))
 
 
@@ -78,18 +78,18 @@ class _Downloader:
     """One call of `download`."""
 
     def __init__(
-        self, remote: HubReader, cache: RepoCache, *, force: bool, progress_callback: Callable[[int], object] | None
+        self, reader: HubReader, cache: RepoCache, *, force: bool, progress_callback: Callable[[int], object] | None
     ) -> None:
-        self.remote, self.cache, self.force = remote, cache, force
+        self.reader, self.cache, self.force = reader, cache, force
         self.progress_callback = progress_callback or (lambda count: None)
 
     def download(self, paths: list[str]) -> None:
         """One file, under all the names that it has."""
         path = paths[0]
-        file = self.remote.tree.files[path]
-        with self.cache.lock(file, self.remote.stop) as is_held:
+        file = self.reader.tree.files[path]
+        with self.cache.lock(file, self.reader.cancelled) as is_held:
             if not is_held:
-                raise StoppedError
+                raise TransferCancelledError
             if not self.force and self.cache.has_blob(file):
                 self.progress_callback(file.size)  # another process brought it meanwhile
                 return
@@ -104,8 +104,8 @@ class _Downloader:
                 os.close(fd)
             os.replace(partial, self.cache.blob(file))
             for name in paths[1:]:
-                self.cache.link(self.remote.tree.commit, name, file)
-            self.cache.link(self.remote.tree.commit, path, file, is_new=True)
+                self.cache.link(self.reader.tree.commit, name, file)
+            self.cache.link(self.reader.tree.commit, path, file, is_new=True)
 
     def _fill(self, fd: int, path: str, file: RemoteFile, partial: str) -> None:
         for _ in range(2):
@@ -115,7 +115,7 @@ class _Downloader:
                 logger.info("'%s' goes on at byte %d of %d.", path, before, file.size)
             self.progress_callback(before)
             at = before
-            for block in self.remote.read(path, before, file.size, remedy=lambda at: _kept(at, partial)):
+            for block in self.reader.read(path, before, file.size, remedy=lambda at: _kept(at, partial)):
                 _write(fd, block, at)
                 hasher.update(block)
                 at += len(block)
@@ -131,8 +131,8 @@ class _Downloader:
         os.unlink(partial)
         kind = "sha256" if file.sha256 is not None else "git hash"
         raise IntegrityError(
-            f"'{path}' of '{self.remote.repo_id}' came damaged: its {kind} is {found}, and the Hub lists {file.etag} "
-            f"({hf_hub_url(self.remote.repo_id, path, revision=self.remote.tree.commit)}). Nothing of it was kept. "
+            f"'{path}' of '{self.reader.repo_id}' came damaged: its {kind} is {found}, and the Hub lists {file.etag} "
+            f"({hf_hub_url(self.reader.repo_id, path, revision=self.reader.tree.commit)}). Nothing of it was kept. "
             "Run it again; if it fails again, the server or something on the way changes the bytes.",
             path=path,
             expected=file.etag,
@@ -195,7 +195,7 @@ def _on_disk(path: str) -> int:
         return 0
 
 
-def in_threads(work: Callable[[str], None], paths: Collection[str], stop: threading.Event) -> None:
+def for_each_path(work: Callable[[str], None], paths: Collection[str], cancelled: threading.Event) -> None:
     """Do the work for all paths, several at once; the first error is raised when all have ended.
 
     A damaged file does not stop the others: what is whole is kept. Everything else does.
@@ -212,7 +212,7 @@ def in_threads(work: Callable[[str], None], paths: Collection[str], stop: thread
                     except IntegrityError as error:
                         damaged = damaged or error
         except BaseException:
-            stop.set()
+            cancelled.set()
             for future in waiting:
                 future.cancel()
             raise

@@ -14,7 +14,7 @@ from hfshard._util.progress import bytes_bar
 from hfshard.constants import METADATA_KEY, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, HubError, IntegrityError, InvalidArgumentError, UnsafePathError
 from hfshard.hub.remote.cache import is_plain_path
-from hfshard.hub.remote.download import hasher_for, in_threads
+from hfshard.hub.remote.download import for_each_path, hasher_for
 from hfshard.hub.remote.transport import HubReader
 from hfshard.hub.repo_tree import RepoTree
 from hfshard.hub.resolve import CheckpointQuery, resolve
@@ -85,12 +85,12 @@ def open_by_ranges(
         below = len(wanted.path(""))
         parts = [_Part(remote, path, folder, path[below:]) for path in weights]
         by_path = {part.path: part for part in parts}
-        in_threads(lambda path: by_path[path].read_header(), weights, remote.stop)
+        for_each_path(lambda path: by_path[path].read_header(), weights, remote.cancelled)
         for part in parts:
             part.plan(index, names_of, is_strict=verify in ("full", "sha256"))
         total = sum(end - begin for part in parts for begin, end in part.ranges)
         with bytes_bar("Pulling", total, progress) as progress_callback:
-            in_threads(lambda path: by_path[path].read_ranges(progress_callback), weights, remote.stop)
+            for_each_path(lambda path: by_path[path].read_ranges(progress_callback), weights, remote.cancelled)
         for part in parts:
             part.check()
         with open_checkpoint(

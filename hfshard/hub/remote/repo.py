@@ -11,9 +11,10 @@ from huggingface_hub.errors import RevisionNotFoundError
 
 from hfshard.constants import MAX_INDEX_BYTES, README, SAFETENSORS_SUFFIX
 from hfshard.errors import HubError, HubNotFoundError, IntegrityError
+from hfshard.hub.protocols import CommitRequest
 from hfshard.hub.refs import full_name, pr_revision
 from hfshard.hub.remote.client import ask, tree_of
-from hfshard.hub.remote.commit import CommitRequest, RemoteCommit
+from hfshard.hub.remote.commit import RemoteCommit
 from hfshard.hub.remote.transport import HubReader
 from hfshard.hub.remote.uploads import server_has_xet
 from hfshard.hub.repo_tree import PushResult, RepoTree
@@ -130,7 +131,14 @@ class HubRepo:
         result, pr_url = None, None
         for number, batch in enumerate(batches, 1):
             title = message if number == len(batches) else f"{message} (shards, part {number} of {len(batches) - 1})"
-            request = CommitRequest(batch, parent, revision, title, description, create_pr)
+            request = CommitRequest(
+                changes=batch,
+                parent=parent,
+                revision=revision,
+                message=title,
+                description=description,
+                create_pr=create_pr,
+            )
             result = RemoteCommit(self._api, self.repo_id, request, self.tree).make(
                 by_xet=by_xet, progress_callback=sent
             )
@@ -162,12 +170,12 @@ class _Counter:
     """Counts bytes, and passes them on."""
 
     def __init__(self, progress_callback: Callable[[int], object] | None) -> None:
-        self.count, self._on_bytes = 0, progress_callback
+        self.count, self._progress_callback = 0, progress_callback
 
     def __call__(self, nbytes: int) -> None:
         self.count += nbytes
-        if self._on_bytes is not None:
-            self._on_bytes(nbytes)
+        if self._progress_callback is not None:
+            self._progress_callback(nbytes)
 
 
 def _batches(changes: Mapping[str, ByteSource | None], there: Mapping[str, Any]) -> list[dict[str, ByteSource | None]]:

@@ -30,7 +30,7 @@ _TRY_AGAIN: Final = (408, 429)
 _OK, _PARTIAL, _CLIENT_ERROR, _RANGE_REFUSED, _SERVER_ERROR = 200, 206, 400, 416, 500
 
 
-class StoppedError(Exception):
+class TransferCancelledError(Exception):
     """Another file of the same pull failed: this one is left where it is."""
 
 
@@ -45,7 +45,7 @@ class _TryAgainError(Exception):
 class RetryPolicy:
     """Counts failures in a row, and waits between them."""
 
-    def __init__(self, stop: threading.Event | None = None, failures: int = len(RETRY_SECONDS)) -> None:
+    def __init__(self, cancelled: threading.Event | None = None, failures: int = len(RETRY_SECONDS)) -> None:
         """Begin to count.
 
         Args:
@@ -53,7 +53,7 @@ class RetryPolicy:
             failures: So many are waited for; the next one is too many.
         """
         self.failures = 0
-        self._stop, self._most = stop or threading.Event(), failures
+        self._cancelled, self._most = cancelled or threading.Event(), failures
 
     def progressed(self) -> None:
         """Bytes came: failures are counted anew."""
@@ -61,8 +61,8 @@ class RetryPolicy:
 
     def check(self) -> None:
         """Raises StoppedError when it is to stop."""
-        if self._stop.is_set():
-            raise StoppedError
+        if self._cancelled.is_set():
+            raise TransferCancelledError
 
     def can_wait(self, wait_seconds: float | None = None) -> bool:
         """Wait after a failure: as long as the server asked, else longer each time. False: there were too many."""
@@ -70,8 +70,8 @@ class RetryPolicy:
             return False
         seconds = RETRY_SECONDS[min(self.failures, len(RETRY_SECONDS) - 1)]
         self.failures += 1
-        if self._stop.wait(seconds if wait_seconds is None else wait_seconds):
-            raise StoppedError
+        if self._cancelled.wait(seconds if wait_seconds is None else wait_seconds):
+            raise TransferCancelledError
         return True
 
 
@@ -79,7 +79,7 @@ class HubReader:
     """The files of one commit, to be read by whatever way the server has."""
 
     def __init__(
-        self, repo_id: str, tree: RepoTree, token: str | bool | None, stop: threading.Event | None = None
+        self, repo_id: str, tree: RepoTree, token: str | bool | None, cancelled: threading.Event | None = None
     ) -> None:
         """Send nothing yet.
 
@@ -90,7 +90,7 @@ class HubReader:
             stop: Ends all transfers when it is set.
         """
         self.repo_id, self.tree, self.token = repo_id, tree, token
-        self.stop = stop or threading.Event()
+        self.cancelled = cancelled or threading.Event()
         self._urls: dict[str, tuple[str, dict[str, str]]] = {}
         self._announced: dict[str, int] = {}
         self._refused: set[str] = set()
@@ -120,23 +120,23 @@ class HubReader:
             HubAccessError, HubNotFoundError, HubError: The server refuses.
             StoppedError: `stop` was set.
         """
-        at, patience, by_range = start, RetryPolicy(self.stop), True
+        at, retry, by_range = start, RetryPolicy(self.cancelled), True
         failures: tuple[type[Exception], ...] = (_TryAgainError, *transport_errors())
         while at < end:
-            patience.check()
+            retry.check()
             try:
                 begin, last = (at, end) if by_range else (0, self.tree.files[path].size)
-                with self._opened(path, begin, last, patience.failures) as (response, offset):
+                with self._opened(path, begin, last, retry.failures) as (response, offset):
                     for block in response.iter_bytes():
                         fresh = block[max(0, at - offset) : end - offset]
                         offset += len(block)
                         if fresh:
                             at += len(fresh)
-                            patience.progressed()
+                            retry.progressed()
                             yield fresh
                         if at >= end:
                             break
-                        patience.check()
+                        retry.check()
                 if at < end:
                     raise _TryAgainError("the answer ended too early")
             except _RangeRefusedError as error:
@@ -146,9 +146,9 @@ class HubReader:
             except failures as error:
                 problem = str(error) or type(error).__name__
                 logger.info("'%s' of '%s' at byte %d of %d: %s", path, self.repo_id, at, end, problem)
-                if not patience.can_wait(getattr(error, "wait_seconds", None)):
+                if not retry.can_wait(getattr(error, "wait_seconds", None)):
                     raise HubConnectionError(
-                        f"'{path}' of '{self.repo_id}' did not come: the connection failed {patience.failures + 1} "
+                        f"'{path}' of '{self.repo_id}' did not come: the connection failed {retry.failures + 1} "
                         f"times in a row, the last time with: {problem}. {remedy(at)}",
                         path=path,
                         expected=end,
@@ -163,19 +163,19 @@ class HubReader:
     def _opened(self, path: str, start: int, end: int, failures: int) -> Iterator[tuple[Any, int]]:
         """An answer with bytes of the file, and which byte of the file is its first."""
         file = self.tree.files[path]
-        found = self._storage_url(file.sha256, file.size, failures) if file.sha256 is not None else None
+        storage = self._storage_url(file.sha256, file.size, failures) if file.sha256 is not None else None
         headers = {"Accept-Encoding": "identity"}
-        if found is None:
+        if storage is None:
             url = hf_hub_url(self.repo_id, path, revision=self.tree.commit)
             headers |= build_hf_headers(token=self.token)
         else:
-            url = found[0]
-            headers |= {**build_hf_headers(token=False), **found[1]}
+            url = storage[0]
+            headers |= {**build_hf_headers(token=False), **storage[1]}
         if start > 0 or end < file.size:
             headers["Range"] = f"bytes={start}-{end - 1}" if end < file.size else f"bytes={start}-"
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         with get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
-            self._check(response, file.sha256, is_direct=found is not None)
+            self._check(response, file.sha256, is_direct=storage is not None)
             yield response, _first_byte(response, start)
 
     def _check(self, response: Any, oid: str | None, *, is_direct: bool) -> None:
@@ -204,10 +204,10 @@ class HubReader:
             if oid in self._refused:
                 return None
             if oid not in self._urls:
-                chosen = dict(list(({oid: size} | self._announced).items())[:_BATCH_OBJECTS])
-                self._urls |= self._ask(chosen)
-                self._refused |= chosen.keys() - self._urls.keys()
-                self._announced = {other: n for other, n in self._announced.items() if other not in chosen}
+                batch = dict(list(({oid: size} | self._announced).items())[:_BATCH_OBJECTS])
+                self._urls |= self._ask(batch)
+                self._refused |= batch.keys() - self._urls.keys()
+                self._announced = {other: n for other, n in self._announced.items() if other not in batch}
             return self._urls.get(oid)
 
     def _ask(self, objects: dict[str, int]) -> dict[str, tuple[str, dict[str, str]]]:

@@ -63,10 +63,10 @@ def operations_for(
     return operations
 
 
-def _hash_and_sample(item: tuple[str, ByteSource], stop: threading.Event) -> tuple[str, bytes]:
+def _hash_and_sample(item: tuple[str, ByteSource], cancelled: threading.Event) -> tuple[str, bytes]:
     path, content = item
     try:
-        sha256 = sha256_of_source(content, stop)
+        sha256 = sha256_of_source(content, cancelled)
         with content.open() as reader:
             return sha256, reader.read(_SAMPLE_BYTES)
     except FileNotFoundError as error:
@@ -118,7 +118,7 @@ class CheckedReader(io.BufferedIOBase):
             sha256: In hex, as announced.
             progress_callback: Told the bytes that are read; bytes that are read again are counted once.
         """
-        self._name, self._content, self._sha256, self._on_bytes = name, content, sha256, progress_callback
+        self._name, self._content, self._sha256, self._progress_callback = name, content, sha256, progress_callback
         self._reader: io.BufferedIOBase | None = None
         self._position = 0
         self._hasher: Any = hashlib.sha256()
@@ -170,8 +170,8 @@ class CheckedReader(io.BufferedIOBase):
         if self._position >= self._content.size:  # of thousands of shards, few are open at a time
             self._reader.close()
             self._reader = None
-        if self._on_bytes is not None and self._position > self._counted:
-            self._on_bytes(self._position - self._counted)
+        if self._progress_callback is not None and self._position > self._counted:
+            self._progress_callback(self._position - self._counted)
             self._counted = self._position
         return block
 

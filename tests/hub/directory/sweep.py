@@ -270,30 +270,30 @@ def points_of(prepared: Prepared, kinds: list[str]) -> list[Point]:
     return points
 
 
-def stop(point: Point, place: Path) -> Run:
+def stop(set_ref: Point, place: Path) -> Run:
     """Stop a change at a point, and check what is left.
 
     Raises:
         AssertionError: It is not what it must be.
     """
-    scenario, call = point.prepared.scenario, point.prepared.calls[point.ordinal]
+    scenario, call = set_ref.prepared.scenario, set_ref.prepared.calls[set_ref.ordinal]
     work = Path(tempfile.mkdtemp(dir=place))
     try:
         copy = work / "copy"
         # Hard links stay what they are.
-        subprocess.run(["cp", "-a", str(point.prepared.template), str(copy)], check=True)
+        subprocess.run(["cp", "-a", str(set_ref.prepared.template), str(copy)], check=True)
         root = str(copy / "hub")
-        inject = f"{call.name}:{INJECTIONS[point.kind].format(k=call.k)}"
+        inject = f"{call.name}:{INJECTIONS[set_ref.kind].format(k=call.k)}"
         run = traced(lambda: _do(scenario, root), work / "trace", inject)
-        _check(point, run, root)
+        _check(set_ref, run, root)
         return run
     finally:
         shutil.rmtree(work)
 
 
-def _check(point: Point, run: Run, root: str) -> None:
-    scenario, prepared = point.prepared.scenario, point.prepared
-    allowed = {"kill": {"killed"}, "unsupported": {"saved"}}.get(point.kind, {"raised", "saved"})
+def _check(set_ref: Point, run: Run, root: str) -> None:
+    scenario, prepared = set_ref.prepared.scenario, set_ref.prepared
+    allowed = {"kill": {"killed"}, "unsupported": {"saved"}}.get(set_ref.kind, {"raised", "saved"})
     assert run.status in allowed, (run.status, run.report)
     found = seen(root)
     assert found in (scenario.old, scenario.new), found
@@ -314,7 +314,7 @@ def _check(point: Point, run: Run, root: str) -> None:
         assert prepared.new_commits <= left <= prepared.old_commits
 
 
-def publish_too_early(self: directory_writing.Writer, manifest: CommitManifest, ref: str) -> str:
+def publish_too_early(self: directory_writing.HubWriter, manifest: CommitManifest, ref: str) -> str:
     """A push as it must not be: the ref is written where readers see it, and before the files are in place."""
     raw = manifest.to_json()
     commit = commit_id(raw)
@@ -337,8 +337,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.getLogger("hfshard").addHandler(logging.NullHandler())
     if options.broken:
-        directory_writing.Writer.publish = publish_too_early  # type: ignore[method-assign]
-    begin = time.monotonic()
+        directory_writing.HubWriter.commit_staged = publish_too_early  # type: ignore[method-assign]
+    make_staging = time.monotonic()
     failed: list[str] = []
     statuses: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(dir=options.place) as name:
@@ -346,19 +346,19 @@ def main(arguments: list[str] | None = None) -> int:
         push_first(str(place / "warm"))  # so that no child imports a module in the middle
         chosen = [one for one in SCENARIOS if options.scenario is None or one.name in options.scenario]
         prepared = [prepare(scenario, place) for scenario in chosen]
-        points = [point for one in prepared for point in points_of(one, options.kinds.split(","))]
+        points = [set_ref for one in prepared for set_ref in points_of(one, options.kinds.split(","))]
         if options.sample is not None and options.sample < len(points):
             points = random.Random(0).sample(points, options.sample)
-        for point in points:
+        for set_ref in points:
             try:
-                statuses[f"{point.kind} {stop(point, place).status}"] += 1
+                statuses[f"{set_ref.kind} {stop(set_ref, place).status}"] += 1
             except Exception:
-                failed.append(f"{point.label}\n{traceback.format_exc(limit=-2)}")
+                failed.append(f"{set_ref.label}\n{traceback.format_exc(limit=-2)}")
     with contextlib.suppress(BrokenPipeError):
         print("\n".join(failed[:8]))
         print(", ".join(f"{one.scenario.name} {len(one.calls)} calls" for one in prepared))
         print(dict(sorted(statuses.items())))
-        print(f"{len(points)} points, {len(failed)} failed, {time.monotonic() - begin:.0f} s")
+        print(f"{len(points)} points, {len(failed)} failed, {time.monotonic() - make_staging:.0f} s")
     return 1 if failed else 0
 
 

@@ -24,19 +24,19 @@ STAGING: Final = ".staging"
 """Where a hub keeps what is not yet whole."""
 
 
-def is_marked(root: str) -> bool:
+def has_hub_marker(root: str) -> bool:
     """Whether a directory is a hub."""
     return os.path.isfile(os.path.join(root, MARKER))
 
 
-def check_marker(root: str) -> None:
+def check_hub_marker(root: str) -> None:
     """Let only a hub pass that this hfshard knows.
 
     Raises:
         HubNotFoundError: It is none.
         HubError: It was made by a newer hfshard.
     """
-    if not is_marked(root):
+    if not has_hub_marker(root):
         what = "is no directory hub" if os.path.isdir(root) else "does not exist"
         raise HubNotFoundError(
             f"'{root}' {what}. A hub is made by the first push to it: hfshard push CHECKPOINT {root}. A plain "
@@ -56,7 +56,7 @@ def check_marker(root: str) -> None:
         )
 
 
-def mark(root: str, *, wait_seconds: float) -> bool:
+def write_hub_marker(root: str, *, wait_seconds: float) -> bool:
     """Make a hub of a new or empty directory.
 
     Returns:
@@ -72,10 +72,10 @@ def mark(root: str, *, wait_seconds: float) -> bool:
         raise HubError(f"'{root}' can't be made a hub: it, or something above it, is a file.", path=root) from error
     try:
         with locked_directory(root, wait_seconds=wait_seconds):
-            if is_marked(root):
+            if has_hub_marker(root):
                 return False
             _check_empty(root)
-            _write_marker(root)
+            _write_marker_file(root)
             return True
     except BaseException:
         remove_empty_directories(made)
@@ -95,7 +95,7 @@ def _check_empty(root: str) -> None:
         )
 
 
-def _write_marker(root: str) -> None:
+def _write_marker_file(root: str) -> None:
     staging = os.path.join(root, STAGING)
     try:
         os.makedirs(staging, exist_ok=True)
