@@ -122,7 +122,7 @@ def test_another_number_of_ranks_is_seeded_anew_the_same_way_each_time(tmp_path:
     for name in ("once", "again"):
         [end] = run_ranks(tmp_path, run, name, 1, None, blocking=True)
         assert end.status == 0, end
-        assert "is of 2 ranks, and here are 1: their random number generators are seeded anew" in end.words
+        assert "was saved by 2 ranks, and here are 1: their random number generators are seeded from it" in end.words
     [once], [again] = results(tmp_path, "once", 1), results(tmp_path, "again", 1)
     assert once == again
 

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from hfshard.errors import HfshardError, InvalidArgumentError
-from hfshard.training.data.dataloader import ResumableDataLoader
-from hfshard.training.data.plain_loader import plain_loader
+from hfshard.training.integrations.trainer_data import batch_seed, check_same_data, data_settings, seeded_loader
+from hfshard.training.integrations.trainer_files import trainer_files
 from hfshard.training.integrations.trainer_settings import (
     REPLACED,
-    batch_seed,
     check_rotation,
-    check_same_data,
     check_trainer,
-    data_settings,
     manager_from_arguments,
 )
 from hfshard.training.manager import CheckpointManager
@@ -32,8 +27,6 @@ from hfshard.training.state import TrainingState
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE: Final = "trainer_state.json"
-"""What Trainer reads its own progress from."""
 _STOCK_OPTIMIZER: Final = "optimizer.pt"
 """A directory that has it was saved by Trainer alone."""
 _LOSS: Final = "_tr_loss"
@@ -164,7 +157,7 @@ class CheckpointCallback(TrainerCallback):
             metric=self._metrics[1] if self._metrics[0] == step else None,
             extra={"loss": getattr(trainer, _LOSS).item(), "logged": getattr(trainer, _LOGGED), "data": self._data},
             blocking=self.blocking or trainer.control.should_training_stop,
-            files=_small_files(trainer),
+            files=trainer_files(trainer),
         )
 
     def _load(self, checkpoint: str | None) -> None:
@@ -193,7 +186,7 @@ class CheckpointCallback(TrainerCallback):
         self._data = data_settings(trainer.args, loader)
         if not self.seed_batches or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
             return loader
-        return trainer.accelerator.prepare_data_loader(_seeded(loader, batch_seed(trainer.args)))
+        return trainer.accelerator.prepare_data_loader(seeded_loader(loader, batch_seed(trainer.args)))
 
     def _eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """With persistent workers, iter() draws from the RNG when they start, which a resume does once more."""
@@ -274,44 +267,3 @@ class CheckpointCallback(TrainerCallback):
                 "A CheckpointCallback must know its Trainer: checkpoints.attach(trainer) before trainer.train()."
             )
         return self.manager, self._trainer
-
-
-def _seeded(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    """The same batches in the same order, each loaded under seeds of its own; else RNGs are drawn from as before.
-
-    Not so with persistent workers, for the reason that `_eval_dataloader` has.
-    """
-    resumable = ResumableDataLoader(
-        loader.dataset,
-        batch_sampler=loader.batch_sampler,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        pin_memory_device=loader.pin_memory_device,
-        in_order=loader.in_order,
-        seed=seed,
-    )
-    plain = plain_loader(resumable)
-    if not loader.persistent_workers:
-        plain.generator = loader.generator
-    return plain
-
-
-def _small_files(trainer: Trainer) -> dict[str, bytes]:
-    """Trainer's own progress, and the tokenizer's files, as Trainer would write them."""
-    tokenizer = trainer.processing_class
-    if tokenizer is None:
-        tokenizer = getattr(trainer.data_collator, "tokenizer", None)
-    with tempfile.TemporaryDirectory(prefix="hfshard-") as directory:
-        trainer.state.save_to_json(os.path.join(directory, STATE_FILE))
-        if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
-        files = {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
-        if folders := sorted(path.name for path in Path(directory).iterdir() if path.is_dir()):
-            logger.warning("Not saved with the checkpoint: the tokenizer's %s.", ", ".join(folders))
-    return files

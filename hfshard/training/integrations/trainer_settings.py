@@ -8,8 +8,7 @@ from typing import Any, Final
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
-from hfshard.errors import InvalidArgumentError, StateDictMismatchError
-from hfshard.training.data.loader_state import length_of
+from hfshard.errors import InvalidArgumentError
 from hfshard.training.manager import CheckpointManager
 
 REPLACED: Final = (
@@ -21,15 +20,6 @@ REPLACED: Final = (
 )
 """Methods of a Trainer that ours stand in for. The first three are its own affair: on another version of transformers,
 `check_trainer` finds that one is gone, and the tests fail where one is no longer called."""
-
-_DATA: Final = {
-    "seed": "seed (or data_seed)",
-    "shuffled_by": "seed that torch had when the loader was made",
-    "samples": "number of samples",
-    "batches": "number of batches in an epoch",
-    "accumulated": "gradient_accumulation_steps",
-}
-"""What has to be the same again for the same batches, and what a message calls it."""
 
 
 def manager_from_arguments(args: TrainingArguments, arguments: dict[str, Any]) -> CheckpointManager:
@@ -99,38 +89,3 @@ def check_rotation(args: TrainingArguments, manager: CheckpointManager) -> None:
             "load_best_model_at_end=True needs a CheckpointManager that keeps the best checkpoint: "
             f"CheckpointManager(..., keep_best='{_metric_name(args)}', metric_mode='{mode}')."
         )
-
-
-def data_settings(args: TrainingArguments, loader: Any) -> dict[str, int | None]:
-    """What the batches of a training and their order depend on."""
-    sampler = getattr(loader.batch_sampler, "sampler", None)
-    return {
-        "seed": batch_seed(args),
-        "shuffled_by": getattr(sampler, "initial_seed", None),  # of Accelerate's sampler
-        "samples": length_of(loader.dataset),
-        "batches": length_of(loader),
-        "accumulated": args.gradient_accumulation_steps,
-    }
-
-
-def batch_seed(args: TrainingArguments) -> int:
-    """The seed of what is drawn while data are loaded."""
-    return args.seed if args.data_seed is None else args.data_seed
-
-
-def check_same_data(was: dict[str, int | None], now: dict[str, int | None], checkpoint: str) -> None:
-    """Refuse to skip the batches that were trained on where those of now are others.
-
-    Raises:
-        StateDictMismatchError: It says which value was and is.
-    """
-    for name, title in _DATA.items():
-        if was.get(name) != now.get(name):
-            raise StateDictMismatchError(
-                f"The training of the checkpoint '{checkpoint}' had other batches than this one has: its {title} was "
-                f"{was.get(name)}, and is {now.get(name)}. Set it as it was; or set ignore_data_skip=True, which "
-                "begins the epoch anew.",
-                path=checkpoint,
-                expected=was.get(name),
-                actual=now.get(name),
-            )

@@ -1,4 +1,4 @@
-"""Python values as strict JSON and named tensors, and back, with every type that JSON alone would lose; no pickle."""
+"""Nested Python values as strict JSON and named tensors, and back; keeps the types that JSON alone would lose."""
 
 from __future__ import annotations
 
@@ -7,74 +7,63 @@ import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
-
-TYPE_KEY: Final = "$type"
-"""The key by which an encoded object says that it is not a plain dict."""
+from hfshard.training.parts.nested_decoding import decode_value
+from hfshard.training.parts.nested_types import FACTORIES, TYPE_KEY, NotStored, ObjectState, key_name
 
 _MAX_DEPTH: Final = 40
-"""Levels of nesting that are stored: real states have ten, and what has more holds itself."""
+"""How deep values may be nested: real states have ten levels, and what has more than this contains itself."""
 
 _PLAIN_INT_BITS: Final = 64
 """Longer integers are written in hex, which Python reads at any length."""
-
-_FACTORIES: Final[dict[str, Any]] = {"int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str}
-"""Of a defaultdict."""
 
 OnObject = Callable[[Any], "NotStored | ObjectState | None"]
 """What to store for a value of any other type; None refuses it."""
 
 
-class NotStored:
-    """Stands for what was not stored: the object that is restored into keeps its own."""
-
-
-NOT_STORED: Final = NotStored()
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectState:
-    """The attributes of an object that itself was not stored."""
-
-    class_name: str
-    attributes: dict[str, Any]
-
-
 def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], on_object: OnObject = lambda value: None) -> Any:
-    """Turn a value into JSON, and put its tensors aside.
+    """Turn a value into JSON, and set its tensors aside.
+
+        tensors = {}
+        nested = encode({"milestones": Counter({3: 1}), "weight": torch.ones(2)}, "state", tensors)
+        assert list(tensors) == ["state/weight"]
 
     Args:
         value: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, range, slice, Counter,
             OrderedDict, defaultdict, deque, tensors, torch's Size, dtype and device, numpy's arrays and scalars, in
-            any nesting. Not changed.
-        path: Begins the names of its tensors, and stands in messages.
-        tensors: Given name -> tensor; the tensors themselves, not copies.
-        on_object: Asked for everything else.
+            any nesting. It is not changed.
+        path: The prefix of the names of its tensors; it also appears in messages.
+        tensors: Receives name -> tensor; the tensors themselves, not copies.
+        on_object: Called for every value of another type.
+
+    Returns:
+        What `json.dumps` takes.
 
     Raises:
-        UnstorableTensorError: There is something else in it; the message says where.
+        UnstorableTensorError: It contains a value that can't be stored; the message says where.
     """
     return _Encoder(tensors, on_object).encode(value, path, 0)
 
 
 def decode(nested: Any, tensors: Mapping[str, torch.Tensor], file: str) -> Any:
-    """The value that `encode` was given.
+    """Turn what `encode` returned back into the value.
+
+        assert decode(nested, tensors, "training_state.json")["milestones"] == Counter({3: 1})
 
     Args:
-        nested: What `encode` returned, as it came from a file: not trusted.
+        nested: What `encode` returned, as it was read from a file: not trusted.
         tensors: Name -> tensor.
-        file: Stands in messages.
+        file: The file's name, for messages.
 
     Raises:
-        DamagedCheckpointError: It is not what `encode` writes, or a tensor is not there.
+        DamagedCheckpointError: It is not what `encode` writes, or a tensor is missing.
     """
     try:
-        return _decode(nested, tensors)
+        return decode_value(nested, tensors)
     except (LookupError, ValueError, TypeError, OverflowError, AttributeError, RuntimeError) as error:
         raise DamagedCheckpointError(
             f"'{file}' is damaged: a value in it is not what hfshard writes ({error!r:.200}). "
@@ -104,7 +93,7 @@ class _Encoder:
 
     def pairs(self, value: Mapping[Any, Any], path: str, depth: int) -> list[Any]:
         return [
-            [self.encode(key, f"{path}/key", depth + 2), self.encode(item, f"{path}/{_name_of(key)}", depth + 2)]
+            [self.encode(key, f"{path}/key", depth + 2), self.encode(item, f"{path}/{key_name(key)}", depth + 2)]
             for key, item in value.items()
         ]
 
@@ -121,7 +110,7 @@ class _Encoder:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise _refused(value, path, "is text that has no UTF-8") from error
+            raise _refused(value, path, "is text that can't be written as UTF-8") from error
         return value
 
     def raw(self, value: bytes | bytearray, path: str, depth: int) -> Any:
@@ -130,21 +119,21 @@ class _Encoder:
     def dict(self, value: dict[Any, Any], path: str, depth: int) -> Any:
         kind = type(value).__name__
         if kind == "dict" and TYPE_KEY not in value and all(type(key) is str for key in value):
-            names = {key: f"{path}/{_name_of(key)}" for key in value}
+            names = {key: f"{path}/{key_name(key)}" for key in value}
             tensors = {names[key]: item for key, item in value.items() if isinstance(item, torch.Tensor)}
             is_plain = all(_order(tensor) is None for tensor in tensors.values())
             if value and is_plain and len(tensors) == len(value) and self.tensors.keys().isdisjoint(tensors):
-                # A million of them have to fit: an optimizer's state of one parameter.
+                # One entry for all: an optimizer has such a dict for each of maybe a million parameters.
                 self.tensors |= {name: tensor.detach() for name, tensor in tensors.items()}
                 return _typed("tensors", at=path, keys=[self.text(key, path, depth) for key in value])
             return {
-                self.text(key, path, depth): self.encode(item, f"{path}/{_name_of(key)}", depth + 1)
+                self.text(key, path, depth): self.encode(item, f"{path}/{key_name(key)}", depth + 1)
                 for key, item in value.items()
             }
         more = {}
         if isinstance(value, defaultdict):
             factory = value.default_factory
-            if factory is not None and _FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
+            if factory is not None and FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
                 raise _refused(value, path, f"has the default factory {factory!r}, which has no name in a file")
             more = {"factory": None if factory is None else factory.__name__}
         return _typed(kind, items=self.pairs(value, path, depth), **more)
@@ -157,7 +146,7 @@ class _Encoder:
         return _typed("deque", items=self.items(value, path, depth), maxlen=value.maxlen)
 
     def set(self, value: set[Any] | frozenset[Any], path: str, depth: int) -> Any:
-        # Sorted: the order of a set of strings is another one in each process, and equal states make equal files.
+        # Sorted: each process orders a set of strings differently, and equal states must make equal files.
         members = sorted(value, key=lambda member: (type(member).__name__, repr(member)))
         return _typed(type(value).__name__, items=self.items(members, path, depth))
 
@@ -223,107 +212,20 @@ def _typed(kind: str, **fields: Any) -> dict[str, Any]:
     return {TYPE_KEY: kind, **fields}
 
 
-def _name_of(key: Any) -> str:
-    return str(key)[:200]
-
-
 def _refused(value: Any, path: str, why: str) -> UnstorableTensorError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return UnstorableTensorError(
         f"'{path}' is a {kind}: it {why}. Let the state_dict of its owner hold tensors, numbers, text, lists and "
-        "dicts in its place, and its load_state_dict make it anew.",
+        "dicts instead, and let its load_state_dict build the object from them.",
         fqn=path,
         actual=kind,
     )
 
 
 def _order(tensor: torch.Tensor) -> list[int] | None:
-    """The dimensions in the order in which the tensor lies in memory, where that is not their own (channels_last)."""
+    """The dimensions in the order in which they lie in memory, if that is another order (channels_last)."""
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return None
     strides = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda dimension: -strides[dimension])
     return order if tensor.permute(order).is_contiguous() else None
-
-
-def _ordered(tensor: torch.Tensor, order: list[int] | None) -> torch.Tensor:
-    """The same values, in memory as they lay: fused optimizers go through memory and not through indexes."""
-    if order is None:
-        return tensor
-    back = [order.index(dimension) for dimension in range(tensor.ndim)]
-    return tensor.permute(order).contiguous().permute(back)
-
-
-def _decode(nested: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(nested, list):
-        return [_decode(item, tensors) for item in nested]
-    if not isinstance(nested, dict):
-        return nested
-    if TYPE_KEY not in nested:
-        return {key: _decode(item, tensors) for key, item in nested.items()}
-    kind = nested[TYPE_KEY]
-    if kind == "tensor":
-        return _ordered(tensors[nested["name"]], nested.get("order"))
-    if kind == "tensors":
-        return {key: tensors[f"{nested['at']}/{_name_of(key)}"] for key in nested["keys"]}
-    if kind in _SCALARS:
-        return _SCALARS[kind](nested)
-    if kind == "ndarray":
-        return _array(nested, _decode(nested["bytes"], tensors))
-    if kind == "object":
-        return ObjectState(nested["class_name"], {key: _decode(item, tensors) for key, item in nested["state"].items()})
-    items = [_decode(item, tensors) for item in nested["items"]]
-    if kind in _CONTAINERS:
-        return _CONTAINERS[kind](items)
-    if kind == "deque":
-        return deque(items, nested["maxlen"])
-    if kind == "defaultdict":
-        return defaultdict(None if nested["factory"] is None else _FACTORIES[nested["factory"]], items)
-    raise ValueError(f"the type {kind!r}")
-
-
-_SCALARS: Final[dict[str, Callable[[dict[str, Any]], Any]]] = {
-    "not_stored": lambda nested: NOT_STORED,
-    "int": lambda nested: int(nested["hex"], 16),
-    "float": lambda nested: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[nested["value"]],
-    "bytes": lambda nested: base64.b64decode(nested["base64"], validate=True),
-    "bytearray": lambda nested: bytearray(base64.b64decode(nested["base64"], validate=True)),
-    "dtype": lambda nested: _dtype(nested["value"]),
-    "device": lambda nested: torch.device(nested["value"]),
-    "numpy": lambda nested: _numpy_values(base64.b64decode(nested["base64"], validate=True), nested["dtype"])[0],
-}
-
-_CONTAINERS: Final[dict[str, Callable[[list[Any]], Any]]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "Size": torch.Size,
-    "range": lambda items: range(*items),
-    "slice": lambda items: slice(*items),
-    "complex": lambda items: complex(*items),
-    "dict": dict,
-    "OrderedDict": OrderedDict,
-    "Counter": lambda items: Counter(dict(items)),
-}
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"the dtype {name!r}")
-    return dtype
-
-
-def _array(nested: dict[str, Any], raw: torch.Tensor) -> Any:
-    return _numpy_values(raw.numpy().tobytes(), nested["dtype"]).reshape(nested["shape"]).copy()
-
-
-def _numpy_values(raw: bytes, dtype: str) -> Any:
-    import numpy
-
-    kind = numpy.dtype(dtype)
-    if kind.hasobject or kind.fields is not None:
-        raise ValueError(f"the dtype {dtype!r}")
-    if kind.itemsize == 0 or not raw:
-        return numpy.zeros(0, kind)
-    return numpy.frombuffer(raw, kind)

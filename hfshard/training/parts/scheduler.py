@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hfshard.errors import StateDictMismatchError, UnstorableTensorError
-from hfshard.training.parts.nested import NOT_STORED, NotStored, ObjectState, encode
+from hfshard.training.parts.nested import encode
+from hfshard.training.parts.nested_types import NOT_STORED, NotStored, ObjectState
 from hfshard.training.parts.pending_loads import PendingLoad
 from hfshard.training.parts.same_class import check_class
 

@@ -1,21 +1,15 @@
-"""One call of a block whose activations are recomputed in the backward pass, exactly: as if it had run once.
+"""Calls a block now and once more in the backward pass, which recomputes its activations exactly.
 
-`torch.utils.checkpoint` runs the block a second time. What the first run read and changed is put before the second
-one, and taken away after it: buffers, attributes and `training` flags of the block's modules, and the generators of
-python and numpy, of the process and of the block. (torch itself does so for its own generators.) Where a second run
-would start from something else, and nothing can be put before it, an error says which tensor it is.
+`torch.utils.checkpoint` runs the block a second time. `block_state.py` puts back what the first run read and changed
+before the second one, so that both runs compute the same.
 """
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +17,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from hfshard.errors import InvalidArgumentError
-
-_SMALL_BYTES: Final = 65_536
-"""Buffers up to here are kept for the recomputation without asking whether they changed: it costs less than to ask, and
-writes through `.data`, which count no version, are seen. More than any BatchNorm has."""
-_TORCHS_OWN: Final = frozenset(vars(nn.Module()))
-"""Attributes that every module has: its tables of parameters, buffers and hooks, and `training`."""
-_ABSENT: Final = object()
-"""In place of a buffer or an attribute that is not there."""
+from hfshard.training.recompute.block_state import SecondRun, StateBefore
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # dynamo would trace one run and not know of the other
 def call_recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function of modules now, keep no activations, and call it again when the backward pass needs them.
+
+        y = call_recomputed(block.forward, x)
 
     Args:
         function: A module's method, or a partial of one; it is called with the arguments and nothing else.
@@ -46,8 +35,8 @@ def call_recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         What the function returns.
 
     Raises:
-        InvalidArgumentError: The function changes its inputs or its parameters, so that a second run could not be equal
-            to the first; or (in the backward pass) somebody else changed its parameters in between.
+        InvalidArgumentError: The function changes its inputs or its parameters, so that a second run could not equal
+            the first; or (in the backward pass) other code changed its parameters in between.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -55,10 +44,10 @@ def call_recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         inner: partial[Any] = function
         function, args, kwargs = inner.func, (*inner.args, *args), {**inner.keywords, **kwargs}
     blocks = _blocks(function, args)
-    before = _StateBefore.of(blocks, (args, kwargs))
-    again = _SecondRun()
+    before = StateBefore.of(blocks, (args, kwargs))
+    second_run = SecondRun()
 
-    # All tensors go in by position: torch keeps the random state of the devices that it sees there, and no other.
+    # All tensors go in by position: torch keeps the random state only of the devices that it sees there.
     count, names = len(args), tuple(kwargs)
     values = (*args, *kwargs.values(), *_one_on_each_device(before, (args, kwargs)))
 
@@ -66,242 +55,27 @@ def call_recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         return function(*given[:count], **dict(zip(names, given[count : count + len(names)])))
 
     result = checkpoint(
-        run, *values, use_reentrant=False, preserve_rng_state=True, context_fn=lambda: (nullcontext(), again)
+        run, *values, use_reentrant=False, preserve_rng_state=True, context_fn=lambda: (nullcontext(), second_run)
     )
-    before.compare(again)
+    before.compare(second_run)
     return result
 
 
 def _blocks(function: Callable[..., Any], args: tuple[Any, ...]) -> list[nn.Module]:
-    """The modules that a call runs: what the method is bound to, what it was given as `self`, what a closure holds."""
+    """The modules that a call runs: those that the method is bound to, gets as arguments, or holds in its closure."""
     owner = getattr(function, "__self__", function)
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     blocks = [module for module in (owner, *args, *held) if isinstance(module, nn.Module)]
     if not blocks:
         raise InvalidArgumentError(
-            f"Gradient checkpointing of {function!r} can't be made exact: it is no method of a module. "
+            f"Gradient checkpointing of {function!r} can't be made exact: it is not a method of a module. "
             "Name the blocks instead: enable_gradient_checkpointing(model, modules=...)."
         )
     return blocks
 
 
-def _one_on_each_device(before: _StateBefore, inputs: Any) -> list[Tensor]:
-    """An empty tensor on every device that the block has tensors on and its inputs are not on."""
+def _one_on_each_device(before: StateBefore, inputs: Any) -> list[Tensor]:
+    """An empty tensor on every device where the block has tensors and its inputs have none."""
     seen = {leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
     own = {tensor.device for _, tensor, _ in before.fixed} | {one.value.device for one in before.buffers.values()}
     return [torch.empty(0, device=device) for device in own - seen if device.type not in ("cpu", "meta")]
-
-
-@dataclass(slots=True)
-class _Buffer:
-    """A buffer as it was before the first run."""
-
-    value: Tensor
-    version: int | None
-    copy: Tensor
-
-    def is_same(self) -> bool:
-        """Whether the first run left its numbers alone; small ones are not asked."""
-        if self.value.nbytes <= _SMALL_BYTES:
-            return False
-        return version_of(self.value) == self.version and torch.equal(self.copy, self.value)
-
-
-@dataclass(frozen=True, slots=True)
-class _TableEntry:
-    """What a table of a module held before the first run."""
-
-    table: dict[str, Any]
-    name: str
-    value: Any
-    copy: Tensor | None = None
-    """To be put there in its place, copied each time: its numbers from before the first run."""
-
-    def put(self, copies: dict[int, Tensor]) -> Callable[[], None] | None:
-        """Put it there, and return what undoes that; None where it is there. A buffer of two names is copied once."""
-        there = self.table.get(self.name, _ABSENT)
-        value = self.value
-        if self.copy is not None:
-            if id(value) not in copies:
-                copies[id(value)] = self.copy.clone()
-            value = copies[id(value)]
-        if value is there:
-            return None
-        _put(self.table, self.name, value)
-        return partial(_put, self.table, self.name, there)
-
-
-@dataclass(slots=True)
-class _Generator:
-    """A random number generator that torch's checkpoint does not know of, and its state before the first run."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], Any]
-    state: Any
-
-
-@dataclass(slots=True)
-class _StateBefore:
-    """Everything that a first run may change, as it was before."""
-
-    modules: list[nn.Module]
-    tables: list[tuple[dict[str, Any], dict[str, Any]]]
-    """Of parameters and buffers: the table itself, and what was in it."""
-    buffers: dict[int, _Buffer]
-    """By the id of the tensor."""
-    attributes: list[dict[str, Any]]
-    training: list[bool]
-    fixed: list[tuple[str, Tensor, int | None]]
-    """Tensors that no run may change: what it is in words, the tensor, its version."""
-    parameters: int
-    """How many of `fixed` are parameters; they come first."""
-    generators: list[_Generator]
-
-    @classmethod
-    def of(cls, blocks: list[nn.Module], inputs: Any) -> _StateBefore:
-        modules = list({id(module): module for block in blocks for module in block.modules()}.values())
-        attributes = [_attributes(module) for module in modules]
-        parameters = list(_parameters(modules))
-        others = [("input", leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        others += [
-            (f"attribute '{name}' of a {type(module).__name__}", value)
-            for module, own in zip(modules, attributes)
-            for name, value in own.items()
-            if isinstance(value, Tensor)
-        ]
-        return cls(
-            modules=modules,
-            tables=[(table, dict(table)) for one in modules for table in (one._parameters, one._buffers)],
-            buffers={
-                id(value): _Buffer(value, version_of(value), value.detach().clone())
-                for module in modules
-                for value in module._buffers.values()
-                if value is not None
-            },
-            attributes=attributes,
-            training=[module.training for module in modules],
-            fixed=[(words, tensor, version_of(tensor)) for words, tensor in (*parameters, *others)],
-            parameters=len(parameters),
-            generators=list(_generators(attributes)),
-        )
-
-    def compare(self, again: _SecondRun) -> None:
-        """After the first run: tell the second one what the first one changed; refuse what can't be put back.
-
-        Raises:
-            InvalidArgumentError: It changed an input or a parameter.
-        """
-        for words, tensor, version in self.fixed:
-            if version_of(tensor) != version:
-                raise InvalidArgumentError(
-                    f"A block with gradient checkpointing, '{type(self.modules[0]).__name__}', changes its {words} "
-                    f"(shape {tuple(tensor.shape)}) in place when it is called, so the recomputation in the backward "
-                    "pass would start from other values and give other gradients. Write that operation out of place "
-                    "(inplace=False, x = x + y for x += y), or leave this block out of the checkpointed ones.",
-                    actual=words,
-                )
-        again.fixed = self.fixed[: self.parameters]
-        copies = {key: one.copy for key, one in self.buffers.items() if not one.is_same()}
-        for table, held in self.tables:
-            for name in {**held, **table}:
-                value = held.get(name, _ABSENT)
-                again.entries.append(_TableEntry(table, name, value, copies.get(id(value))))
-        for module, attributes, training in zip(self.modules, self.attributes, self.training):
-            again.entries.append(_TableEntry(vars(module), "training", training))
-            now = _attributes(module)
-            for name in {**attributes, **now}:
-                value = attributes.get(name, _ABSENT)
-                if value is not now.get(name, _ABSENT):
-                    again.entries.append(_TableEntry(vars(module), name, _without_graph(value)))
-        again.generators = [one for one in self.generators if not _is_same_state(one.state, one.get())]
-
-
-@dataclass(slots=True)
-class _SecondRun:
-    """The context of every recomputation of one call: everything is as before the first run, and put back after."""
-
-    fixed: list[tuple[str, Tensor, int | None]] = field(default_factory=list)
-    entries: list[_TableEntry] = field(default_factory=list)
-    generators: list[_Generator] = field(default_factory=list)
-    undo: list[list[Callable[[], None]]] = field(default_factory=list)
-
-    def __enter__(self) -> None:
-        for words, tensor, version in self.fixed:
-            if version_of(tensor) != version:
-                raise InvalidArgumentError(
-                    f"The {words} (shape {tuple(tensor.shape)}) of a block with gradient checkpointing was changed "
-                    "between the forward and the backward pass (optimizer.step() before the last backward()?): the "
-                    "recomputation would give the gradients of other weights. Call backward() first.",
-                    actual=words,
-                )
-        copies: dict[int, Tensor] = {}
-        undo = [step for entry in self.entries if (step := entry.put(copies)) is not None]
-        for one in self.generators:
-            undo.append(partial(one.set, one.get()))
-            one.set(one.state)
-        self.undo.append(undo)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for step in reversed(self.undo.pop()):
-            step()
-
-
-def _put(table: dict[str, Any], name: str, value: Any) -> None:
-    if value is _ABSENT:
-        table.pop(name, None)
-    else:
-        table[name] = value
-
-
-def version_of(tensor: Tensor) -> int | None:
-    """How often a tensor was changed in place, as torch counts it for autograd; None where it does not count."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def _parameters(modules: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of modules, and what they are in words."""
-    for module in modules:
-        for name, tensor in module._parameters.items():
-            if tensor is not None:
-                yield f"parameter '{name}' of a {type(module).__name__}", tensor
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module holds besides what every module has."""
-    return {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
-
-
-def _without_graph(value: Any) -> Any:
-    """The value, without the graph that made it: a chain of those would keep every step alive."""
-    return value.detach() if isinstance(value, Tensor) and value.grad_fn is not None else value
-
-
-def _generators(attributes: Iterable[dict[str, Any]]) -> Iterator[_Generator]:
-    """The generators of python and numpy, and those that modules hold; a state that is read is a copy."""
-    yield _Generator(random.getstate, random.setstate, random.getstate())
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        get = partial(numpy.random.get_state, legacy=False)
-        yield _Generator(get, numpy.random.set_state, get())
-    for value in (value for one in attributes for value in one.values()):
-        if isinstance(value, torch.Generator):
-            yield _Generator(value.get_state, value.set_state, value.get_state())
-        elif isinstance(value, random.Random):
-            yield _Generator(value.getstate, value.setstate, value.getstate())
-        elif numpy is not None and isinstance(value, numpy.random.RandomState):
-            get = partial(value.get_state, legacy=False)
-            yield _Generator(get, value.set_state, get())
-        elif numpy is not None and isinstance(value, numpy.random.Generator):
-            bits = value.bit_generator
-            get, put = partial(getattr, bits, "state"), partial(setattr, bits, "state")
-            yield _Generator(get, put, get())
-
-
-def _is_same_state(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return all(_is_same_state(value, other[name]) for name, value in one.items())
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    return bool(one.tobytes() == other.tobytes()) if hasattr(one, "tobytes") else bool(one == other)

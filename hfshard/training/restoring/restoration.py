@@ -1,4 +1,4 @@
-"""Restores a training state from one checkpoint: check every byte, read, plan everything, and only then assign."""
+"""Reads one checkpoint, compares all of it with a training state, and only then changes that state."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from torch.optim import Optimizer
 
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError
-from hfshard.loading.into_module import match_to_model
 from hfshard.loading.reading import read_tensors
-from hfshard.state_dicts.state_dict import assign, collect_state_dict, unwrap
-from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.checkpoint.checkpoint import open_checkpoint
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.names import MODEL_BASE, WeightNames
@@ -31,6 +28,7 @@ from hfshard.training.parts.pending_loads import PendingLoad, StatefulLoad, load
 from hfshard.training.parts.rng import check_rng_state, seed_from_state, set_rng_state
 from hfshard.training.parts.scheduler import plan_scheduler
 from hfshard.training.ranks import ALONE, Ranks
+from hfshard.training.restoring.modules import plan_module
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.writing import TRAINING_STATE
 from hfshard.training.state import PartKind, TrainingState
@@ -40,35 +38,35 @@ logger = logging.getLogger(__name__)
 _REMEDY = "Restore another checkpoint, or download it again."
 
 _ORDER: Mapping[PartKind, int] = {"module": 0, "optimizer": 1, "scheduler": 2, "stateful": 3, "loader": 3}
-"""What is looked at when: where a model is another one, its optimizer is too, and the model's error says more."""
+"""The order of comparison: if the model differs, its optimizer does too, and the model's error says more."""
 
 
 @dataclass
 class Restoration:
-    """A checkpoint that was read and compared with a training state, and what remains to be done."""
+    """A checkpoint that was read and compared with a training state, and the changes that are still to be made."""
 
     pending_loads: list[PendingLoad] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
-    """What does not fit, in words; with strict nothing is restored then."""
+    """What does not fit, in words. Always empty with strict."""
     objects: list[StatefulLoad] = field(default_factory=list)
-    """Of the user's own, which may refuse."""
+    """The user's own objects, each of which may refuse its state."""
     extra: Any = None
     set_rng: Callable[[], None] = lambda: None
     directory: str = ""
     without_gradients: list[nn.Parameter] = field(default_factory=list)
     trackers: list[LoaderTracker] = field(default_factory=list)
-    """Loaders that are not ours: their next `iter()` draws, and what it draws is put back."""
+    """Loaders of other libraries: their next `iter()` draws random numbers, after which the RNG is restored again."""
 
     def apply(self) -> None:
         """Load everything; the random number generators last.
 
         Raises:
-            StateDictMismatchError: Something refused; nothing was changed, but where a model's own hook refuses its
-                weights: that is said.
+            StateDictMismatchError: An object refused its state, and nothing was changed; unless a hook of a model
+                refused its weights, which the message says.
         """
         load_all(self.objects, self.pending_loads, self.directory)
         for parameter in self.without_gradients:
-            parameter.grad = None  # of a step that is not the one that is resumed
+            parameter.grad = None  # gradients of another step than the one that is resumed
         self.set_rng()
         for tracker in self.trackers:
             tracker.reset(self.set_rng)
@@ -82,9 +80,9 @@ def plan_restoration(
     Args:
         state: Built as for the run that was saved.
         directory: The checkpoint's.
-        manifest: Its own.
+        manifest: The checkpoint's.
         strict: Refuse any difference; else what differs stays as it was built, and is reported.
-        ranks: Which one this process is.
+        ranks: Which rank this process is.
 
     Raises:
         StateDictMismatchError: strict, and something differs.
@@ -92,48 +90,92 @@ def plan_restoration(
     """
     path = os.path.join(directory, TRAINING_STATE)
     saved_state = _read_training_state(path, directory)
-    own = saved_state["ranks"][ranks.rank if ranks.rank < len(saved_state["ranks"]) else 0]
+    saved_ranks = saved_state["ranks"]
+    own = saved_ranks[ranks.rank if ranks.rank < len(saved_ranks) else 0]
     saved = {**saved_state["components"], **own["components"]}
     restoration = Restoration(directory=directory)
     _check_components(state, saved, directory, restoration, strict=strict)
-    rest, names = _part(directory, manifest, "state"), state.parameter_names()
-    kinds = state.kinds
-    common = [name for name in state.components if name in saved and saved[name].get("kind") == kinds[name]]
+    tensors = _part(directory, manifest, "state")
+    planner = _Planner(state, directory, manifest, path, tensors, restoration, strict)
+    common = [name for name in state.components if name in saved and saved[name].get("kind") == state.kinds[name]]
     for name in sorted(common, key=lambda name: _ORDER[state.kinds[name]]):
-        part, kind = state.components[name], state.kinds[name]
-        held = rest
-        if name == "optimizer":
-            held = _part(directory, manifest, name, is_copied=_is_on_accelerators(part))
-        value = decode(saved[name]["state"], held, path)
-        try:
-            if name == "model":
-                value |= _part(directory, manifest, MODEL_BASE, is_copied=True)
-            if kind in ("stateful", "loader"):
-                _check_object(name, part, value, directory)
-                restoration.objects.append(StatefulLoad(name, part, value, directory))
-            else:
-                restoration.pending_loads.append(_plan(name, kind, part, value, names, directory, restoration, strict))
-        except HfshardError as error:
-            if strict or not isinstance(error, StateDictMismatchError):
-                raise
-            restoration.differences.append(error.message)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedCheckpointError(
-                f"'{path}' is damaged: the state of '{name}' is not what hfshard writes ({error!r:.200}). {_REMEDY}",
-                path=path,
-            ) from error
-    rng, restoration.extra = decode([own["rng"], saved_state["extra"]], rest, path)
+        planner.plan(name, saved[name]["state"])
+    rng, restoration.extra = decode([own["rng"], saved_state["extra"]], tensors, path)
     check_rng_state(rng, path)
     restoration.trackers = [one for name in common if isinstance(one := state.components[name], LoaderTracker)]
     if not any(isinstance(part, Gradients) for part in state.components.values()):
-        modules = [state.components[name] for name in common if kinds[name] == "module"]
+        modules = [state.components[name] for name in common if state.kinds[name] == "module"]
         restoration.without_gradients = [parameter for module in modules for parameter in module.parameters()]
-    restoration.set_rng = _rng_update(rng, len(saved_state["ranks"]), ranks, directory)
+    restoration.set_rng = _rng_update(rng, len(saved_ranks), ranks, directory)
     return restoration
 
 
+class _Planner:
+    """Decodes the saved state of one component after another, compares it, and notes how it is loaded."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        directory: str,
+        manifest: CheckpointManifest,
+        path: str,
+        tensors: Mapping[str, torch.Tensor],
+        restoration: Restoration,
+        strict: bool,
+    ) -> None:
+        self.state = state
+        self.parameter_names = state.parameter_names()
+        self.directory = directory
+        self.manifest = manifest
+        self.path = path
+        self.tensors = tensors
+        self.restoration = restoration
+        self.strict = strict
+
+    def plan(self, name: str, encoded: Any) -> None:
+        """Plan one component.
+
+        Raises:
+            StateDictMismatchError: strict, and it does not fit.
+            DamagedCheckpointError: What was saved is not what hfshard writes.
+        """
+        part = self.state.components[name]
+        tensors = self.tensors
+        if name == "optimizer":
+            tensors = _part(self.directory, self.manifest, name, is_copied=_is_on_accelerators(part))
+        value = decode(encoded, tensors, self.path)
+        try:
+            if name == "model":
+                value |= _part(self.directory, self.manifest, MODEL_BASE, is_copied=True)
+            self._plan(name, part, value)
+        except HfshardError as error:
+            if self.strict or not isinstance(error, StateDictMismatchError):
+                raise
+            self.restoration.differences.append(error.message)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedCheckpointError(
+                f"'{self.path}' is damaged: the state of '{name}' is not what hfshard writes ({error!r:.200}). "
+                f"{_REMEDY}",
+                path=self.path,
+            ) from error
+
+    def _plan(self, name: str, part: Any, value: Any) -> None:
+        kind = self.state.kinds[name]
+        if kind in ("stateful", "loader"):
+            _check_object(name, part, value, self.directory)
+            self.restoration.objects.append(StatefulLoad(name, part, value, self.directory))
+            return
+        if kind == "module":
+            load = plan_module(name, part, value, self.directory, self.restoration.differences, strict=self.strict)
+        elif kind == "optimizer":
+            load = plan_optimizer(part, value, self.parameter_names, name, self.directory)
+        else:
+            load = plan_scheduler(part, value, name, self.directory)
+        self.restoration.pending_loads.append(load)
+
+
 def _is_on_accelerators(optimizer: Optimizer) -> bool:
-    """Whether none of the parameters is in host memory, so that all of the state is copied to where they are."""
+    """Whether no parameter is in host memory, so that all of the state is copied to another device."""
     return all(one.device.type != "cpu" for group in optimizer.param_groups for one in group["params"])
 
 
@@ -143,8 +185,8 @@ def _rng_update(rng: dict[str, Any], saved_ranks: int, ranks: Ranks, directory: 
 
     def update() -> None:
         logger.warning(
-            "The checkpoint '%s' is of %d ranks, and here are %d: their random number generators are seeded anew, "
-            "the same way each time.",
+            "The checkpoint '%s' was saved by %d ranks, and here are %d: their random number generators are seeded "
+            "from it, the same way each time.",
             directory,
             saved_ranks,
             ranks.world_size,
@@ -179,9 +221,10 @@ def _read_training_state(path: str, directory: str) -> dict[str, Any]:
 def _part(
     directory: str, manifest: CheckpointManifest, base: str, *, is_copied: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one set; in memory of their own where they are to be kept, and not only copied from.
+    """The tensors of one set of files.
 
-    A mapped file would keep its space on the disk when it is rotated away.
+    Those that the training goes on with are read into memory: a mapped file would keep its space on the disk after it
+    was rotated away. Those that are only copied from (`is_copied`) may be mapped.
     """
     names = WeightNames(base=base)
     entry = next((name for name in (names.single, names.index) if name in manifest.files), None)
@@ -221,71 +264,6 @@ def _check_components(
             missing_keys=missing,
             unexpected_keys=unexpected,
         )
-
-
-def _plan(
-    name: str,
-    kind: PartKind,
-    part: Any,
-    value: Any,
-    names: Mapping[int, str],
-    directory: str,
-    restoration: Restoration,
-    strict: bool,
-) -> PendingLoad:
-    if kind == "module":
-        return _plan_module(name, part, value, directory, restoration, strict=strict)
-    if kind == "optimizer":
-        return plan_optimizer(part, value, names, name, directory)
-    return plan_scheduler(part, value, name, directory)
-
-
-def _plan_module(
-    name: str, module: nn.Module, saved: dict[str, Any], directory: str, restoration: Restoration, *, strict: bool
-) -> PendingLoad:
-    module, own = unwrap(module), collect_state_dict(module)
-    _refuse_untied(name, saved, own, directory)
-    tensors, difference = match_to_model(saved, own)
-    ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
-    missing = tuple(key for key in difference.missing if key not in ignored)
-    dtypes = [
-        f"{key} was {tensor.dtype}, and is {own[key].dtype}"
-        for key, tensor in tensors.items()
-        if isinstance(own.get(key), torch.Tensor) and isinstance(tensor, torch.Tensor)
-        if own[key].dtype != tensor.dtype
-    ]
-    if missing or difference.unexpected or difference.mismatched or dtypes:
-        parts = [text for text in (difference.summary(), "; ".join(dtypes[:5])) if text]
-        message = (
-            f"'{name}' does not fit the checkpoint '{directory}': {'; '.join(parts)}. "
-            "Build it as in the run that was saved, or pass strict=False to load what fits."
-        )
-        if strict:
-            raise StateDictMismatchError(
-                message + " Nothing was restored.",
-                path=directory,
-                missing_keys=missing,
-                unexpected_keys=difference.unexpected,
-                mismatched_keys=difference.mismatched,
-            )
-        restoration.differences.append(message)
-        shaped = {key for key, _, _ in difference.mismatched}
-        tensors = {key: tensor for key, tensor in tensors.items() if key in own and key not in shaped}
-    return PendingLoad(name, lambda: assign(module, tensors))
-
-
-def _refuse_untied(name: str, saved: Mapping[str, Any], own: Mapping[str, Any], directory: str) -> None:
-    """Of two different tensors, one would be lost where the model has one for both."""
-    for alias, kept in find_shared_tensors(own).items():
-        if alias not in saved or kept not in saved or saved[alias] is saved[kept]:
-            continue
-        if not torch.equal(saved[alias], saved[kept]):
-            raise StateDictMismatchError(
-                f"'{alias}' and '{kept}' of '{name}' are one tensor, and two different ones in the checkpoint "
-                f"'{directory}'. Build the model as in the run that was saved (tie_word_embeddings).",
-                path=directory,
-                fqn=alias,
-            )
 
 
 def _check_object(name: str, part: Any, value: Any, directory: str) -> None:

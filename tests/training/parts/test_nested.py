@@ -16,7 +16,8 @@ from hypothesis import given, settings
 
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
 from hfshard.storage.format.strict_json import parse_json_object
-from hfshard.training.parts.nested import NOT_STORED, ObjectState, decode, encode
+from hfshard.training.parts.nested import decode, encode
+from hfshard.training.parts.nested_types import NOT_STORED, ObjectState
 from hfshard.training.parts.padded_json import padded_json
 from tests.helpers.random_state_dicts import DTYPES, bytes_of, random_tensor
 from tests.training import fingerprint, hostile

@@ -1,0 +1,83 @@
+"""The batches of a Trainer: seeded one by one, and compared between a checkpoint and the training that resumes."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments
+
+from hfshard.errors import StateDictMismatchError
+from hfshard.training.data.dataloader import ResumableDataLoader
+from hfshard.training.data.loader_state import length_of
+from hfshard.training.data.plain_loader import plain_loader
+
+_DATA: Final = {
+    "seed": "seed (or data_seed)",
+    "shuffled_by": "seed that torch had when the loader was made",
+    "samples": "number of samples",
+    "batches": "number of batches in an epoch",
+    "accumulated": "gradient_accumulation_steps",
+}
+"""What has to be the same again for the same batches, and what a message calls it."""
+
+
+def seeded_loader(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+    """The same batches in the same order, each loaded under seeds of its own; else RNGs are drawn from as before.
+
+    Not so with persistent workers, for the reason that `_eval_dataloader` has.
+    """
+    resumable = ResumableDataLoader(
+        loader.dataset,
+        batch_sampler=loader.batch_sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        pin_memory_device=loader.pin_memory_device,
+        in_order=loader.in_order,
+        seed=seed,
+    )
+    plain = plain_loader(resumable)
+    if not loader.persistent_workers:
+        plain.generator = loader.generator
+    return plain
+
+
+def data_settings(args: TrainingArguments, loader: Any) -> dict[str, int | None]:
+    """What the batches of a training and their order depend on."""
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    return {
+        "seed": batch_seed(args),
+        "shuffled_by": getattr(sampler, "initial_seed", None),  # of Accelerate's sampler
+        "samples": length_of(loader.dataset),
+        "batches": length_of(loader),
+        "accumulated": args.gradient_accumulation_steps,
+    }
+
+
+def batch_seed(args: TrainingArguments) -> int:
+    """The seed of what is drawn while data are loaded."""
+    return args.seed if args.data_seed is None else args.data_seed
+
+
+def check_same_data(was: dict[str, int | None], now: dict[str, int | None], checkpoint: str) -> None:
+    """Refuse to skip the batches that were trained on where those of now are others.
+
+    Raises:
+        StateDictMismatchError: It says which value was and is.
+    """
+    for name, title in _DATA.items():
+        if was.get(name) != now.get(name):
+            raise StateDictMismatchError(
+                f"The training of the checkpoint '{checkpoint}' had other batches than this one has: its {title} was "
+                f"{was.get(name)}, and is {now.get(name)}. Set it as it was; or set ignore_data_skip=True, which "
+                "begins the epoch anew.",
+                path=checkpoint,
+                expected=was.get(name),
+                actual=now.get(name),
+            )

@@ -1,0 +1,92 @@
+"""What can be asked of a run without restoring it: its steps, its best one, and whether its files are whole."""
+
+from __future__ import annotations
+
+from hfshard.errors import HfshardError, InvalidArgumentError
+from hfshard.training.run.directory import checkpoint_path, checkpoints_in
+from hfshard.training.run.finding import Level, checkpoint_of_step, checkpoint_problems, manifests_in, newest_whole
+from hfshard.training.run.rotation import MetricMode, best_of
+from hfshard.training.run_writer import RunWriter
+
+
+class RunReader:
+    """The questions that a `CheckpointManager` answers about its run; each waits for a save that is under way."""
+
+    root: str
+    keep_best: str | None
+    metric_mode: MetricMode
+    progress: bool | None
+    _writer: RunWriter
+
+    def latest_step(self, verify: Level | None = None) -> int | None:
+        """Find the step of the checkpoint that was saved last.
+
+            start = manager.latest_step() or 0
+
+        Args:
+            verify: Check its files as `restore` does, and pass over damaged checkpoints with a warning. None: only
+                check that the save was finished.
+
+        Returns:
+            The step, or None where there is no checkpoint.
+
+        Raises:
+            DamagedCheckpointError: With `verify`, all checkpoints are damaged.
+        """
+        self._writer.wait()
+        if verify is not None:
+            newest = newest_whole(self.root, verify, self.progress)
+            return None if newest is None else newest[0].step
+        return next((one.step for one in checkpoints_in(self.root) if one.manifest is not None), None)
+
+    def best_step(self) -> int | None:
+        """Find the step of the checkpoint with the best value of the metric that `keep_best` names.
+
+            manager.restore(state, manager.best_step())
+
+        Returns:
+            The step, or None where no checkpoint has the metric.
+
+        Raises:
+            InvalidArgumentError: The manager was made without `keep_best`.
+        """
+        if self.keep_best is None:
+            raise InvalidArgumentError("The manager has no metric: CheckpointManager(..., keep_best='eval_loss').")
+        self._writer.wait()
+        best = best_of(manifests_in(self.root), self.keep_best, self.metric_mode)
+        return None if best is None else best.step
+
+    def all_steps(self) -> list[int]:
+        """List the steps of all checkpoints whose saves were finished, in ascending order.
+
+        for step in manager.all_steps():
+            print(manager.path_of(step))
+        """
+        self._writer.wait()
+        return sorted(manifest.step for manifest in manifests_in(self.root))
+
+    def path_of(self, step: int) -> str:
+        """Name the directory of a step's checkpoint, whether it exists or not.
+
+        model = AutoModel.from_pretrained(manager.path_of(1200))
+        """
+        return checkpoint_path(self.root, step)
+
+    def verify(self, step: int | None = None, *, level: Level = "full") -> dict[int, list[HfshardError]]:
+        """Check every file of one checkpoint, or of all; damage is reported, not raised.
+
+            damaged = {step: errors for step, errors in manager.verify().items() if errors}
+
+        Args:
+            step: Which checkpoint; None: all of them.
+            level: What `verify` is in `restore`.
+
+        Returns:
+            Step -> what is wrong with its checkpoint; the list of a whole checkpoint is empty.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint of this step.
+        """
+        self._writer.wait()
+        checkpoints = checkpoints_in(self.root) if step is None else [checkpoint_of_step(self.root, step)]
+        return {one.step: checkpoint_problems(one, level) for one in sorted(checkpoints, key=lambda one: one.step)}

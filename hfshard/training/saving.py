@@ -1,0 +1,72 @@
+"""Brings together what each rank of a run adds to a checkpoint, so that the first rank can write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hfshard.errors import HfshardError, InvalidArgumentError
+from hfshard.training.collecting import RankState, collect_rank
+from hfshard.training.ranks import Ranks
+from hfshard.training.state import TrainingState
+from hfshard.training.step import checked_step
+
+
+@dataclass(frozen=True, slots=True)
+class RankContribution:
+    """What one rank sends to the first one when a checkpoint is saved."""
+
+    step: int = -1
+    state: RankState | None = None
+    """None where the rank could not collect it."""
+    problem: str = ""
+    """Why it could not, in words."""
+
+
+def save_on_all_ranks(step: int, state: TrainingState, write: Callable[[Sequence[RankContribution]], str]) -> str:
+    """Collect every rank's own state, and have the first rank write the checkpoint. Every rank must call.
+
+    Args:
+        step: The step of the run.
+        state: What to save.
+        write: Called on the first rank, with the contributions of all ranks in their order.
+
+    Returns:
+        What `write` returned, on every rank.
+
+    Raises:
+        HfshardError: A rank failed; each rank raises its own error if it has one.
+    """
+    ranks = Ranks.current()
+    contribution = RankContribution()
+    error: Exception | None = None
+    try:
+        contribution = RankContribution(checked_step(step), collect_rank(state, ranks.rank))
+    except Exception as caught:  # noqa: BLE001 - raised below, when the first rank knows
+        error = caught
+        contribution = RankContribution(problem=f"{type(error).__name__}: {error}")
+    gathered = ranks.gather(contribution)
+    try:
+        return ranks.first(lambda: write(gathered))
+    except HfshardError:
+        if error is not None:
+            raise error from None
+        raise
+
+
+def agreed_step(contributions: Sequence[RankContribution]) -> tuple[int, list[RankState]]:
+    """The step that all ranks save, and what each of them adds.
+
+    Raises:
+        HfshardError: A rank could not collect its state.
+        InvalidArgumentError: The ranks save different steps.
+    """
+    states: list[RankState] = []
+    for rank, contribution in enumerate(contributions):
+        if contribution.state is None:
+            raise HfshardError(f"Rank {rank} can't save: {contribution.problem}")
+        states.append(contribution.state)
+    steps = [contribution.step for contribution in contributions]
+    if any(other != steps[0] for other in steps):
+        raise InvalidArgumentError(f"All ranks must save the same step, got {steps}.")
+    return steps[0], states
