@@ -121,7 +121,7 @@ class Mine(dict):  # type: ignore[type-arg]
     ("value", "words"),
     [
         (lambda: 1, "is a function"), (object(), "is a object"), (Colour.RED, "Colour"), (Pair(1, 2), "Pair"),
-        (Mine(), "Mine"), (torch, "module"), (torch.nn.Linear, "type"), ("\ud800", "no UTF-8"),
+        (Mine(), "Mine"), (torch, "module"), (torch.nn.Linear, "type"), ("\ud800", "written as UTF-8"),
         (np.array([None]), "dtype"),
         (defaultdict(lambda: 1), "default factory"), (np.zeros(1, [("a", "f4")]), "dtype"), (1 .__add__, "wrapper"),
     ],
