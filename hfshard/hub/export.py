@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import filecmp
 import os
-import shutil
 from collections.abc import Collection
 from typing import Final
 
@@ -14,10 +12,7 @@ from hfshard.errors import SaveDirectoryError
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.commit.commit import SaveSession, save_session
 from hfshard.storage.commit.commit_plan import NewCheckpoint, content_digest, plan_commit
-from hfshard.storage.disk.fsops import copy_mode, sync
-
-_FICLONE: Final = 0x40049409
-"""The ioctl by which a file gets the blocks of another (btrfs, XFS): linux/fs.h."""
+from hfshard.storage.disk.clone import copy_file
 
 _LEFT_OUT: Final = frozenset({".gitattributes"})
 """What the Hub keeps for itself."""
@@ -52,7 +47,7 @@ def export(checkpoint: OpenCheckpoint, directory: str, others: Collection[str]) 
         session.check_space(sum(os.path.getsize(os.path.join(source, name)) for name in weights))
         staged = {name: f"{number:05d}.weights" for number, name in enumerate(weights)}
         for name, target in staged.items():
-            _copy(os.path.join(source, name), os.path.join(session.staging, target), session.replaced)
+            copy_file(os.path.join(source, name), os.path.join(session.staging, target), session.replaced)
         for name in extras:
             os.makedirs(os.path.join(directory, os.path.dirname(name)), exist_ok=True)
         index = small.pop(names.index, None) if entry == names.index else None
@@ -93,14 +88,3 @@ def _is_same(directory: str, name: str, source: str) -> bool:
 def _read(directory: str, name: str) -> bytes:
     with open(os.path.join(directory, name), "rb") as file:
         return file.read()
-
-
-def _copy(source: str, target: str, like: os.stat_result | None) -> None:
-    with open(source, "rb") as old, open(target, "xb") as new:
-        try:
-            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
-        except OSError:
-            shutil.copyfileobj(old, new)
-            new.flush()
-        copy_mode(new.fileno(), like)
-        sync(new.fileno(), target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -17,16 +16,11 @@ from hfshard.errors import DamagedCheckpointError, IntegrityError, MissingShardE
 from hfshard.hub.directory.manifest import commit_ids, read_commit_manifest, snapshot_path
 from hfshard.hub.repo_tree import RemoteFile
 from hfshard.storage.disk.byte_source import ByteSource, FileSource
-from hfshard.storage.disk.fsops import UNSUPPORTED, rename, require_space, sync, sync_directory, write_all
+from hfshard.storage.disk.clone import clone_blocks
+from hfshard.storage.disk.fsops import NO_LINKS, UNSUPPORTED, rename, require_space, sync, sync_directory, write_all
 
 logger = logging.getLogger(__name__)
 
-_FICLONE: Final = 0x40049409
-"""The ioctl by which two files share their blocks until one is written to (linux/fs.h)."""
-_NO_LINKS: Final = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK}
-"""What `link` answers where there are no hard links, or none to another user's file, or 65,000 of them already."""
-_NO_CLONES: Final = UNSUPPORTED | {errno.EINVAL, errno.ENOTTY, errno.EXDEV, errno.EPERM, errno.EACCES, errno.ETXTBSY}
-"""What the ioctl answers where files can't share blocks; a full or failing disk says something else."""
 _WRITE_BITS: Final = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 ProgressCallback = Callable[[int], object]
@@ -261,7 +255,7 @@ def share(source: str, target: str, status: os.stat_result) -> bool:
     try:
         os.link(source, target)
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in NO_LINKS:
             raise
     else:
         return True
@@ -272,17 +266,15 @@ def _clone(source: str, target: str) -> bool:
     with open(source, "rb") as reading:
         fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.ioctl(fd, _FICLONE, reading.fileno())
-            _make_read_only(fd)
-            sync(fd, target)
-        except OSError as error:
-            if error.errno not in _NO_CLONES:
-                raise
-            os.unlink(target)
-            return False
+            is_cloned = clone_blocks(reading.fileno(), fd)
+            if is_cloned:
+                _make_read_only(fd)
+                sync(fd, target)
         finally:
             os.close(fd)
-    return True
+    if not is_cloned:
+        os.unlink(target)
+    return is_cloned
 
 
 def _make_read_only(fd: int) -> None:

@@ -20,8 +20,9 @@ logger = logging.getLogger(__name__)
 UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
 """What a file system answers that does not know a call."""
 
-_NO_LINKS: Final = frozenset({errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK})
-"""What `link` answers where there are no hard links; a full or failing disk says something else."""
+NO_LINKS: Final = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK}
+"""What `link` answers where there are no hard links, or none to another user's file, or 65,000 of them already. A full
+or failing disk answers something else."""
 
 _LOCK_WAIT_SECONDS: Final = 0.02
 
@@ -259,7 +260,7 @@ def can_link(directory: str, source: str) -> bool:
     try:
         os.link(source, probe)
     except OSError as error:
-        if error.errno not in UNSUPPORTED | _NO_LINKS:
+        if error.errno not in NO_LINKS:
             raise
         return False
     os.unlink(probe)
