@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from hfshard._util.arguments import refuse_unknown
 from hfshard.errors import InvalidArgumentError
+from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.into_module import load_into_module
+from hfshard.loading.options import LoadOptions
 from hfshard.loading.reading import files_holding, read_tensors, stored_names
 from hfshard.loading.source import CheckpointSource, open_source, open_source_by_ranges
 from hfshard.state_dicts.state_dict import KeySelection
 from hfshard.storage.checkpoint.checkpoint import Verify
-from hfshard.storage.weights.tensor_reader import ReadMode, check_read_mode
+from hfshard.storage.weights.tensor_reader import ReadMode
+
+_QUERY_ARGUMENTS: Final = frozenset(
+    ("variant", "subfolder", "use_safetensors", "revision", "token", "cache_dir", "local_files_only")
+)
+"""What `load_model` takes for a module beside its named arguments."""
 
 
 def load_state_dict(
@@ -64,17 +70,23 @@ def load_state_dict(
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before any tensor is returned.
         StateDictMismatchError: `keys` names something that is not there.
     """
-    mode = check_read_mode(read, disable_mmap=disable_mmap)
-    source = CheckpointSource(
-        os.fspath(path), subfolder, variant, use_safetensors, revision, token, cache_dir, local_files_only
+    query = CheckpointQuery(
+        variant=variant,
+        use_safetensors=use_safetensors,
+        subfolder=subfolder,
+        revision=revision,
+        token=token,
+        cache_dir=cache_dir,
+        local_files_only=local_files_only,
+        files_of=None if keys is None else lambda index: files_holding(index, keys),
     )
-    if keys is not None:
-        source = replace(source, files_of=lambda index: files_holding(index, keys))
-    if ranges and not local_files_only and source.local_place() is None:
-        with open_source_by_ranges(source, lambda index: stored_names(index, keys), verify, progress) as checkpoint:
+    options = LoadOptions(verify=verify, read=read, disable_mmap=disable_mmap, progress=progress)
+    source = CheckpointSource(os.fspath(path), query)
+    if ranges and not local_files_only and source.find_local() is None:
+        with open_source_by_ranges(source, lambda index: stored_names(index, keys), options) as checkpoint:
             return read_tensors(checkpoint, keys, device, "pread")
-    with open_source(source, verify, progress) as checkpoint:
-        return read_tensors(checkpoint, keys, device, mode)
+    with open_source(source, options) as checkpoint:
+        return read_tensors(checkpoint, keys, device, options.read)
 
 
 def load_model(
@@ -110,17 +122,18 @@ def load_model(
         StateDictMismatchError: Names or shapes do not fit; nothing was assigned.
         Everything that `load_state_dict` raises.
     """
-    mode = check_read_mode(read)
     if not isinstance(model, nn.Module):
         from hfshard.pretrained.build import load_class
 
-        options = {"strict": strict, "verify": verify, "read": read, "progress": progress}
-        return load_class(model, path, *model_args, output_loading_info=output_loading_info, **options, **kwargs)
-    known = {"variant", "subfolder", "use_safetensors", "revision", "token", "cache_dir", "local_files_only"}
+        options = LoadOptions(
+            strict=strict, verify=verify, read=read, disable_mmap=kwargs.get("disable_mmap"), progress=progress
+        )
+        return load_class(model, path, model_args, {**kwargs, "output_loading_info": output_loading_info}, options)
+    options = LoadOptions(strict=strict, verify=verify, read=read, progress=progress)
     if model_args:
         raise InvalidArgumentError("Positional arguments after the path are for a model class, not for a module.")
-    refuse_unknown(kwargs, known, "load_model")
-    source = CheckpointSource(os.fspath(path), **kwargs)
-    with open_source(source, verify, progress) as checkpoint:
-        info = load_into_module(model, checkpoint, mode, strict=strict is not False)
+    refuse_unknown(kwargs, _QUERY_ARGUMENTS, "load_model")
+    source = CheckpointSource(os.fspath(path), CheckpointQuery(**kwargs))
+    with open_source(source, options) as checkpoint:
+        info = load_into_module(model, checkpoint, options)
     return (model, info) if output_loading_info else model

@@ -7,6 +7,7 @@ import os
 import torch
 
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource
 from hfshard.planning.plan import Packing
 from hfshard.resharding.reshard import reshard_source
@@ -72,10 +73,18 @@ def reshard_checkpoint(
         CheckpointChangedError: Somebody else saved over the source meanwhile; nothing was changed.
         Everything that `load_state_dict` and `save_state_dict` raise.
     """
-    source = CheckpointSource(
-        os.fspath(src), subfolder, variant, use_safetensors, revision, token, cache_dir, local_files_only
+    query = CheckpointQuery(
+        variant=variant,
+        use_safetensors=use_safetensors,
+        subfolder=subfolder,
+        revision=revision,
+        token=token,
+        cache_dir=cache_dir,
+        local_files_only=local_files_only,
     )
     options = SaveOptions(
         max_shard_size=max_shard_size, variant=variant, packing=packing, checksum=checksum, progress=progress
     )
-    return reshard_source(source, os.fspath(dst), options, dtype=dtype, low_disk=low_disk).index
+    return reshard_source(
+        CheckpointSource(os.fspath(src), query), os.fspath(dst), options, dtype=dtype, low_disk=low_disk
+    ).index

@@ -11,6 +11,7 @@ from typing import Any
 
 from hfshard.cli.output import print_json, print_message, print_text, printable, table
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource
 from hfshard.planning.size import format_size
 from hfshard.resharding.reshard import ReshardResult, reshard_source
@@ -44,8 +45,7 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, *, use_safetensors: bool | None, low_disk: bool) -> ReshardResult:
-    source = CheckpointSource(
-        arguments.source,
+    query = CheckpointQuery(
         subfolder=arguments.subfolder,
         variant=arguments.variant,
         use_safetensors=use_safetensors,
@@ -60,7 +60,9 @@ def _run(arguments: argparse.Namespace, *, use_safetensors: bool | None, low_dis
         checksum=None if arguments.checksum == "none" else arguments.checksum,
         progress=False if arguments.no_progress else None,
     )
-    return reshard_source(source, arguments.target, options, dtype=arguments.dtype, low_disk=low_disk)
+    return reshard_source(
+        CheckpointSource(arguments.source, query), arguments.target, options, dtype=arguments.dtype, low_disk=low_disk
+    )
 
 
 def _has_safetensors(arguments: argparse.Namespace) -> bool:

@@ -65,22 +65,28 @@ def pull_checkpoint(
         NotEnoughSpaceError: Before the first byte came.
         SaveDirectoryError: `local_dir` is a file, or has shards of the same names with other contents.
     """
-    wanted = CheckpointQuery(
+    query = CheckpointQuery(
         variant=variant,
         subfolder=subfolder,
+        revision=revision,
+        token=token,
+        cache_dir=cache_dir,
+        local_files_only=local_files_only,
+        force_download=force_download,
+        needs_companions=True,
         allow_patterns=_listed(allow_patterns),
         ignore_patterns=_listed(ignore_patterns),
     )
     root = directory_of(repo_id)
     if root is not None:
         snapshot = DirectoryHub.open(root).snapshot(revision)
-        directory = os.path.join(snapshot, *wanted.path("").split("/"))
+        directory = os.path.join(snapshot, *query.path("").split("/"))
     else:
-        fetching = Fetcher(repo_id, revision, token, cache_dir, progress, force=force_download)
+        fetching = Fetcher(repo_id, query, progress)
         if is_offline(local_files_only):
-            chosen = fetching.from_cache(partial(resolve, wanted=wanted), local_files_only=local_files_only)
+            chosen = fetching.from_cache(partial(resolve, query=query))
         else:
-            chosen = fetching.from_hub(partial(resolve, wanted=wanted), others=wanted)
+            chosen = fetching.from_hub(partial(resolve, query=query))
         if not fetching.was_asked:
             logger.warning(
                 "'%s' was not asked which files it has: beside the checkpoint comes what the cache has of it.", repo_id
@@ -90,8 +96,8 @@ def pull_checkpoint(
         with open_checkpoint(directory.rstrip("/"), variant=variant, verify=verify) as checkpoint:
             if local_dir is None:
                 return checkpoint.directory
-            below = len(wanted.path(""))
-            others = [path[below:] for path in other_files(_sizes_in(snapshot), wanted)]
+            below = len(query.path(""))
+            others = [path[below:] for path in other_files(_sizes_in(snapshot), query)]
             export(checkpoint, os.fspath(local_dir), others)
     except IntegrityError as error:
         if root is not None or force_download:
@@ -107,18 +113,7 @@ def pull_checkpoint(
     return os.fspath(local_dir)
 
 
-def fetch_checkpoint(
-    repo_id: str,
-    wanted: CheckpointQuery,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    local_files_only: bool = False,
-    force_download: bool = False,
-    with_others: bool = False,
-    progress: bool | None = None,
-) -> ResolvedCheckpoint:
+def fetch_checkpoint(repo_id: str, query: CheckpointQuery, progress: bool | None = None) -> ResolvedCheckpoint:
     """Bring what a load needs into the cache, all of one commit.
 
     One request tells the commit and its files; none where `revision` is a commit and all is in the cache. Where the
@@ -126,24 +121,13 @@ def fetch_checkpoint(
 
     Args:
         repo_id: "org/name".
-        wanted: Which checkpoint, and how much of it.
-        revision, token, cache_dir, local_files_only, force_download, progress: As in `pull_checkpoint`.
-        with_others: Bring what lies beside the checkpoint too, as `pull_checkpoint` does.
+        query: Which checkpoint, and how much of it.
+        progress: A bar on stderr: None: on a terminal.
 
     Raises:
         Everything that `pull_checkpoint` raises.
     """
-    return fetch(
-        repo_id,
-        partial(resolve, wanted=wanted),
-        revision=revision,
-        token=token,
-        cache_dir=cache_dir,
-        local_files_only=local_files_only,
-        force_download=force_download,
-        others=wanted if with_others else None,
-        progress=progress,
-    )
+    return fetch(repo_id, partial(resolve, query=query), query, progress)
 
 
 def _sizes_in(directory: str) -> dict[str, int]:

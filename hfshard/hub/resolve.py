@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
-
-from huggingface_hub.utils import filter_repo_objects
 
 from hfshard.constants import (
     ADAPTER_CONFIG_NAME,
@@ -47,20 +45,38 @@ _CUSTOM_GENERATE: Final = "custom_generate/generate.py"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointQuery:
-    """Which checkpoint of a repo is wanted, and how much of it."""
+    """Which checkpoint is asked for, how much of it, and how it is fetched.
+
+    Raises:
+        InvalidArgumentError: The variant can't be part of a file name.
+    """
 
     variant: str | None = None
+    """As in transformers' `from_pretrained`, and so are the next seven."""
     use_safetensors: bool | None = None
+    """None: safetensors before pickles; True: only them; False: only pickles."""
     subfolder: str = ""
-    has_code: bool = False
-    """Whether the repo's code may be run, so that it is needed."""
-    may_be_adapter: bool = False
-    """Whether an adapter is wanted too, alone or beside a model."""
+    revision: str | None = None
+    token: str | bool | None = field(default=None, repr=False)
+    cache_dir: str | os.PathLike[str] | None = None
+    local_files_only: bool = False
+    force_download: bool = False
     files_of: FilesOf | None = None
-    """Which shards; None: all."""
+    """Which of the files that an index names; None: all."""
+    needs_code: bool = False
+    """Whether the repo's code may be run, so that it is downloaded too."""
+    accepts_adapter: bool = False
+    """Whether an adapter is wanted too, alone or beside a model."""
+    needs_companions: bool = False
+    """Whether the files beside the checkpoint are downloaded too: tokenizer, README."""
     allow_patterns: list[str] | None = None
-    ignore_patterns: list[str] | None = None
     """Globs of paths: which of the files beside the checkpoint."""
+    ignore_patterns: list[str] | None = None
+    """Globs of paths: which of the files beside the checkpoint do not come."""
+
+    def __post_init__(self) -> None:
+        """Check the variant."""
+        WeightNames(self.variant)
 
     def path(self, name: str) -> str:
         """A file's path in the repo."""
@@ -83,10 +99,10 @@ class ResolvedCheckpoint:
 
 
 Resolver = Callable[[CommitFiles], ResolvedCheckpoint]
-"""Finds in a view what is wanted, and brings it; raises CheckpointNotFoundError where it is not there."""
+"""Finds in a view what is asked for, and downloads it; raises CheckpointNotFoundError where it is not there."""
 
 
-def resolve(view: CommitFiles, wanted: CheckpointQuery) -> ResolvedCheckpoint:
+def resolve(view: CommitFiles, query: CheckpointQuery) -> ResolvedCheckpoint:
     """Find a checkpoint, and bring what it needs.
 
     Raises:
@@ -94,22 +110,22 @@ def resolve(view: CommitFiles, wanted: CheckpointQuery) -> ResolvedCheckpoint:
         DamagedCheckpointError, UnsafePathError: Its config or index is not what it has to be.
         Whatever the view raises.
     """
-    names, path, absent = WeightNames(wanted.variant), wanted.path, list[str]()
-    directory = view.snapshot(wanted.subfolder.strip("/"))
-    present = _small_files(view, wanted, absent)
+    names, path, absent = WeightNames(query.variant), query.path, list[str]()
+    directory = view.snapshot(query.subfolder.strip("/"))
+    present = _small_files(view, query, absent)
     if not os.path.isfile(view.snapshot(path(CONFIG_NAME))):
-        guess = _find_weights(view, wanted, names, None, [])  # the config may name another: then it came for nothing
+        guess = _find_weights(view, query, names, None, [])  # the config may name another: then it came for nothing
         view.download([*present, path(guess.name)] if guess is not None and guess.is_index else present)
     config = read_config(directory)
     view.download(present)
-    found = _find_weights(view, wanted, names, checked_weights_override(config, directory, names), absent)
-    if wanted.has_code and _has_own_code(config):
+    found = _find_weights(view, query, names, checked_weights_override(config, directory, names), absent)
+    if query.needs_code and _has_own_code(config):
         present += view.code()
-    if wanted.has_code and not view.has(_CUSTOM_GENERATE, is_needed=False):
+    if query.needs_code and not view.has(_CUSTOM_GENERATE, is_needed=False):
         absent.append(_CUSTOM_GENERATE)
     if found is None:
-        if not (wanted.may_be_adapter and path(ADAPTER_CONFIG_NAME) in present):
-            raise _no_weights(view, wanted, names)
+        if not (query.accepts_adapter and path(ADAPTER_CONFIG_NAME) in present):
+            raise _no_weights(view, query, names)
         view.download(present)
         return ResolvedCheckpoint(directory, view.commit, tuple(present), None, tuple(absent))
     files = [*present, path(found.name)]
@@ -118,47 +134,47 @@ def resolve(view: CommitFiles, wanted: CheckpointQuery) -> ResolvedCheckpoint:
         index_path = os.path.join(directory, found.name)
         raw, _ = read_small(index_path, directory, MAX_INDEX_BYTES)
         index = CheckpointIndex.from_json(raw, index_path)
-        files += [path(name) for name in _shards(index, wanted)]
+        files += [path(name) for name in _shards(index, query)]
     view.download(files)
     return ResolvedCheckpoint(directory, view.commit, tuple(files), found.kind, tuple(absent))
 
 
-def _small_files(view: CommitFiles, wanted: CheckpointQuery, absent: list[str]) -> list[str]:
+def _small_files(view: CommitFiles, query: CheckpointQuery, absent: list[str]) -> list[str]:
     """Config and what goes with it, as far as they are there."""
     present = []
     for name, is_needed in (
         (CONFIG_NAME, False),
         (GENERATION_CONFIG_NAME, False),
-        (ADAPTER_CONFIG_NAME, wanted.may_be_adapter),
+        (ADAPTER_CONFIG_NAME, query.accepts_adapter),
     ):
-        path = wanted.path(name)
+        path = query.path(name)
         if not view.has(path, is_needed=is_needed):
             absent.append(path)
-        elif name != ADAPTER_CONFIG_NAME or wanted.may_be_adapter:
+        elif name != ADAPTER_CONFIG_NAME or query.accepts_adapter:
             present.append(path)
     return present
 
 
-def other_files(files: Mapping[str, int], wanted: CheckpointQuery) -> list[str]:
+def other_files(files: Mapping[str, int], query: CheckpointQuery) -> list[str]:
     """What lies beside the weights in the folder of a checkpoint: tokenizer, code, README.
 
     Of a training checkpoint the model is taken alone, so that what comes is no damaged training checkpoint.
 
     Args:
         files: Path in the repo -> bytes.
-        wanted: The checkpoint.
+        query: The checkpoint.
     """
-    below = wanted.path("")
-    is_training = not wanted.allow_patterns and all(below + name in files for name in _TRAINING)
+    from huggingface_hub.utils import filter_repo_objects  # here, because it takes time to import
+
+    below = query.path("")
+    is_training = not query.allow_patterns and all(below + name in files for name in _TRAINING)
     found = [
         path
         for path, size in files.items()
         if not (is_training and path.removeprefix(below) in _TRAINING)
-        if path.startswith(below) and _is_beside(path.removeprefix(below), size, is_asked=bool(wanted.allow_patterns))
+        if path.startswith(below) and _is_beside(path.removeprefix(below), size, is_asked=bool(query.allow_patterns))
     ]
-    return list(
-        filter_repo_objects(found, allow_patterns=wanted.allow_patterns, ignore_patterns=wanted.ignore_patterns)
-    )
+    return list(filter_repo_objects(found, allow_patterns=query.allow_patterns, ignore_patterns=query.ignore_patterns))
 
 
 def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
@@ -177,20 +193,20 @@ def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
 
 
 def _find_weights(
-    view: CommitFiles, wanted: CheckpointQuery, names: WeightNames, override: str | None, absent: list[str]
+    view: CommitFiles, query: CheckpointQuery, names: WeightNames, override: str | None, absent: list[str]
 ) -> WeightsEntry | None:
     """The file by which the checkpoint is entered, if there is one; the candidates that are missing go to `absent`."""
-    for candidate in candidate_weights(names, wanted.use_safetensors, override):
-        if view.has(wanted.path(candidate.name)):
+    for candidate in candidate_weights(names, query.use_safetensors, override):
+        if view.has(query.path(candidate.name)):
             return candidate
-        absent.append(wanted.path(candidate.name))
+        absent.append(query.path(candidate.name))
     return None
 
 
-def _shards(index: CheckpointIndex, wanted: CheckpointQuery) -> list[str]:
+def _shards(index: CheckpointIndex, query: CheckpointQuery) -> list[str]:
     """The shards that are needed; all: also those that hold no tensor."""
-    if wanted.files_of is not None:
-        return sorted(wanted.files_of(index))
+    if query.files_of is not None:
+        return sorted(query.files_of(index))
     listed = {name for name in index.files if name.endswith(SAFETENSORS_SUFFIX)}
     return sorted(set(index.weight_map.values()) | listed)
 
@@ -203,9 +219,9 @@ def _has_own_code(config: bytes | None) -> bool:
     return isinstance(value, dict) and bool(value.get("auto_map"))
 
 
-def _no_weights(view: CommitFiles, wanted: CheckpointQuery, names: WeightNames) -> CheckpointNotFoundError:
-    variant = f" of variant '{wanted.variant}'" if wanted.variant is not None else ""
-    where = f" in the folder '{wanted.subfolder}'" if wanted.subfolder else ""
-    looked_for = [candidate.name for candidate in candidate_weights(names, wanted.use_safetensors)]
+def _no_weights(view: CommitFiles, query: CheckpointQuery, names: WeightNames) -> CheckpointNotFoundError:
+    variant = f" of variant '{query.variant}'" if query.variant is not None else ""
+    where = f" in the folder '{query.subfolder}'" if query.subfolder else ""
+    looked_for = [candidate.name for candidate in candidate_weights(names, query.use_safetensors)]
     what, todo = view.description()
     return CheckpointNotFoundError(f"{what} has no weights{variant}{where}: none of {', '.join(looked_for)}. {todo}")

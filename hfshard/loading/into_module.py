@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfshard.loading.options import LoadOptions
 from hfshard.loading.reading import read_tensors
 from hfshard.state_dicts.state_dict import (
     KeyMismatch,
@@ -20,7 +21,6 @@ from hfshard.state_dicts.state_dict import (
 )
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.weights.tensor_reader import ReadMode
 
 
 def match_to_model(
@@ -40,14 +40,13 @@ def match_to_model(
     return fitting, compare(fitting, own)
 
 
-def load_into_module(model: nn.Module, checkpoint: OpenCheckpoint, read: ReadMode, *, strict: bool) -> dict[str, Any]:
+def load_into_module(model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions) -> dict[str, Any]:
     """Load a checkpoint into a module.
 
     Args:
         model: Changed; wrappers around it are looked through.
         checkpoint: Open.
-        read: How the bytes come into memory.
-        strict: Refuse missing and unexpected names.
+        options: How; `strict=False` passes over missing and unexpected names.
 
     Returns:
         What differs, in the form of transformers' `output_loading_info`.
@@ -57,9 +56,9 @@ def load_into_module(model: nn.Module, checkpoint: OpenCheckpoint, read: ReadMod
     """
     model = unwrap(model)
     own = collect_state_dict(model)
-    tensors, difference = match_to_model(read_tensors(checkpoint, None, "cpu", read), own)
+    tensors, difference = match_to_model(read_tensors(checkpoint, None, "cpu", options.read), own)
     matched = len(own) - len(difference.missing)
-    difference.raise_unless_allowed(strict=strict, path=checkpoint.directory, matched=matched)
+    difference.raise_unless_allowed(strict=options.strict is not False, path=checkpoint.directory, matched=matched)
     assign(model, tensors)
     return {
         "missing_keys": set(difference.missing),

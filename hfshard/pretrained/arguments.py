@@ -17,6 +17,7 @@ from transformers.utils.import_utils import is_peft_available
 
 from hfshard._util.arguments import refuse_unknown
 from hfshard.constants import WEIGHTS_OVERRIDE_KEY
+from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.tensors.dtypes import TORCH_DTYPES
@@ -56,8 +57,7 @@ def where_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def source_of(name: str, kwargs: Mapping[str, Any]) -> CheckpointSource:
     """Where these arguments say that the files come from."""
-    return CheckpointSource(
-        name,
+    query = CheckpointQuery(
         subfolder=kwargs.get("subfolder") or "",
         variant=kwargs.get("variant"),
         use_safetensors=kwargs.get("use_safetensors"),
@@ -66,26 +66,27 @@ def source_of(name: str, kwargs: Mapping[str, Any]) -> CheckpointSource:
         cache_dir=kwargs.get("cache_dir"),
         local_files_only=bool(kwargs.get("local_files_only")),
         force_download=bool(kwargs.get("force_download")),
-        has_code=bool(kwargs.get("trust_remote_code")),
-        may_be_adapter=bool(is_peft_available()),
+        needs_code=bool(kwargs.get("trust_remote_code")),
+        accepts_adapter=bool(is_peft_available()),
     )
+    return CheckpointSource(name, query)
 
 
-def pinned(kwargs: Mapping[str, Any], place: LocalCheckpoint) -> dict[str, Any]:
+def pinned(kwargs: Mapping[str, Any], local: LocalCheckpoint) -> dict[str, Any]:
     """The same arguments, by which upstream finds in the cache what was pulled, and asks nobody."""
-    if place.commit is None:
+    if local.commit is None:
         return dict(kwargs)
-    return {**kwargs, "revision": place.commit, "force_download": False}
+    return {**kwargs, "revision": local.commit, "force_download": False}
 
 
-def commit_argument(place: LocalCheckpoint) -> dict[str, str]:
+def commit_argument(local: LocalCheckpoint) -> dict[str, str]:
     """The argument by which transformers before 5.20 believes the cache that a repo's commit has no such file."""
     takes = "_commit_hash" in inspect.signature(cached_files).parameters
-    return {"_commit_hash": place.commit} if takes and place.commit is not None else {}
+    return {"_commit_hash": local.commit} if takes and local.commit is not None else {}
 
 
 def config_of(
-    model_class: type[PreTrainedModel], place: LocalCheckpoint, kwargs: dict[str, Any]
+    model_class: type[PreTrainedModel], local: LocalCheckpoint, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """The config, and what is left of the arguments for the model's constructor."""
     rest = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS}
@@ -96,9 +97,9 @@ def config_of(
         return config, model_kwargs
     config_class = cast(Any, model_class).config_class
     config, model_kwargs = config_class.from_pretrained(
-        config if config is not None else place.path,
+        config if config is not None else local.path,
         return_unused_kwargs=True,
-        **_where_config_is(kwargs, place),
+        **_where_config_is(kwargs, local),
         **rest,
     )
     model_kwargs = {key: value for key, value in model_kwargs.items() if key in rest and key not in CONFIG_ATTRIBUTES}
@@ -109,12 +110,12 @@ def config_of(
     return config, model_kwargs
 
 
-def _where_config_is(kwargs: Mapping[str, Any], place: LocalCheckpoint) -> dict[str, Any]:
+def _where_config_is(kwargs: Mapping[str, Any], local: LocalCheckpoint) -> dict[str, Any]:
     """Where the config comes from; one of another repo is of the revision that the caller gave, not of our commit."""
     where = where_of(kwargs)
-    if kwargs.get("config") is not None and place.commit is not None:
-        where["revision"] = place.revision
-        if place.revision is None:
+    if kwargs.get("config") is not None and local.commit is not None:
+        where["revision"] = local.revision
+        if local.revision is None:
             del where["revision"]
     return where
 
@@ -159,23 +160,23 @@ def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]
 
 
 def class_of_auto(
-    auto: Any, place: LocalCheckpoint, kwargs: dict[str, Any]
+    auto: Any, local: LocalCheckpoint, kwargs: dict[str, Any]
 ) -> tuple[type[PreTrainedModel], dict[str, Any]]:
     """The class that an Auto class would build, found by building it without weights."""
     if not isinstance(kwargs.get("config"), PreTrainedConfig):
         rest = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
         config = AutoConfig.from_pretrained(
-            kwargs.get("config") or place.path,
+            kwargs.get("config") or local.path,
             trust_remote_code=kwargs.get("trust_remote_code"),
-            **_where_config_is(kwargs, place),
+            **_where_config_is(kwargs, local),
             **rest,
         )
     else:
         config = kwargs["config"]
-    config.name_or_path = place.path
+    config.name_or_path = local.path
     from_auto = {**kwargs, "_from_auto": True}
     from_auto.pop("code_revision", None)
-    if (custom := _custom_class(auto, config, place.path, kwargs)) is not None:
+    if (custom := _custom_class(auto, config, local.path, kwargs)) is not None:
         return custom, from_auto
     with torch.device("meta"):
         model: nn.Module = auto.from_config(config, trust_remote_code=kwargs.get("trust_remote_code"))

@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,6 +22,7 @@ from hfshard.errors import (
     InvalidArgumentError,
     StateDictMismatchError,
 )
+from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source
 from hfshard.pretrained.arguments import (
     CONFIG_ATTRIBUTES,
@@ -44,9 +44,8 @@ from hfshard.state_dicts.state_dict import (
     strip_compiled,
     strip_wrappers,
 )
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.locate import check_generation_config
-from hfshard.storage.weights.tensor_reader import ReadMode, check_read_mode
 
 logger = logging.getLogger(__name__)
 
@@ -64,24 +63,22 @@ def _forget_building() -> None:
 os.register_at_fork(after_in_child=_forget_building)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """hfshard's own arguments of from_pretrained."""
+def load_class(
+    model_class: Any, path: Any, model_args: tuple[Any, ...], kwargs: dict[str, Any], options: LoadOptions
+) -> Any:
+    """Build a model of a transformers class, concrete or Auto.
 
-    strict: bool | None = None
-    verify: Verify = "structure"
-    read: ReadMode = "auto"
-    progress: bool | None = None
+    Args:
+        model_class: The class.
+        path: A directory or a repo.
+        model_args: Positional arguments of its `from_pretrained`.
+        kwargs: Keyword arguments of its `from_pretrained`.
+        options: hfshard's own.
 
-
-def load_class(model_class: Any, path: Any, *model_args: Any, **kwargs: Any) -> Any:
-    """`load_model` for a transformers class, concrete or Auto."""
-    options = LoadOptions(
-        kwargs.pop("strict", None),
-        kwargs.pop("verify", "structure"),
-        check_read_mode(kwargs.pop("read", "auto"), disable_mmap=kwargs.get("disable_mmap")),
-        kwargs.pop("progress", None),
-    )
+    Raises:
+        InvalidArgumentError: It is not a transformers class.
+        Everything that `load_pretrained` raises.
+    """
     if not (isinstance(model_class, type) and hasattr(model_class, "from_pretrained")):
         raise InvalidArgumentError(
             f"load_model takes a module or a transformers class, and {model_class!r} is neither."
@@ -89,11 +86,11 @@ def load_class(model_class: Any, path: Any, *model_args: Any, **kwargs: Any) -> 
     if issubclass(model_class, PreTrainedModel):
         return load_pretrained(model_class.from_pretrained, model_class, path, model_args, kwargs, options)
     name = os.fspath(path)
-    place = source_of(name, kwargs).place(options.progress)
-    if is_adapter(place.directory):  # its base may be another repo, of which our commit is none
-        return cast(Any, model_class).from_pretrained(place.path, *model_args, **kwargs)
-    concrete, kwargs = class_of_auto(model_class, place, pinned(kwargs, place))
-    return load_pretrained(concrete.from_pretrained, concrete, name, model_args, kwargs, options, place)
+    local = source_of(name, kwargs).fetch(options.progress)
+    if is_adapter(local.directory):  # its base may be another repo, of which our commit is none
+        return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
+    concrete, kwargs = class_of_auto(model_class, local, pinned(kwargs, local))
+    return load_pretrained(concrete.from_pretrained, concrete, name, model_args, kwargs, options, local)
 
 
 def load_pretrained(
@@ -103,7 +100,7 @@ def load_pretrained(
     model_args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     options: LoadOptions,
-    place: LocalCheckpoint | None = None,
+    local: LocalCheckpoint | None = None,
 ) -> Any:
     """Build a model as upstream's `from_pretrained` does, from bytes that hfshard has located, checked and opened.
 
@@ -114,7 +111,7 @@ def load_pretrained(
         model_args: Positional arguments for the model.
         kwargs: Keyword arguments of `from_pretrained`.
         options: hfshard's own.
-        place: Where the checkpoint lies, if that is known.
+        local: Where the checkpoint lies, if that is known.
 
     Returns:
         What `build` returns.
@@ -128,19 +125,19 @@ def load_pretrained(
         return build(path, *model_args, **kwargs)
     name = os.fspath(path)
     source = source_of(name, kwargs)
-    place = place or source.place(options.progress)
-    if is_adapter(place.directory):  # its base may be another repo, of which our commit is none
-        return _checked_then_handed_over(build, place, model_args, kwargs, source, options)
-    kwargs = pinned(kwargs, place)
-    if needs_transformers_loader(place.directory, model_class, kwargs):
-        return _checked_then_handed_over(build, place, model_args, kwargs, source, options)
+    local = local or source.fetch(options.progress)
+    if is_adapter(local.directory):  # its base may be another repo, of which our commit is none
+        return _checked_then_handed_over(build, local, model_args, kwargs, source, options)
+    kwargs = pinned(kwargs, local)
+    if needs_transformers_loader(local.directory, model_class, kwargs):
+        return _checked_then_handed_over(build, local, model_args, kwargs, source, options)
     for _ in range(CHANGED_RETRIES):
-        with open_source(source, options.verify, options.progress, place) as checkpoint:
+        with open_source(source, options, local) as checkpoint:
             _refuse_full_pickle(checkpoint, kwargs)
-            config, model_kwargs = config_of(model_class, place, kwargs)
+            config, model_kwargs = config_of(model_class, local, kwargs)
             if not checkpoint.is_unchanged():
                 continue  # a save came between the config and the weights
-            return _ModelBuilder(build, model_class, name, place, checkpoint, options).build(
+            return _ModelBuilder(build, model_class, name, local, checkpoint, options).build(
                 model_args, config, model_kwargs, kwargs
             )
     raise CheckpointChangedError(f"The checkpoint in '{name}' kept changing. Load it when the save is done.", path=name)
@@ -154,12 +151,16 @@ class _ModelBuilder:
         build: Callable[..., Any],
         model_class: type[PreTrainedModel],
         name: str,
-        place: LocalCheckpoint,
+        local: LocalCheckpoint,
         checkpoint: OpenCheckpoint,
         options: LoadOptions,
     ) -> None:
-        self.call, self.model_class, self.name, self.place = build, model_class, name, place
-        self.checkpoint, self.options = checkpoint, options
+        self.call = build
+        self.model_class = model_class
+        self.name = name
+        self.local = local
+        self.checkpoint = checkpoint
+        self.options = options
 
     def build(
         self, model_args: tuple[Any, ...], config: Any, model_kwargs: dict[str, Any], kwargs: dict[str, Any]
@@ -224,7 +225,7 @@ class _ModelBuilder:
         if nothing or (self.options.strict and (missing or unexpected or info["mismatched_keys"])):
             raise StateDictMismatchError(
                 f"The checkpoint '{self.name}' does not fit {type(model).__name__}: {difference.summary()}. "
-                f"Compare the names with: hfshard inspect --tensors {self.place.directory}",
+                f"Compare the names with: hfshard inspect --tensors {self.local.directory}",
                 path=self.name,
                 missing_keys=difference.missing,
                 unexpected_keys=difference.unexpected,
@@ -265,10 +266,10 @@ class _ModelBuilder:
             kwargs.get("generation_config"),
             kwargs.get("_from_auto", False),
             kwargs.get("_from_pipeline"),
-            self.place.path,
+            self.local.path,
             **where,
             trust_remote_code=kwargs.get("trust_remote_code"),
-            **commit_argument(self.place),
+            **commit_argument(self.local),
             **rest,
         )
 
@@ -293,18 +294,18 @@ def _reports_naming(name: str) -> Iterator[None]:
 
 def _checked_then_handed_over(
     build: Callable[..., Any],
-    place: LocalCheckpoint,
+    local: LocalCheckpoint,
     model_args: tuple[Any, ...],
     kwargs: dict[str, Any],
     source: CheckpointSource,
     options: LoadOptions,
 ) -> Any:
     try:
-        with open_source(source, options.verify, options.progress, place):
+        with open_source(source, options, local):
             pass
     except CheckpointNotFoundError:
-        logger.debug("'%s' holds no weights that hfshard knows; upstream looks for others.", place.directory)
-    return build(place.path, *model_args, **kwargs)
+        logger.debug("'%s' holds no weights that hfshard knows; upstream looks for others.", local.directory)
+    return build(local.path, *model_args, **kwargs)
 
 
 def _refuse_full_pickle(checkpoint: OpenCheckpoint, kwargs: Mapping[str, Any]) -> None:

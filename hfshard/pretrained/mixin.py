@@ -14,8 +14,9 @@ from hfshard._util.arguments import refuse_unknown
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.pushing.request import PushOptions
+from hfshard.loading.options import LoadOptions
 from hfshard.planning.plan import Packing
-from hfshard.pretrained.build import LoadOptions, load_pretrained
+from hfshard.pretrained.build import load_pretrained
 from hfshard.pretrained.class_alias import (
     alias_class,
     architecture_of,
@@ -31,7 +32,7 @@ from hfshard.saving.options import SaveOptions
 from hfshard.saving.to_directory import save_request
 from hfshard.storage.checkpoint.checkpoint import Verify
 from hfshard.storage.format.integrity import Checksum
-from hfshard.storage.weights.tensor_reader import ReadMode, check_read_mode
+from hfshard.storage.weights.tensor_reader import ReadMode
 
 _PUSH_ARGUMENTS = frozenset(
     ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags", "path_in_repo")
@@ -241,7 +242,9 @@ class ShardedModelMixin:
             raise InvalidArgumentError(
                 f"{cls.__name__} is no transformers model: make an object of it, and call hfshard.load_model(it, path)."
             )
-        options = LoadOptions(strict, verify, check_read_mode(read, disable_mmap=kwargs.get("disable_mmap")), progress)
+        options = LoadOptions(
+            strict=strict, verify=verify, read=read, disable_mmap=kwargs.get("disable_mmap"), progress=progress
+        )
         twin: Any = alias_class(cls)
         build = super(ShardedModelMixin, twin).from_pretrained  # type: ignore[misc]
         built = load_pretrained(build, twin, pretrained_model_name_or_path, model_args, kwargs, options)

@@ -19,17 +19,18 @@ def is_same_directory(directory: str, other: str) -> bool:
     return os.path.isdir(directory) and os.path.isdir(other) and os.path.samefile(directory, other)
 
 
-def check_places(source: CheckpointSource, place: LocalCheckpoint, dst: str, *, is_in_place: bool) -> None:
+def check_places(source: CheckpointSource, local: LocalCheckpoint, dst: str, *, is_in_place: bool) -> None:
     """Refuse to write into the source, but for a checkpoint that is replaced; what a hub keeps is nobody's to write."""
-    root, target = os.path.realpath(place.directory), os.path.realpath(dst)
-    if source.subfolder and not is_in_place and os.path.isdir(source.path) and is_same_directory(source.path, dst):
+    root, target = os.path.realpath(local.directory), os.path.realpath(dst)
+    subfolder = source.query.subfolder
+    if subfolder and not is_in_place and is_same_directory(source.path, dst):
         raise InvalidArgumentError(
-            f"'{dst}' holds the source in its folder '{source.subfolder}': to re-shard that in place, give "
-            f"'{place.directory}' twice; else give a directory outside.",
+            f"'{dst}' holds the source in its folder '{subfolder}': to re-shard that in place, give "
+            f"'{local.directory}' twice; else give a directory outside.",
             path=dst,
         )
     hub = directory_of(source.path) or (source.path if os.path.isdir(source.path) else None)
-    is_hub = place.commit is not None or (hub is not None and has_hub_marker(hub)) or _is_snapshot(root)
+    is_hub = local.commit is not None or (hub is not None and has_hub_marker(hub)) or _is_snapshot(root)
     roots = [root, os.path.realpath(hub)] if is_hub and hub is not None else [root]
     if any(target.startswith(above.rstrip("/") + "/") or (is_hub and target == above) for above in roots):
         what = "what a hub keeps" if is_hub else "the checkpoint that is re-sharded"

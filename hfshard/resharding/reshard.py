@@ -12,6 +12,7 @@ import torch
 
 from hfshard.constants import CONFIG_NAME
 from hfshard.errors import InvalidArgumentError
+from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, open_source
 from hfshard.resharding.checks import (
     check_in_place,
@@ -73,16 +74,18 @@ def reshard_source(
         Everything that `reshard_checkpoint` raises.
     """
     floating = _floating_dtype(dtype)
-    local = source.local_place()
+    local = source.find_local()
     is_in_place = local is not None and is_same_directory(local.directory, dst)
     if low_disk and (not is_in_place or floating is not None):
         raise InvalidArgumentError(
             "low_disk re-shards a checkpoint in place and as it is: give the same directory twice, and no dtype.",
             path=dst,
         )
-    place = local or replace(source, has_others=True).place(options.progress)
-    check_places(source, place, dst, is_in_place=is_in_place)
-    with open_source(source, "structure", options.progress, place) as checkpoint:
+    if local is None:
+        query = replace(source.query, needs_companions=True)
+        local = replace(source, query=query).fetch(options.progress)
+    check_places(source, local, dst, is_in_place=is_in_place)
+    with open_source(source, LoadOptions(progress=options.progress), local) as checkpoint:
         if is_in_place:
             check_in_place(checkpoint, low_disk=low_disk)
         request = with_tensors(SaveRequest(options=options), checkpoint)
@@ -99,8 +102,8 @@ def reshard_source(
             )
         save = partial(reshard_in_place, checkpoint) if low_disk else save_request
         index = save(request, dst, partial(check_unchanged, checkpoint, identities))
-    files = {os.path.relpath(path, place.directory): size for path, (_, _, size, _) in identities.items()}
-    return ReshardResult(dst, index, place.directory, files, is_compared, tuple(request.companion_files))
+    files = {os.path.relpath(path, local.directory): size for path, (_, _, size, _) in identities.items()}
+    return ReshardResult(dst, index, local.directory, files, is_compared, tuple(request.companion_files))
 
 
 def _floating_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -20,28 +20,24 @@ from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, Resolver, o
 logger = logging.getLogger(__name__)
 
 
-def fetch(
-    repo_id: str,
-    pick: Resolver,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    local_files_only: bool = False,
-    force_download: bool = False,
-    others: CheckpointQuery | None = None,
-    progress: bool | None = None,
-) -> ResolvedCheckpoint:
-    """Bring what somebody picks into the cache, as `fetch_checkpoint` does; `others`: what lies beside this, too."""
-    fetching = Fetcher(repo_id, revision, token, cache_dir, progress, force=force_download)
-    if is_offline(local_files_only):
-        return fetching.from_cache(pick, local_files_only=local_files_only)
-    if is_commit(revision) and not force_download and others is None:
+def fetch(repo_id: str, pick: Resolver, query: CheckpointQuery, progress: bool | None = None) -> ResolvedCheckpoint:
+    """Bring what somebody picks into the cache, all of one commit, as `fetch_checkpoint` does.
+
+    Args:
+        repo_id: "org/name".
+        pick: Finds in a commit what is wanted, and downloads it.
+        query: Of which revision, and whether the files beside the checkpoint come too.
+        progress: A bar on stderr: None: on a terminal.
+    """
+    fetching = Fetcher(repo_id, query, progress)
+    if is_offline(query.local_files_only):
+        return fetching.from_cache(pick)
+    if is_commit(query.revision) and not query.force_download and not query.needs_companions:
         try:
-            return pick(CachedFiles(fetching.cache, str(revision), repo_id, is_sure=True))
+            return pick(CachedFiles(fetching.cache, str(query.revision), repo_id, is_sure=True))
         except NotCachedError as error:
             logger.debug("%s: the Hub is asked.", error)
-    return fetching.from_hub(pick, others=others)
+    return fetching.from_hub(pick)
 
 
 def resolve(
@@ -97,24 +93,16 @@ def check_repo_id(repo_id: str) -> None:
 class Fetcher:
     """One fetch of a repo's files into its cache."""
 
-    def __init__(
-        self,
-        repo_id: str,
-        revision: str | None,
-        token: str | bool | None,
-        cache_dir: str | os.PathLike[str] | None,
-        progress: bool | None,
-        *,
-        force: bool,
-    ) -> None:
+    def __init__(self, repo_id: str, query: CheckpointQuery, progress: bool | None) -> None:
         check_repo_id(repo_id)
-        self.repo_id, self.revision, self.token = repo_id, revision, token
-        self.progress, self.force = progress, force
-        self.cache = RepoCache(repo_id, cache_dir)
+        self.repo_id = repo_id
+        self.query = query
+        self.progress = progress
+        self.cache = RepoCache(repo_id, query.cache_dir)
         self.was_asked = False
         """Whether the Hub told which files there are."""
 
-    def from_hub(self, pick: Resolver, *, others: CheckpointQuery | None = None) -> ResolvedCheckpoint:
+    def from_hub(self, pick: Resolver) -> ResolvedCheckpoint:
         """Ask the Hub, and bring what is not in the cache."""
         try:
             tree = self._tree(pick)
@@ -125,17 +113,20 @@ class Fetcher:
             return chosen
         self.was_asked = True
         view = RemoteFiles(
-            HubReader(self.repo_id, tree, self.token), self.cache, force=self.force, progress=self.progress
+            HubReader(self.repo_id, tree, self.query.token),
+            self.cache,
+            force=self.query.force_download,
+            progress=self.progress,
         )
         chosen = pick(view)
-        if others is not None:
-            view.download(other_files({path: file.size for path, file in tree.files.items()}, others))
+        if self.query.needs_companions:
+            view.download(other_files({path: file.size for path, file in tree.files.items()}, self.query))
         for path in chosen.absent:
             self.cache.mark_missing(tree.commit, path)
-        self.cache.remember(self.revision, tree.commit)
+        self.cache.remember(self.query.revision, tree.commit)
         return chosen
 
-    def from_cache(self, pick: Resolver, *, local_files_only: bool) -> ResolvedCheckpoint:
+    def from_cache(self, pick: Resolver) -> ResolvedCheckpoint:
         """Ask nobody.
 
         Raises:
@@ -143,11 +134,11 @@ class Fetcher:
         """
         why = (
             "local_files_only=True allows no download"
-            if local_files_only
+            if self.query.local_files_only
             else f"offline mode is on ({offline_variable()})"
         )
-        how = "without local_files_only" if local_files_only else f"with {offline_variable()} unset"
-        revision = self.revision or constants.DEFAULT_REVISION
+        how = "without local_files_only" if self.query.local_files_only else f"with {offline_variable()} unset"
+        revision = self.query.revision or constants.DEFAULT_REVISION
         todo = f"Run it once {how}; to see the files of the repo, run: hf models ls {self.repo_id}"
         commit = self.cache.commit_of(revision)
         if commit is None or not os.path.isdir(self.cache.snapshot(commit)):
@@ -163,12 +154,12 @@ class Fetcher:
     def _tree(self, pick: Resolver) -> RepoTree:
         """Ask at once; where the cache has all that is wanted, once is enough."""
         try:
-            return resolve(self.repo_id, self.revision, self.token, retries=0)
+            return resolve(self.repo_id, self.query.revision, self.query.token, retries=0)
         except HubConnectionError as error:
             if self._cached(pick) is not None:
                 raise
             logger.info("%s It is tried again.", error)
-        return resolve(self.repo_id, self.revision, self.token)
+        return resolve(self.repo_id, self.query.revision, self.query.token)
 
     def _despite(self, error: HubConnectionError, pick: Resolver) -> ResolvedCheckpoint | None:
         chosen = self._cached(pick)
@@ -178,8 +169,8 @@ class Fetcher:
 
     def _cached(self, pick: Resolver) -> ResolvedCheckpoint | None:
         """What the cache has, where that is all of it."""
-        commit = self.cache.commit_of(self.revision)
-        if commit is None or self.force:
+        commit = self.cache.commit_of(self.query.revision)
+        if commit is None or self.query.force_download:
             return None
         try:
             return pick(CachedFiles(self.cache, commit, self.repo_id, is_sure=False))

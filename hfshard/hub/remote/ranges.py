@@ -39,8 +39,7 @@ GAP_BYTES: Final = 64 * 1024
 def open_by_ranges(
     repo_id: str,
     tree: RepoTree,
-    token: str | bool | None,
-    wanted: CheckpointQuery,
+    query: CheckpointQuery,
     names_of: NamesOf,
     *,
     verify: Verify = "structure",
@@ -53,8 +52,7 @@ def open_by_ranges(
     Args:
         repo_id: "org/name".
         tree: The commit and its files.
-        token: As in huggingface_hub.
-        wanted: Which checkpoint; its `files_of` says which shards.
+        query: Which checkpoint; its `files_of` says which shards.
         names_of: Which tensors of an index.
         verify: "full" refuses tensors that have no checksum.
         progress: A bar on stderr: None: on a terminal.
@@ -67,9 +65,9 @@ def open_by_ranges(
         InvalidArgumentError: Its weights are pickled: they have no ranges.
         DamagedCheckpointError, IntegrityError: A header or a tensor is not what it has to be.
     """
-    remote = HubReader(repo_id, tree, token)
+    remote = HubReader(repo_id, tree, query.token)
     with tempfile.TemporaryDirectory(prefix="hfshard-ranges-") as folder:
-        chosen = resolve(_View(remote, folder), wanted)
+        chosen = resolve(_View(remote, folder), query)
         if chosen.kind not in ("single", "index"):
             raise InvalidArgumentError(
                 f"'{repo_id}' has pickled weights, of which no ranges can be read. Leave out ranges=True.", path=repo_id
@@ -79,10 +77,10 @@ def open_by_ranges(
         index = None
         if chosen.kind == "index":
             with open_checkpoint(  # of the index alone
-                chosen.directory, variant=wanted.variant, verify="none", files_of=lambda index: ()
+                chosen.directory, variant=query.variant, verify="none", files_of=lambda index: ()
             ) as empty:
                 index = empty.index
-        below = len(wanted.path(""))
+        below = len(query.path(""))
         parts = [_Part(remote, path, folder, path[below:]) for path in weights]
         by_path = {part.path: part for part in parts}
         for_each_path(lambda path: by_path[path].read_header(), weights, remote.cancelled)
@@ -94,7 +92,7 @@ def open_by_ranges(
         for part in parts:
             part.check()
         with open_checkpoint(
-            chosen.directory, variant=wanted.variant, use_safetensors=True, verify="none", files_of=wanted.files_of
+            chosen.directory, variant=query.variant, use_safetensors=True, verify="none", files_of=query.files_of
         ) as checkpoint:
             yield checkpoint
 

@@ -40,6 +40,16 @@ FilesOf = Callable[[CheckpointIndex], Collection[str]]
 """Of the files that an index names, those that are needed."""
 
 
+def check_verify_level(verify: str) -> None:
+    """Refuse an unknown value of `verify`.
+
+    Raises:
+        InvalidArgumentError: It is not one of `Verify`.
+    """
+    if verify not in ("none", "structure", "full", "sha256"):
+        raise InvalidArgumentError(f"verify must be 'none', 'structure' or 'full' (or 'sha256'), got {verify!r}.")
+
+
 @dataclass
 class OpenCheckpoint:
     """A checkpoint whose files are open and checked.
@@ -127,8 +137,7 @@ def open_checkpoint(
         CheckpointChangedError: It kept changing.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Something is wrong with a file.
     """
-    if verify not in ("none", "structure", "full", "sha256"):
-        raise InvalidArgumentError(f"verify must be 'none', 'structure' or 'full' (or 'sha256'), and is {verify!r}.")
+    check_verify_level(verify)
     names = WeightNames(variant, base)
     checkpoint = _open_until_whole(directory, names, use_safetensors, verify, files_of, weights_name)
     try:

@@ -19,6 +19,7 @@ from hfshard.errors import (
 )
 from hfshard.hub.address import split_address
 from hfshard.hub.pushing.request import PushOptions, PushRequest
+from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
 from hfshard.loading.source import CheckpointSource
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import sha256_of
@@ -33,7 +34,6 @@ from hfshard.training.step import checked_step
 if TYPE_CHECKING:
     from hfshard.hub.protocols import CommitFiles
     from hfshard.hub.repo_tree import PushResult, RemoteFile
-    from hfshard.hub.resolve import ResolvedCheckpoint
 
 # What speaks to the Hub is imported when it is needed: huggingface_hub takes time to import.
 
@@ -223,14 +223,15 @@ def checked_at(
     if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
         raise InvalidArgumentError(f"'{place}' is neither a place nor a step: give a step as a number, {int(place)}.")
     path, revision = split_address(place)
-    local = CheckpointSource(path, revision=revision).local_place()
+    query = CheckpointQuery(revision=revision, token=token)
+    local = CheckpointSource(path, query).find_local()
     if local is not None:
         directory = local.directory
         _refuse_other_directories(directory)
     else:
         from hfshard.hub.remote.fetching import fetch
 
-        directory = fetch(path, _pick, revision=revision, token=token, progress=progress).directory
+        directory = fetch(path, _pick, query, progress).directory
     manifest = read_checkpoint_manifest(directory)
     found = RunCheckpoint(directory, manifest.step, manifest)
     try:
@@ -261,8 +262,6 @@ def check_repo(repo_id: str) -> None:
 
 def _pick(view: CommitFiles) -> ResolvedCheckpoint:
     """All files of a training checkpoint."""
-    from hfshard.hub.resolve import ResolvedCheckpoint
-
     if not view.has(MANIFEST):
         what, todo = view.description()
         raise _no_checkpoint(what, f"{todo}. A model alone is loaded by hfshard.load_model.")
