@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from hfshard._util.text import list_some
 from hfshard.errors import StateDictMismatchError
 
 KeySelection = Collection[str] | Callable[[str], bool] | str
@@ -131,7 +132,7 @@ def select_keys(names: Iterable[str], keys: KeySelection | None) -> list[str]:
     empty = tuple(pattern for pattern in patterns if not found[pattern])
     if empty:
         raise StateDictMismatchError(
-            f"The checkpoint has no tensor that matches {_listed(empty)}. "
+            f"The checkpoint has no tensor that matches {list_some(empty, _SHOWN_KEYS)}. "
             "To see the names, run: hfshard inspect --tensors DIR",
             missing_keys=empty,
         )
@@ -175,15 +176,15 @@ class KeyMismatch:
         """All of it in words."""
         parts = []
         if self.missing:
-            parts.append(f"{len(self.missing)} missing: {_listed(self.missing)}")
+            parts.append(f"{len(self.missing)} missing: {list_some(self.missing, _SHOWN_KEYS)}")
         if self.unexpected:
-            parts.append(f"{len(self.unexpected)} unexpected: {_listed(self.unexpected)}")
+            parts.append(f"{len(self.unexpected)} unexpected: {list_some(self.unexpected, _SHOWN_KEYS)}")
         if self.mismatched:
             shown = [
                 f"{name} {list(theirs)} in the checkpoint, {list(mine)} in the model"
                 for name, theirs, mine in self.mismatched
             ]
-            parts.append(f"{len(self.mismatched)} of another shape: {_listed(shown)}")
+            parts.append(f"{len(self.mismatched)} of another shape: {list_some(shown, _SHOWN_KEYS)}")
         return "; ".join(parts)
 
 
@@ -312,8 +313,3 @@ def _without_wrappers(name: str, wrapped: set[str]) -> str:
         if path not in wrapped:
             kept.append(part)
     return ".".join(kept)
-
-
-def _listed(items: Collection[str]) -> str:
-    shown = ", ".join(list(items)[:_SHOWN_KEYS])
-    return shown if len(items) <= _SHOWN_KEYS else f"{shown} and {len(items) - _SHOWN_KEYS} more"

@@ -6,6 +6,7 @@ import os
 import re
 from typing import Final
 
+from hfshard._util.text import list_some
 from hfshard.errors import DamagedCheckpointError, HubError, HubNotFoundError, InvalidArgumentError, MissingShardError
 from hfshard.hub.directory.manifest import commit_ids
 from hfshard.hub.refs import MAIN, REF_FOLDERS, RefKind, full_name, is_commit_id, kind_of, short_name
@@ -117,7 +118,7 @@ def find_commit(root: str, name: str) -> str | None:
     found = [commit for commit in commit_ids(root) if commit.startswith(name)]
     if len(found) > 1:
         raise HubError(
-            f"{len(found)} commits of '{root}' begin with {name}: {', '.join(found[:_SHOWN_NAMES])}. Write more of it.",
+            f"{len(found)} commits of '{root}' begin with {name}: {list_some(found, _SHOWN_NAMES)}. Write more of it.",
             path=root,
             actual=name,
         )
@@ -137,7 +138,7 @@ def find_revision(root: str, name: str) -> str | None:
 def revision_not_found(root: str, name: str) -> HubNotFoundError:
     """The error that says what exists instead."""
     names = [short_name(ref) for ref in ref_names(root)]
-    shown = ", ".join(names[:_SHOWN_NAMES]) + (", …" if len(names) > _SHOWN_NAMES else "")
+    shown = list_some(names, _SHOWN_NAMES)
     count = len(commit_ids(root))
     if not names and not count:
         return HubNotFoundError(

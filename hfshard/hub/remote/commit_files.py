@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Final
 
 from hfshard._util.progress import bytes_bar
+from hfshard._util.text import list_some
 from hfshard.constants import COPY_BYTES, WEIGHTS_SUFFIXES
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.remote.cache import RepoCache
@@ -36,8 +37,9 @@ class RemoteFiles:
             CheckpointNotFoundError: The commit has no such file.
         """
         if lacking := [path for path in paths if path not in self._files]:
+            shown = list_some(lacking, _SHOWN, quote=True)
             raise CheckpointNotFoundError(
-                f"'{self._reader.repo_id}' lacks {_shown(lacking)}, which its index names (commit {self.commit}). "
+                f"'{self._reader.repo_id}' lacks {shown}, which its index names (commit {self.commit}). "
                 "Tell its owner, or load another revision.",
                 path=lacking[0],
             )
@@ -61,7 +63,7 @@ class RemoteFiles:
     def description(self) -> tuple[str, str]:
         """What this is, and what to do where something lacks, for an error."""
         weights = sorted(path for path in self._files if path.endswith(WEIGHTS_SUFFIXES))
-        held = f"It holds {_shown(weights)}." if weights else "It holds no weights at all."
+        held = f"It holds {list_some(weights, _SHOWN, quote=True)}." if weights else "It holds no weights at all."
         repo_id = self._reader.repo_id
         return f"'{repo_id}' (commit {self.commit})", f"{held} To see its files, run: hf models ls {repo_id}"
 
@@ -96,7 +98,7 @@ class CachedFiles:
         if missing := [path for path in paths if not self._cache.has(self.commit, path)]:
             raise NotCachedError(
                 f"'{self._repo_id}' (commit {self.commit}) is not whole in the cache '{self._cache.root}': "
-                f"it lacks {_shown(missing)}"
+                f"it lacks {list_some(missing, _SHOWN, quote=True)}"
             )
 
     def snapshot(self, path: str = "") -> str:
@@ -110,8 +112,3 @@ class CachedFiles:
     def description(self) -> tuple[str, str]:
         """What this is, and what to do where something lacks, for an error."""
         return f"What the cache '{self._cache.root}' has of '{self._repo_id}' (commit {self.commit})", self._todo
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(f"'{name}'" for name in names[:_SHOWN]) + more

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
+from hfshard._util.text import list_some
 from hfshard.constants import (
     ADAPTER_CONFIG_NAME,
     BIN_SUFFIX,
@@ -20,6 +21,9 @@ from hfshard.errors import CheckpointNotFoundError, UnsafePathError
 from hfshard.storage.disk.safe_open import Identity, identity_of, read_small
 from hfshard.storage.format.names import MODEL_BASE, WeightNames, check_file_name
 from hfshard.storage.format.strict_json import parse_json_object
+
+_SHOWN: Final = 5
+"""Names of files in a message."""
 
 WeightsKind = Literal["single", "index", "bin", "bin_index"]
 
@@ -84,7 +88,7 @@ def _not_found(directory: str, names: WeightNames, looked_for: list[str]) -> Che
     if not os.path.isdir(directory):
         return CheckpointNotFoundError(f"There is no directory '{directory}'. Check the path.", path=directory)
     found = sorted(name for name in os.listdir(directory) if name.endswith((SAFETENSORS_SUFFIX, ".bin")))
-    hint = f"It holds {', '.join(found[:5])}" if found else "It holds no weights at all"
+    hint = f"It holds {list_some(found, _SHOWN)}" if found else "It holds no weights at all"
     if ADAPTER_CONFIG_NAME in os.listdir(directory):
         hint = "It holds a PEFT adapter: load it with from_pretrained of a model class, with peft installed"
     variant = f" of variant '{names.variant}'" if names.variant is not None else ""

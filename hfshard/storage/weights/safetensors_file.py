@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 
+from hfshard._util.text import list_some
 from hfshard.constants import FINGERPRINT_BYTES, MAX_HEADER_BYTES, METADATA_KEY
 from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
 from hfshard.storage.disk.block_reader import read_blocks
@@ -26,6 +27,9 @@ from hfshard.storage.format.integrity import (
 )
 from hfshard.storage.tensors.dtypes import TORCH_DTYPES, torch_shape
 from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
+
+_SHOWN: Final = 10
+"""Names of tensors in a message."""
 
 
 class SafetensorsFile:
@@ -231,8 +235,9 @@ class SafetensorsFile:
         return read_blocks(self._fd, self.header.data_start, self.data_bytes, keep_cached=keep_cached)
 
     def _differs(self, what: str, expected: Any, actual: Any, damaged: Sequence[str] = ()) -> IntegrityError:
-        shown = ", ".join(f"'{name}'" for name in damaged[:10]) + (" and more" if len(damaged) > 10 else "")
-        which = f"Damaged: tensor {shown}." if damaged else "It is damaged, or belongs to another save."
+        which = "It is damaged, or belongs to another save."
+        if damaged:
+            which = f"Damaged: tensor {list_some(damaged, _SHOWN, quote=True)}."
         return IntegrityError(
             f"Shard '{self.path}' is not the file that was saved: its {what} is {actual}, and {expected} was recorded. "
             f"{which} {remedy(self.path)}",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hfshard._util.text import list_some
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.training.parts.nested import encode
 from hfshard.training.parts.pending_loads import PendingLoad
@@ -86,8 +87,9 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
     positions = {name: position for position, name in position_names.items()}
     unknown = [name for name in saved["state"] if name not in positions]
     if unknown:
+        shown = list_some(unknown, _SHOWN, quote=True)
         raise StateDictMismatchError(
-            f"The checkpoint '{path}' has a state of {_listed(unknown)}, which '{component}' does not train. "
+            f"The checkpoint '{path}' has a state of {shown}, which '{component}' does not train. "
             "Give the optimizer the parameters that it had.",
             path=path,
             unexpected_keys=tuple(unknown),
@@ -175,14 +177,15 @@ def _matched_groups(
     if len(saved) != len(current):
         parts.append(f"it had {len(saved)} groups of parameters, and has {len(current)}")
     if missing:
-        parts.append(f"{_listed(missing)} {_were(missing)} not trained by it")
+        parts.append(f"{list_some(missing, _SHOWN, quote=True)} {_were(missing)} not trained by it")
     if unexpected:
-        parts.append(f"{_listed(unexpected)} {_were(unexpected)} trained by it, and {_are(unexpected)} not now")
+        shown = list_some(unexpected, _SHOWN, quote=True)
+        parts.append(f"{shown} {_were(unexpected)} trained by it, and {_are(unexpected)} not now")
     moved = [name for name in now if name in before and before[name] != now[name]]
     if moved and not (missing or unexpected):
-        parts.append(
-            f"{_listed(moved)} {_were(moved)} in another group ('{moved[0]}': {before[moved[0]]}, now {now[moved[0]]})"
-        )
+        shown = list_some(moved, _SHOWN, quote=True)
+        change = f"'{moved[0]}': {before[moved[0]]}, now {now[moved[0]]}"
+        parts.append(f"{shown} {_were(moved)} in another group ({change})")
     raise StateDictMismatchError(
         f"The groups of '{component}' are not those of the checkpoint '{path}': {'; '.join(parts)}. "
         "Build the optimizer with the same parameters in the same groups, or pass strict=False to start it anew.",
@@ -237,11 +240,6 @@ def _lying_like(parameter: torch.Tensor, value: Any) -> Any:
         return value
     alike = torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)
     return alike.copy_(value) if alike.stride() == parameter.stride() else value
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
 def _were(names: list[str]) -> str:
