@@ -1,4 +1,4 @@
-"""The commands of `hfshard`, and the arguments of each."""
+"""The commands of `hfshard` and their arguments."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hfshard.planning.size import parse_size
 _REPO = "org/name on the Hub, or a path or file:// URL of a directory that serves as a hub"
 
 
-def parser_of_all() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="hfshard", description="Look at sharded checkpoints, verify, re-shard, convert, push and pull them."
     )
@@ -33,21 +33,21 @@ def parser_of_all() -> argparse.ArgumentParser:
 def _add_inspect(commands: Any) -> None:
     inspect = commands.add_parser(
         "inspect",
-        help="show shards, dtypes, the largest tensors, aliases and metadata",
-        description="Show what a checkpoint consists of, from its index and headers: no tensor is read.",
+        help="show shards, dtypes, the largest tensors, tied names and metadata",
+        description="Show what a checkpoint consists of, from its index and headers; no tensor is read.",
     )
     _add_directory(inspect)
     _add_variant(inspect)
     _add_format(inspect)
-    inspect.add_argument("--tensors", action="store_true", help="list every tensor, not the largest ones alone")
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor, not only the largest")
 
 
 def _add_verify(commands: Any) -> None:
     verify = commands.add_parser(
         "verify",
-        help="check every file of a checkpoint, or of a training run's; exit 0: whole, 1: damaged",
-        description="Check every file of a checkpoint; of a training checkpoint the optimizer's and all others too; of "
-        "a run all checkpoints. Exit 0: it is whole, 1: it is damaged, 2: bad usage.",
+        help="check every file of a checkpoint or of a training run; exit 0: whole, 1: damaged",
+        description="Check every file of a checkpoint: of a training checkpoint also the optimizer's and all others; "
+        "of a run all its checkpoints. Exit 0: it is whole, 1: it is damaged, 2: bad usage.",
     )
     _add_directory(verify)
     _add_variant(verify)
@@ -56,7 +56,7 @@ def _add_verify(commands: Any) -> None:
         "--level",
         choices=("full", "structure"),
         default="full",
-        help="full: every byte against its checksum (default); structure: all that costs no reading",
+        help="full: every byte against its checksum (default); structure: what can be checked without reading tensors",
     )
     _add_no_progress(verify)
 
@@ -66,7 +66,7 @@ def _add_checkpoints(commands: Any) -> None:
         "checkpoints",
         help="list the checkpoints of a training run; exit 0: none is damaged, 1: one is",
         description="Show the checkpoints of a training run in the order in which they were saved, and what is wrong "
-        "with any. Exit 0: none is damaged, 1: one is, or there is none, 2: bad usage.",
+        "with them. Exit 0: none is damaged, 1: one is, or there is none, 2: bad usage.",
     )
     _add_directory(checkpoints, "the run's directory")
     checkpoints.add_argument("--verify", action="store_true", help="compare every byte with its checksum")
@@ -82,13 +82,13 @@ def _add_reshard(commands: Any) -> None:
     reshard = commands.add_parser(
         "reshard",
         help="write a checkpoint in files of another size; the same directory twice: in place",
-        description="Copy the tensors of a checkpoint into files of another size, bit for bit, compared with their "
-        "checksums on the way. What stands in the target loads until the new files are whole.",
+        description="Copy the tensors of a checkpoint into files of another size, bit for bit, and compare them with "
+        "their checksums on the way. What lies in the target stays loadable until the new files are whole.",
     )
     _add_source_and_target(reshard)
     reshard.add_argument("--dtype", help="cast floating tensors: bfloat16, float16, float32 or float64")
     reshard.add_argument(
-        "--low-disk", action="store_true", help="in place only: at most one shard is on the disk twice at any time"
+        "--low-disk", action="store_true", help="in place only: keep at most one shard on the disk twice at any time"
     )
 
 
@@ -109,26 +109,31 @@ def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="DST", help="the directory to write; the same one: in place")
     parser.add_argument(
         "--max-shard-size", type=_size, default=DEFAULT_MAX_SHARD_SIZE, metavar="SIZE",
-        help="the most that a file has, such as 5GB or 500MiB (default: %(default)s)",
+        help="the most that a file may have, such as 5GB or 500MiB (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--packing", choices=("greedy", "balanced"), default="greedy",
         help="greedy: in the order of the tensors (default); balanced: the fewest files, levelled",
     )  # fmt: skip
     parser.add_argument(
-        "--checksum", choices=("sha256", "xxh3", "none"), default="sha256", help="of the files that are written"
+        "--checksum",
+        choices=("sha256", "xxh3", "none"),
+        default="sha256",
+        help="checksum of the files that are written (default: %(default)s)",
     )
     _add_variant(parser)
-    parser.add_argument("--revision", help="of SRC on a hub: branch, tag, commit or refs/pr/N (default: main)")
+    parser.add_argument("--revision", help="revision of SRC on a hub: branch, tag, commit or refs/pr/N (default: main)")
     parser.add_argument("--subfolder", default="", help="folder of SRC")
-    parser.add_argument("--local-files-only", action="store_true", help="of SRC on the Hub: use the cache alone")
+    parser.add_argument(
+        "--local-files-only", action="store_true", help="read SRC on the Hub from the cache alone, not from the network"
+    )
     _add_token(parser)
     _add_format(parser)
     _add_no_progress(parser)
 
 
 def _size(text: str) -> int | str:
-    """Any size of the grammar; digits alone are bytes."""
+    """Check a size as `max_shard_size` is checked; digits alone are bytes."""
     try:
         size = int(text) if text.isascii() and text.isdigit() else text
         parse_size(size)
@@ -141,16 +146,18 @@ def _add_push(commands: Any) -> None:
     push = commands.add_parser(
         "push",
         help="push a directory to a hub as one commit",
-        description="Push a directory as one commit: what the hub has is not sent, and old weights go.",
+        description="Push a directory as one commit: what the hub has is not sent, and old weights are removed.",
     )
     _add_directory(push)
     push.add_argument("repo_id", metavar="REPO", help=_REPO)
     push.add_argument("--revision", help="the branch to push to, made if it is missing (default: main)")
-    push.add_argument("--create-pr", action="store_true", help="open a pull request in place of pushing to the branch")
+    push.add_argument("--create-pr", action="store_true", help="open a pull request instead of pushing to the branch")
     push.add_argument("--path-in-repo", default="", help="folder of the repo")
     push.add_argument("--message", "--commit-message", dest="commit_message", help="title of the commit")
-    push.add_argument("--description", "--commit-description", dest="commit_description", help="more about it")
-    push.add_argument("--private", action="store_true", default=None, help="a repo that is made is private")
+    push.add_argument(
+        "--description", "--commit-description", dest="commit_description", help="description of the commit"
+    )
+    push.add_argument("--private", action="store_true", default=None, help="make the repo private if it is new")
     push.add_argument("--include", action="append", metavar="GLOB", help="push only these files; may be repeated")
     push.add_argument("--exclude", action="append", metavar="GLOB", help="leave these files out; may be repeated")
     _add_token(push)
@@ -161,20 +168,27 @@ def _add_push(commands: Any) -> None:
 def _add_pull(commands: Any) -> None:
     pull = commands.add_parser(
         "pull",
-        help="pull a checkpoint from a hub, checked; what is there already is not fetched again",
+        help="pull a checkpoint from a hub and check it; what is there already is not fetched again",
         description="Pull a checkpoint into the cache, or into a directory, and print where it is.",
     )
     pull.set_defaults(needs_directory=False)
     pull.add_argument("repo_id", metavar="REPO", help=_REPO)
-    pull.add_argument("directory", metavar="DIR", nargs="?", help="where to (default: huggingface_hub's cache)")
+    pull.add_argument(
+        "directory", metavar="DIR", nargs="?", help="the directory to write (default: huggingface_hub's cache)"
+    )
     pull.add_argument("--revision", help="branch, tag, commit or refs/pr/N (default: main)")
     pull.add_argument("--subfolder", default="", help="folder of the repo")
     pull.add_argument("--include", action="append", metavar="GLOB", help="pull only these files; may be repeated")
     pull.add_argument("--exclude", action="append", metavar="GLOB", help="leave these files out; may be repeated")
-    pull.add_argument("--force-download", action="store_true", help="fetch what is in the cache too: it may be damaged")
+    pull.add_argument(
+        "--force-download", action="store_true", help="fetch again what is in the cache, which may be damaged"
+    )
     pull.add_argument("--local-files-only", action="store_true", help="use the cache alone, not the network")
     pull.add_argument(
-        "--verify", choices=("none", "structure", "full"), default="structure", help="as in from_pretrained"
+        "--verify",
+        choices=("none", "structure", "full"),
+        default="structure",
+        help="what is checked, as in from_pretrained (default: %(default)s)",
     )
     _add_variant(pull)
     _add_token(pull)
@@ -211,8 +225,14 @@ def _add_format(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_token(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--token", help="for the Hub (default: HF_TOKEN, or the saved one)")
+    parser.add_argument("--token", help="token for the Hub (default: HF_TOKEN, or the saved one)")
 
 
 def _add_no_progress(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--no-progress", action="store_true", help="show no progress bar on the terminal")
+    parser.add_argument(
+        "--no-progress",
+        dest="progress",
+        action="store_const",
+        const=False,
+        help="show no progress bar on the terminal",
+    )

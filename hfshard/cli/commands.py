@@ -1,4 +1,4 @@
-"""The commands: each takes the parsed arguments, prints, and returns the exit code."""
+"""The commands that look at a checkpoint: inspect, verify. Each prints, and returns the exit code."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from dataclasses import asdict
 from math import prod
 from typing import Any, Final
 
-from hfshard.cli.inspection import FileEntry, Inspection, TensorEntry, inspect_checkpoint
-from hfshard.cli.output import bar, print_json, print_message, print_text, printable, table
+from hfshard.cli.inspection import Inspection, TensorEntry, inspect_checkpoint
+from hfshard.cli.output import (
+    bar,
+    checksum_of,
+    count_of,
+    print_json,
+    print_message,
+    print_text,
+    printable,
+    table,
+)
 from hfshard.cli.training_reports import is_checkpoint, is_training, reports
 from hfshard.errors import readable
 from hfshard.planning.size import format_size
@@ -18,9 +27,6 @@ from hfshard.verify import verify_checkpoint
 
 _LARGEST: Final = 5
 """Tensors that `inspect` shows without `--tensors`."""
-
-_HASH_DIGITS: Final = 12
-"""Hex digits of a hash in a table: enough to tell files apart; JSON has all of them."""
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -35,11 +41,10 @@ def inspect(arguments: argparse.Namespace) -> int:
     shown = list(found.tensors) if arguments.tensors else found.largest(_LARGEST)
     print_text("\n" + _tensors_table("tensor" if arguments.tensors else "largest tensors", shown))
     if found.tied_names:
-        print_text("\n" + table(["alias", "stored as"], [list(pair) for pair in sorted(found.tied_names.items())]))
+        print_text("\n" + table(["tied name", "stored as"], [list(pair) for pair in sorted(found.tied_names.items())]))
     if found.metadata:
-        print_text(
-            "\n" + table(["metadata", ""], [[key, _shown(found.metadata[key])] for key in sorted(found.metadata)])
-        )
+        rows = [[key, _metadata_text(value)] for key, value in sorted(found.metadata.items())]
+        print_text("\n" + table(["metadata", ""], rows))
     return 0
 
 
@@ -51,11 +56,11 @@ def verify(arguments: argparse.Namespace) -> int:
         arguments.directory,
         variant=arguments.variant,
         level=arguments.level,
-        progress=False if arguments.no_progress else None,
+        progress=arguments.progress,
     )
     if arguments.format == "json":
-        print_json(_as_json(report, arguments))
-    _show(report, arguments)
+        print_json(_report_as_json(report, arguments))
+    _print_report(report, arguments)
     return 0 if report.ok else 1
 
 
@@ -64,19 +69,19 @@ def _verify_training(arguments: argparse.Namespace) -> int:
     found = list(reports(arguments))
     is_ok = all(report.ok for report in found)
     if arguments.format == "json":
-        shown = [_as_json(report, arguments) for report in found]
+        shown = [_report_as_json(report, arguments) for report in found]
         whole = {"directory": arguments.directory, "ok": is_ok, "level": arguments.level, "checkpoints": shown}
         print_json(shown[0] if is_checkpoint(arguments.directory) else whole)
     for report in found:
-        _show(report, arguments)
+        _print_report(report, arguments)
     return 0 if is_ok else 1
 
 
-def _as_json(report: VerifyReport, arguments: argparse.Namespace) -> dict[str, Any]:
+def _report_as_json(report: VerifyReport, arguments: argparse.Namespace) -> dict[str, Any]:
     return {**asdict(report), "ok": report.ok, "level": arguments.level}
 
 
-def _show(report: VerifyReport, arguments: argparse.Namespace) -> None:
+def _print_report(report: VerifyReport, arguments: argparse.Namespace) -> None:
     if arguments.format != "json":
         print_problems(report.problems)
         print_text(printable(f"{report.directory}: {_verdict(report)}"))
@@ -85,7 +90,7 @@ def _show(report: VerifyReport, arguments: argparse.Namespace) -> None:
 
 
 def print_problems(problems: Sequence[Problem]) -> None:
-    """Show what is wrong, file by file."""
+    """Print what is wrong, file by file."""
     for problem in problems:
         tensor = "" if problem.tensor is None else f", tensor {readable(problem.tensor)}"
         print_text(f"DAMAGED  {printable(problem.file + tensor)}\n         {printable(problem.message)}")
@@ -95,9 +100,9 @@ def _headline(found: Inspection) -> str:
     shards = sum(1 for file in found.files if file.tensors is not None)
     rows = [
         ["checkpoint", found.directory],
-        ["entered by", found.entry],
-        ["weights", f"{format_size(found.nbytes)} in {_count(shards, 'file')}"],
-        ["tensors", f"{_count(len(found.tensors), 'tensor')}, {found.parameters:,} parameters"],
+        ["entry file", found.entry],
+        ["weights", f"{format_size(found.nbytes)} in {count_of(shards, 'file')}"],
+        ["tensors", f"{count_of(len(found.tensors), 'tensor')}, {found.parameters:,} parameters"],
         ["checksums", "yes" if found.is_verifiable else "none: saved by another tool"],
     ]
     return table(["", ""], rows).lstrip("\n")
@@ -111,18 +116,11 @@ def _files_table(found: Inspection) -> str:
             format_size(file.nbytes),
             bar(file.nbytes, largest),
             "" if file.tensors is None else f"{file.tensors:,}",
-            _checksum(file),
+            checksum_of(file.digest.sha256, file.digest.xxh3),
         ]
         for file in found.files
     ]
     return table(["file", ">size", "", ">tensors", "checksum"], rows)
-
-
-def _checksum(file: FileEntry) -> str:
-    for kind, digest in (("sha256", file.record.sha256), ("xxh3", file.record.xxh3)):
-        if digest is not None:
-            return f"{kind} {digest[:_HASH_DIGITS]}…"
-    return ""
 
 
 def _dtypes_table(found: Inspection) -> str:
@@ -154,19 +152,15 @@ def _tensors_table(title: str, tensors: list[TensorEntry]) -> str:
     return table([title, "dtype", "shape", ">parameters", ">size", "file"], rows)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _shown(value: Any) -> str:
+def _metadata_text(value: Any) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
 def _verdict(report: VerifyReport) -> str:
     if not report.ok:
         files = len({problem.file for problem in report.problems})
-        return f"DAMAGED: {_count(len(report.problems), 'problem')} in {_count(files, 'file')}"
-    checked = f"whole: {_count(len(report.files), 'file')}"
+        return f"DAMAGED: {count_of(len(report.problems), 'problem')} in {count_of(files, 'file')}"
+    checked = f"whole: {count_of(len(report.files), 'file')}"
     if report.checked_bytes:
         return f"{checked}, {format_size(report.checked_bytes)} compared with their checksums"
     return f"{checked}, in structure; no bytes were compared with checksums"

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from typing import Final
 
-from hfshard.cli.output import print_json, print_text, printable, table
+from hfshard.cli.output import print_json, print_text, printable, short_hash, table
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.pull import pull_checkpoint
 from hfshard.hub.push import push_directory
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.planning.size import format_size
-
-_ID_DIGITS: Final = 12
-"""Of a commit in a table: enough to name it; JSON has all of them."""
 
 
 def push(arguments: argparse.Namespace) -> int:
@@ -27,7 +23,7 @@ def push(arguments: argparse.Namespace) -> int:
         revision=arguments.revision,
         create_pr=arguments.create_pr,
         path_in_repo=arguments.path_in_repo,
-        progress=_progress(arguments),
+        progress=arguments.progress,
     )
     result = push_directory(
         arguments.directory,
@@ -41,7 +37,7 @@ def push(arguments: argparse.Namespace) -> int:
     elif result.is_new:
         print_text(printable(f"{result.pr_url or result.url}: {format_size(result.sent_bytes)} sent"))
     else:
-        print_text(printable(f"{result.url}: holds all of it already, nothing was sent"))
+        print_text(printable(f"{result.url}: already holds all of it; nothing was sent"))
     return 0
 
 
@@ -59,7 +55,7 @@ def pull(arguments: argparse.Namespace) -> int:
         allow_patterns=arguments.include,
         ignore_patterns=arguments.exclude,
         verify=arguments.verify,
-        progress=_progress(arguments),
+        progress=arguments.progress,
     )
     if arguments.format == "json":
         print_json({"directory": directory})
@@ -69,7 +65,7 @@ def pull(arguments: argparse.Namespace) -> int:
 
 
 def revisions(arguments: argparse.Namespace) -> int:
-    """Show what a directory hub keeps; or delete, tag, prune."""
+    """Show what a directory hub keeps, after deleting, tagging or pruning if that is asked for."""
     hub = DirectoryHub.open(arguments.directory)
     freed = None
     if arguments.delete is not None:
@@ -84,15 +80,11 @@ def revisions(arguments: argparse.Namespace) -> int:
         print_json({"revisions": shown, "freed_bytes": freed})
         return 0
     rows = [
-        [item.name if item.kind != "commit" else "", item.kind, item.commit[:_ID_DIGITS], format_size(item.size),
+        [item.name if item.kind != "commit" else "", item.kind, short_hash(item.commit), format_size(item.size),
          f"{item.date:%Y-%m-%d %H:%M}", item.message]
         for item in found
     ]  # fmt: skip
     print_text(table(["name", "kind", "commit", ">size", "date", "message"], rows))
     if freed:
-        print_text(f"\n{format_size(freed)} came free")
+        print_text(f"\n{format_size(freed)} freed")
     return 0
-
-
-def _progress(arguments: argparse.Namespace) -> bool | None:
-    return False if arguments.no_progress else None

@@ -33,8 +33,8 @@ class FileEntry:
     nbytes: int
     tensors: int | None
     """How many tensors it holds; None for a config, which holds none."""
-    record: FileDigest
-    """What was recorded of it when it was saved; empty where hfshard did not save it."""
+    digest: FileDigest
+    """What was recorded when it was saved; empty where hfshard did not save it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Inspection:
 
     directory: str
     entry: str
-    """The file that it is entered by: the index, or the single file."""
+    """The file that readers open first: the index, or the single file."""
     files: tuple[FileEntry, ...]
     tensors: tuple[TensorEntry, ...]
     """In the order of the files and of the bytes in them."""
@@ -92,7 +92,7 @@ class Inspection:
         return sorted(self.tensors, key=lambda tensor: -tensor.nbytes)[:count]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for `--format json`."""
+        """Everything, for `--format json`."""
         return {
             "directory": self.directory,
             "entry": self.entry,
@@ -104,8 +104,8 @@ class Inspection:
                     "name": file.name,
                     "size": file.nbytes,
                     "tensors": file.tensors,
-                    "sha256": file.record.sha256,
-                    "xxh3": file.record.xxh3,
+                    "sha256": file.digest.sha256,
+                    "xxh3": file.digest.xxh3,
                 }
                 for file in self.files
             ],
@@ -137,22 +137,22 @@ def inspect_checkpoint(directory: str, *, variant: str | None = None) -> Inspect
 
 def _files(checkpoint: OpenCheckpoint) -> list[FileEntry]:
     counts = Counter(checkpoint.index.weight_map.values())
-    records = checkpoint.index.files
-    configs = [name for name in records if name not in checkpoint.shards]
+    digests = checkpoint.index.files
+    configs = [name for name in digests if name not in checkpoint.shards]
     entries = []
     for name in [*checkpoint.shards, *checkpoint.pickles, *sorted(configs)]:
         path = os.path.join(checkpoint.directory, name)
         nbytes = os.stat(path).st_size if os.path.exists(path) else 0
         is_config = name in configs and name not in checkpoint.pickles
-        entries.append(FileEntry(name, nbytes, None if is_config else counts[name], records.get(name, FileDigest())))
+        entries.append(FileEntry(name, nbytes, None if is_config else counts[name], digests.get(name, FileDigest())))
     return entries
 
 
 def _tensors(checkpoint: OpenCheckpoint) -> list[TensorEntry]:
     entries = [
-        TensorEntry(slot.name, slot.dtype, slot.shape, slot.nbytes, file)
+        TensorEntry(info.name, info.dtype, info.shape, info.nbytes, file)
         for file, shard in checkpoint.shards.items()
-        for slot in shard.header.tensors.values()
+        for info in shard.header.tensors.values()
     ]
     for file, pickled in checkpoint.pickles.items():
         for name, tensor in pickled.tensors.items():

@@ -1,4 +1,4 @@
-"""`hfshard`: runs a command, and turns what comes of it into an exit code."""
+"""`hfshard`: run a command, and turn its outcome into an exit code."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from hfshard.cli.arguments import parser_of_all
+from hfshard.cli.arguments import make_parser
 from hfshard.cli.output import print_message, printable, use_any_encoding
 from hfshard.errors import HfshardError
 
 EXIT_DONE: Final = 0
 EXIT_FAILED: Final = 1
-"""The checkpoint is damaged, or can't be read."""
+"""The checkpoint is damaged or cannot be read."""
 EXIT_USAGE: Final = 2
-"""The arguments make no sense; argparse uses the same number."""
+"""The arguments are wrong; argparse uses the same number."""
 _EXIT_SIGNAL: Final = 128
 """Added to a signal's number, as shells do."""
 _SIGINT: Final = 2
@@ -33,12 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 done and whole, 1 damaged or failed, 2 bad usage.
     """
     use_any_encoding()
-    parser = parser_of_all()
+    parser = make_parser()
     arguments = parser.parse_args(argv)
     if arguments.needs_directory and not os.path.isdir(arguments.directory):
         parser.error(_no_directory(arguments.directory))
     try:
-        code = _run(arguments)
+        code = _run_command(arguments)
         sys.stdout.flush()
     except HfshardError as error:
         print_message(str(error))
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run_command(arguments: argparse.Namespace) -> int:
     # Only now: `hfshard --help` does not wait for torch.
     from hfshard.cli import commands, hub_commands, reshard_commands, training_commands
 
@@ -72,7 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _no_directory(path: str) -> str:
-    hint = "not there"
+    hint = "it does not exist"
     if os.path.exists(path):
         hint = f"it is a file; did you mean '{os.path.dirname(path) or '.'}'?"
-    return printable(f"'{path}' is no directory: {hint}")
+    return printable(f"'{path}' is not a directory: {hint}")

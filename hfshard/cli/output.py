@@ -1,4 +1,4 @@
-"""What the commands print: aligned tables, bars and JSON to stdout, messages to stderr."""
+"""How the commands print: aligned tables, bars and JSON to stdout, messages to stderr."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from hfshard.errors import escaped
 _BAR_COLUMNS: Final = 20
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 _GAP: Final = "  "
+_HASH_DIGITS: Final = 12
+"""Hex digits of a hash in a table: enough to tell files and commits apart; JSON has all of them."""
 
 
 def use_any_encoding() -> None:
@@ -38,8 +40,26 @@ def print_message(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Escape what would move the cursor or hide text: names in a checkpoint are a stranger's."""
+    """Escape what would move the cursor or hide text: a stranger may have chosen the names in a checkpoint."""
     return escaped(text, keep="")
+
+
+def count_of(number: int, noun: str) -> str:
+    """A number with its noun: "1 file", "2,000 files"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def short_hash(digest: str) -> str:
+    """The first digits of a hash or commit."""
+    return digest[:_HASH_DIGITS]
+
+
+def checksum_of(sha256: str | None, xxh3: str | None) -> str:
+    """The checksum that was recorded of a file, as a table shows it; "" where there is none."""
+    for kind, digest in (("sha256", sha256), ("xxh3", xxh3)):
+        if digest is not None:
+            return f"{kind} {short_hash(digest)}…"
+    return ""
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -47,7 +67,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
     Args:
         titles: One for each column; those that begin with ">" are aligned to the right.
-        rows: As many cells as titles, each.
+        rows: Each has as many cells as there are titles.
 
     Returns:
         Lines without trailing blanks, the titles first.
@@ -65,7 +85,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def bar(part: int, whole: int) -> str:
-    """A bar of at most 20 characters; what is not nothing is at least a sliver.
+    """Draw a bar of at most 20 characters; any part above zero is at least a sliver.
 
     Args:
         part: How much of it is filled, from 0 to `whole`.

@@ -21,8 +21,8 @@ from hfshard.training.run.rotation import best_of
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """One checkpoint of a run, as it is shown."""
+class _ListedCheckpoint:
+    """One checkpoint of a run, as the list shows it."""
 
     path: str
     step: int
@@ -38,7 +38,7 @@ class _Entry:
 
     @property
     def state(self) -> str:
-        """What there is to say of it."""
+        """What there is to say about it, in words."""
         words = ["DAMAGED"] if self.problems else ["whole"] if self.is_verified else []
         words += ["latest"] if self.is_latest else []
         return ", ".join(words + (["best"] if self.is_best else []))
@@ -46,23 +46,23 @@ class _Entry:
 
 def checkpoints(arguments: argparse.Namespace) -> int:
     """Show the checkpoints of a run; 0 when none is damaged, 1 when one is, or there is none."""
-    entries = _entries(arguments)
+    listed = _list_checkpoints(arguments)
     if arguments.format == "json":
-        print_json({"directory": arguments.directory, "checkpoints": [_as_json(entry) for entry in entries]})
+        print_json({"directory": arguments.directory, "checkpoints": [_listed_as_json(entry) for entry in listed]})
     else:
-        print_text(_table(entries))
-        if problems := [problem for entry in entries for problem in entry.problems]:
+        print_text(_table(listed))
+        if problems := [problem for entry in listed for problem in entry.problems]:
             print_text()
             print_problems(problems)
-    known = sorted({name for entry in entries for name in entry.metrics})
+    known = sorted({name for entry in listed for name in entry.metrics})
     if arguments.best is not None and arguments.best not in known:
         print_message(
             f"note: no checkpoint has the metric '{arguments.best}'. They have: {', '.join(known) or 'none'}."
         )
-    return 1 if any(entry.problems for entry in entries) else 0
+    return 1 if any(entry.problems for entry in listed) else 0
 
 
-def _entries(arguments: argparse.Namespace) -> list[_Entry]:
+def _list_checkpoints(arguments: argparse.Namespace) -> list[_ListedCheckpoint]:
     """In the order in which they were saved; those that do not tell at the end."""
     root = arguments.directory
     if is_checkpoint(root):
@@ -76,7 +76,7 @@ def _entries(arguments: argparse.Namespace) -> list[_Entry]:
     whole = [one.manifest for one in found if one.manifest is not None and not problems[one.path]]
     latest = max((one.save_number for one in whole), default=None)
     best = best_of(whole, arguments.best, arguments.metric_mode) if arguments.best is not None else None
-    return [_entry(one, problems[one.path], latest, best, is_verified=arguments.verify) for one in found]
+    return [_list_one(one, problems[one.path], latest, best, is_verified=arguments.verify) for one in found]
 
 
 def _problems_of(found: RunCheckpoint, arguments: argparse.Namespace) -> tuple[Problem, ...]:
@@ -84,37 +84,49 @@ def _problems_of(found: RunCheckpoint, arguments: argparse.Namespace) -> tuple[P
         return tuple(as_problems([found.problem] if found.problem is not None else [], found.path))
     if not arguments.verify:
         return ()
-    return report_of(found.path, "full", progress=False if arguments.no_progress else None).problems
+    return report_of(found.path, "full", progress=arguments.progress).problems
 
 
-def _entry(
+def _list_one(
     found: RunCheckpoint,
     problems: tuple[Problem, ...],
     latest: int | None,
     best: CheckpointManifest | None,
     *,
     is_verified: bool,
-) -> _Entry:
+) -> _ListedCheckpoint:
     manifest = found.manifest
     if manifest is None:
-        return _Entry(found.path, found.step, None, None, None, {}, None, False, False, is_verified, problems)
+        return _ListedCheckpoint(
+            path=found.path,
+            step=found.step,
+            save_number=None,
+            saved=None,
+            size=None,
+            metrics={},
+            files=None,
+            is_latest=False,
+            is_best=False,
+            is_verified=is_verified,
+            problems=problems,
+        )
     own = os.stat(os.path.join(found.path, MANIFEST))
-    return _Entry(
-        found.path,
-        found.step,
-        manifest.save_number,
-        datetime.fromtimestamp(own.st_mtime, UTC),
-        own.st_size + sum(record.size or 0 for record in manifest.files.values()),
-        manifest.metrics,
-        len(manifest.files) + 1,
-        manifest.save_number == latest and not problems,
-        manifest is best,
-        is_verified,
-        problems,
+    return _ListedCheckpoint(
+        path=found.path,
+        step=found.step,
+        save_number=manifest.save_number,
+        saved=datetime.fromtimestamp(own.st_mtime, UTC),
+        size=own.st_size + sum(digest.size or 0 for digest in manifest.files.values()),
+        metrics=manifest.metrics,
+        files=len(manifest.files) + 1,
+        is_latest=manifest.save_number == latest and not problems,
+        is_best=manifest is best,
+        is_verified=is_verified,
+        problems=problems,
     )
 
 
-def _table(entries: Sequence[_Entry]) -> str:
+def _table(listed: Sequence[_ListedCheckpoint]) -> str:
     rows = [
         [
             str(entry.step),
@@ -125,12 +137,12 @@ def _table(entries: Sequence[_Entry]) -> str:
             ", ".join(f"{name} {value:.6g}" for name, value in sorted(entry.metrics.items())),
             entry.state,
         ]
-        for entry in entries
+        for entry in listed
     ]
     return table([">step", ">save", "saved (UTC)", ">size", ">files", "metrics", ""], rows)
 
 
-def _as_json(entry: _Entry) -> dict[str, Any]:
+def _listed_as_json(entry: _ListedCheckpoint) -> dict[str, Any]:
     saved = None if entry.saved is None else entry.saved.isoformat()
     metrics = {name: value if abs(value) < float("inf") else str(value) for name, value in entry.metrics.items()}
     return {**asdict(entry), "saved": saved, "metrics": metrics, "is_damaged": bool(entry.problems)}

@@ -1,4 +1,4 @@
-"""What `hfshard verify` says of training checkpoints: all their files, not the model's alone."""
+"""What `hfshard verify` reports about training checkpoints: all their files, not the model's alone."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ def is_checkpoint(directory: str) -> bool:
 
 
 def is_training(directory: str) -> bool:
-    """Whether it is a training checkpoint, or a run that has one."""
+    """Whether a directory is a training checkpoint, or a run that has one."""
     return is_checkpoint(directory) or any(is_checkpoint(one.path) for one in checkpoints_in(directory))
 
 
 def reports(arguments: argparse.Namespace) -> Iterator[VerifyReport]:
-    """What is to be said of a training checkpoint, or of each of a run and of a model beside them."""
-    level, progress = arguments.level, False if arguments.no_progress else None
+    """Check a training checkpoint; or each one of a run, and a model that lies beside them."""
+    level = arguments.level
+    progress = arguments.progress
     if is_checkpoint(arguments.directory):
         yield report_of(arguments.directory, level, progress=progress)
         return
@@ -51,7 +52,7 @@ def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyR
         manifest = read_checkpoint_manifest(directory)
     except HfshardError as error:
         return VerifyReport(directory, (MANIFEST,), tuple(as_problems([error], directory)), (), 0)
-    total = sum(record.size or 0 for record in manifest.files.values())
+    total = sum(digest.size or 0 for digest in manifest.files.values())
     with bytes_bar("Verifying", total, progress if level == "full" else False) as progress_callback:
         errors = checkpoint_problems(RunCheckpoint(directory, manifest.step, manifest), level, progress_callback)
     problems = _with_tensors(as_problems(errors, directory), directory, manifest, level)
@@ -61,13 +62,13 @@ def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyR
         for name in sorted(set(os.listdir(directory)) - manifest.files.keys() - damaged)
         if _is_weights(name)
     )
-    compared = sum(record.size or 0 for name, record in manifest.files.items() if name not in damaged)
+    compared = sum(digest.size or 0 for name, digest in manifest.files.items() if name not in damaged)
     files = (*sorted(manifest.files), MANIFEST)
     return VerifyReport(directory, files, tuple(problems), warnings, compared if level == "full" else 0)
 
 
 def _with_tensors(problems: list[Problem], directory: str, manifest: CheckpointManifest, level: Level) -> list[Problem]:
-    """With what the model's own index knows of its damaged files."""
+    """Add the damaged tensors that the model's own index can name."""
     model = WeightNames(base=MODEL_BASE)
     if model.index not in manifest.files or not any(model.is_shard(os.path.basename(one.file)) for one in problems):
         return problems
@@ -77,7 +78,7 @@ def _with_tensors(problems: list[Problem], directory: str, manifest: CheckpointM
 
 
 def as_problems(errors: Sequence[HfshardError], directory: str) -> list[Problem]:
-    """Errors of a check, as they are reported."""
+    """Turn the errors of a check into what a report lists."""
     return [
         Problem(error.path or directory, error.fqn, error.message.replace(f", or run 'hfshard verify {directory}'", ""))
         for error in errors

@@ -27,7 +27,7 @@ def run(child_environment: dict[str, str]) -> Run:
 
 
 def save_example(directory: Path, **options: object) -> Path:
-    """Four tensors and an alias: "embed" (400,000 bytes) alone in its file, the others (60,108 bytes) in a second."""
+    """Four tensors and a tied name: "embed" (400,000 bytes) alone in a file, the others (60,108 bytes) in one."""
     embed = torch.arange(100_000, dtype=torch.float32).reshape(1000, 100)
     state_dict = {
         "embed": embed,

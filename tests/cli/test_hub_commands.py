@@ -41,7 +41,7 @@ def test_second_push_sends_nothing_and_says_so(example: Path, tmp_path: Path, ru
     again = json.loads(run("push", example, tmp_path / "hub", "--format", "json").stdout)
     assert (first["is_new"], again["is_new"], again["sent_bytes"]) == (True, False, 0)
     assert first["commit"] == again["commit"]
-    assert "holds all of it already, nothing was sent" in run("push", example, tmp_path / "hub").stdout
+    assert "already holds all of it; nothing was sent" in run("push", example, tmp_path / "hub").stdout
 
 
 def test_options_of_push_reach_the_commit(example: Path, tmp_path: Path, run: Run) -> None:

@@ -17,7 +17,7 @@ from tests.helpers import forkserver
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
-def test_text_shows_shards_dtypes_tensors_aliases_and_metadata(example: Path, run: Run) -> None:
+def test_text_shows_shards_dtypes_tensors_tied_names_and_metadata(example: Path, run: Run) -> None:
     done = run("inspect", example)
     assert (done.returncode, done.stderr) == (0, "")
     digests = [hashlib.sha256((example / name).read_bytes()).hexdigest()[:12] for name in SHARDS]
@@ -25,7 +25,7 @@ def test_text_shows_shards_dtypes_tensors_aliases_and_metadata(example: Path, ru
         done.stdout
         == f"""\
 checkpoint  {example}
-entered by  model.safetensors.index.json
+entry file  model.safetensors.index.json
 weights     460.1 KB in 2 files
 tensors     4 tensors, 115,051 parameters
 checksums   yes
@@ -45,8 +45,8 @@ layer.weight     F32    150×100       15,000   60.0 KB  model-00002-of-00002.sa
 layer.bias       BF16   50                50     100 B  model-00002-of-00002.safetensors
 step             I64    scalar             1       8 B  model-00002-of-00002.safetensors
 
-alias    stored as
-unembed  embed
+tied name  stored as
+unembed    embed
 
 metadata
 note      for tests

@@ -26,10 +26,10 @@ from tests.helpers import forkserver
         (["verify", ".", "extra"], "unrecognized arguments: extra"),
         (["verify", ".", "--tensors"], "unrecognized arguments: --tensors"),
         (["verify", ".", "--level", "all"], "invalid choice: 'all'"),
-        (["verify", "no/such/directory"], "'no/such/directory' is no directory: not there"),
-        (["verify", ""], "'' is no directory"),
+        (["verify", "no/such/directory"], "'no/such/directory' is not a directory: it does not exist"),
+        (["verify", ""], "'' is not a directory"),
         (["inspect", ".", "--format", "yaml"], "invalid choice: 'yaml'"),
-        (["inspect", "no\x1b[2J"], "'no\\x1b[2J' is no directory"),
+        (["inspect", "no\x1b[2J"], "'no\\x1b[2J' is not a directory"),
     ],
 )
 def test_bad_usage_is_two_and_only_on_stderr(arguments: list[str], hint: str, run: Run) -> None:

@@ -19,13 +19,13 @@ def run_python(example: Example, readme: Path, namespace: dict[str, Any]) -> Non
 
 def run_commands(example: Example) -> None:
     """Run each `hfshard` command of a block, which must exit with 0; those that need the network are parsed alone."""
-    from hfshard.cli.arguments import parser_of_all
+    from hfshard.cli.arguments import make_parser
     from hfshard.cli.main import main
 
     for words in hfshard_commands(example):
         arguments = words[1:]
         if needs_the_network(words):
-            parser_of_all().parse_args(arguments)
+            make_parser().parse_args(arguments)
             continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
