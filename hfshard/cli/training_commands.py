@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,15 +26,15 @@ class _ListedCheckpoint:
 
     path: str
     step: int
-    save_number: int | None
-    saved: datetime | None
-    size: int | None
-    metrics: dict[str, float]
-    files: int | None
-    is_latest: bool
-    is_best: bool
-    is_verified: bool
     problems: tuple[Problem, ...]
+    is_verified: bool
+    save_number: int | None = None
+    saved: datetime | None = None
+    size: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    files: int | None = None
+    is_latest: bool = False
+    is_best: bool = False
 
     @property
     def state(self) -> str:
@@ -63,7 +63,7 @@ def checkpoints(arguments: argparse.Namespace) -> int:
 
 
 def _list_checkpoints(arguments: argparse.Namespace) -> list[_ListedCheckpoint]:
-    """In the order in which they were saved; those that do not tell at the end."""
+    """List the checkpoints in the order in which they were saved; those that do not say come last."""
     root = arguments.directory
     if is_checkpoint(root):
         raise CheckpointNotFoundError(
@@ -97,23 +97,13 @@ def _list_one(
 ) -> _ListedCheckpoint:
     manifest = found.manifest
     if manifest is None:
-        return _ListedCheckpoint(
-            path=found.path,
-            step=found.step,
-            save_number=None,
-            saved=None,
-            size=None,
-            metrics={},
-            files=None,
-            is_latest=False,
-            is_best=False,
-            is_verified=is_verified,
-            problems=problems,
-        )
+        return _ListedCheckpoint(found.path, found.step, problems, is_verified)
     own = os.stat(os.path.join(found.path, MANIFEST))
     return _ListedCheckpoint(
-        path=found.path,
-        step=found.step,
+        found.path,
+        found.step,
+        problems,
+        is_verified,
         save_number=manifest.save_number,
         saved=datetime.fromtimestamp(own.st_mtime, UTC),
         size=own.st_size + sum(digest.size or 0 for digest in manifest.files.values()),
@@ -121,8 +111,6 @@ def _list_one(
         files=len(manifest.files) + 1,
         is_latest=manifest.save_number == latest and not problems,
         is_best=manifest is best,
-        is_verified=is_verified,
-        problems=problems,
     )
 
 
