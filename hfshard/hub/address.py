@@ -14,10 +14,10 @@ _PATH_STARTS: Final = ("/", "./", "../", "~")
 
 
 def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
-    """The directory that a repo_id names, or None where it is "org/name" on the Hugging Face Hub.
+    """Find the directory that a repo_id names; None where it is "org/name" on the Hugging Face Hub.
 
-    A path object; a `file://` URL; whatever looks like a path (it begins with `/`, `./`, `../` or `~`, or is `.` or
-    `..`); and the name of a directory that is marked as a hub, so that what is loaded from there is pushed there.
+    A directory is named by a path object, a `file://` URL, whatever looks like a path (it begins with `/`, `./`, `../`
+    or `~`, or is `.` or `..`), and the name of a directory hub, so that what is loaded from there is pushed there.
 
     Raises:
         InvalidArgumentError: A URL of another machine, or of another kind.
@@ -28,14 +28,14 @@ def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
         parts = urlsplit(repo_id)
         if parts.netloc not in ("", "localhost") or not parts.path or parts.query or parts.fragment:
             raise InvalidArgumentError(
-                f"'{repo_id}' is no file URL of a directory on this machine: write file:///path/to/hub, with three "
+                f"'{repo_id}' is not a file URL of a directory on this machine: write file:///path/to/hub, with three "
                 "slashes, and %3F and %23 for ? and #.",
                 path=repo_id,
             )
         return unquote(parts.path)
     if "://" in repo_id:
         raise InvalidArgumentError(
-            f"'{repo_id}' is no repo_id: write org/name (for another server, set HF_ENDPOINT), "
+            f"'{repo_id}' is not a repo_id: write org/name (for another server, set HF_ENDPOINT), "
             "or a path or file:// URL of a directory.",
             path=repo_id,
         )
@@ -45,12 +45,12 @@ def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
 
 
 def split_address(place: str | os.PathLike[str]) -> tuple[str, str | None]:
-    """A path or repo_id, and the revision behind the "@".
+    """Split an address into a path or repo_id, and the revision after the "@".
 
-    A path may have an "@" of its own: it is one of a revision where a directory hub's path ends before it.
+    A path may contain an "@" itself: what follows it is a revision only where the part before it is a directory hub.
 
     Raises:
-        InvalidArgumentError: There is nothing before or behind the "@", or it is a URL of another kind.
+        InvalidArgumentError: There is nothing before or after the "@", or it is a URL of another kind.
     """
     text, directory = os.fspath(place), directory_of(place)
     if directory is None:
@@ -64,5 +64,5 @@ def split_address(place: str | os.PathLike[str]) -> tuple[str, str | None]:
 
 def _split_at(text: str, at: int) -> tuple[str, str]:
     if not text[:at] or not text[at + 1 :]:
-        raise InvalidArgumentError(f"'{text}' must be a place and a revision, such as org/name@main.")
+        raise InvalidArgumentError(f"'{text}' must be a path or repo_id with a revision, such as org/name@main.")
     return text[:at], text[at + 1 :]

@@ -1,4 +1,4 @@
-"""Puts a checkpoint that was pulled into a directory of the user's, by the same crash-safe commit as a save."""
+"""Copies a pulled checkpoint into a directory of the user's, by the same crash-safe commit as a save."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ from hfshard.storage.commit.commit_plan import NewCheckpoint, content_digest, pl
 from hfshard.storage.disk.clone import copy_file
 
 _LEFT_OUT: Final = frozenset({".gitattributes"})
-"""What the Hub keeps for itself."""
+"""Files that only the Hub needs."""
 
 
-def export(checkpoint: OpenCheckpoint, directory: str, others: Collection[str]) -> None:
-    """Put a checkpoint into a directory, where what stood there loads until it is whole.
+def export(checkpoint: OpenCheckpoint, directory: str, companions: Collection[str]) -> None:
+    """Copy a checkpoint into a directory; what the directory held before can be loaded until the copy is complete.
 
-    Files are copied (or share their blocks, where the file system can), never linked: a cache's file is nobody's to
-    write to.
+    Files are copied (or share their blocks, where the file system can do that), never linked: writing to a linked file
+    would change the cache.
 
     Args:
-        checkpoint: Open.
-        directory: Made where it is missing.
-        others: Paths below the checkpoint's directory of what goes along.
+        checkpoint: An open checkpoint.
+        directory: The target, made if it is missing.
+        companions: Paths below the checkpoint's directory that are copied too.
 
     Raises:
-        SaveDirectoryError: It is a file, or has shards of the same names with other contents.
+        SaveDirectoryError: The target is a file, or has shards of the same names with other contents.
         Everything that `SaveSession.commit` raises.
     """
-    names, source = checkpoint.names, checkpoint.directory
+    names = checkpoint.names
+    source = checkpoint.directory
     weights = [*checkpoint.shards, *checkpoint.pickles]
     entry = checkpoint.weights.name
     is_index = checkpoint.weights.is_index
-    extras = sorted({*others, *([entry] if is_index else [])} - _LEFT_OUT - {*weights, CONFIG_NAME})
+    extras = sorted({*companions, *([entry] if is_index else [])} - _LEFT_OUT - {*weights, CONFIG_NAME})
     small = {name: _read(source, name) for name in extras}
     config = _read(source, CONFIG_NAME) if os.path.isfile(os.path.join(source, CONFIG_NAME)) else None
     with save_session(directory, names) as session:
         _refuse_other_contents(session, checkpoint, weights)
-        if all(_is_same(directory, name, source) for name in [*weights, *extras, *([CONFIG_NAME] if config else [])]):
+        names_of_all = [*weights, *extras, *([CONFIG_NAME] if config else [])]
+        if all(_has_same_bytes(directory, name, source) for name in names_of_all):
             return
         session.check_space(sum(os.path.getsize(os.path.join(source, name)) for name in weights))
         staged = {name: f"{number:05d}.weights" for number, name in enumerate(weights)}
@@ -59,28 +61,26 @@ def export(checkpoint: OpenCheckpoint, directory: str, others: Collection[str]) 
 
 
 def _refuse_other_contents(session: SaveSession, checkpoint: OpenCheckpoint, weights: Collection[str]) -> None:
-    directory, is_plain = (
-        session.directory,
-        checkpoint.weights.name in (checkpoint.names.single, checkpoint.names.index),
-    )
+    directory = session.directory
+    is_plain = checkpoint.weights.name in (checkpoint.names.single, checkpoint.names.index)
     if not is_plain and session.state.has_weights:
         raise _refusal(directory, checkpoint.weights.name, "weights of another format")
     if checkpoint.weights.kind == "single":
         return  # one rename replaces it
     for name in weights:
-        if session.status_of(name) is not None and not _is_same(directory, name, checkpoint.directory):
+        if session.status_of(name) is not None and not _has_same_bytes(directory, name, checkpoint.directory):
             raise _refusal(directory, name, "a file of this name with other contents")
 
 
 def _refusal(directory: str, name: str, problem: str) -> SaveDirectoryError:
     return SaveDirectoryError(
-        f"'{name}' can't be pulled into '{directory}': there is {problem}, and what stands there must load until the "
-        "pull is whole. Pull into a new directory.",
+        f"'{name}' can't be pulled into '{directory}': there is {problem}, and what is there must stay loadable until "
+        "the pull is complete. Pull into a new directory.",
         path=os.path.join(directory, name),
     )
 
 
-def _is_same(directory: str, name: str, source: str) -> bool:
+def _has_same_bytes(directory: str, name: str, source: str) -> bool:
     mine, theirs = os.path.join(directory, name), os.path.join(source, name)
     return os.path.isfile(mine) and filecmp.cmp(mine, theirs, shallow=False)
 

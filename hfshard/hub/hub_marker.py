@@ -1,4 +1,4 @@
-"""The file that marks a directory as a hub: without it nothing is taken for one, least of all a checkpoint."""
+"""The file that marks a directory as a hub: a directory without it is never taken for one."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def has_hub_marker(root: str) -> bool:
 
 
 def check_hub_marker(root: str) -> None:
-    """Let only a hub pass that this hfshard knows.
+    """Check that a directory is a hub that this version of hfshard can read.
 
     Raises:
-        HubNotFoundError: It is none.
+        HubNotFoundError: The directory is not a hub, or does not exist.
         HubError: It was made by a newer hfshard.
     """
     if not has_hub_marker(root):
-        what = "is no directory hub" if os.path.isdir(root) else "does not exist"
+        what = "is not a directory hub" if os.path.isdir(root) else "does not exist"
         raise HubNotFoundError(
             f"'{root}' {what}. A hub is made by the first push to it: hfshard push CHECKPOINT {root}. A plain "
             "checkpoint is loaded from its directory, without a revision.",
@@ -48,7 +48,7 @@ def check_hub_marker(root: str) -> None:
     value = parse_json_object(raw, path=marker, what="File", remedy='Write {"format": 1} into it.')
     if value.get("format") != FORMAT_VERSION:
         raise HubError(
-            f"'{root}' is a directory hub of format {value.get('format')!r}, and this hfshard knows format "
+            f"'{root}' is a directory hub of format {value.get('format')!r}, and this version of hfshard reads format "
             f"{FORMAT_VERSION}. Install a newer hfshard.",
             path=marker,
             expected=FORMAT_VERSION,
@@ -57,14 +57,14 @@ def check_hub_marker(root: str) -> None:
 
 
 def write_hub_marker(root: str, *, wait_seconds: float) -> bool:
-    """Make a hub of a new or empty directory.
+    """Turn a new or empty directory into a hub.
 
     Returns:
-        False where somebody else did meanwhile.
+        False if another process made it a hub in the meantime.
 
     Raises:
         HubError: There is something else in it, or it is a file.
-        DirectoryLockedError: Another process held the directory's lock all the time.
+        DirectoryLockedError: Another process held the directory's lock for all of `wait_seconds`.
     """
     try:
         made = make_directories(root)
@@ -86,10 +86,10 @@ def _check_empty(root: str) -> None:
     left = set(os.listdir(root))
     staging = os.path.join(root, STAGING)
     if left == {STAGING} and os.path.isdir(staging) and set(os.listdir(staging)) <= {MARKER}:
-        return  # of one that was killed
+        return  # left by a process that was killed
     if left:
         raise HubError(
-            f"'{root}' is not empty and no directory hub: it holds '{min(left)}'. A hub keeps its own files there, so "
+            f"'{root}' is neither empty nor a directory hub: it holds '{min(left)}'. A hub keeps its own files there: "
             "give a new or empty directory.",
             path=root,
         )
@@ -106,4 +106,4 @@ def _write_marker_file(root: str) -> None:
         rename(staged, os.path.join(root, MARKER))
         sync_directory(root)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)  # else the first push does
+        shutil.rmtree(staging, ignore_errors=True)  # if this fails, the first push does it

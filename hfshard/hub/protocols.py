@@ -27,10 +27,10 @@ class CommitRequest:
 
 
 class Hub(Protocol):
-    """What a push needs of a repo, on the Hub or in a directory."""
+    """What a push needs of a repo, be it on the Hugging Face Hub or in a directory."""
 
     def tree(self, revision: str | None) -> RepoTree | None:
-        """The files at a revision; None where there is no such branch yet."""
+        """The files at a revision; None if there is no such branch yet."""
 
     def make_branch(self, branch: str) -> None:
         """Make a branch where `main` is."""
@@ -56,21 +56,21 @@ class Hub(Protocol):
 
 
 class CommitFiles(Protocol):
-    """The files of one commit, as far as somebody knows them."""
+    """The files of one commit, as far as they are known."""
 
     commit: str
 
     def has(self, path: str, *, is_needed: bool = True) -> bool:
-        """Whether the commit has a file. Not sure: an error where that `is_needed`, else False."""
+        """Whether the commit has a file; if that is not known, an error where it `is_needed`, else False."""
 
     def download(self, paths: Collection[str]) -> None:
-        """Have files lie in the snapshot."""
+        """Make files available in the snapshot."""
 
     def snapshot(self, path: str = "") -> str:
-        """Where a file lies."""
+        """The local path of a file; of the snapshot itself without an argument."""
 
     def code(self) -> Collection[str]:
-        """The Python files of the commit that are known."""
+        """The known Python files of the commit."""
 
     def description(self) -> tuple[str, str]:
-        """For an error: what it is, and what to do."""
+        """For an error message: what was looked at, and what to do."""

@@ -25,32 +25,40 @@ def push_checkpoint(
     ignore_patterns: list[str] | str | None = None,
     progress: bool | None = None,
 ) -> PushResult:
-    """Push a saved directory as one commit: what the hub has is not sent, and what the last push left there goes.
+    """Push a saved directory as one commit.
 
-    The directory is pushed as it is: checkpoint, config, tokenizer, README and all else. Of the repo, old shards,
-    indexes and pickles of the same variants are deleted in the same commit; everything else stays.
+    The directory is pushed as it is: checkpoint, config, tokenizer, README and everything else. Files that the hub
+    holds already are not sent. Shards, indexes and pickles that earlier pushes of the same variants left in the repo
+    are deleted in the same commit; all other files stay.
 
     Args:
-        directory: With at least one checkpoint, of hfshard or any other tool.
+        directory: A directory with at least one checkpoint, written by hfshard or any other tool.
         repo_id: "org/name", made if it is missing; or a path or `file://` URL of a directory that serves as a hub.
-        commit_message: The default names what is pushed.
-        commit_description: More about it.
-        private: Of a repo that is made; None: as the organisation has it.
-        token: None: the saved one.
+        commit_message: Title of the commit. None: "Upload checkpoint".
+        commit_description: Further text of the commit.
+        private: Whether a repo that is made is private. None: the organisation's default.
+        token: A token, as in huggingface_hub. None: the saved one.
         revision: A branch, made if it is missing, or "refs/pr/N". None: main.
-        create_pr: Open a pull request on main in place of pushing; not together with another revision.
+        create_pr: Open a pull request on main instead of pushing; not together with another revision.
         path_in_repo: Folder of the repo.
-        allow_patterns, ignore_patterns: Globs of paths in the directory, as in `upload_folder`.
-        progress: A bar on stderr: None: on a terminal.
+        allow_patterns, ignore_patterns: Globs of paths in the directory, as in huggingface_hub's `upload_folder`.
+        progress: Whether to show a bar on stderr. None: on a terminal.
 
     Returns:
-        The commit, and whether it is a new one: where the hub holds all of it already, none is made.
+        The commit; where the hub holds everything already, none is made, and `is_new` is false.
 
     Raises:
-        CheckpointNotFoundError, DamagedCheckpointError: Nothing there that anybody could load.
+        CheckpointNotFoundError, DamagedCheckpointError: The directory holds no checkpoint, or one that can't be loaded.
+        InvalidArgumentError: An argument can't be served, such as create_pr together with another branch.
         HubAccessError, HubNotFoundError, HubConnectionError: The repo can't be pushed to; nothing was committed.
-        RemoteChangedError: Somebody pushed other weights at the same time; nothing was committed.
-        IntegrityError: A file is not what its checksum was made of; nothing was committed.
+        RemoteChangedError: Somebody else pushed other weights at the same time; nothing was committed.
+        IntegrityError: A file differs from its checksum; nothing was committed.
+
+    Example:
+        >>> hfshard.save_state_dict(model.state_dict(), "out")
+        >>> result = hfshard.push_checkpoint("out", "org/name", commit_message="First weights")
+        >>> result.url
+        'https://huggingface.co/org/name/commit/3f1c...'
     """
     options = PushOptions(
         commit_message=commit_message,

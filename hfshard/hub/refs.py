@@ -15,26 +15,26 @@ _PART: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _NUMBER: Final = re.compile(r"[1-9][0-9]{0,8}")
 _COMMIT_ID: Final = re.compile(r"[0-9a-f]{40}")
 _MAX_NAME: Final = 200
-"""Characters: with the folders of a hub it stays below what file systems allow."""
+"""Characters; together with the hub's own folders, a name of this length is still a valid path."""
 
 
 def is_commit_id(name: str) -> bool:
-    """Whether it is a full id."""
+    """Whether a name has the form of a full commit id."""
     return _COMMIT_ID.fullmatch(name) is not None
 
 
 def kind_of(ref: str) -> RefKind:
-    """What a full name, such as `refs/heads/main`, is the name of."""
+    """Tell what kind of ref a full name, such as `refs/heads/main`, names."""
     return next(kind for folder, kind in REF_FOLDERS.items() if ref.startswith(folder))
 
 
 def short_name(ref: str) -> str:
-    """The name that users give: `main` for `refs/heads/main`; a pull request keeps its full name."""
+    """Shorten a ref to the name that users give: `main` for `refs/heads/main`; a pull request keeps its full name."""
     return ref.removeprefix("refs/heads/").removeprefix("refs/tags/")
 
 
 def full_name(name: str, kind: RefKind = "branch") -> str:
-    """The full name of a branch or tag; a full name stays as it is.
+    """Complete the name of a branch or tag; a full name is returned as it is.
 
     Raises:
         InvalidArgumentError: It can't be the name of a branch or tag (or the number of a pull request).
@@ -65,5 +65,5 @@ def _is_name(name: str, *, is_number: bool) -> bool:
 
 
 def pr_revision(pr_url: str) -> str:
-    """The revision that holds what a pull request proposes, by the URL of its page."""
+    """The revision of a pull request, such as `refs/pr/3`, from the URL of its page."""
     return f"refs/pr/{pr_url.rstrip('/').rpartition('/')[2]}"

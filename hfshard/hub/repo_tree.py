@@ -1,4 +1,4 @@
-"""What a hub holds at one commit: path -> size and hash, and nothing else."""
+"""The files that a hub holds at one commit, with their sizes and hashes, and what a push returns."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class RemoteFile:
     size: int
     """Bytes."""
     sha256: str | None = None
-    """Of the contents, in hex; None for a small file that the Hub keeps in git itself."""
+    """The contents' hash in hex; None for a small file that the Hub keeps in git itself."""
     blob_id: str | None = None
     """The git hash (sha1, in hex) of a small file that the Hub keeps in git itself."""
 
     @property
     def etag(self) -> str | None:
-        """The name that the file's contents have in the Hub's cache: the sha256, or the git hash."""
+        """The name of the file's contents in huggingface_hub's cache: the sha256, or the git hash."""
         return self.sha256 or self.blob_id
 
     def has_contents(self, content: ByteSource) -> bool:
-        """Whether the file holds these bytes; they are read where their size is the file's."""
+        """Whether the file holds these bytes; they are read only if the sizes are equal."""
         if content.size != self.size:
             return False
         if self.sha256 is not None:
@@ -46,7 +46,7 @@ class RepoTree:
 
 
 def git_blob_id(raw: bytes) -> str:
-    """The hash that git has for a file's contents.
+    """Hash a file's contents as git does.
 
     Source: git, "Git Objects": sha1 over "blob <size>", a zero byte and the contents.
     """
@@ -54,7 +54,7 @@ def git_blob_id(raw: bytes) -> str:
 
 
 class StaleParentError(Exception):
-    """The branch is not at the commit any more that a push was made for; `push` looks again, and tries again."""
+    """The branch has moved on from the commit that a push was made for; `push_files` looks again, and tries again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ class PushResult:
     commit: str
     """The full hash of the commit that the branch (or pull request) is at now."""
     url: str
-    """Where to look at it: of the commit on the Hub, or the directory of its files."""
+    """Where to look at it: the commit's page on the Hub, or the directory of its files."""
     pr_url: str | None = None
-    """Of the pull request that was opened, if one was asked for."""
+    """The page of the pull request that was opened; None if none was asked for."""
     is_new: bool = True
-    """False: the hub already held exactly this, and no commit was made."""
+    """False if the hub held exactly this already, so that no commit was made."""
     sent_bytes: int = 0
-    """Bytes of contents that went over."""
+    """Bytes of file contents that were sent."""

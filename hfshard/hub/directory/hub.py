@@ -4,18 +4,14 @@
     <root>/commits/<id>.json       what the commit is: files with size and sha256, parents, message, description
     <root>/snapshots/<id>/...      its files, read-only, a plain directory; unchanged ones are hard links
     <root>/refs/heads/<branch>     an id; so refs/tags/<tag> and refs/pr/<number>
-    <root>/.staging/               what is not yet whole; gone at rest
+    <root>/.staging/               what is not complete yet; absent at rest
 
 An id is the first 40 hex digits of the sha256 of the manifest, which has no time and no host in it: the same files on
 the same parent with the same message are the same commit. The date that is shown is the manifest's modification time.
-
-A push holds the lock of the root directory's own descriptor (no lock file; it dies with the process). It stages the
-snapshot, flushes it, and renames into place: the snapshot, then the manifest, and last the ref, which commits. While
-the ref is staged as `.staging/new-commit`, whoever comes next knows that its commit was never finished, and removes it.
-A commit is removed in the other order: manifest first; a snapshot without a manifest is a wreck, and swept.
+How a change is made crash-safe stands in `locked_hub.py`.
 
 Readers take no lock: a snapshot never changes, and a ref is replaced by a rename. One that opens a commit while `prune`
-removes it finds all of it or gets an error, never a part of it in silence.
+removes it finds all of it or gets an error, never silently a part of it.
 
 Hard links to another user's read-only files are refused by Linux (fs.protected_hardlinks): where several users push
 into one hub, unchanged files share their blocks if the file system can (btrfs, XFS), and are copied if not.
@@ -54,7 +50,7 @@ from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.disk.safe_open import read_small
 
 LOCK_WAIT_SECONDS: Final = 600.0
-"""How long a push waits for another one into the same hub: as long as a push of 1 TB to a slow disk."""
+"""How long a push waits for another one into the same hub: as long as a push of 1 TB to a slow disk takes."""
 
 
 class DirectoryHub:
@@ -72,14 +68,19 @@ class DirectoryHub:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> DirectoryHub:
-        """Open a hub that is there.
+        """Open an existing hub.
 
         Args:
-            path: Of the directory; a `file://` URL serves too.
+            path: The directory, as a path or a `file://` URL.
 
         Raises:
-            HubNotFoundError: There is none.
-            HubError: It was made by a newer hfshard.
+            HubNotFoundError: The directory is not a hub.
+            HubError: It was made by a newer version of hfshard.
+
+        Example:
+            >>> hub = DirectoryHub.open("/srv/models/org/name")
+            >>> hub.snapshot("v1")
+            '/srv/models/org/name/snapshots/3f1c...'
         """
         root = _local(path)
         check_hub_marker(root)
@@ -87,10 +88,10 @@ class DirectoryHub:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], *, exist_ok: bool = True) -> DirectoryHub:
-        """Make a hub of a new or empty directory; one that is a hub already is opened.
+        """Turn a new or empty directory into a hub; a directory that is a hub already is opened.
 
         Raises:
-            HubError: There is something else in it, a checkpoint for example; or a hub, and `exist_ok` is false.
+            HubError: The directory holds something else, such as a checkpoint; or it is a hub and `exist_ok` is false.
         """
         root = _local(path)
         is_new = not has_hub_marker(root) and write_hub_marker(root, wait_seconds=LOCK_WAIT_SECONDS)
@@ -99,9 +100,9 @@ class DirectoryHub:
         return cls.open(root)
 
     def tree(self, revision: str | None = None) -> RepoTree | None:
-        """The files at a revision (None: main); None where it is not there, but can be made where `main` is.
+        """The files at a revision (None: main); None if there is no such revision.
 
-        Where there is no `main` either, a branch that is not there yet is empty: its commit is "".
+        As long as there is no `main` either, a branch that is not there yet is empty: its commit is "".
 
         Raises:
             DamagedCheckpointError: The commit's manifest is not what it was.
@@ -114,10 +115,10 @@ class DirectoryHub:
         return RepoTree("") if is_branch and read_ref(self.root, MAIN) is None else None
 
     def make_branch(self, branch: str) -> None:
-        """Make a branch where `main` is; nothing where it is there, or where nothing was pushed yet.
+        """Make a branch where `main` is, unless it is there already or nothing was pushed yet.
 
         Raises:
-            HubNotFoundError: It is the name of a pull request: those are opened by create_pr=True.
+            HubNotFoundError: It is the name of a pull request; those are opened by create_pr=True.
         """
         if branch.startswith("refs/pr/"):
             raise HubNotFoundError(
@@ -127,11 +128,11 @@ class DirectoryHub:
             self.branch(branch)
 
     def read(self, path: str, commit: str) -> bytes:
-        """The bytes of a small file.
+        """Read a small file.
 
         Raises:
             HubNotFoundError: The commit has no such file.
-            IntegrityError: They are not what was pushed.
+            IntegrityError: Its bytes are not those that were pushed.
         """
         commit = self.resolve(commit)
         file = read_commit_manifest(self.root, commit).files.get(path)
@@ -161,24 +162,24 @@ class DirectoryHub:
         """Make one commit on top of `parent`, and put the branch there.
 
         Args:
-            changes: Path -> new contents, or None for what goes.
+            changes: Path -> new contents, or None for a file to delete.
             parent: The commit that the branch is at; None: it has none yet.
             revision: A branch, made if it is missing, or "refs/pr/N". None: main.
             message: What was done.
             description: More about it.
             create_pr: Leave the branch, and give the commit a new "refs/pr/N".
-            progress_callback: Told of every block of new contents.
+            progress_callback: Called with the size of every block of new contents.
 
         Returns:
-            The commit; where the files are those of `parent`, no new one.
+            The commit; it is `parent` where the files are the same.
 
         Raises:
-            StaleParentError: The branch is not at `parent` any more; nothing was changed.
+            StaleParentError: The branch is no longer at `parent`; nothing was changed.
             NotEnoughSpaceError: Nothing was changed.
             IntegrityError: Contents are not what their sha256 says, or a kept file is damaged; nothing was changed.
             HubError: The revision is a tag or a commit.
-            InvalidArgumentError: A path or name can't be one.
-            CommitUnfinishedError: It was committed, but could not be flushed.
+            InvalidArgumentError: A path, a message or the name of a branch can't be stored.
+            CommitUnfinishedError: It was committed, but could not be flushed to disk.
         """
         request = CommitRequest(
             changes=changes,
@@ -194,11 +195,14 @@ class DirectoryHub:
             return commit_changes(locked, request, base, progress_callback)
 
     def resolve(self, revision: str | None = None) -> str:
-        """The id of the commit that a branch, tag, "refs/...", id or the first 7 or more digits of an id names.
+        """Find the commit that a branch, tag, "refs/...", an id or its first 7 or more digits name.
+
+        Returns:
+            The commit's id.
 
         Raises:
-            HubNotFoundError: None has this name; says what there is.
-            HubError: Several commits begin so.
+            HubNotFoundError: There is no such revision; the message lists those that exist.
+            HubError: Several commits begin with these digits.
         """
         name = revision or "main"
         commit = find_revision(self.root, name)
@@ -211,7 +215,7 @@ class DirectoryHub:
 
         Raises:
             HubNotFoundError: There is no such revision.
-            DamagedCheckpointError: A file is missing or has another size. Bytes are compared by `verify`.
+            DamagedCheckpointError: A file is missing or has another size; `verify` compares the bytes.
         """
         commit = self.resolve(revision)
         folder = snapshot_path(self.root, commit)
@@ -222,8 +226,8 @@ class DirectoryHub:
         """Read all files of a revision, and compare their sha256 with those that were pushed.
 
         Raises:
-            IntegrityError: One differs, or is there that was not pushed.
-            MissingShardError: One is missing.
+            IntegrityError: A file differs, or was not pushed.
+            MissingShardError: A file is missing.
         """
         commit = self.resolve(revision)
         folder = snapshot_path(self.root, commit)
@@ -240,14 +244,14 @@ class DirectoryHub:
         return revisions_of(self.root)
 
     def tag(self, name: str, revision: str | None = None) -> str:
-        """Give a revision a name that stays.
+        """Give a revision a permanent name.
 
         Returns:
             The commit's id.
 
         Raises:
             HubError: The tag is at another commit.
-            InvalidArgumentError: It can't be a name, or is that of a branch.
+            InvalidArgumentError: The name is not a valid one, or is that of a branch.
         """
         return self._name(full_name(name, "tag"), revision)
 
@@ -256,18 +260,18 @@ class DirectoryHub:
         return self._name(full_name(name, "branch"), revision)
 
     def delete(self, revision: str, *, force: bool = False) -> int:
-        """Delete a branch, tag or pull request, but no commit; or, by its id, a commit that none of them names.
+        """Delete a branch, tag or pull request; or, by its id, a commit that none of them points to.
 
         Args:
-            revision: Its name, or a commit's id.
+            revision: The name, or a commit's id.
             force: Delete `main` too.
 
         Returns:
-            Bytes on disk that came free.
+            Bytes that were freed on disk: 0 for a name, as its commits stay until `prune`.
 
         Raises:
-            HubNotFoundError: There is none.
-            HubError: It is `main`, or a commit that a name leads to.
+            HubNotFoundError: There is no such revision.
+            HubError: It is `main`, or a commit that a name points to.
         """
         with locked_hub(self.root, wait_seconds=self.wait_seconds) as locked:
             if (found := find_ref(self.root, revision)) is not None:
@@ -278,18 +282,19 @@ class DirectoryHub:
             commit = self.resolve(revision)
             if names := [short_name(ref) for ref, target in all_refs(self.root).items() if target == commit]:
                 raise HubError(
-                    f"Commit {commit} can't be deleted: {', '.join(names)} is there. Delete that first.", path=self.root
+                    f"Commit {commit} can't be deleted: it is what {', '.join(names)} points to. Delete that first.",
+                    path=self.root,
                 )
             return locked.remove_commits([commit])
 
     def prune(self) -> int:
-        """Remove the commits that no branch, tag or pull request leads to, directly or by way of parents.
+        """Remove the commits that no branch, tag or pull request leads to, directly or through parents.
 
         Returns:
-            Bytes on disk that came free.
+            Bytes that were freed on disk.
 
         Raises:
-            DamagedCheckpointError: A manifest on the way can't be read: nothing is removed.
+            DamagedCheckpointError: A manifest on the way can't be read; nothing is removed.
         """
         with locked_hub(self.root, wait_seconds=self.wait_seconds) as locked:
             return locked.remove_commits(unreachable(self.root))

@@ -1,4 +1,10 @@
-"""Changes a directory hub: under its lock, wrecks swept first, and each change by one rename or one unlink."""
+"""Changes a directory hub: under its lock, leftovers cleaned up first, each change by one rename or one unlink.
+
+A push holds the lock of the root directory's own descriptor: the lock ends with the process, and leaves no file.
+It stages the snapshot, flushes it, and renames into place the snapshot, then the manifest, and last the ref, which is
+the commit. As long as the ref is staged as `.staging/new-commit`, its commit was not finished, and the next push removes
+it. A commit is removed in the other order, manifest first: a snapshot without a manifest is a leftover.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +44,10 @@ from hfshard.storage.disk.fsops import (
 logger = logging.getLogger(__name__)
 
 _NEW_COMMIT: Final = "new-commit"
-"""In the staging directory: the ref that is about to be put in place for a commit that was not there before. While it
-lies here, that commit is unfinished; renaming it is what commits."""
+"""Name in the staging directory of the ref for a commit that is new. As long as it is there, that commit is unfinished;
+renaming it into place commits."""
 _STAGED_REF: Final = "ref"
-"""The same for a commit that was there already: nothing but the ref is unfinished."""
+"""The same for a commit that existed before: nothing but the ref is unfinished."""
 _STAGED_FILES: Final = "files"
 _STAGED_MANIFEST: Final = "manifest.json"
 _BLOCK_BYTES: Final = 512
@@ -51,10 +57,10 @@ _FOLDERS: Final = (COMMITS, SNAPSHOTS, "refs", "refs/heads", "refs/tags", "refs/
 
 @contextmanager
 def locked_hub(root: str, *, wait_seconds: float) -> Iterator[HubWriter]:
-    """Hold the hub's lock, with an empty staging directory, for one change.
+    """Hold the hub's lock for one change, with leftovers cleaned up before and after it.
 
     Raises:
-        DirectoryLockedError: Another process held it all the time.
+        DirectoryLockedError: Another process held the lock for all of `wait_seconds`.
         SaveDirectoryError: One of the hub's own folders is a link or a file.
     """
     with locked_directory(root, wait_seconds=wait_seconds):
@@ -72,7 +78,7 @@ def locked_hub(root: str, *, wait_seconds: float) -> Iterator[HubWriter]:
 
 
 class HubWriter:
-    """The changes of a hub, for who holds its lock."""
+    """Changes a hub whose lock is held."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -89,14 +95,14 @@ class HubWriter:
             os.mkdir(self.staging)
 
     def commit_staged(self, manifest: CommitManifest, ref: str) -> str:
-        """Make what was staged a commit, and the ref lead to it.
+        """Turn what was staged into a commit, and point the ref to it.
 
         Returns:
             The commit's id.
 
         Raises:
-            OSError: Nothing was committed, and what was written is swept when the lock is given back.
-            CommitUnfinishedError: It was committed, but a power cut may lose it.
+            OSError: Nothing was committed; what was written is removed when the lock is released.
+            CommitUnfinishedError: It was committed, but a power cut may undo it.
         """
         raw = manifest.to_json()
         commit = commit_id(raw)
@@ -106,7 +112,7 @@ class HubWriter:
         write_file(self._staged(_STAGED_MANIFEST), raw)
         write_file(self._staged(_NEW_COMMIT), f"{commit}\n".encode())
         sync_directory(self.staging)
-        sync_directory(self.root)  # from here on, whatever is left of this commit is known for unfinished
+        sync_directory(self.root)  # from here on, leftovers of this commit are known to be unfinished
         target = snapshot_path(self.root, commit)
         make_directories(os.path.dirname(target))
         self._remove_snapshot(commit)  # a damaged one
@@ -120,7 +126,7 @@ class HubWriter:
         return commit
 
     def set_ref(self, ref: str, commit: str) -> None:
-        """Make a ref lead to a commit that is there."""
+        """Point a ref to an existing commit."""
         self.make_staging()
         write_file(self._staged(_STAGED_REF), f"{commit}\n".encode())
         self._place_ref(_STAGED_REF, ref)
@@ -132,10 +138,10 @@ class HubWriter:
         sync_directory(os.path.dirname(path))
 
     def remove_commits(self, commits: Iterable[str]) -> int:
-        """Remove commits that no ref leads to: first what makes them commits, then their files.
+        """Remove commits that no ref points to: first their manifests, then their files.
 
         Returns:
-            Bytes on disk that came free; a file that another commit has too frees none.
+            Bytes that were freed on disk; a file that another commit shares frees none.
         """
         doomed = list(commits)
         for commit in doomed:
@@ -148,7 +154,7 @@ class HubWriter:
         return free_bytes
 
     def clean_up(self) -> None:
-        """Remove what changes left that were killed: whatever is staged, and commits that were never finished."""
+        """Remove what killed changes left: everything that is staged, and commits that were never finished."""
         if os.path.lexists(new := self._staged(_NEW_COMMIT)):
             self._remove_unfinished(new)
         if os.path.lexists(self.staging):
@@ -165,13 +171,13 @@ class HubWriter:
         return os.path.join(self.staging, name)
 
     def _is_whole(self, commit: str, manifest: CommitManifest) -> bool:
-        """Whether this very commit is there: the same files on the same parent with the same message."""
+        """Whether this commit exists already: the same files on the same parent with the same message."""
         if commit not in commit_ids(self.root):
             return False
         try:
             check_snapshot(snapshot_path(self.root, commit), manifest.files)
         except DamagedCheckpointError as error:
-            logger.warning("Commit %s was damaged, and is made anew: %s", commit, error)
+            logger.warning("Commit %s was damaged, and is written again: %s", commit, error)
             return False
         return True
 
@@ -183,8 +189,8 @@ class HubWriter:
             sync_directory(os.path.dirname(path))
         except OSError as error:
             raise CommitUnfinishedError(
-                f"'{ref}' of '{self.root}' is changed, and whole, but could not be flushed to disk ({error}): a power "
-                "cut may take it back. Check the disk.",
+                f"'{ref}' of '{self.root}' was changed, but could not be flushed to disk ({error}): a power cut "
+                "may undo the change. Check the disk.",
                 path=path,
             ) from error
 
@@ -209,7 +215,7 @@ class HubWriter:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
-            removed = path  # without a manifest it is no commit any more
+            removed = path  # without a manifest it is not a commit any more
         shutil.rmtree(removed)
 
     def _remove_empty(self, folder: str) -> None:
@@ -227,7 +233,7 @@ def _move_tree(source: str, target: str) -> None:
         if error.errno not in UNSUPPORTED:
             raise
         logger.warning("'%s' has no rename (%s): a snapshot is copied into place.", os.path.dirname(target), error)
-    for base, _, files in os.walk(source):  # without a manifest nobody looks at it yet
+    for base, _, files in os.walk(source):  # as long as it has no manifest, nobody reads it
         into = os.path.normpath(os.path.join(target, os.path.relpath(base, source)))
         os.mkdir(into)
         for name in files:
@@ -236,7 +242,7 @@ def _move_tree(source: str, target: str) -> None:
 
 
 def _bytes_only_in(folders: Iterable[str]) -> int:
-    """Bytes on disk of the files that have no other names than those below these directories."""
+    """Bytes on disk of the files that have no names outside these directories."""
     seen: dict[tuple[int, int], tuple[int, os.stat_result]] = {}
     for folder in folders:
         for base, _, names in os.walk(folder):

@@ -1,4 +1,4 @@
-"""What a commit of a directory hub is: its files, parents and message, in JSON that gives the commit its id."""
+"""The manifest of a commit in a directory hub: files, parents and message, in JSON that gives the commit its id."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SNAPSHOTS: Final = "snapshots"
 
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _MAX_PATH: Final = 1024
-"""Characters of a path in a repo: a quarter of what Linux lets a path have, the hub's own directory included."""
+"""Characters of a path in a repo: a quarter of what Linux allows a whole path, the hub's own directory included."""
 _MAX_PART_BYTES: Final = 255
-"""Of a file name, on every common file system."""
+"""The longest file name on every common file system."""
 _REMEDY: Final = "Restore the file from a backup, or delete the commit."
 
 
@@ -44,7 +44,7 @@ class CommitManifest:
         return sum(file.size for file in self.files.values())
 
     def to_json(self) -> bytes:
-        """The one form that it is stored in: no time and no host, so that the same commit has the same id."""
+        """Serialize it in its one form: without time and host, so that the same commit has the same id."""
         return dump_json(
             {
                 "description": self.description,
@@ -57,7 +57,7 @@ class CommitManifest:
 
 
 def commit_id(raw: bytes) -> str:
-    """The id of the commit that has this manifest: as long as git's, so that what takes a commit hash takes it."""
+    """Make a commit's id from its manifest; it is as long as git's, so that it can be used as a commit hash."""
     return hashlib.sha256(raw).hexdigest()[:40]
 
 
@@ -84,8 +84,8 @@ def read_commit_manifest(root: str, commit: str) -> CommitManifest:
     """Read and check the manifest of a commit.
 
     Raises:
-        IntegrityError: Its bytes are not those that gave the commit its id.
-        DamagedCheckpointError: It is missing, or no manifest.
+        IntegrityError: Its bytes are not those that the id was made from.
+        DamagedCheckpointError: It is missing, or is not a valid manifest.
     """
     path = manifest_path(root, commit)
     try:
@@ -103,14 +103,14 @@ def read_commit_manifest(root: str, commit: str) -> CommitManifest:
     try:
         return _parsed(value)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DamagedCheckpointError(f"Manifest '{path}' is none of this format: {error}. {_REMEDY}", path=path) from (
-            error
-        )
+        raise DamagedCheckpointError(
+            f"Manifest '{path}' is not a valid manifest of this format: {error}. {_REMEDY}", path=path
+        ) from error
 
 
 def _parsed(value: Mapping[str, Any]) -> CommitManifest:
     if value["format"] != FORMAT_VERSION:
-        raise ValueError(f"format {value['format']!r}, and this hfshard knows {FORMAT_VERSION}")
+        raise ValueError(f"format {value['format']!r}, must be {FORMAT_VERSION}")
     files = {path: _parsed_file(path, entry) for path, entry in value["files"].items()}
     check_paths(files)
     parents = tuple(value["parents"])
@@ -132,11 +132,11 @@ def _parsed_file(path: str, entry: Mapping[str, Any]) -> RemoteFile:
 
 
 def check_paths(paths: Iterable[str]) -> None:
-    """Let only paths pass that lie in the snapshot on every system, and can all be there at once.
+    """Check that paths stay in the snapshot on every system, and that all of them can exist together.
 
     Raises:
-        InvalidArgumentError: One is absolute, has `..`, a backslash, a drive or an unprintable character, is too long,
-            or is a file and a directory.
+        InvalidArgumentError: A path is absolute, has `..`, a backslash, a drive or an unprintable character, is too
+            long, or is both a file and a directory.
     """
     known = set(paths)
     for path in known:
@@ -144,7 +144,8 @@ def check_paths(paths: Iterable[str]) -> None:
         is_plain = bool(parts) and len(path) <= _MAX_PATH and path.isprintable() and not set(path) & {"\\", ":"}
         if not is_plain or any(part in ("", ".", "..") or len(part.encode()) > _MAX_PART_BYTES for part in parts):
             raise InvalidArgumentError(
-                f"{str(path)[:200]!r} is no path in a repo: write folder/file, relative, without '..', '\\' and ':'.",
+                f"{str(path)[:200]!r} is not a valid path in a repo: write folder/file, relative, without "
+                "'..', '\\' and ':'.",
                 path=str(path),
             )
         for end in range(1, len(parts)):

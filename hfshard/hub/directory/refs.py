@@ -13,11 +13,11 @@ from hfshard.hub.refs import MAIN, REF_FOLDERS, RefKind, full_name, is_commit_id
 from hfshard.storage.disk.safe_open import read_small
 
 _PREFIX: Final = re.compile(r"[0-9a-f]{7,39}")
-"""The first digits of an id; seven, as git writes them."""
+"""The first digits of an id: at least seven, as git writes them."""
 _MAX_REF_BYTES: Final = 64
-"""An id and a newline are 41."""
+"""An id and a newline are 41 bytes."""
 _SHOWN_NAMES: Final = 20
-"""Of the revisions that exist, in a message."""
+"""Revisions that a message lists."""
 
 
 def ref_path(root: str, ref: str) -> str:
@@ -26,17 +26,17 @@ def ref_path(root: str, ref: str) -> str:
 
 
 def read_ref(root: str, ref: str) -> str | None:
-    """The id that a ref holds, or None where there is no such ref.
+    """Read the id that a ref holds; None if there is no such ref.
 
     Raises:
-        DamagedCheckpointError: The file holds something else.
+        DamagedCheckpointError: The file does not hold an id.
     """
     path = ref_path(root, ref)
     if not os.path.isfile(path):
         return None
     try:
         raw, _ = read_small(path, root, _MAX_REF_BYTES)
-    except MissingShardError:  # deleted meanwhile
+    except MissingShardError:  # deleted in the meantime
         return None
     commit = raw.decode("ascii", "replace").removesuffix("\n")
     if not is_commit_id(commit):
@@ -75,10 +75,10 @@ def all_refs(root: str) -> dict[str, str]:
 
 
 def check_free(root: str, ref: str) -> None:
-    """Let a new ref only have a name that means nothing else yet.
+    """Check that the name of a new ref is not in use.
 
     Raises:
-        InvalidArgumentError: A branch and a tag would have one name, or one name would be a folder of another.
+        InvalidArgumentError: A branch and a tag would have the same name, or one name would be a folder of another.
     """
     for other in ref_names(root):
         if other.startswith(f"{ref}/") or ref.startswith(f"{other}/"):
@@ -95,7 +95,7 @@ def check_free(root: str, ref: str) -> None:
 
 
 def find_ref(root: str, name: str) -> tuple[str, str] | None:
-    """The full name and the id of the branch, tag or pull request of this name, if there is one."""
+    """Find the branch, tag or pull request of a name: its full name and the id that it holds."""
     kinds: tuple[RefKind, ...] = ("branch", "tag")
     for kind in kinds:
         try:
@@ -108,10 +108,10 @@ def find_ref(root: str, name: str) -> tuple[str, str] | None:
 
 
 def find_commit(root: str, name: str) -> str | None:
-    """The commit that has this id, or the one whose id begins so.
+    """Find a commit by its id, or by the first digits of it.
 
     Raises:
-        HubError: Several begin so.
+        HubError: Several ids begin with these digits.
     """
     if not is_commit_id(name) and not _PREFIX.fullmatch(name):
         return None
@@ -126,17 +126,17 @@ def find_commit(root: str, name: str) -> str | None:
 
 
 def find_revision(root: str, name: str) -> str | None:
-    """The commit that a branch, tag, pull request or id names, if there is one.
+    """Find the commit that a branch, tag, pull request or id names.
 
     Raises:
-        HubError: Several commits begin so.
+        HubError: Several ids begin with these digits.
     """
     found = find_ref(root, name)
     return found[1] if found is not None else find_commit(root, name)
 
 
 def revision_not_found(root: str, name: str) -> HubNotFoundError:
-    """The error that says what exists instead."""
+    """Make the error that lists the revisions that exist."""
     names = [short_name(ref) for ref in ref_names(root)]
     shown = list_some(names, _SHOWN_NAMES)
     count = len(commit_ids(root))

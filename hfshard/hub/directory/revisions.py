@@ -1,4 +1,4 @@
-"""What a directory hub holds: every name of a commit, every commit, and which ones no name leads to."""
+"""Lists what a directory hub holds: the names of commits, all commits, and those that no name leads to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hfshard.hub.refs import RefKind, kind_of, short_name
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """One name that a commit has, or the commit itself."""
+    """A name of a commit, or the commit itself."""
 
     name: str
     """`main`, `v1`, `refs/pr/1`, or the full id."""
@@ -26,13 +26,13 @@ class Revision:
     date: datetime
     """When the commit was made here, in UTC."""
     size: int
-    """Bytes of its files together, whether they are shared with other commits or not."""
+    """Bytes of all its files, shared with other commits or not."""
     is_damaged: bool = False
-    """Its manifest can't be read: message, parents and size are not known."""
+    """Whether its manifest can't be read, so that message, parents and size are unknown."""
 
 
 def revisions_of(root: str) -> list[Revision]:
-    """All branches (main first), tags and pull requests, then all commits, the newest first."""
+    """List all branches (main first), tags and pull requests, then all commits, newest first."""
     named = [_revision(root, short_name(ref), kind_of(ref), commit) for ref, commit in all_refs(root).items()]
     commits = [_revision(root, commit, "commit", commit) for commit in commit_ids(root)]
     return named + sorted(commits, key=lambda revision: revision.date, reverse=True)
@@ -49,10 +49,10 @@ def _revision(root: str, name: str, kind: RefKind, commit: str) -> Revision:
 
 
 def unreachable(root: str) -> list[str]:
-    """The commits that no branch, tag or pull request leads to, directly or by way of parents.
+    """Find the commits that no branch, tag or pull request leads to, directly or through parents.
 
     Raises:
-        DamagedCheckpointError: A manifest on the way can't be read: what it leads to is not known.
+        DamagedCheckpointError: A manifest on the way can't be read, so that its parents are unknown.
     """
     there = set(commit_ids(root))
     reached: set[str] = set()

@@ -1,4 +1,4 @@
-"""Puts a new snapshot of a directory hub together: what is there already is linked, the rest is copied and hashed."""
+"""Builds a new snapshot of a directory hub: files that the hub has already are linked, others copied and hashed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ ProgressCallback = Callable[[int], object]
 
 @dataclass
 class Stage:
-    """A snapshot that is being put together."""
+    """A snapshot that is being built."""
 
     root: str
-    """Of the hub."""
+    """The hub's directory."""
     folder: str
-    """Where the files go; it exists and is empty."""
+    """An empty directory for the files."""
     progress_callback: ProgressCallback | None = None
-    """Told of every block of new contents."""
+    """Called with the size of every block of new contents."""
     copied_bytes: int = 0
     """Bytes of new contents that were written."""
     _known: dict[str, list[str]] | None = field(default=None)
@@ -47,16 +47,16 @@ class Stage:
         """Stage all files, and flush them.
 
         Args:
-            kept: Those that are taken over, as they are in `commit`.
-            commit: May be None where nothing is kept.
+            kept: The files that are taken over from `commit`.
+            commit: A commit of the hub; None if nothing is kept.
             adds: Path -> new contents.
 
         Returns:
-            Path -> size and sha256 of everything staged.
+            Path -> size and sha256 of all files.
 
         Raises:
-            NotEnoughSpaceError: Before the first byte was written.
-            IntegrityError: Contents are not what their sha256 or size says.
+            NotEnoughSpaceError: The disk is too full; nothing was written.
+            IntegrityError: Contents do not have their recorded sha256 or size.
             DamagedCheckpointError: A file to keep is missing or has another size.
         """
         self._folders.add(self.folder)
@@ -78,12 +78,12 @@ class Stage:
         )
         for path, content, file in copies:
             files[path] = self._copy(path, content, is_new=file is None)
-        for made in sorted(self._folders, key=len, reverse=True):  # what is deeper first
+        for made in sorted(self._folders, key=len, reverse=True):  # deeper folders first
             sync_directory(made)
         return files
 
     def _keep(self, kept: Mapping[str, RemoteFile], commit: str) -> Iterator[tuple[str, ByteSource, RemoteFile | None]]:
-        """Link the files of another commit; those that can't be linked come back, to be copied."""
+        """Link the files of another commit, and yield those that can't be linked, to be copied."""
         source = snapshot_path(self.root, commit)
         found = check_snapshot(source, kept)
         for path, file in kept.items():
@@ -92,7 +92,7 @@ class Stage:
                 yield path, FileSource(old, file.size, file.sha256), file
 
     def _target(self, path: str) -> str:
-        """Where a path of the repo goes; the folders above it are made."""
+        """The staged file for a path of the repo; the folders above it are made."""
         target = os.path.join(self.folder, path)
         above = os.path.dirname(target)
         os.makedirs(above, exist_ok=True)
@@ -102,7 +102,7 @@ class Stage:
         return target
 
     def _link_known(self, sha256: str, size: int, target: str) -> bool:
-        """Link a file of any commit that has these contents; it is read once, as nobody knows what became of it."""
+        """Link a file of any commit that has these contents; it is read first, as it may have been damaged."""
         tried: set[tuple[int, int]] = set()  # most commits have the same few files
         for candidate in self._candidates(sha256):
             try:
@@ -113,7 +113,7 @@ class Stage:
                 tried.add(key)
                 is_same = hash_file(candidate) == sha256
             except OSError as error:
-                logger.info("'%s' can't be linked: %s", candidate, error)
+                logger.info("'%s' could not be linked: %s", candidate, error)
                 continue
             if is_same and share(candidate, target, status):
                 return True
@@ -126,7 +126,7 @@ class Stage:
                 try:
                     files = read_commit_manifest(self.root, commit).files
                 except DamagedCheckpointError as error:
-                    logger.warning("Commit %s is passed over: %s", commit, error)
+                    logger.warning("Commit %s is skipped: %s", commit, error)
                     continue
                 for path, file in files.items():
                     where = os.path.join(snapshot_path(self.root, commit), path)
@@ -159,7 +159,7 @@ class Stage:
         return RemoteFile(size, actual)
 
     def _link_instead(self, sha256: str, size: int, target: str) -> None:
-        """Contents whose hash nobody knew may be there already: then one of the two files can go."""
+        """Replace a copy by a link: contents whose hash was not known before may be in the hub already."""
         second = f"{self.folder}.second-name"
         if self._link_known(sha256, size, second):
             rename(second, target)
@@ -169,7 +169,7 @@ class Stage:
         expected = content.sha256 if size == content.size else content.size
         found = actual if size == content.size else size
         raise IntegrityError(
-            f"'{where}' changed since it was saved: it must have "
+            f"'{where}' changed after it was saved: it must have "
             f"{'sha256' if size == content.size else 'bytes'} {expected}, and has {found}. Nothing was pushed. "
             "Save the checkpoint again, or check it with 'hfshard verify'.",
             path=where,
@@ -183,22 +183,22 @@ class Stage:
 
 
 def check_snapshot(folder: str, files: Mapping[str, RemoteFile]) -> dict[str, os.stat_result]:
-    """Check that files of a snapshot are there, regular and of the right size; no link is followed.
+    """Check that the files of a snapshot are there, regular and of the right size; no link is followed.
 
     Returns:
-        Path -> status of every file in the directory, those that nobody asked for too.
+        Path -> status of every file in the directory, including those that are not in `files`.
 
     Raises:
-        MissingShardError: One is missing, or a link, or behind one.
-        IntegrityError: One has another size.
+        MissingShardError: A file is missing, is a link, or lies below one.
+        IntegrityError: A file has another size.
     """
     found = dict(_walk(folder))
     for path, file in files.items():
         where = os.path.join(folder, path)
         if path not in found:
             raise MissingShardError(
-                f"'{where}' is missing, or no regular file, though its commit was whole. Restore it from a backup, or "
-                "delete the commit and push again.",
+                f"'{where}' is missing, or is not a regular file, though its commit was complete. Restore it from a "
+                "backup, or delete the commit and push again.",
                 path=where,
             )
         if found[path].st_size != file.size:
@@ -213,7 +213,7 @@ def check_snapshot(folder: str, files: Mapping[str, RemoteFile]) -> dict[str, os
 
 
 def _walk(folder: str, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """Path -> status of the regular files in and below a directory that is no link."""
+    """Path -> status of the regular files in and below a directory; of a link, none."""
     if below == "" and (os.path.islink(folder) or not os.path.isdir(folder)):
         return
     with os.scandir(os.path.join(folder, below)) as entries:
@@ -251,7 +251,11 @@ def check_hash(path: str, sha256: str) -> None:
 
 
 def share(source: str, target: str, status: os.stat_result) -> bool:
-    """Give a file's contents a second name without copying them: a hard link, or a file that shares the blocks."""
+    """Give a file's contents a second name without copying them: a hard link, or a file that shares its blocks.
+
+    Returns:
+        False if the file system can do neither.
+    """
     try:
         os.link(source, target)
     except OSError as error:
@@ -278,7 +282,7 @@ def _clone(source: str, target: str) -> bool:
 
 
 def _make_read_only(fd: int) -> None:
-    """An editor that writes into a linked file would change it in every commit that has it."""
+    """Make a file read-only: an editor that writes into a linked file would change it in every commit."""
     try:
         os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & ~_WRITE_BITS)
     except OSError as error:

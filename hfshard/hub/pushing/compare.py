@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def plan_for(hub: Hub, request: PushRequest, remote: RepoTree) -> PushPlan:
-    """What a push changes on a hub that holds `remote` at the branch."""
+    """Plan what a push changes on a hub that holds `remote` at the branch."""
     folder, local = request.options.folder, set(request.contents)
     there = {path.removeprefix(folder): path for path in remote.files if _is_in(path, folder)}
     owned, kept = _indexed(hub, request, remote, there)
@@ -43,7 +43,7 @@ def plan_for(hub: Hub, request: PushRequest, remote: RepoTree) -> PushPlan:
 
 
 def _indexed(hub: Hub, request: PushRequest, remote: RepoTree, there: Mapping[str, str]) -> tuple[set[str], set[str]]:
-    """What the hub's indexes name: those of the checkpoints that are pushed, and those of others.
+    """Read which files the hub's indexes name: those of the checkpoints that are pushed, and those of others.
 
     An index is fetched only where it could make a difference.
     """
@@ -62,17 +62,17 @@ def _indexed(hub: Hub, request: PushRequest, remote: RepoTree, there: Mapping[st
 
 
 def _named_by(hub: Hub, path: str, commit: str, *, else_all: Collection[str] = ()) -> set[str]:
-    """The files that an index names; of one that can't be read, all that it could name."""
+    """The files that an index names; `else_all` for an index that can't be read."""
     raw = hub.read(path, commit)
     try:
         return set(CheckpointIndex.from_json(raw, path).weight_map.values())
     except HfshardError as error:
-        logger.warning("'%s' on the hub can't be read, and what it may name is left alone: %s", path, error)
+        logger.warning("'%s' on the hub can't be read, and the files that it may name are left alone: %s", path, error)
         return set(else_all)
 
 
 def _shards_in(names: Iterable[str]) -> set[str]:
-    """What an index could name: shards, of whatever checkpoint."""
+    """The shards of any checkpoint: what an index could name."""
     return {name for name in names if SHARD.search(name)}
 
 
@@ -84,9 +84,12 @@ def _card(hub: Hub, request: PushRequest, remote: RepoTree) -> dict[str, ByteSou
 
 
 def refuse_conflict(before: RepoTree, now: RepoTree, plan: PushPlan, request: PushRequest, repo_id: str) -> None:
-    """Refuse to go on top of somebody else's push of the same files or weights: the two would mix.
+    """Refuse to commit on top of somebody else's push of the same files or weights: the two would mix.
 
-    What they made exactly as this push would is no conflict: an equal push, or an earlier commit of this one.
+    Files that they left exactly as this push would are not a conflict: an equal push, or an earlier commit of this one.
+
+    Raises:
+        RemoteChangedError: They changed a file that this push writes too.
     """
     changed = {path for path in plan.changes if before.files.get(path) != now.files.get(path)}
     families = [WeightNames(variant) for variant in request.variants]
@@ -96,7 +99,7 @@ def refuse_conflict(before: RepoTree, now: RepoTree, plan: PushPlan, request: Pu
     )
     if mine:
         raise RemoteChangedError(
-            f"Somebody else pushed to '{repo_id}' meanwhile, and changed '{mine[0]}', which this push writes too "
+            f"Somebody else pushed to '{repo_id}' in the meantime, and changed '{mine[0]}', which this push writes too "
             f"(commit {now.commit[:8]}). Nothing was committed. Look at what they pushed; to replace it, push again.",
             path=repo_id,
             actual=now.commit,

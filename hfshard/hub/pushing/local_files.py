@@ -1,4 +1,4 @@
-"""The files of a directory that is pushed: checked, with the hashes that the save made, and without strays."""
+"""Collects the files of a directory that is pushed: checked, with the hashes of the save, and without leftovers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hfshard.storage.format.names import WeightNames
 logger = logging.getLogger(__name__)
 
 _LEFT_OUT: Final = frozenset({".git", ".cache", "__pycache__"})
-"""Folders that no upload takes: git's own, what huggingface_hub and hfshard keep beside the files, Python's."""
+"""Folders that are never pushed: git's, those that huggingface_hub and hfshard keep, and Python's."""
 
 _JUNK: Final = frozenset({".DS_Store"})
 
@@ -32,21 +32,21 @@ def directory_contents(
     allow_patterns: list[str] | str | None = None,
     ignore_patterns: list[str] | str | None = None,
 ) -> tuple[dict[str, ByteSource], dict[str | None, CheckpointIndex]]:
-    """Look at a directory that is to be pushed; every checkpoint in it is opened and checked in structure.
+    """Collect the files of a directory that is to be pushed; the structure of every checkpoint in it is checked.
 
     Args:
-        directory: What was saved, and what the user put beside it.
-        names: Look at no other files. None: at all.
+        directory: Saved checkpoints, and whatever the user put beside them.
+        names: The only files to look at. None: all files.
         allow_patterns, ignore_patterns: Globs of paths, as in huggingface_hub's `upload_folder`.
 
     Returns:
-        Path in the directory -> contents, with the sha256 where the save recorded it; and variant -> index of the
-        checkpoints.
+        Path in the directory -> contents, with the sha256 where the save recorded it; and the checkpoints' indexes by
+        variant.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint in it.
+        CheckpointNotFoundError: The directory holds no checkpoint.
         InvalidArgumentError: The patterns leave out all weights, or a part of a checkpoint.
-        DamagedCheckpointError, UnsafePathError, UnsafePickleError: One can't be loaded, so nobody should get it.
+        DamagedCheckpointError, UnsafePathError, UnsafePickleError: A checkpoint can't be loaded.
     """
     if not os.path.isdir(directory):
         raise CheckpointNotFoundError(f"There is no directory '{directory}'. Check the path.", path=directory)
@@ -63,30 +63,30 @@ def directory_contents(
             indexes[variant] = checkpoint.index
             files_of[variant] = _files_of(checkpoint)
             known |= _known_hashes(checkpoint)
-    wanted = set(filter_repo_objects(paths, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+    selected = set(filter_repo_objects(paths, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
     for variant, files in files_of.items():
-        if wanted.isdisjoint(files):
-            del indexes[variant]  # what the hub has of it stays
-        elif lost := sorted(files - wanted):
+        if selected.isdisjoint(files):
+            del indexes[variant]  # the hub keeps what it has of this one
+        elif lost := sorted(files - selected):
             raise InvalidArgumentError(
                 f"The patterns leave out '{lost[0]}', and the checkpoint in '{directory}' can't be loaded without it. "
                 "Check allow_patterns and ignore_patterns.",
                 path=directory,
             )
     used = {name for files in files_of.values() for name in files}
-    strays = _strays(wanted, used, variants)
-    for name in sorted(strays):
+    leftovers = _leftovers(selected, used, variants)
+    for name in sorted(leftovers):
         logger.warning("'%s' in '%s' belongs to no checkpoint there: it is not pushed.", name, directory)
-    if not any(path.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) for path in wanted - strays):
+    if not any(path.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) for path in selected - leftovers):
         raise InvalidArgumentError(
             f"The patterns leave no weights of '{directory}' to push. Check allow_patterns and ignore_patterns.",
             path=directory,
         )
-    return {name: file_source(os.path.join(directory, name), known.get(name)) for name in wanted - strays}, indexes
+    return {name: file_source(os.path.join(directory, name), known.get(name)) for name in selected - leftovers}, indexes
 
 
 def _known_hashes(checkpoint: OpenCheckpoint) -> dict[str, str | None]:
-    """File -> sha256, as the save recorded it; files of which it recorded another checksum are read, and compared."""
+    """File -> sha256 as the save recorded it; a file with a checksum of another kind is read, compared and hashed."""
     hashes: dict[str, str | None] = {}
     for name, shard in checkpoint.shards.items():
         record = checkpoint.index.files.get(name, FileDigest())
@@ -106,7 +106,7 @@ def _paths(directory: str) -> Iterator[str]:
             if os.path.isfile(path):
                 yield _checked_name(os.path.relpath(path, directory), directory)
             else:
-                logger.warning("'%s' is no file, but a pipe, or a link to nowhere or a folder: it is not pushed.", path)
+                logger.warning("'%s' is a pipe, a broken link or a link to a folder: it is not pushed.", path)
 
 
 def _checked_name(path: str, directory: str) -> str:
@@ -114,7 +114,7 @@ def _checked_name(path: str, directory: str) -> str:
         path.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(
-            f"The name of {path!r} in '{directory}' is no UTF-8, and a hub has no other names. Rename it.",
+            f"The name of {path!r} in '{directory}' is not valid UTF-8, as names on a hub must be. Rename it.",
             path=directory,
         ) from error
     return path
@@ -124,7 +124,7 @@ def _files_of(checkpoint: OpenCheckpoint) -> set[str]:
     return {checkpoint.weights.name, *checkpoint.shards, *checkpoint.pickles}
 
 
-def _strays(paths: Collection[str], used: Collection[str], variants: Collection[str | None]) -> set[str]:
-    """Weights by convention that no checkpoint uses: what a killed save left, or what another one outranks."""
+def _leftovers(paths: Collection[str], used: Collection[str], variants: Collection[str | None]) -> set[str]:
+    """Files named like weights that no checkpoint uses: left by a killed save, or outranked by another file."""
     families = [WeightNames(variant) for variant in variants]
     return {path for path in paths if path not in used and any(is_weights(path, names) for names in families)}

@@ -14,7 +14,7 @@ from hfshard.storage.format.names import INDEX_FILE, WeightNames
 
 _SHARD_NUMBER: Final = re.compile(r"-\d{5,}-of-\d{5,}$")
 SHARD: Final = re.compile(r"-\d{5,}-of-\d{5,}\.(?:safetensors|bin)$")
-"""How the name of a shard ends, of whatever checkpoint."""
+"""How the name of a shard of any checkpoint ends."""
 _SINGLE: Final = re.compile(r"(?:pytorch_)?model(?:\.(?P<variant>[^/]+))?\.(?:safetensors|bin)")
 _INDEX: Final = re.compile(r"(?:pytorch_)?model\.(?:safetensors|bin)\.index(?:\.(?P<variant>[^/]+))?\.json")
 
@@ -27,26 +27,26 @@ class PushPlan:
     """Path in the repo -> new contents."""
     deletes: tuple[str, ...]
     unchanged: tuple[str, ...]
-    """What the hub holds already, bit for bit."""
+    """Paths of files that the hub holds already, bit for bit."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether the hub holds all of it already, and nothing else of this checkpoint's."""
+        """Whether the hub holds all files already, and nothing else of this checkpoint."""
         return not self.adds and not self.deletes
 
     @property
     def changes(self) -> dict[str, ByteSource | None]:
-        """Path -> new contents, or None for what goes."""
+        """Path -> new contents, or None for a file to delete."""
         return {**self.adds, **dict.fromkeys(self.deletes)}
 
 
 def plan_push(contents: Mapping[str, ByteSource], remote: RepoTree, stale: Collection[str]) -> PushPlan:
-    """Compare what is to be there with what is there; files of unknown hash are read where sizes agree.
+    """Compare what is pushed with what is there; files of unknown hash are read where the sizes are equal.
 
     Args:
         contents: Path in the repo -> contents.
-        remote: What is there.
-        stale: Paths that are to go.
+        remote: What the hub holds.
+        stale: Paths that are to be deleted.
     """
     adds: dict[str, ByteSource] = {}
     unchanged = []
@@ -60,7 +60,7 @@ def plan_push(contents: Mapping[str, ByteSource], remote: RepoTree, stale: Colle
 
 
 def _hashed_if_needed(content: ByteSource, file: RemoteFile | None) -> ByteSource:
-    """With its sha256, where that will be compared: so that no file is read twice for it."""
+    """Add the sha256 where it will be compared, so that no file is read twice for it."""
     is_comparable = file is not None and file.sha256 is not None and file.size == content.size
     if is_comparable and isinstance(content, FileSource) and content.sha256 is None:
         return replace(content, sha256=sha256_of_source(content))
@@ -68,7 +68,7 @@ def _hashed_if_needed(content: ByteSource, file: RemoteFile | None) -> ByteSourc
 
 
 def variants_of(names: Iterable[str]) -> set[str | None]:
-    """The variants (None: the plain one) of the checkpoints that files of these names are."""
+    """Tell from file names which variants of a checkpoint they belong to; None is the one without a variant."""
     found: set[str | None] = set()
     for name in names:
         match = _INDEX.fullmatch(name) or _SINGLE.fullmatch(name)
@@ -79,7 +79,7 @@ def variants_of(names: Iterable[str]) -> set[str | None]:
 
 
 def is_weights(name: str, names: WeightNames) -> bool:
-    """Whether a file has a name that the weights of this variant, in either format, have by convention."""
+    """Whether a file's name is, by convention, one of this variant's weights in either format."""
     own = (names.single, names.index, names.bin_single, names.bin_index)
     return name in own or names.is_shard(name) or names.is_bin_shard(name) or names.is_transient(name)
 
@@ -87,13 +87,13 @@ def is_weights(name: str, names: WeightNames) -> bool:
 def stale_names(
     remote: Iterable[str], local: Collection[str], variants: Iterable[str | None], owned: Collection[str]
 ) -> set[str]:
-    """Names in a folder of the hub that belong to the checkpoints that are pushed, and are not part of them any more.
+    """Find files in a folder of the hub that belonged to the checkpoints that are pushed, and no longer do.
 
     Args:
         remote: Names in the folder.
         local: Names that are pushed.
         variants: Of the checkpoints that are pushed.
-        owned: Files that the remote indexes of these variants name, whatever they are called.
+        owned: Files that the hub's indexes of these variants name, whatever they are called.
     """
     families = [WeightNames(variant) for variant in variants]
     return {
@@ -104,7 +104,7 @@ def stale_names(
 
 
 def foreign_indexes(remote: Iterable[str], local: Collection[str], variants: Iterable[str | None]) -> list[str]:
-    """Indexes on the hub of checkpoints that are not pushed: what they name must stay."""
+    """Find indexes on the hub of checkpoints that are not pushed: the files that they name must stay."""
     families = [WeightNames(variant) for variant in variants]
     return sorted(
         name
@@ -114,7 +114,7 @@ def foreign_indexes(remote: Iterable[str], local: Collection[str], variants: Ite
 
 
 def unknown_weights(remote: Iterable[str], local: Collection[str], variants: Iterable[str | None]) -> set[str]:
-    """Weights on the hub of no conventional name: whose they are, only an index tells."""
+    """Find weights on the hub without a conventional name: only an index tells whose they are."""
     families = [WeightNames(variant) for variant in variants]
     return {
         name

@@ -18,11 +18,16 @@ from hfshard.hub.repo_tree import PushResult, RepoTree, StaleParentError
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS: Final = 5
-"""Times that a push is put on top of what somebody else pushed meanwhile."""
+"""Times that a push is tried again on top of what somebody else pushed in the meantime."""
 
 
 def push_files(request: PushRequest, repo_id: str | os.PathLike[str]) -> PushResult:
-    """Push files as one commit; see `push_checkpoint`."""
+    """Push files as one commit.
+
+    Raises:
+        RemoteChangedError: Others pushed the same files, or pushed again and again; nothing was committed.
+        Everything else that `push_checkpoint` raises of a hub.
+    """
     hub = open_hub(repo_id, request.options)
     repo_id = os.fspath(repo_id)
     before: RepoTree | None = None
@@ -30,7 +35,7 @@ def push_files(request: PushRequest, repo_id: str | os.PathLike[str]) -> PushRes
         now = _tree_to_push_to(hub, request.options.revision, repo_id)
         plan = plan_for(hub, request, now)
         if plan.is_empty:
-            logger.info("'%s' holds all of it already: no commit was made.", repo_id)
+            logger.info("'%s' holds all files already: no commit was made.", repo_id)
             return PushResult(now.commit, hub.url_of(now.commit), is_new=False)
         if before is not None:
             refuse_conflict(before, now, plan, request, repo_id)
@@ -49,7 +54,7 @@ def push_files(request: PushRequest, repo_id: str | os.PathLike[str]) -> PushRes
 
 
 def open_hub(repo_id: str | os.PathLike[str], options: PushOptions) -> Hub:
-    """The repo that a repo_id names, made if it is missing."""
+    """Open the repo that a repo_id names; it is made if it is missing."""
     if (directory := directory_of(repo_id)) is not None:
         from hfshard.hub.directory.hub import DirectoryHub
 

@@ -219,7 +219,7 @@ def test_main_is_deleted_by_force_only(two: Two) -> None:
 def test_a_commit_that_a_name_leads_to_is_not_deleted(two: Two) -> None:
     hub, first, second = two
     hub.tag("v2")
-    with pytest.raises(HubError, match=r"can't be deleted: main, v2 is there. Delete that first"):
+    with pytest.raises(HubError, match=r"can't be deleted: it is what main, v2 points to. Delete that first"):
         hub.delete(second)
     block_bytes = os.stat(os.path.join(hub.snapshot(first), "a")).st_blocks * 512
     assert hub.delete(first[:10]) == block_bytes  # history is shorter, and main is whole
