@@ -76,7 +76,9 @@ def test_what_is_no_hub_is_not_opened(tmp_path: Path) -> None:
     with pytest.raises(HubNotFoundError, match="does not exist"):
         DirectoryHub.open(tmp_path / "nothing")
     (tmp_path / "hfshard-hub.json").write_text('{"format": 2}')
-    with pytest.raises(HubError, match=r"of format 2, and this version of hfshard reads format 1. Install a newer hfshard"):
+    with pytest.raises(
+        HubError, match=r"of format 2, and this version of hfshard reads format 1. Install a newer hfshard"
+    ):
         DirectoryHub.open(tmp_path)
 
 
