@@ -2,8 +2,8 @@
 
 A push holds the lock of the root directory's own descriptor: the lock ends with the process, and leaves no file.
 It stages the snapshot, flushes it, and renames into place the snapshot, then the manifest, and last the ref, which is
-the commit. As long as the ref is staged as `.staging/new-commit`, its commit was not finished, and the next push removes
-it. A commit is removed in the other order, manifest first: a snapshot without a manifest is a leftover.
+the commit. As long as the ref is staged as `.staging/new-commit`, its commit was not finished, and the next push
+removes it. A commit is removed in the other order, manifest first: a snapshot without a manifest is a leftover.
 """
 
 from __future__ import annotations

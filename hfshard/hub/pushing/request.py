@@ -29,7 +29,7 @@ class PushOptions:
     commit_description: str | None = None
     private: bool | None = None
     """Of a repo that is made."""
-    token: str | bool | None = None
+    token: str | bool | None = field(default=None, repr=False)
     revision: str | None = None
     """A branch, or "refs/pr/N". None: main."""
     create_pr: bool = False
