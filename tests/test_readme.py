@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import REPOSITORY
+from tests.helpers import forkserver
 from tests.helpers.readme_examples import blocks_of, command_lines, examples_of
 
 TOP = REPOSITORY / "README.md"
@@ -34,11 +35,8 @@ def ran(minilm: Path, child_environment: dict[str, str], tmp_path_factory: pytes
     @cache
     def run(readme: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
         directory = tmp_path_factory.mktemp("readme")
-        command = [sys.executable, "-m", "tests.helpers.readme_child", str(readme)]
-        done = subprocess.run(
-            command, cwd=directory, env=child_environment, capture_output=True, text=True, timeout=300
-        )
-        return done, directory
+        command = ["-m", "tests.helpers.readme_child", readme]
+        return forkserver.run(command, cwd=directory, env=child_environment, timeout=300), directory
 
     return run
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from tests import REPOSITORY
 from tests.crash.effects import Effect, disorder, effects_of
 from tests.crash.tracer import TRACED, Call, has_strace, parse_trace
+from tests.helpers import forkserver
 
 SAVES = """
 import os, sys
@@ -79,16 +78,9 @@ def _trace(root: Path, how: str) -> list[tuple[str, set[str], list[Effect]]]:
     if not has_strace():
         pytest.skip("NO STRACE: THE ORDER OF FSYNC IS NOT CHECKED HERE. Install strace to check it.")
     trace = root.with_suffix(".trace")
-    command = ["strace", "-f", "-y", "-s", "32", "-o", str(trace), "-e", f"trace={TRACED}"]
+    strace = ["-y", "-s", "32", "-o", str(trace), "-e", f"trace={TRACED}"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    done = subprocess.run(
-        [*command, sys.executable, "-c", SAVES, str(root), how],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = forkserver.run(["-c", SAVES, root, how], cwd=REPOSITORY, env=environment, strace=strace, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = [line.split("\t") for line in done.stdout.splitlines()]
     saves = _saves(trace.read_text(errors="replace"))

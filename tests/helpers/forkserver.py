@@ -16,17 +16,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from threading import Lock
 from types import TracebackType
 from typing import IO, Any, Self
 
 from tests import REPOSITORY
+from tests.helpers import forked
 
-LARGEST_ORDER = 1 << 17
-"""Bytes of an order; a packet on a socket has room for more."""
 _TORCH = ("torch", "torch.distributed", "torch._dynamo", "sympy", "numpy", "safetensors.torch", "hfshard.cli.commands")
 """What no setting of huggingface_hub reaches."""
 _EVERYTHING = (*_TORCH, "transformers", "transformers.modeling_utils", "huggingface_hub", "accelerate", "pytest")
@@ -67,7 +66,9 @@ class Child:
         """Read its streams to their ends, and wait for its own; for streams that are not pipes, empty words."""
         out = self.stdout.read() if self.stdout else ""
         self.wait(timeout)
-        return out, self.stderr.read() if self.stderr else ""
+        err = self.stderr.read() if self.stderr else ""
+        self._close_streams()
+        return out, err
 
     def send_signal(self, number: int) -> None:
         """Send a signal, where it still runs."""
@@ -85,10 +86,13 @@ class Child:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close_streams()
+        self.wait()
+
+    def _close_streams(self) -> None:
         for stream in (self.stdout, self.stderr):
             if stream is not None:
                 stream.close()
-        self.wait()
 
 
 class ForkServer:
@@ -120,7 +124,7 @@ class ForkServer:
     def ask(self, order: object, fds: Sequence[int] = ()) -> int:
         """Send an order; gives its answer, which is a number."""
         packet = pickle.dumps(order)
-        assert len(packet) <= LARGEST_ORDER, "write it to a file, and name the file"
+        assert len(packet) <= forked.LARGEST_ORDER, "write it to a file, and name the file"
         try:
             with self._lock:
                 socket.send_fds(self._socket, [packet], fds)
@@ -189,11 +193,16 @@ def _descriptor(stream: int | IO[str] | None, null: int) -> int:
     return stream if isinstance(stream, int) else stream.fileno()
 
 
-def start(arguments: Iterable[object], *, env: Mapping[str, str], **streams: Any) -> Child:
-    """Begin what `python ARGUMENTS` does; keywords are those of `ForkServer.call`."""
-    from tests.helpers.forked import interpret
+def start(arguments: Iterable[object], *, env: Mapping[str, str], is_traced: bool = False, **streams: Any) -> Child:
+    """Begin what `python ARGUMENTS` does.
 
-    return _server_for(env).call(interpret, list(map(str, arguments)), env=env, **streams)
+    Args:
+        arguments: Of the interpreter: `-m MODULE ...`, `-c CODE ...`, `SCRIPT ...`.
+        env: The environment.
+        is_traced: Do nothing before a tracer has come.
+        streams: The keywords of `ForkServer.call`.
+    """
+    return _server_for(env).call(forked.interpret, list(map(str, arguments)), is_traced, env=env, **streams)
 
 
 def run(
@@ -201,16 +210,27 @@ def run(
     *,
     env: Mapping[str, str],
     timeout: float = 120,
-    check: bool = False,
+    strace: Sequence[str] = (),
     **streams: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """Do what `python ARGUMENTS` does, and wait for its end; both its streams are captured, unless said otherwise."""
+    """Do what `python ARGUMENTS` does, and wait for its end; both its streams are captured, unless said otherwise.
+
+    Args:
+        arguments: As for `start`.
+        env: The environment.
+        timeout: Seconds after which the process is killed.
+        strace: Options of strace, which then traces all of it.
+        streams: The keywords of `ForkServer.call`.
+
+    Raises:
+        subprocess.TimeoutExpired: It took longer.
+    """
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     with tempfile.TemporaryFile("w+", encoding="utf-8") as kept:
         captures = streams["stdout"] == subprocess.PIPE
         if captures:
             streams["stdout"] = kept.fileno()
-        with start(arguments, env=env, **streams) as child:
+        with start(arguments, env=env, is_traced=bool(strace), **streams) as child, _traced(child, strace):
             try:
                 code = child.wait(timeout)
             except subprocess.TimeoutExpired:
@@ -219,10 +239,20 @@ def run(
             err = child.stderr.read() if child.stderr else ""
         kept.seek(0)
         out = kept.read() if captures else ""
-    done = subprocess.CompletedProcess(["python", *map(str, arguments)], code, out, err)
-    if check:
-        done.check_returncode()
-    return done
+    return subprocess.CompletedProcess(["python", *map(str, arguments)], code, out, err)
+
+
+@contextmanager
+def _traced(child: Child, options: Sequence[str]) -> Iterator[None]:
+    """Let strace trace a child that waits for it; the trace is whole at the end."""
+    if not options:
+        yield
+        return
+    command = ["strace", "-f", "-qq", *options, "-p", str(child.pid)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as tracer:
+        yield
+        words = tracer.communicate(timeout=60)[1]
+    assert tracer.returncode == 0, words
 
 
 def _server_for(env: Mapping[str, str]) -> ForkServer:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers import forkserver
 from tests.hubserver.hub_server import Fault, HubServer, Request
 
 pytestmark = pytest.mark.compat
@@ -30,8 +29,7 @@ def run(hub: HubServer, home: Path, script: str, token: str | None = "hf_write")
     before = "import json, os, sys\nfrom pathlib import Path\nfrom huggingface_hub import *\nhome = Path(sys.argv[1])\n"
     after = "\nprint(json.dumps(result))"
     environment = {**hub.environment(token, home=home), "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-c", before + script + after, str(home)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = forkserver.run(["-c", before + script + after, home], env=environment, timeout=60)
     assert done.returncode == 0, done.stderr + "\n".join(map(str, hub.log))
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import REPOSITORY
+from tests.helpers import forkserver
 
 BENCH = REPOSITORY / "scripts" / "bench"
 
 
 def run(arguments: list[str], environment: dict[str, str], script: str = "run.py") -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, str(BENCH / script), *arguments], env=environment, capture_output=True, text=True, timeout=600
-    )
+    done = forkserver.run([BENCH / script, *arguments], env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     return done
 

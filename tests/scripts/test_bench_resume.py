@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 from tests import REPOSITORY
+from tests.helpers import forkserver
 
 BENCH = REPOSITORY / "scripts" / "bench"
 READMES = [REPOSITORY / "hfshard" / "training" / "README.md", REPOSITORY / "README.md"]
 
 
 def test_the_table_is_rendered_from_what_was_measured(child_environment: dict[str, str]) -> None:
-    command = [sys.executable, str(BENCH / "resume.py"), "--render"]
-    done = subprocess.run(command, env=child_environment, capture_output=True, text=True, timeout=120)
+    done = forkserver.run([BENCH / "resume.py", "--render"], env=child_environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == (BENCH / "RESUME.md").read_text(encoding="utf-8")
 
@@ -28,8 +26,7 @@ def test_no_resume_of_ours_was_inexact() -> None:
 
 
 def test_the_table_of_the_readme_is_that_of_the_results(child_environment: dict[str, str]) -> None:
-    command = [sys.executable, str(BENCH / "resume.py"), "--readme"]
-    done = subprocess.run(command, env=child_environment, capture_output=True, text=True, timeout=120)
+    done = forkserver.run([BENCH / "resume.py", "--readme"], env=child_environment)
     assert done.returncode == 0, done.stderr
     texts = [readme.read_text(encoding="utf-8") for readme in READMES if readme.exists()]
     assert done.stdout.strip() and any(done.stdout.strip() in text for text in texts)

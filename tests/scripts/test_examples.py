@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests import REPOSITORY
+from tests.helpers import forkserver
 
 SECONDS = 300
 
 
 def run(script: str, *arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(REPOSITORY / "scripts" / script), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return forkserver.run([REPOSITORY / "scripts" / script, *arguments], env=environment, timeout=SECONDS)
 
 
 def test_checkpoints_of_a_cyclic_schedule_keep_their_size(child_environment: dict[str, str]) -> None:

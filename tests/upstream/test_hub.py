@@ -13,13 +13,12 @@ of that list have their tests where the part is tested:
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import forkserver
 from tests.hubserver.hub_server import HubServer
 
 pytestmark = pytest.mark.compat
@@ -49,9 +48,7 @@ class Client:
         """Run code after SETUP, with an empty log; gives what it printed."""
         environment = self.server.environment(home=self.folder / home)
         self.server.clear_log()
-        done = subprocess.run(
-            [sys.executable, "-c", SETUP + code], env=environment, capture_output=True, text=True, timeout=240
-        )
+        done = forkserver.run(["-c", SETUP + code], env=environment, timeout=240)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

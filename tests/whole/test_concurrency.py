@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import hfshard
+from tests.helpers import forkserver
 from tests.whole.concurrency_child import bert, state_dict
 
 SAVES = 200
@@ -18,25 +18,23 @@ SAVES = 200
 
 
 @contextmanager
-def child(environment: dict[str, str], *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.whole.concurrency_child", *map(str, arguments)]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+def child(environment: dict[str, str], *arguments: object) -> Iterator[forkserver.Child]:
+    command = ["-m", "tests.whole.concurrency_child", *arguments]
+    with forkserver.start(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             yield process
         finally:
             process.kill()
 
 
-def ended(process: subprocess.Popen[str]) -> str:
+def ended(process: forkserver.Child) -> str:
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return out
 
 
 @contextmanager
-def held(folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+def held(folder: Path, environment: dict[str, str]) -> Iterator[forkserver.Child]:
     with child(environment, "hold", folder) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         yield holder

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import hfshard
+from tests.helpers import forkserver
 
 needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 
@@ -37,9 +36,8 @@ def save_without(
 ) -> str:
     """Save in a child to which the system says that it lacks a call ("rename:error=ENOSYS"); returns its stderr."""
     calls = call.split(":")[0]
-    strace = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={calls}", "-e", f"inject={call}"]
-    command = [*strace, sys.executable, "-c", CHILD, str(folder), str(generation), str(limit)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    strace = ["-o", "/dev/null", "-e", f"trace={calls}", "-e", f"inject={call}"]
+    run = forkserver.run(["-c", CHILD, folder, generation, limit], env=environment, strace=strace)
     assert run.returncode == 0, run.stderr
     return run.stderr
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -12,6 +11,7 @@ from tests import REPOSITORY
 from tests.crash.runs.main import main
 from tests.crash.runs.transitions import all_transitions
 from tests.crash.tracer import has_strace
+from tests.helpers import forkserver
 
 SELECTION = (
     "first",
@@ -31,11 +31,10 @@ needs_strace = pytest.mark.skipif(not has_strace(), reason="NO STRACE: NO SAVE I
 
 def _sweep(*arguments: str) -> tuple[int, str, int]:
     """Exit status, output, and the number of points of a run of the script."""
-    done = subprocess.run(
-        [sys.executable, "scripts/crash_sweep", "--training", *arguments],
+    done = forkserver.run(
+        ["scripts/crash_sweep", "--training", *arguments],
         cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
+        env=os.environ,
         timeout=300,
     )
     points = re.search(r"transitions, (\d+) points", done.stdout)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from tests import REPOSITORY
 from tests.crash.saves.transitions import all_transitions
 from tests.crash.sweep import KINDS
 from tests.crash.tracer import has_strace
+from tests.helpers import forkserver
 
 SELECTION = (
     "fresh->single",
@@ -52,11 +52,10 @@ needs_strace = pytest.mark.skipif(not has_strace(), reason="NO STRACE: NO SAVE I
 def _sweep(place: Path, *arguments: str) -> tuple[int, str, list[dict[str, Any]]]:
     """Exit status, output, and the points of a run of the script."""
     outcomes = place / "outcomes.json"
-    done = subprocess.run(
-        [sys.executable, "scripts/crash_sweep", "--json", str(outcomes), *arguments],
+    done = forkserver.run(
+        ["scripts/crash_sweep", "--json", str(outcomes), *arguments],
         cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
+        env=os.environ,
         timeout=300,
     )
     points = json.loads(outcomes.read_text())["points"] if outcomes.exists() else []

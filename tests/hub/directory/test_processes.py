@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from hfshard.storage.disk.byte_source import BytesSource
 from tests import REPOSITORY
 from tests.crash.effects import effects_of
 from tests.crash.tracer import TRACED, has_strace, parse_trace
+from tests.helpers import forkserver
 from tests.hub.directory.child import content
 from tests.hub.directory.sweep import litter
 
@@ -28,23 +28,20 @@ def test_two_processes_that_push_at_once_make_one_line_of_whole_commits(
     tmp_path: Path, child_environment: dict[str, str]
 ) -> None:
     root = str(tmp_path / "org" / "name")
+    reading, writing = os.pipe()
     children = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.hub.directory.child", root, name, str(PUSHES)],
-            cwd=REPOSITORY,
+        forkserver.start(
+            ["-m", "tests.hub.directory.child", root, name, PUSHES],
             env=child_environment,
-            stdin=subprocess.PIPE,
+            stdin=reading,
             stdout=subprocess.PIPE,
-            text=True,
         )
         for name in ("one", "two")
     ]
+    os.close(reading)
     for child in children:
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    for child in children:
-        assert child.stdin is not None
-        child.stdin.write("\n")
-        child.stdin.flush()
+    os.close(writing)  # both read the end of their stdin, and go
     hub, seen = DirectoryHub.open(root), set()
     while any(child.poll() is None for child in children):  # a reader beside them
         tree = hub.tree()
@@ -82,13 +79,7 @@ def test_files_that_are_open_outlive_a_prune(tmp_path: Path) -> None:
 
 
 def _sweep(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.hub.directory.sweep", *arguments],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return forkserver.run(["-m", "tests.hub.directory.sweep", *arguments], cwd=REPOSITORY, env=os.environ, timeout=600)
 
 
 @needs_strace
@@ -125,8 +116,9 @@ def test_everything_is_on_disk_before_what_leads_to_it(tmp_path: Path, child_env
     hub = DirectoryHub.create(tmp_path / "hub")
     old = hub.commit({"a": BytesSource(b"old"), "b": BytesSource(b"kept")}, parent=None, message="first").commit
     trace = tmp_path / "trace"
-    strace = ["strace", "-f", "-y", "-o", str(trace), "-e", f"trace={TRACED}"]
-    subprocess.run([*strace, sys.executable, "-c", ORDER, hub.root], env=child_environment, check=True, timeout=60)
+    strace = ["-y", "-o", str(trace), "-e", f"trace={TRACED}"]
+    done = forkserver.run(["-c", ORDER, hub.root], env=child_environment, strace=strace, timeout=60)
+    assert done.returncode == 0, done.stderr
     commit = hub.resolve()
     seen = []
     for effect in effects_of(parse_trace(trace.read_text())):

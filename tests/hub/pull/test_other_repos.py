@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import BertModel
 
 import hfshard
+from tests.helpers import forkserver
 from tests.helpers.tiny_bert import Bert, bert, value_of
 from tests.hubserver.hub_server import HubServer
 from tests.zoo.hub_cache import put_in_cache
@@ -20,6 +19,7 @@ pytestmark = pytest.mark.compat
 SETUP = """
 import torch, hfshard
 from transformers import AutoModel, BertModel
+from tests.helpers import forkserver
 from tests.helpers.tiny_bert import Bert, bert, value_of
 """
 ADAPTER = """
@@ -50,9 +50,7 @@ for options in ({}, {"revision": "main"}):
 def test_the_other_repo_is_asked_for_its_own_revision(code: str, tmp_path: Path) -> None:
     with HubServer(tmp_path / "hub") as server:
         environment = {**server.environment(home=tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", SETUP + code], env=environment, capture_output=True, text=True, timeout=240
-        )
+        done = forkserver.run(["-c", SETUP + code], env=environment, timeout=240)
         assert done.returncode == 0, done.stderr
 
 

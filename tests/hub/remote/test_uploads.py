@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from hfshard.errors import IntegrityError
 from hfshard.hub.remote.uploads import CheckedReader
 from hfshard.storage.disk.byte_source import FileSource
+from tests.helpers import forkserver
 from tests.hubserver.hub_server import HubServer
 
 pytestmark = pytest.mark.compat
@@ -86,9 +85,7 @@ def test_gitignore_of_the_repo_does_not_make_half_a_checkpoint(tmp_path: Path) -
         server.create_repo("org/m")
         before = server.repo("org/m").commit({".gitignore": b"*-00002-*\n"}, "Ignore")
         environment = server.environment(home=tmp_path / "home")
-        done = subprocess.run(
-            [sys.executable, "-c", PUSH], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
+        done = forkserver.run(["-c", PUSH], env=environment, cwd=tmp_path)
         assert done.returncode == 1
         assert "HubError: The .gitignore of 'org/m' keeps 'model-00002-of-00002.safetensors' out" in done.stderr
         assert server.repo("org/m").commits()[0].oid == before
