@@ -1,60 +1,62 @@
-"""Sharded, verified, crash-safe Hugging Face checkpoints: what is public, imported when it is first used."""
+"""Sharded, verified, crash-safe checkpoints for PyTorch and transformers.
+
+Save and load any module or state dict; a save is all or nothing, and a load checks what it reads:
+
+    import hfshard
+    from torch import nn
+
+    model = nn.Linear(4, 4)
+    hfshard.save_model(model, "out", max_shard_size="5GB")
+    hfshard.load_model(model, "out", verify="full")
+
+Put the mixin before a transformers model's class, and its own methods do the same:
+
+    from transformers import BertConfig, BertModel
+
+    class Bert(hfshard.ShardedModelMixin, BertModel): ...
+
+    bert = Bert(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
+    bert.save_pretrained("bert", max_shard_size="5GB")
+    bert = Bert.from_pretrained("bert")
+    bert.push_to_hub("./hub/bert")  # or "org/name", on the Hugging Face Hub
+
+Save a training run, and resume it bit for bit:
+
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = hfshard.training.TrainingState(model=model, optimizer=optimizer)
+    with hfshard.CheckpointManager("run", max_to_keep=3) as manager:
+        first_step = manager.restore_latest(state) or 0
+        manager.save(first_step + 1, state)
+
+Errors are in `hfshard.errors`, more about hubs in `hfshard.hub`, more about training runs in `hfshard.training`.
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hfshard._util.lazy import lazy_exports
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from hfshard import training
-    from hfshard.errors import HfshardError
-    from hfshard.hub.pull import pull_checkpoint
-    from hfshard.hub.push import push_checkpoint
-    from hfshard.hub.repo_tree import PushResult
-    from hfshard.load import load_model, load_state_dict
-    from hfshard.planning.plan import ShardPlan, plan_shards
-    from hfshard.planning.size import parse_size
-    from hfshard.pretrained.mixin import ShardedModelMixin
-    from hfshard.reshard import reshard_checkpoint
-    from hfshard.save import save_model, save_state_dict
-    from hfshard.storage.checkpoint.report import VerifyReport
-    from hfshard.storage.format.index import CheckpointIndex
-    from hfshard.training.manager import CheckpointManager
-    from hfshard.verify import verify_checkpoint
-
-__all__ = [
-    "CheckpointIndex",
-    "CheckpointManager",
-    "HfshardError",
-    "PushResult",
-    "ShardPlan",
-    "ShardedModelMixin",
-    "VerifyReport",
-    "__version__",
-    "load_model",
-    "load_state_dict",
-    "parse_size",
-    "plan_shards",
-    "pull_checkpoint",
-    "push_checkpoint",
-    "reshard_checkpoint",
-    "save_model",
-    "save_state_dict",
-    "training",
-    "verify_checkpoint",
-]
-
-# Lazy (PEP 562): `import hfshard` costs nothing, and only `hfshard.ShardedModelMixin` imports transformers.
+# Public name -> the module that defines it. Imported when it is first used: `import hfshard` takes no time, and only
+# `hfshard.ShardedModelMixin` imports transformers.
 _HOMES = {
     "CheckpointIndex": "storage.format.index",
     "CheckpointManager": "training.manager",
+    "FileDigest": "storage.format.index",
     "HfshardError": "errors",
+    "PlannedShard": "planning.plan",
+    "Problem": "storage.checkpoint.report",
     "PushResult": "hub.repo_tree",
     "ShardPlan": "planning.plan",
     "ShardedModelMixin": "pretrained.mixin",
+    "TensorSpec": "storage.tensors.tensor_spec",
     "VerifyReport": "storage.checkpoint.report",
+    "errors": "errors",
+    "hub": "hub",
     "load_model": "load",
     "load_state_dict": "load",
     "parse_size": "planning.size",
@@ -64,19 +66,36 @@ _HOMES = {
     "reshard_checkpoint": "reshard",
     "save_model": "save",
     "save_state_dict": "save",
+    "training": "training",
     "verify_checkpoint": "verify",
 }
 
+__all__ = sorted([*_HOMES, "__version__"])
 
-def __getattr__(name: str) -> Any:
-    if name == "training":
-        return import_module("hfshard.training")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'hfshard' has no attribute '{name}'")
-    value = getattr(import_module(f"hfshard.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+if TYPE_CHECKING:
+    from hfshard import errors as errors
+    from hfshard import hub as hub
+    from hfshard import training as training
+    from hfshard.errors import HfshardError as HfshardError
+    from hfshard.hub.pull import pull_checkpoint as pull_checkpoint
+    from hfshard.hub.push import push_checkpoint as push_checkpoint
+    from hfshard.hub.repo_tree import PushResult as PushResult
+    from hfshard.load import load_model as load_model
+    from hfshard.load import load_state_dict as load_state_dict
+    from hfshard.planning.plan import PlannedShard as PlannedShard
+    from hfshard.planning.plan import ShardPlan as ShardPlan
+    from hfshard.planning.plan import plan_shards as plan_shards
+    from hfshard.planning.size import parse_size as parse_size
+    from hfshard.pretrained.mixin import ShardedModelMixin as ShardedModelMixin
+    from hfshard.reshard import reshard_checkpoint as reshard_checkpoint
+    from hfshard.save import save_model as save_model
+    from hfshard.save import save_state_dict as save_state_dict
+    from hfshard.storage.checkpoint.report import Problem as Problem
+    from hfshard.storage.checkpoint.report import VerifyReport as VerifyReport
+    from hfshard.storage.format.index import CheckpointIndex as CheckpointIndex
+    from hfshard.storage.format.index import FileDigest as FileDigest
+    from hfshard.storage.tensors.tensor_spec import TensorSpec as TensorSpec
+    from hfshard.training.manager import CheckpointManager as CheckpointManager
+    from hfshard.verify import verify_checkpoint as verify_checkpoint
+else:
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

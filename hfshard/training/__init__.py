@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from hfshard.training.data.dataloader import ResumableDataLoader
-    from hfshard.training.data.plain_loader import plain_loader
-    from hfshard.training.integrations.accelerate import prepare_loader, prepared_state
-    from hfshard.training.integrations.trainer_callback import CheckpointCallback
-    from hfshard.training.manager import CheckpointManager
-    from hfshard.training.parts.gradients import Gradients
-    from hfshard.training.recompute.gradient_checkpointing import enable_gradient_checkpointing
-    from hfshard.training.state import TrainingState
-    from hfshard.training.step import RestoredStep
+from hfshard._util.lazy import lazy_exports
 
-__all__ = [
-    "CheckpointCallback",
-    "CheckpointManager",
-    "Gradients",
-    "RestoredStep",
-    "ResumableDataLoader",
-    "TrainingState",
-    "enable_gradient_checkpointing",
-    "plain_loader",
-    "prepare_loader",
-    "prepared_state",
-]
-
-# Lazy (PEP 562), as in the package itself.
+# Public name -> the module that defines it, imported when it is first used.
 _HOMES = {
     "CheckpointCallback": "integrations.trainer_callback",
     "CheckpointManager": "manager",
-    "ResumableDataLoader": "data.dataloader",
     "Gradients": "parts.gradients",
     "RestoredStep": "step",
+    "ResumableDataLoader": "data.dataloader",
+    "RunReader": "run_reader",
     "TrainingState": "state",
     "enable_gradient_checkpointing": "recompute.gradient_checkpointing",
     "plain_loader": "data.plain_loader",
@@ -43,14 +21,21 @@ _HOMES = {
     "prepared_state": "integrations.accelerate",
 }
 
+__all__ = sorted(_HOMES)
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'hfshard.training' has no attribute '{name}'")
-    value = getattr(import_module(f"hfshard.training.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+if TYPE_CHECKING:
+    from hfshard.training.data.dataloader import ResumableDataLoader as ResumableDataLoader
+    from hfshard.training.data.plain_loader import plain_loader as plain_loader
+    from hfshard.training.integrations.accelerate import prepare_loader as prepare_loader
+    from hfshard.training.integrations.accelerate import prepared_state as prepared_state
+    from hfshard.training.integrations.trainer_callback import CheckpointCallback as CheckpointCallback
+    from hfshard.training.manager import CheckpointManager as CheckpointManager
+    from hfshard.training.parts.gradients import Gradients as Gradients
+    from hfshard.training.recompute.gradient_checkpointing import (
+        enable_gradient_checkpointing as enable_gradient_checkpointing,
+    )
+    from hfshard.training.run_reader import RunReader as RunReader
+    from hfshard.training.state import TrainingState as TrainingState
+    from hfshard.training.step import RestoredStep as RestoredStep
+else:
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
