@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,15 +31,16 @@ parser.add_argument(
 
 def run_with_local_hub() -> int:
     """Start the test suite's Hub server, and run this script again as its client: its address is read at import."""
-    sys.path.insert(0, str(REPOSITORY))
-    from tests.hubserver.hub_server import HubServer
-
-    with tempfile.TemporaryDirectory(prefix="hfshard-hub-") as temporary, HubServer(Path(temporary) / "hub") as hub:
-        environment = {**hub.environment(home=Path(temporary) / "home"), CLIENT_VARIABLE: "1"}
-        done = subprocess.run([sys.executable, *sys.argv], env=environment, check=False)
-        kinds = {request.kind: hub.count(request.kind) for request in hub.log}
-        print(f"hub: {len(hub.log)} requests, {hub.bytes_up():,} bytes up, {hub.bytes_down():,} bytes down")
-        print("     " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
+    with tempfile.TemporaryDirectory(prefix="hfshard-hub-") as temporary:
+        directories = ["--root", f"{temporary}/hub", "--client-home", f"{temporary}/home"]
+        command = [sys.executable, "-m", "tests.hubserver.hub_server", *directories]
+        with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            server.stdout.readline()  # its address, which is also in the environment of its clients
+            environment = {**json.loads(server.stdout.readline()), CLIENT_VARIABLE: "1"}
+            done = subprocess.run([sys.executable, *sys.argv], env=environment, check=False)
+            server.send_signal(signal.SIGINT)
+            print(server.stdout.read(), end="")
     return done.returncode
 
 
@@ -63,7 +66,7 @@ SENTENCES = ("The cat naps on the warm windowsill.", "A kitten is sleeping by th
 
 
 class Bert(hfshard.ShardedModelMixin, BertModel):
-    """BERT as transformers has it, with hfshard's save and load."""
+    """transformers' BERT with hfshard's save and load."""
 
 
 class Clock:
@@ -177,9 +180,9 @@ def print_files(output: Path) -> None:
     shards = sorted(set(index.weight_map.values()))
     print(f"\n{'file':<34}{'size':>10}{'tensors':>9}   sha256")
     for file in shards:
-        record = index.files[file]
+        digest = index.files[file]
         tensors = sum(1 for holder in index.weight_map.values() if holder == file)
-        print(f"{file:<34}{format_size(record.size or 0):>10}{tensors:>9}   {(record.sha256 or '')[:12]}…")
+        print(f"{file:<34}{format_size(digest.size or 0):>10}{tensors:>9}   {(digest.sha256 or '')[:12]}…")
     total = format_size(index.total_size or 0)
     print(f"{len(shards)} shards, {index.total_parameters:,} parameters, {total} of weights\n")
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -244,15 +245,27 @@ class HubServer:
 
 
 def main() -> None:
-    """Serve a directory until interrupted."""
+    """Serve a directory until interrupted; then print what was asked."""
     parser = argparse.ArgumentParser(prog="python -m tests.hubserver.hub_server", description=__doc__)
     parser.add_argument("--root", type=Path, required=True, help="directory that holds the repositories")
     parser.add_argument("--port", type=int, default=0, help="port of the API origin (default: any)")
+    parser.add_argument("--client-home", type=Path, help="make a client's home there; print its environment as JSON")
     arguments = parser.parse_args()
     with HubServer(arguments.root, port=arguments.port) as hub:
         print(hub.endpoint, flush=True)
+        if arguments.client_home is not None:
+            print(json.dumps(hub.environment(home=arguments.client_home)), flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
+        print(_summary(hub), flush=True)
+
+
+def _summary(hub: HubServer) -> str:
+    """Requests by kind, and the bytes of their bodies."""
+    counts = Counter(request.kind for request in hub.log)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    total = f"hub: {len(hub.log)} requests, {hub.bytes_up():,} bytes up, {hub.bytes_down():,} bytes down"
+    return f"{total}\n     {kinds}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -41,14 +40,16 @@ def around(context: Context) -> Iterator[Context]:
     """A Hub in a process of its own."""
     home, params = context.directory / "hub-home", context.params
     home.mkdir(exist_ok=True)
-    # huggingface_hub asks for this list once a day and home directory; it must not be in one peer's time.
-    (home / ".agent_harnesses.json").write_text(json.dumps(_no_harnesses()))
-    command = [sys.executable, "-m", "tests.hubserver.hub_server", "--root", str(context.directory / "hub")]
+    # The server puts what huggingface_hub asks for once a day into the home, so that it is not in one peer's time.
+    directories = ["--root", str(context.directory / "hub"), "--client-home", str(home)]
+    command = [sys.executable, "-m", "tests.hubserver.hub_server", *directories]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout
+            endpoint = server.stdout.readline().strip()
+            server.stdout.readline()  # the environment of a client, whose home is made now
             environment = {
-                "HF_ENDPOINT": server.stdout.readline().strip(),
+                "HF_ENDPOINT": endpoint,
                 "HF_HOME": str(home),
                 "HF_TOKEN": "hf_write",
                 "HF_HUB_OFFLINE": "0",
@@ -62,13 +63,6 @@ def around(context: Context) -> Iterator[Context]:
             yield replace(context, params=smaller, directory=directory, environment=environment)
         finally:
             server.terminate()
-
-
-def _no_harnesses() -> object:
-    sys.path.insert(0, str(REPOSITORY))
-    from tests.hubserver.routes.api import NO_HARNESSES
-
-    return NO_HARNESSES
 
 
 def with_upload_folder(context: Context) -> Job:
