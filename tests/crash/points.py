@@ -1,24 +1,14 @@
-"""Record a transition once; stop its save at a point in one way; judge what is left."""
+"""A recorded change, the points at which it can be stopped, and what came of stopping it there."""
 
 from __future__ import annotations
 
-import gc
-import logging
-import os
-import shutil
-import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
-from tests.crash.saves.generations import Content
-from tests.crash.saves.judge import Baseline, Examination, Judgement, examine, in_fork, judge, same
-from tests.crash.saves.readers import Verdict, read_all
-from tests.crash.saves.states import build, litter, perform, snapshot
-from tests.crash.saves.targets import Target
-from tests.crash.saves.transitions import Save, Transition
-from tests.crash.tracer import Call, hidden_writes, traced
+from tests.crash.tracer import Call
 
 INJECTIONS = {
     "kill": "signal=KILL:when={k}",
@@ -26,181 +16,124 @@ INJECTIONS = {
     "enospc": "error=ENOSPC:when={k}",
     "eio": "error=EIO:when={k}",
     "full": "error=ENOSPC:when={k}+",
+    "unsupported": "error=EOPNOTSUPP:when={k}+",
 }
-"""What happens at a point, in strace's words. `full`: the disk is full from that write on, for good."""
+"""What happens at a point, in strace's words. `full`: the disk is full from that write on, for good. `unsupported`: the
+file system does not know the call."""
+
+POWER = "power"
+"""The kind of a simulated power cut, which strace does not make."""
 
 TAKES_SPACE = {"write", "pwrite64", "writev", "pwritev", "pwritev2", "fallocate", "ftruncate", "mkdir", "mkdirat"}
 
+HAS_FALLBACK = frozenset({"rename", "link", "fsync", "flock", "fchmod"})
+"""Calls that some file systems do not know, and that hfshard then does without."""
+
+
+class Named(Protocol):
+    """Anything with the name that `--transition` takes."""
+
+    @property
+    def name(self) -> str:
+        """Of the row in the table."""
+
+
+T = TypeVar("T", bound=Named)
+B = TypeVar("B")
+
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A transition, recorded.
+class Recorded(Generic[T, B]):
+    """A transition that was carried out once without being stopped.
 
     Attributes:
         transition: Which.
         template: The directory (in a root of its own) that every point starts from a copy of.
-        baseline: What readers say when nothing is stopped.
-        calls: The file-changing calls of the whole save, in order.
-        recorded_in: The save directory of that save, as its calls name it.
-        problems: What is wrong with the whole, unstopped save.
+        baseline: What is found before it and after it.
+        calls: Its file-changing calls, in order.
+        recorded_in: The directory in which it was carried out, as its calls name it.
+        problems: What is wrong although nothing was stopped.
     """
 
-    transition: Transition
+    transition: T
     template: Path
-    baseline: Baseline
+    baseline: B
     calls: tuple[Call, ...]
     recorded_in: Path
-    problems: tuple[str, ...]
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One way to stop one save."""
+class Point(Generic[T, B]):
+    """One way to stop one transition.
 
-    prepared: Prepared
+    Attributes:
+        recorded: The transition.
+        ordinal: Place of the system call among `recorded.calls`.
+        kind: A key of `INJECTIONS`, or `POWER`.
+    """
+
+    recorded: Recorded[T, B]
     ordinal: int
     kind: str
 
     @property
     def call(self) -> Call:
         """The system call at which it happens."""
-        return self.prepared.calls[self.ordinal]
+        return self.recorded.calls[self.ordinal]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
-    """What came of a point."""
+    """What came of a point.
 
-    point: Point
-    judgement: Judgement
-    status: str
-    report: str
-    is_drifted: bool
+    Attributes:
+        point: Which.
+        category: One of the suite's.
+        problems: A sentence for each failure.
+        notes: Seen, and not a failure.
+        readers: Reader -> what it found, in words.
+        listing: Files and directories as they were left.
+        status: How the stopped process ended.
+        report: Its words.
+        is_drifted: The calls came in another order than when they were recorded.
+    """
 
-
-def prepare_process() -> None:
-    """Make this process fit to be forked: quiet, offline, one thread, everything imported."""
-    os.environ.setdefault("HFSHARD_WRITERS", "1")  # with more, calls come in another order each time
-    os.environ.setdefault("HFSHARD_DIRECT", "1")  # the path of large files, for the small ones here too
-    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false")
-    import torch
-    import transformers
-
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity(logging.CRITICAL)
-    transformers.logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    logging.getLogger("hfshard").addHandler(logging.NullHandler())  # what readers warn of in a wreck is not asked
-    gc.disable()
-
-
-def warm(place: Path, target: Target) -> None:
-    """Save every kind of content once, so that no child imports a module in the middle of its save."""
-    for content in (Content(1), Content(1, arch="gpt2")):
-        for layout in ("single", "three", "single"):
-            plain = Save(content, layout)
-            for save in (plain, replace(plain, bare=True), replace(plain, variant="fp16")):
-                perform(save, place / f"warm-{content.arch}-{save.bare}", target)
+    point: Point[Any, Any]
+    category: str
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    readers: dict[str, str] = field(default_factory=dict)
+    listing: list[str] = field(default_factory=list)
+    status: str = ""
+    report: str = ""
+    is_drifted: bool = False
 
 
-def prepare(transition: Transition, place: Path, target: Target) -> Prepared:
-    """Build the directory, read it, save over a copy of it under strace, read that."""
-    root = Path(tempfile.mkdtemp(prefix="template-", dir=place))
-    directory = build(transition, root, target)
-    target.warm(transition.new.content)
-    before = in_fork(lambda: read_all(transition.readers, directory, transition.contents))
-    trial = Path(tempfile.mkdtemp(prefix="trial-", dir=place))
-    copy = copy_of(directory, trial)
-    run = traced(lambda: perform(transition.new, copy, target), place / f"{trial.name}.trace")
-    if run.status != "saved":
-        raise RuntimeError(f"{transition.name}: the unstopped save {run.status}: {run.report}")
-    if hidden := hidden_writes(run.calls, trial):
-        raise RuntimeError(f"{transition.name}: writes that this harness can't stop at: {hidden[:3]}")
-    after = in_fork(lambda: read_all(transition.readers, copy, transition.contents))
-    problems = [*_check_before(transition, before), *_check_after(transition, before, after)]
-    if left := litter(copy, transition):
-        problems.append(f"litter after the whole save: {left}")
-    calls = tuple(call for call in run.calls if call.changes(trial))
-    want = {label: _wanted(transition, label, before) for label in after}
-    shutil.rmtree(trial)
-    baseline = Baseline(before, want, snapshot(directory))
-    return Prepared(transition, directory, baseline, calls, copy, tuple(problems))
+def points_of(recorded: Recorded[T, B], kinds: Sequence[str]) -> list[Point[T, B]]:
+    """Every point of a recorded transition, for these kinds of `INJECTIONS`."""
+    points = []
+    for kind in kinds:
+        names: set[str] = set()
+        for ordinal, call in enumerate(recorded.calls):
+            if _can_happen(kind, call, names):
+                points.append(Point(recorded, ordinal, kind))
+            names.add(call.name)
+    return points
 
 
-def _wanted(transition: Transition, label: str, before: dict[str, Verdict]) -> Verdict:
-    """What a reader must say after the save: the new generation, or as before where it asks for another variant."""
-    reader = next(reader for reader in transition.readers if reader.label == label)
-    if reader.variant == transition.new.variant:
-        return Verdict("whole", transition.new.content.generation)
-    return before[label]
+def _can_happen(kind: str, call: Call, earlier: set[str]) -> bool:
+    """Whether it can happen at a call; a call that a file system does not know is missing from its first use on."""
+    if kind == "full":
+        return call.name in TAKES_SPACE
+    if kind == "unsupported":
+        return call.name in HAS_FALLBACK and call.name not in earlier
+    return True
 
 
-def _check_before(transition: Transition, before: dict[str, Verdict]) -> Iterator[str]:
-    """A test that starts from a directory which nobody can read would test nothing."""
-    hopeless = all(verdict.kind == "error" for verdict in before.values())
-    if transition.before and hopeless and not any(save.killed_at for save in transition.before):
-        yield f"nobody loads the directory before the save: {[str(verdict) for verdict in before.values()]}"
-    is_upstreams = all(save.by == "transformers" for save in transition.before)
-    for label, verdict in before.items():
-        if verdict.kind == "mixed" and not is_upstreams:
-            yield f"before the save, {label}: {verdict}"
-
-
-def _check_after(transition: Transition, before: dict[str, Verdict], after: dict[str, Verdict]) -> Iterator[str]:
-    for label, verdict in after.items():
-        if not same(verdict, _wanted(transition, label, before)):
-            yield f"after the whole save, {label}: {verdict}"
-
-
-def copy_of(directory: Path, root: Path) -> Path:
-    """A copy of a save directory in a root of its own; only a path where it does not exist."""
-    copy = root / "out"
-    if directory.exists():
-        shutil.copytree(directory, copy, symlinks=True)
-    return copy
-
-
-def points_of(prepared: Prepared, kinds: Sequence[str]) -> list[Point]:
-    """Every point of a recorded transition."""
-    return [
-        Point(prepared, ordinal, kind)
-        for kind in kinds
-        for ordinal, call in enumerate(prepared.calls)
-        if kind != "full" or call.name in TAKES_SPACE
-    ]
-
-
-_SEEN: dict[tuple[str, frozenset[tuple[str, str]]], Examination] = {}
-"""What this process has examined: most errors are undone, and leave the very same files."""
-
-
-def examined(prepared: Prepared, directory: Path, target: Target) -> Examination:
-    """Examine a directory in a fork, or remember one with the same files."""
-    key = (prepared.transition.name, frozenset(snapshot(directory).items()))
-    if key not in _SEEN:
-        _SEEN[key] = in_fork(lambda: examine(prepared.transition, prepared.baseline, directory, target))
-    return _SEEN[key]
-
-
-def stop(point: Point, place: Path, target: Target) -> Outcome:
-    """Save over a fresh copy, let it happen at the point, and judge what is left."""
-    root = Path(tempfile.mkdtemp(prefix="point-", dir=place))
-    trace = place / f"{root.name}.trace"
-    transition = point.prepared.transition
-    try:
-        copy = copy_of(point.prepared.template, root)
-        inject = f"{point.call.name}:{INJECTIONS[point.kind].format(k=point.call.k)}"
-        run = traced(lambda: perform(transition.new, copy, target), trace, inject)
-        made = [call.name for call in run.calls if call.changes(root)]
-        planned = [call.name for call in point.prepared.calls[: point.ordinal + 1]]
-        is_drifted = made[: len(planned)] != planned
-        marks = ("killed by SIGKILL", "--- SIGINT", "(INJECTED)")
-        if not any(mark in run.raw for mark in marks):
-            missed = Judgement(problems=[("missed", "the call was not reached")])
-            return Outcome(point, missed.settle("missed"), run.status, run.report, is_drifted)
-        baseline = point.prepared.baseline
-        judgement = judge(transition, baseline, examined(point.prepared, copy, target), run, point.kind)
-        return Outcome(point, judgement, run.status, run.report, is_drifted)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-        trace.unlink(missing_ok=True)
+def sample(points: Sequence[Point[T, B]], count: int | None, seed: int = 0) -> list[Point[T, B]]:
+    """All points, or so many of them, always the same ones."""
+    if count is None or count >= len(points):
+        return list(points)
+    chosen = sorted(random.Random(seed).sample(range(len(points)), count))
+    return [points[place] for place in chosen]

@@ -1,4 +1,4 @@
-"""Simulated power cuts: at each call of a save, what a disk may hold that keeps only what was flushed, and some more.
+"""Simulated power cuts: what a disk may hold that keeps only what was flushed, and some more.
 
 A file's bytes are safe once it was flushed; names in a directory once the directory was. Of the rest, any part may
 have reached the disk, in any order: a name without the change before it, or a file without its bytes.
@@ -10,177 +10,224 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.crash.effects import Effect, effect_of
-from tests.crash.points import Outcome, Point, Prepared, copy_of, examined
-from tests.crash.saves.judge import judge
-from tests.crash.saves.states import perform
-from tests.crash.saves.targets import Target
-from tests.crash.tracer import Run, traced
-
-Tree = Mapping[str, bytes]
-"""Path below the save directory -> content."""
+from tests.crash.effects import Effect
+from tests.crash.points import POWER, B, Outcome, Point, Recorded, T
+from tests.crash.suite import Suite, Tree
 
 ALL_SUBSETS = 4
 """Up to so many unflushed changes of names, every subset of them is tried: 16."""
 
 
-@dataclass(slots=True)
-class Disk:
-    """Files by number, the names that they have now, and the names that a power cut is sure to leave.
+@dataclass(slots=True, eq=False)
+class File:
+    """A file.
 
     Attributes:
-        names: Path -> file, as the running system sees it.
-        durable: The same as it is on the disk for sure.
-        pending: Changes of names that may have reached the disk or not: (path, file or None) pairs that go together.
-        latest: File -> content.
-        safe: File -> content that was flushed; none yet: not there.
+        latest: Its bytes as the running system sees them.
+        safe: Its bytes when it was flushed; empty before that.
     """
 
-    names: dict[str, int] = field(default_factory=dict)
-    durable: dict[str, int] = field(default_factory=dict)
-    pending: list[tuple[tuple[str, int | None], ...]] = field(default_factory=list)
-    latest: dict[int, bytes] = field(default_factory=dict)
-    safe: dict[int, bytes] = field(default_factory=dict)
+    latest: bytes = b""
+    safe: bytes = b""
 
-    @classmethod
-    def holding(cls, tree: Tree) -> Disk:
-        """A disk on which everything is flushed."""
-        numbers = {path: number for number, path in enumerate(sorted(tree))}
-        contents = {number: tree[path] for path, number in numbers.items()}
-        return cls(dict(numbers), dict(numbers), [], dict(contents), dict(contents))
-
-    def take(self, effect: Effect, after: Tree) -> None:
-        """Do what a call did; `after` is what the directory then held."""
-        path, target = effect.path, effect.target
-        if effect.kind in ("create", "open") and path not in self.names:
-            self.names[path] = len(self.latest)
-            self.latest[self.names[path]] = b""
-            self._change(((path, self.names[path]),))
-        elif effect.kind == "rename" and path in self.names:
-            self.names[target] = self.names.pop(path)
-            self._change(((target, self.names[target]), (path, None)))
-        elif effect.kind == "link" and path in self.names:
-            self.names[target] = self.names[path]
-            self._change(((target, self.names[path]),))
-        elif effect.kind == "unlink":
-            self.names.pop(path, None)
-            self._change(((path, None),))
-        for name, number in self.names.items():
-            self.latest[number] = after.get(name, self.latest[number])
-        if effect.kind == "sync" and path in self.names:
-            self.safe[self.names[path]] = self.latest[self.names[path]]
-        elif effect.kind == "sync" and path == ".":
-            for change in self.pending:
-                self._apply(self.durable, change)
-            self.pending = []
-
-    def _change(self, change: tuple[tuple[str, int | None], ...]) -> None:
-        if "/" in change[0][0]:  # in the staging directory: no reader looks there, take it as done
-            self._apply(self.durable, change)
-        else:
-            self.pending.append(change)
-
-    @staticmethod
-    def _apply(names: dict[str, int], change: tuple[tuple[str, int | None], ...]) -> None:
-        for path, number in change:
-            if number is None:
-                names.pop(path, None)
-            else:
-                names[path] = number
-
-    def cuts(self) -> Iterator[dict[str, bytes]]:
-        """Every directory that a power cut may leave now."""
-        for chosen in _subsets(len(self.pending)):
-            names = dict(self.durable)
-            for place in chosen:
-                self._apply(names, self.pending[place])
-            yield {path: self.latest[number] for path, number in names.items()}
-            yield {path: self.safe.get(number, b"") for path, number in names.items()}
+    def part(self, share: float) -> bytes:
+        """What is left of it when so much of the bytes that were not flushed has reached the disk."""
+        if share == 1 or self.safe == self.latest:
+            return self.latest
+        return self.safe + self.latest[len(self.safe) :][: int(share * (len(self.latest) - len(self.safe)))]
 
 
-def _subsets(count: int) -> Iterator[Sequence[int]]:
-    """Which of `count` changes are done: all subsets of a few; of many none, one, all but one, the first so many."""
+@dataclass(slots=True, eq=False)
+class Directory:
+    """A directory.
+
+    Attributes:
+        names: Name -> file or directory, as the running system sees it.
+        durable: The same as it is on the disk for sure.
+        pending: Changes that may have reached the disk or not; each is of one or more names that go together.
+    """
+
+    names: dict[str, Node] = field(default_factory=dict)
+    durable: dict[str, Node] = field(default_factory=dict)
+    pending: list[Change] = field(default_factory=list)
+
+    def flush(self) -> None:
+        """Make its names safe."""
+        for change in self.pending:
+            for directory, name, node in change:
+                set_name(directory.durable, name, node)
+        self.pending = []
+
+
+Node = Directory | File
+
+Change = Sequence[tuple[Directory, str, Node | None]]
+"""(directory, name, what it is then); a rename between directories is of two of them."""
+
+
+def set_name(names: dict[str, Node], name: str, node: Node | None) -> None:
+    """Give a name to a node; None: remove the name."""
+    if node is None:
+        names.pop(name, None)
+    else:
+        names[name] = node
+
+
+def subsets(count: int, most: int = ALL_SUBSETS) -> Iterator[Sequence[int]]:
+    """Which of `count` changes are done: all subsets of up to `most`; of more none, one, all but one, the first ones.
+
+    With `most` 0: none, all, or the first half of them.
+    """
     everything = range(count)
-    if count <= ALL_SUBSETS:
+    if count <= most:
         for size in range(count + 1):
             yield from itertools.combinations(everything, size)
+        return
+    yield ()
+    yield everything
+    if not most:
+        yield range(count // 2)
         return
     for place in everything:
         yield [place]
         yield [other for other in everything if other != place]
-        yield everything[:place]
-    yield everything
+        yield range(place)
 
 
-def cut_power(prepared: Prepared, place: Path, target: Target) -> list[Outcome]:
-    """Judge every directory that a power cut during a transition may leave."""
+class Disk(ABC):
+    """A directory, and what the calls of a process do to it.
+
+    Args:
+        template: The directory before; it may be missing.
+    """
+
+    def __init__(self, template: Path) -> None:
+        self.is_there = template.exists()
+        self.root = _read(template) if self.is_there else Directory()
+        self.made: list[File] = []
+
+    def take(self, effect: Effect, contents: Mapping[str, bytes]) -> None:
+        """Do what a call did.
+
+        Args:
+            effect: With paths below the directory; "." is the directory.
+            contents: Path -> bytes that it holds now.
+        """
+        if effect.kind == "mkdir" and effect.path == ".":
+            self.is_there = True
+        if effect.path.startswith(".."):
+            return
+        self._take_names(effect)
+        for path, file in files_in(self.root):
+            file.latest = contents.get(path, file.latest)
+        node = self.find(effect.path)
+        if effect.kind == "sync" and isinstance(node, File):
+            node.safe = node.latest
+        elif effect.kind == "sync" and isinstance(node, Directory):
+            node.flush()
+
+    def _take_names(self, effect: Effect) -> None:
+        path, node = effect.path, self.find(effect.path)
+        if effect.kind in ("create", "open") and node is None:
+            made = File(self.first_bytes(len(self.made)))
+            self.made.append(made)
+            self.change((path, made))
+        elif effect.kind == "mkdir" and node is None:
+            self.change((path, Directory()))
+        elif effect.kind in ("unlink", "rmdir"):
+            self.change((path, None))
+        elif effect.kind == "link" and node is not None:
+            self.change((effect.target, node))
+        elif effect.kind == "rename" and node is not None:
+            self.change((effect.target, node), (path, None))
+
+    def first_bytes(self, number: int) -> bytes:
+        """What is in the file that is made as number `number`, from 0."""
+        return b""
+
+    @abstractmethod
+    def change(self, *names: tuple[str, Node | None]) -> None:
+        """Change the nodes of some paths together."""
+
+    def change_of(self, names: Iterable[tuple[str, Node | None]]) -> Change:
+        """Change the names as the running system sees them; return the change that may have reached the disk."""
+        change = [(self._parent(path), os.path.basename(path), node) for path, node in names]
+        for directory, name, node in change:
+            set_name(directory.names, name, node)
+        return change
+
+    def find(self, path: str) -> Node | None:
+        """What a path names now."""
+        node: Node | None = self.root
+        for part in [] if path == "." else path.split("/"):
+            node = node.names.get(part) if isinstance(node, Directory) else None
+        return node
+
+    def _parent(self, path: str) -> Directory:
+        found = self.find(os.path.dirname(path) or ".")
+        if not isinstance(found, Directory):
+            raise RuntimeError(f"{path} is not below a directory that the trace has shown.")
+        return found
+
+    @abstractmethod
+    def cuts(self) -> Iterator[Tree]:
+        """Every directory that a power cut may leave now."""
+
+
+def _read(path: Path) -> Directory:
+    names: dict[str, Node] = {}
+    for entry in path.iterdir():
+        data = b"" if entry.is_dir() else entry.read_bytes()
+        names[entry.name] = _read(entry) if entry.is_dir() else File(data, data)
+    return Directory(names, dict(names))
+
+
+def files_in(directory: Directory, above: str = "") -> Iterator[tuple[str, File]]:
+    """(path, file) of every file below, as the running system sees them."""
+    for name, node in directory.names.items():
+        if isinstance(node, Directory):
+            yield from files_in(node, f"{above}{name}/")
+        else:
+            yield f"{above}{name}", node
+
+
+def below(effect: Effect, directory: Path) -> Effect:
+    """The same effect with paths below a directory; "." is that directory."""
+    path = os.path.relpath(effect.path, directory)
+    return Effect(effect.kind, path, os.path.relpath(effect.target, directory) if effect.target else "")
+
+
+def cut_power(suite: Suite[T, B], recorded: Recorded[T, B], place: Path) -> list[Outcome]:
+    """Judge every directory that a power cut during a transition, or right after it, may leave; each of them once."""
     root = Path(tempfile.mkdtemp(prefix="power-", dir=place))
+    seen: set[frozenset[tuple[str, bytes | None]]] = set()
+    outcomes = []
     try:
-        seen: set[frozenset[tuple[str, bytes]]] = set()
-        outcomes = []
-        for ordinal, tree in _cuts(prepared, root, target):
+        for ordinal, tree, is_last in suite.cuts(recorded, root):
             key = frozenset(tree.items())
-            if key not in seen:
-                seen.add(key)
-                outcomes.append(_judge_tree(Point(prepared, ordinal, "power"), tree, root, target))
+            if key in seen and not is_last:
+                continue
+            seen.add(key)
+            directory = root / "cut" / suite.inside
+            _write(tree, directory)
+            outcomes.append(suite.judge_cut(Point(recorded, ordinal, POWER), directory, is_last=is_last))
+            shutil.rmtree(root / "cut")
         return outcomes
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def _cuts(prepared: Prepared, root: Path, target: Target) -> Iterator[tuple[int, dict[str, bytes]]]:
-    trees = [_tree_before(prepared, ordinal, root, target) for ordinal in range(len(prepared.calls) + 1)]
-    disk = Disk.holding(trees[0])
-    for ordinal, call in enumerate(prepared.calls):
-        effect = effect_of(call)
-        if effect is None:
-            continue
-        disk.take(_below(effect, prepared.recorded_in), trees[ordinal + 1])
-        for tree in disk.cuts():
-            yield ordinal, tree
-
-
-def _below(effect: Effect, directory: Path) -> Effect:
-    """The same effect with paths below the save directory; "." is that directory."""
-    path = os.path.relpath(effect.path, directory)
-    return Effect(effect.kind, path, os.path.relpath(effect.target, directory) if effect.target else "")
-
-
-def _tree_before(prepared: Prepared, ordinal: int, root: Path, target: Target) -> Tree:
-    """What the directory holds before a call: the save is killed there."""
-    here = root / "tree"
-    here.mkdir()
-    directory = copy_of(prepared.template, here)
-    inject = None
-    if ordinal < len(prepared.calls):
-        call = prepared.calls[ordinal]
-        inject = f"{call.name}:signal=KILL:when={call.k}"
-    traced(lambda: perform(prepared.transition.new, directory, target), root / "trace", inject)
-    found = {
-        os.path.relpath(os.path.join(base, name), directory): Path(base, name).read_bytes()
-        for base, _, names in os.walk(directory)
-        for name in names
-    }
-    shutil.rmtree(here)
-    return found
-
-
-def _judge_tree(point: Point, tree: Tree, root: Path, target: Target) -> Outcome:
-    here = root / "cut"
-    directory = here / "out"
+def _write(tree: Tree, directory: Path) -> None:
     directory.mkdir(parents=True)
-    for name, content in tree.items():
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_bytes(content)
-    run = Run("cut", "", (), "")
-    prepared = point.prepared
-    try:
-        seen = examined(prepared, directory, target)
-        judgement = judge(prepared.transition, prepared.baseline, seen, run, "power")
-        return Outcome(point, judgement, run.status, run.report, False)
-    finally:
-        shutil.rmtree(here)
+    for name, data in sorted(tree.items()):
+        path = directory / name
+        if data is None:
+            path.mkdir(parents=True, exist_ok=True)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)

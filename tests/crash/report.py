@@ -8,77 +8,85 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.crash.points import Outcome, Prepared
-from tests.crash.saves.judge import CATEGORIES, FAILURES
+from tests.crash.points import Outcome, Recorded
+from tests.crash.suite import Suite
 
 NAME_WIDTH = 33
 WIDTH = 11
 
+AnySuite = Suite[Any, Any]
+AnyRecorded = Recorded[Any, Any]
 
-def failures(outcomes: Sequence[Outcome]) -> list[Outcome]:
+
+def failed_of(suite: AnySuite, outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Those that fail the sweep."""
-    return [outcome for outcome in outcomes if outcome.judgement.category in FAILURES]
+    return [outcome for outcome in outcomes if outcome.category in suite.failures]
 
 
-def table(prepared: Sequence[Prepared], outcomes: Sequence[Outcome]) -> str:
+def table(suite: AnySuite, recorded: Sequence[AnyRecorded], outcomes: Sequence[Outcome]) -> str:
     """Counts by transition and by kind, and the totals."""
-    header = ["calls", "points", *CATEGORIES]
-    lines = [f"{'':{NAME_WIDTH}}" + " ".join(f"{word:>{WIDTH}}" for word in header)]
-    for one in prepared:
-        mine = [outcome for outcome in outcomes if outcome.point.prepared.transition.name == one.transition.name]
-        lines.append(_row(one.transition.name, len(one.calls), mine))
+    categories = (*suite.fine, *suite.failures)
+    words = " ".join(f"{word:>{WIDTH}}" for word in ("calls", "points", *categories))
+    lines = [f"{'':{NAME_WIDTH}}{words}"]
+    for one in recorded:
+        mine = [outcome for outcome in outcomes if outcome.point.recorded.transition.name == one.transition.name]
+        lines.append(_row(one.transition.name, len(one.calls), mine, categories))
     lines.append("")
     for kind in dict.fromkeys(outcome.point.kind for outcome in outcomes):
-        lines.append(_row(f"all {kind}", None, [outcome for outcome in outcomes if outcome.point.kind == kind]))
-    lines.append(_row("all", sum(len(one.calls) for one in prepared), outcomes))
+        mine = [outcome for outcome in outcomes if outcome.point.kind == kind]
+        lines.append(_row(f"all {kind}", None, mine, categories))
+    lines.append(_row("all", sum(len(one.calls) for one in recorded), outcomes, categories))
     return "\n".join(lines)
 
 
-def _row(name: str, calls: int | None, outcomes: Sequence[Outcome]) -> str:
-    counts = Counter(outcome.judgement.category for outcome in outcomes)
-    numbers = [calls if calls is not None else "", len(outcomes), *(counts[category] for category in CATEGORIES)]
+def _row(name: str, calls: int | None, outcomes: Sequence[Outcome], categories: Sequence[str]) -> str:
+    counts = Counter(outcome.category for outcome in outcomes)
+    numbers = ["" if calls is None else calls, len(outcomes), *(counts[category] for category in categories)]
     return f"{name:{NAME_WIDTH}}" + " ".join(f"{number:>{WIDTH}}" for number in numbers)
 
 
 def details(outcome: Outcome) -> Iterator[str]:
     """One failing point: where, what every reader said, what was left."""
-    point, judgement = outcome.point, outcome.judgement
-    name = point.prepared.transition.name
-    yield f"{judgement.category.upper()} {name} #{point.ordinal} {point.kind} at {point.call.name}, call {point.call.k}"
+    point = outcome.point
+    name = point.recorded.transition.name
+    yield f"{outcome.category.upper()} {name} #{point.ordinal} {point.kind} at {point.call.name}, call {point.call.k}"
     yield f"    {point.call.name}({point.call.text[:200]}"
-    yield f"    the save: {outcome.status}; {outcome.report[:400]}"
-    for category, words in judgement.problems:
-        yield f"    {category}: {words}"
-    yield f"    left: {' '.join(judgement.listing)}"
-    yield f"    readers: {judgement.readers}"
+    yield f"    stopped, it {outcome.status}; {outcome.report[:400]}"
+    for problem in outcome.problems:
+        yield f"    {problem}"
+    if outcome.listing:
+        yield f"    left: {' '.join(outcome.listing)}"
+    if outcome.readers:
+        yield f"    readers: {outcome.readers}"
 
 
-def notes(outcomes: Sequence[Outcome]) -> Counter[str]:
-    """Remarks that are no failures, with their counts."""
-    words = ((outcome.point.prepared.transition.name, note) for outcome in outcomes for note in outcome.judgement.notes)
-    return Counter(f"{name}: {note}" for name, note in words)
+def notes_of(outcomes: Sequence[Outcome]) -> Counter[str]:
+    """Remarks that are not failures, with their counts."""
+    pairs = ((outcome.point.recorded.transition.name, note) for outcome in outcomes for note in outcome.notes)
+    return Counter(f"{name}: {note}" for name, note in pairs)
 
 
-def write_json(path: Path, prepared: Sequence[Prepared], outcomes: Sequence[Outcome]) -> None:
+def write_json(path: Path, recorded: Sequence[AnyRecorded], outcomes: Sequence[Outcome]) -> None:
     """Everything, for other programs."""
-    rows: list[dict[str, Any]] = [
-        {
-            "transition": outcome.point.prepared.transition.name,
-            "ordinal": outcome.point.ordinal,
-            "kind": outcome.point.kind,
-            "call": outcome.point.call.name,
-            "k": outcome.point.call.k,
-            "text": outcome.point.call.text,
-            "category": outcome.judgement.category,
-            "problems": outcome.judgement.problems,
-            "notes": outcome.judgement.notes,
-            "status": outcome.status,
-            "report": outcome.report,
-            "readers": outcome.judgement.readers,
-            "listing": outcome.judgement.listing,
-            "is_drifted": outcome.is_drifted,
-        }
-        for outcome in outcomes
-    ]
-    whole = {one.transition.name: list(one.problems) for one in prepared}
-    path.write_text(json.dumps({"transitions": whole, "points": rows}, indent=1))
+    whole = {one.transition.name: list(one.problems) for one in recorded}
+    path.write_text(json.dumps({"transitions": whole, "points": [_json_of(one) for one in outcomes]}, indent=1))
+
+
+def _json_of(outcome: Outcome) -> dict[str, Any]:
+    point = outcome.point
+    return {
+        "transition": point.recorded.transition.name,
+        "ordinal": point.ordinal,
+        "kind": point.kind,
+        "call": point.call.name,
+        "k": point.call.k,
+        "text": point.call.text,
+        "category": outcome.category,
+        "problems": outcome.problems,
+        "notes": outcome.notes,
+        "status": outcome.status,
+        "report": outcome.report,
+        "readers": outcome.readers,
+        "listing": outcome.listing,
+        "is_drifted": outcome.is_drifted,
+    }

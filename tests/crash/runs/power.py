@@ -1,250 +1,106 @@
-"""Simulated power cuts in a save of a training state: what a disk may hold that keeps only what was flushed.
-
-Directories are renamed here, so a disk is a graph: names in a directory are safe once that directory was flushed,
-bytes once the file was; of the rest any part may have reached the disk.
-"""
+"""What a power cut in a save of a training state may leave: directories are renamed here, and flushed on their own."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.crash.effects import Effect, effect_of
-from tests.crash.runs.points import Outcome, Point, Prepared, examined
+from tests.crash.points import Recorded
+from tests.crash.power import ALL_SUBSETS, Directory, Disk, File, Node, below, files_in, set_name, subsets
+from tests.crash.runs.judge import Baseline
+from tests.crash.runs.transitions import Transition
+from tests.crash.suite import Tree
 from tests.crash.tracer import OPENING, Call
 
-ALL_SUBSETS = 4
-"""Up to so many unflushed changes of a directory, every subset of them is tried."""
+SHARES = (0.0, 0.5, 1.0)
+"""How much of the bytes that were not flushed has reached the disk, of every file of a directory alike."""
 
 _MADE = re.compile(r'"((?:[^"\\]|\\.)*)", \S*O_CREAT')
 
-Tree = dict[str, bytes | None]
-"""Path -> bytes; None: a directory."""
 
+class RunDisk(Disk):
+    """A run's directory.
 
-@dataclass(slots=True)
-class Directory:
-    """Names as the running system sees them, and those that a power cut is sure to leave.
-
-    Attributes:
-        names: Name -> file or directory.
-        durable: The same as it is on the disk for sure.
-        pending: Changes that may have reached the disk or not: (name, what it is then) pairs that go together.
+    Args:
+        template: The directory before.
+        contents: The bytes that the files get, in the order in which they are made.
     """
 
-    names: dict[str, Node] = field(default_factory=dict)
-    durable: dict[str, Node] = field(default_factory=dict)
-    pending: list[tuple[tuple[str, Node | None], ...]] = field(default_factory=list)
+    def __init__(self, template: Path, contents: Sequence[bytes] = ()) -> None:
+        super().__init__(template)
+        self.contents = contents
 
-    def change(self, *changes: tuple[str, Node | None]) -> None:
-        """Change names together."""
-        _apply(self.names, changes)
-        self.pending.append(changes)
+    def first_bytes(self, number: int) -> bytes:
+        """All that it will hold: how it was written bit by bit is not told apart."""
+        return self.contents[number] if self.contents else b""
 
-    def flush(self) -> None:
-        """Make the names safe."""
-        self.durable, self.pending = dict(self.names), []
-
-    def cuts(self, *, is_root: bool) -> Iterator[dict[str, Node]]:
-        """What names may be left."""
-        for chosen in _subsets(len(self.pending), ALL_SUBSETS if is_root else 0):
-            names = dict(self.durable)
-            for place in chosen:
-                _apply(names, self.pending[place])
-            yield names
-
-
-@dataclass(slots=True, eq=False)
-class File:
-    """A file: what it will hold when it was written, and whether that is safe."""
-
-    data: bytes = b""
-    is_safe: bool = False
-
-
-Node = Directory | File
-
-
-def _apply(names: dict[str, Node], changes: Sequence[tuple[str, Node | None]]) -> None:
-    for name, node in changes:
-        if node is None:
-            names.pop(name, None)
-        else:
-            names[name] = node
-
-
-def _subsets(count: int, most: int) -> Iterator[Sequence[int]]:
-    """Which of `count` changes are done: all subsets of a few; of many none, one, all but one, the first so many."""
-    if count <= most:
-        for size in range(count + 1):
-            yield from itertools.combinations(range(count), size)
-        return
-    yield ()
-    yield range(count)
-    if most:
-        for place in range(count):
-            yield [place]
-            yield [other for other in range(count) if other != place]
-            yield range(place)
-    else:
-        yield range(count // 2)
-
-
-class Disk:
-    """A run's directory, and what the calls of a save do to it."""
-
-    def __init__(self, template: Path, finished: dict[str, bytes]) -> None:
-        self.finished = finished
-        self.is_there = template.exists()
-        self.root = _read(template) if self.is_there else Directory()
-        self.made: list[tuple[str, File]] = []
-
-    def find(self, path: str) -> Node | None:
-        """What a path names now."""
-        node: Node | None = self.root
-        for part in [] if path == "." else path.split("/"):
-            node = node.names.get(part) if isinstance(node, Directory) else None
-        return node
-
-    def directory(self, path: str) -> Directory:
-        """The directory that holds what a path names."""
-        found = self.find(os.path.dirname(path) or ".")
-        assert isinstance(found, Directory), path
-        return found
-
-    def take(self, effect: Effect) -> None:
-        """Do what a call did."""
-        path, name = effect.path, os.path.basename(effect.path)
-        node = self.find(path) if not path.startswith("..") else None
-        if effect.kind == "mkdir" and path == ".":
-            self.is_there = True
-        elif effect.kind == "sync" and isinstance(node, File):
-            node.is_safe = True
-        elif effect.kind == "sync" and isinstance(node, Directory):
-            node.flush()
-        elif path.startswith(".."):
-            return
-        elif effect.kind in ("create", "open") and node is None:
-            made = File()
-            self.made.append((path, made))
-            self.directory(path).change((name, made))
-        elif effect.kind == "mkdir":
-            self.directory(path).change((name, Directory()))
-        elif effect.kind in ("unlink", "rmdir"):
-            self.directory(path).change((name, None))
-        elif effect.kind == "link" and node is not None:
-            self.directory(effect.target).change((os.path.basename(effect.target), node))
-        elif effect.kind == "rename" and node is not None:
-            assert os.path.dirname(path) == os.path.dirname(effect.target), "a rename into another directory"
-            self.directory(path).change((os.path.basename(effect.target), node), (name, None))
-
-    def fill(self) -> None:
-        """Give each file that was made its bytes, which lie under its last name."""
-        by_node = {id(node): path for path, node in _files(self.root, "")}
-        for _, file in self.made:
-            file.data = self.finished.get(by_node.get(id(file), ""), b"")
+    def change(self, *names: tuple[str, Node | None]) -> None:
+        """Change names; they are all of one directory."""
+        change = self.change_of(names)
+        directory = change[0][0]
+        if any(other is not directory for other, _, _ in change):
+            raise RuntimeError(f"A rename into another directory: {names}")
+        directory.pending.append(change)
 
     def cuts(self) -> Iterator[Tree]:
-        """Every tree that a power cut may leave now."""
-        yield from _cuts(self.root, "", is_root=True) if self.is_there else ()
+        """Choices of changes for each directory on its own, and of so much of the bytes of its files."""
+        if self.is_there:
+            yield from _cuts(self.root, "", is_root=True)
 
 
-def _read(path: Path) -> Directory:
-    names: dict[str, Node] = {
-        entry.name: _read(entry) if entry.is_dir() else File(entry.read_bytes(), True) for entry in path.iterdir()
-    }
-    return Directory(names, dict(names))
+def _cuts(directory: Directory, path: str, *, is_root: bool) -> Iterator[dict[str, bytes | None]]:
+    for chosen in subsets(len(directory.pending), ALL_SUBSETS if is_root else 0):
+        names = dict(directory.durable)
+        for place in chosen:
+            for _, name, node in directory.pending[place]:
+                set_name(names, name, node)
+        plain = [_plain(names, path, share) for share in SHARES]
+        inner = [
+            list(_cuts(node, f"{path}{name}/", is_root=False))
+            for name, node in names.items()
+            if isinstance(node, Directory)
+        ]
+        for trees in itertools.product(plain, *inner):
+            yield {key: value for tree in trees for key, value in tree.items()}
 
 
-def _files(directory: Directory, path: str) -> Iterator[tuple[str, File]]:
-    for name, node in directory.names.items():
-        below = f"{path}{name}"
-        if isinstance(node, Directory):
-            yield from _files(node, f"{below}/")
-        else:
-            yield below, node
+def _plain(names: dict[str, Node], path: str, share: float) -> dict[str, bytes | None]:
+    """A directory and its files, without the directories in it."""
+    tree: dict[str, bytes | None] = {path: None} if path else {}
+    for name, node in names.items():
+        if isinstance(node, File):
+            tree[f"{path}{name}"] = node.part(share)
+    return tree
 
 
-def _cuts(directory: Directory, path: str, *, is_root: bool) -> Iterator[Tree]:
-    for names in directory.cuts(is_root=is_root):
-        inner = [list(_cuts(node, f"{path}{name}/", is_root=False)) for name, node in names.items()
-                 if isinstance(node, Directory)]  # fmt: skip
-        plain: list[Tree] = []
-        for part in (0.0, 0.5, 1.0):  # of the bytes of every file that was not flushed
-            plain.append({path: None} if path else {})
-            for name, node in names.items():
-                if isinstance(node, File):
-                    plain[-1][f"{path}{name}"] = node.data if node.is_safe else node.data[: int(part * len(node.data))]
-        for base, *parts in itertools.product(plain, *inner):
-            yield {key: value for tree in (base, *parts) for key, value in tree.items()}
+def cuts(recorded: Recorded[Transition, Baseline]) -> Iterator[tuple[int, Tree, bool]]:
+    """What a power cut may leave after each call of a save; after the last one, the save is done."""
+    effects = [_effect_of(call, recorded.recorded_in) for call in recorded.calls]
+    disk = RunDisk(recorded.template, _final_contents(recorded, effects))
+    for ordinal, effect in enumerate(effects):
+        if effect is None:
+            continue
+        disk.take(effect, {})
+        for tree in disk.cuts():
+            yield ordinal, tree, ordinal == len(effects) - 1
 
 
-def cut_power(prepared: Prepared, place: Path) -> list[Outcome]:
-    """Judge every directory that a power cut during a transition, or right after it, may leave."""
-    root = Path(tempfile.mkdtemp(prefix="power-", dir=place))
-    effects = [_effect_of(call) for call in prepared.calls]
-    below = [_below(effect, prepared.recorded_in) if effect else None for effect in effects]
-    disk = Disk(prepared.template, prepared.finished)
-    seen: set[frozenset[tuple[str, bytes | None]]] = set()
-    outcomes = []
-    try:
-        contents = _final_contents(prepared, below)
-        for ordinal, effect in enumerate(below):
-            if effect is None:
-                continue
-            disk.take(effect)
-            for number, (_, file) in enumerate(disk.made):
-                file.data = contents[number]
-            is_last = ordinal == len(below) - 1
-            for tree in disk.cuts():
-                key = frozenset(tree.items())
-                if key not in seen or is_last:
-                    seen.add(key)
-                    outcomes.append(_judge(Point(prepared, ordinal, "power"), tree, root, is_last=is_last))
-        return outcomes
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-
-
-def _final_contents(prepared: Prepared, effects: Sequence[Effect | None]) -> list[bytes]:
-    disk = Disk(prepared.template, prepared.finished)
+def _final_contents(recorded: Recorded[Transition, Baseline], effects: Sequence[Effect | None]) -> list[bytes]:
+    """The bytes of the files that the save makes, which lie under their last names; none where they have none."""
+    disk = RunDisk(recorded.template)
     for effect in effects:
         if effect is not None:
-            disk.take(effect)
-    disk.fill()
-    return [file.data for _, file in disk.made]
+            disk.take(effect, {})
+    last_names = {id(file): path for path, file in files_in(disk.root)}
+    return [recorded.baseline.finished.get(last_names.get(id(file), ""), b"") for file in disk.made]
 
 
-def _effect_of(call: Call) -> Effect | None:
-    """The effect of a call, of one that another thread's call cuts in two in the trace, too."""
+def _effect_of(call: Call, directory: Path) -> Effect | None:
+    """The effect of a call below a directory, of one that another thread's call cuts in two in the trace, too."""
     if call.name in OPENING and "unfinished" in call.text and (made := _MADE.search(call.text)):
-        return Effect("create", made[1])
-    return effect_of(call)
-
-
-def _below(effect: Effect, directory: Path) -> Effect:
-    """The same effect with paths below the run's directory; "." is that directory."""
-    path = os.path.relpath(effect.path, directory)
-    return Effect(effect.kind, path, os.path.relpath(effect.target, directory) if effect.target else "")
-
-
-def _judge(point: Point, tree: Tree, root: Path, *, is_last: bool) -> Outcome:
-    run = root / "cut"
-    run.mkdir()
-    for name, data in sorted(tree.items()):
-        path = run / name
-        if data is None:
-            path.mkdir(parents=True, exist_ok=True)
-        else:
-            path.write_bytes(data)
-    try:
-        category, problems = examined(point.prepared, run, "new" if is_last else "both")
-        return Outcome(point, category, problems, "cut")
-    finally:
-        shutil.rmtree(run)
+        return below(Effect("create", made[1]), directory)
+    effect = effect_of(call)
+    return below(effect, directory) if effect else None

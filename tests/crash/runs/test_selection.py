@@ -1,4 +1,4 @@
-"""A selection of the crash sweep of training checkpoints: `scripts/crash_sweep --training` runs all of it."""
+"""A selection of the crash sweep of training checkpoints: `scripts/crash_sweep runs` runs all of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests import REPOSITORY
-from tests.crash.runs.main import main
+from tests.crash.main import main
 from tests.crash.runs.transitions import all_transitions
 from tests.crash.tracer import has_strace
 from tests.helpers import forkserver
@@ -32,7 +32,7 @@ needs_strace = pytest.mark.skipif(not has_strace(), reason="NO STRACE: NO SAVE I
 def _sweep(*arguments: str) -> tuple[int, str, int]:
     """Exit status, output, and the number of points of a run of the script."""
     done = forkserver.run(
-        ["scripts/crash_sweep", "--training", *arguments],
+        ["scripts/crash_sweep", "runs", *arguments],
         cwd=REPOSITORY,
         env=os.environ,
         timeout=300,
@@ -67,5 +67,5 @@ def test_the_table_names_each_transition_once_and_the_selection_is_of_it() -> No
 
 
 def test_bad_usage_is_exit_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--kinds", "kill,flood"]) == 2
+    assert main(["runs", "--kinds", "kill,flood"]) == 2
     assert re.search(r"knows .*power.*, not flood", capsys.readouterr().err)

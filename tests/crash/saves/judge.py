@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import re
-import select
 import shutil
-import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 from tests.crash.saves.readers import Verdict, read_all
 from tests.crash.saves.states import Snapshot, difference, litter, perform, snapshot, touched
 from tests.crash.saves.targets import Target
 from tests.crash.saves.transitions import Save, Transition
-from tests.crash.tracer import TIMEOUT_SECONDS, Run
+from tests.crash.tracer import Run
 
 FAILURES = ("wrong", "unloadable", "litter", "unrestored", "silent", "hung", "missed")
 """Categories that fail the sweep, the worst first."""
@@ -28,9 +23,9 @@ FORGIVEN = {"hub-bin": "", "hfshard-full": "generation_config.json"}
 takes the one `*.safetensors` of a directory before any pickle, and names come one at a time; its default reads no
 pickle at all. The checksum of generation_config.json is wrong between the rename that commits and its own."""
 
-CATEGORIES = ("ok-old", "ok-new", "ok-split", "clear-error", *FAILURES)
-
-T = TypeVar("T")
+FINE = ("ok-old", "ok-new", "ok-split", "clear-error")
+"""Categories that do not: all readers find the old checkpoint, the new one, some this and some that, or there was none
+before and an error says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +48,7 @@ class Judgement:
     """What was found at one point.
 
     Attributes:
-        category: One of `CATEGORIES`.
+        category: One of `FINE` or `FAILURES`.
         problems: (category, sentence) of each failure.
         notes: Seen, and no failure.
         readers: Label -> verdict, in words.
@@ -71,34 +66,6 @@ class Judgement:
         found = {category for category, _ in self.problems}
         self.category = next((category for category in FAILURES if category in found), quiet)
         return self
-
-
-def in_fork(work: Callable[[], T]) -> T:
-    """Do something in a child of its own, so that its crash, its hang or its threads stay there."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reader)
-        try:
-            data = pickle.dumps((True, work()))
-        except BaseException as error:
-            data = pickle.dumps((False, f"{type(error).__name__}: {error}"))
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(data)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        ready, _, _ = select.select([pipe], [], [], 2 * TIMEOUT_SECONDS)
-        if not ready:
-            os.kill(pid, signal.SIGKILL)
-        data = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    if not data:
-        raise RuntimeError(f"The judging process died or hung: wait status {status}.")
-    is_done, result = pickle.loads(data)
-    if not is_done:
-        raise RuntimeError(result)
-    return result  # type: ignore[no-any-return]
 
 
 def same(one: Verdict, other: Verdict) -> bool:

@@ -6,9 +6,8 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from tests.crash.saves.generations import build_model, expected, model_class
 from tests.crash.saves.targets import ALIGNED_HEADER, TARGETS, Target, limit_of
 from tests.crash.saves.transitions import Save, Transition
-from tests.crash.tracer import traced
 
 Snapshot = Mapping[str, str]
 """Relative path -> kind, mode and digest."""
@@ -91,9 +89,16 @@ def _save_bin(save: Save, directory: Path) -> None:
     (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
-def build(transition: Transition, root: Path, target: Target) -> Path:
-    """Make the directory that a transition starts from, below `root`; return its path."""
-    directory = root / "out"
+def build(transition: Transition, directory: Path, target: Target, perform_killed: Callable[[Save], None]) -> None:
+    """Make the directory that a transition starts from.
+
+    Args:
+        transition: Which.
+        directory: Path of the directory, in a root of its own.
+        target: Who saves.
+        perform_killed: Carries out a save that is killed.
+    """
+    root = directory.parent
     for save in (transition.new, transition.next):
         if save.by == "reshard-from" and not _source_of(save, root.parent).exists():
             perform(replace(save, by="target", layout="two"), _source_of(save, root.parent), target)
@@ -106,23 +111,7 @@ def build(transition: Transition, root: Path, target: Target) -> Path:
         if save.killed_at is None:
             perform(save, directory, target)
         else:
-            _perform_killed(save, directory, root, target)
-    return directory
-
-
-def _perform_killed(save: Save, directory: Path, root: Path, target: Target) -> None:
-    """Record the save in a copy, then kill the real one at the call that its `killed_at` tells."""
-    rehearsal = root / "rehearsal"
-    rehearsal.mkdir()
-    shutil.copytree(directory, rehearsal / "out")
-    run = traced(lambda: perform(save, rehearsal / "out", target), root.parent / f"{root.name}.trace")
-    calls = [call for call in run.calls if call.changes(rehearsal)]
-    shutil.rmtree(rehearsal)
-    call = calls[round((save.killed_at or 0) * (len(calls) - 1))]
-    inject = f"{call.name}:signal=KILL:when={call.k}"
-    run = traced(lambda: perform(save, directory, target), root.parent / f"{root.name}.trace", inject)
-    if run.status != "killed":
-        raise RuntimeError(f"The save that makes the wreck was to be killed at {call}, but {run.status}: {run.report}")
+            perform_killed(save)
 
 
 def snapshot(directory: Path) -> Snapshot:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests import REPOSITORY
+from tests.crash.saves.suite import SavesSuite
 from tests.crash.saves.transitions import all_transitions
-from tests.crash.sweep import KINDS
 from tests.crash.tracer import has_strace
 from tests.helpers import forkserver
 
@@ -102,4 +102,4 @@ def test_bad_usage_is_exit_status_2(tmp_path: Path) -> None:
     status, output, _ = _sweep(tmp_path, "--kinds", "kill,flood")
     assert status == 2
     assert re.search(r"knows .*power.*, not flood", output)
-    assert "flood" not in KINDS
+    assert "flood" not in SavesSuite.kinds

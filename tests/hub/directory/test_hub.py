@@ -23,8 +23,7 @@ from hfshard.errors import (
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.repo_tree import RemoteFile, StaleParentError
 from hfshard.storage.disk.byte_source import ByteSource, BytesSource, StreamSource, file_source
-from tests.hub.directory.helpers import disk_bytes, everything, files_at, hub, push
-from tests.hub.directory.sweep import litter
+from tests.hub.directory.helpers import disk_bytes, everything, files_at, hub, litter, push
 
 __all__ = ["hub"]  # a fixture
 

@@ -10,8 +10,7 @@ from transformers import BertModel
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.push import push_checkpoint
 from tests.helpers.tiny_bert import SHARDED, SINGLE, all_see, bert, read_by_all, value_of
-from tests.hub.directory.helpers import disk_bytes
-from tests.hub.directory.sweep import litter
+from tests.hub.directory.helpers import disk_bytes, litter
 
 
 def test_stock_transformers_loads_each_revision_that_was_pushed(tmp_path: Path) -> None:

@@ -10,16 +10,13 @@ import pytest
 
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.storage.disk.byte_source import BytesSource
-from tests import REPOSITORY
 from tests.crash.effects import effects_of
 from tests.crash.tracer import TRACED, has_strace, parse_trace
 from tests.helpers import forkserver
 from tests.hub.directory.child import content
-from tests.hub.directory.sweep import litter
+from tests.hub.directory.helpers import litter
 
 PUSHES = 20
-SAMPLE = 120
-"""Of the sweep's 1,375 points: about four seconds."""
 
 needs_strace = pytest.mark.skipif(not has_strace(), reason="NO STRACE: NO PUSH IS STOPPED HERE. Install strace.")
 
@@ -76,30 +73,6 @@ def test_files_that_are_open_outlive_a_prune(tmp_path: Path) -> None:
         assert hub.prune() > 0
         assert file.read() == b"old"
     assert not os.path.exists(hub.url_of(old))
-
-
-def _sweep(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return forkserver.run(["-m", "tests.hub.directory.sweep", *arguments], cwd=REPOSITORY, env=os.environ, timeout=600)
-
-
-@needs_strace
-def test_a_push_that_is_killed_or_fails_leaves_the_old_or_the_new_commit() -> None:
-    done = _sweep("--sample", str(SAMPLE))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{SAMPLE} points, 0 failed" in done.stdout
-
-
-@needs_strace
-@pytest.mark.slow
-def test_every_change_stopped_at_every_call_leaves_the_old_or_the_new_commit() -> None:
-    done = _sweep()
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@needs_strace
-def test_the_sweep_finds_pushes_that_commit_too_early() -> None:
-    done = _sweep("--kinds", "kill", "--scenario", "second", "--broken")
-    assert done.returncode == 1, done.stdout + done.stderr
 
 
 ORDER = """
