@@ -19,7 +19,7 @@ from tests import REPOSITORY
 PATIENCE_SECONDS = 120
 """A run takes a second; one that hangs is a failure with a name, and not a session that never ends."""
 
-_PRELOADED = ["torch", "transformers.optimization", "tests.training.resume.playing", "pytest"]
+_PRELOADED = ["torch", "transformers.optimization", "tests.training.resume.roles", "pytest"]
 """What takes seconds to import: pytest too, which a child of `pytest` imports as its main module."""
 _lock = Lock()
 """`start()` polls the processes of other threads: two that ask for one exit status would lose it."""

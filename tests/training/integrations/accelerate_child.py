@@ -62,7 +62,7 @@ class Points(Dataset[Tensor]):
         return self.points[index] * random.random() + float(np.random.standard_normal()) + torch.randn(4)
 
 
-def play(name: str, role: str, directory: Path) -> None:
+def run_role(name: str, role: str, directory: Path) -> None:
     """The body of a process; what comes of it is written to `role`.json."""
     case = CASES[name]
     torch.set_num_threads(1)

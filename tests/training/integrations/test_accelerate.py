@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,28 +15,17 @@ from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.training import CheckpointManager, ResumableDataLoader, prepare_loader, prepared_state
-from tests.training import processes
-from tests.training.integrations.accelerate_child import CASES, play
+from tests.training.integrations.accelerate_child import CASES, run_role
+from tests.training.integrations.roles import run_roles
 
 pytestmark = pytest.mark.compat
-
-
-def played(name: str, roles: tuple[str, ...], directory: Path) -> dict[str, Any]:
-    """The reports of some roles, played one after the other."""
-    reports = {}
-    for role in roles:
-        end = processes.run(directory / f"{role}.txt", play, name, role, directory)
-        assert end.status == (-signal.SIGKILL if role == "killed" else 0), end.words
-        if role != "killed":
-            reports[role] = json.loads((directory / f"{role}.json").read_text())
-    return reports
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_killed_training_is_resumed_exactly(name: str, tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
-        straight = threads.submit(played, name, ("straight",), tmp_path)
-        reports = played(name, ("killed", "resumed"), tmp_path) | straight.result()
+        straight = threads.submit(run_roles, run_role, name, ("straight",), tmp_path)
+        reports = run_roles(run_role, name, ("killed", "resumed"), tmp_path) | straight.result()
     resumed = reports["resumed"]["losses"]
     assert 0 < len(resumed) < 21
     assert resumed == reports["straight"]["losses"][-len(resumed) :]

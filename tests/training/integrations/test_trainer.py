@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.training import processes
-from tests.training.integrations.trainer_child import CASES, play
+from tests.training.integrations.roles import run_roles
+from tests.training.integrations.trainer_child import CASES, run_role
 
 OLDEST = {"amid an epoch, with dropout", "gradient accumulation", "evaluated, best kept, on plateau"}
 """Run on the oldest versions too: together they call all that Trainer keeps to itself."""
-
-
-def played(name: str, roles: tuple[str, ...], directory: Path) -> dict[str, Any]:
-    """The reports of some roles, played one after the other."""
-    reports = {}
-    for role in roles:
-        end = processes.run(directory / f"{role}.txt", play, name, role, directory)
-        assert end.status == (-signal.SIGKILL if role == "killed" else 0), end.words
-        if role != "killed":
-            reports[role] = json.loads((directory / f"{role}.json").read_text())
-    return reports
 
 
 @pytest.mark.parametrize(
@@ -35,8 +22,8 @@ def test_a_killed_training_is_resumed_exactly(name: str, tmp_path: Path) -> None
     case = CASES[name]
     with ThreadPoolExecutor(2) as threads:
         roles = ("straight", "upstream") if case.as_upstream else ("straight",)
-        others = threads.submit(played, name, roles, tmp_path)
-        reports = played(name, ("killed", "resumed"), tmp_path) | others.result()
+        others = threads.submit(run_roles, run_role, name, roles, tmp_path)
+        reports = run_roles(run_role, name, ("killed", "resumed"), tmp_path) | others.result()
     newest = [str(tmp_path / "run" / f"checkpoint-{step:08d}") for step in case.resumed_after]
     assert reports["resumed"]["from"] in newest
     for role in reports:

@@ -209,7 +209,7 @@ def everything(trained: Trainer) -> dict[str, str]:
     return {path: value for part in parts for path, value in part}
 
 
-def play(name: str, role: str, directory: Path) -> None:
+def run_role(name: str, role: str, directory: Path) -> None:
     """The body of a process; what comes of it is written to `role`.json."""
     case = CASES[name]
     newest = None

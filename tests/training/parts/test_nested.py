@@ -20,7 +20,8 @@ from hfshard.training.parts.nested import decode, encode
 from hfshard.training.parts.nested_types import NOT_STORED, ObjectState
 from hfshard.training.parts.padded_json import padded_json
 from tests.helpers.random_state_dicts import DTYPES, bytes_of, random_tensor
-from tests.training import fingerprint, hostile
+from tests.training import fingerprint
+from tests.training.run import hostile
 
 BLOCK = 4096
 
@@ -28,8 +29,8 @@ BLOCK = 4096
 def through_a_file(value: Any, path: str = "x") -> Any:
     """What comes back when a value was written and read; its tensors as they are."""
     tensors: dict[str, torch.Tensor] = {}
-    tree = encode(value, path, tensors)
-    raw = padded_json({"value": tree})
+    nested = encode(value, path, tensors)
+    raw = padded_json({"value": nested})
     assert len(raw) % BLOCK == 0
     return decode(parse_json_object(raw, path="file", what="Tree", remedy="")["value"], tensors, "file")
 
@@ -79,10 +80,10 @@ def test_default_dicts_keep_their_factory() -> None:
 def test_tensors_are_put_aside_as_they_are(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = random_tensor(1, dtype, shape)
     tensors: dict[str, torch.Tensor] = {}
-    tree = encode([tensor], "opt", tensors)
-    assert tree == [{"$type": "tensor", "name": "opt/0"}]
+    nested = encode([tensor], "opt", tensors)
+    assert nested == [{"$type": "tensor", "name": "opt/0"}]
     assert tensors["opt/0"].data_ptr() == tensor.data_ptr()
-    assert bytes_of(decode(tree, tensors, "file")[0]) == bytes_of(tensor)
+    assert bytes_of(decode(nested, tensors, "file")[0]) == bytes_of(tensor)
 
 
 def test_tensors_whose_names_would_be_one_are_kept_apart() -> None:
@@ -99,8 +100,8 @@ def test_tensors_whose_names_would_be_one_are_kept_apart() -> None:
 
 def test_a_dict_of_many_tensors_is_one_line() -> None:
     tensors: dict[str, torch.Tensor] = {}
-    tree = encode({"exp_avg": torch.zeros(2), "step": torch.tensor(1.0)}, "w", tensors)
-    assert tree == {"$type": "tensors", "at": "w", "keys": ["exp_avg", "step"]}
+    nested = encode({"exp_avg": torch.zeros(2), "step": torch.tensor(1.0)}, "w", tensors)
+    assert nested == {"$type": "tensors", "at": "w", "keys": ["exp_avg", "step"]}
     assert list(tensors) == ["w/exp_avg", "w/step"]
 
 
@@ -192,13 +193,13 @@ def test_the_size_of_a_file_does_not_depend_on_its_numbers(numbers: list[float],
 
 
 def test_marks_and_objects_come_back() -> None:
-    tree = encode(
+    nested = encode(
         [print, Colour],
         "x",
         {},
         on_object=lambda value: NOT_STORED if value is print else ObjectState("C", {"a": (1,)}),
     )
-    found = decode(json.loads(json.dumps(tree)), {}, "file")
+    found = decode(json.loads(json.dumps(nested)), {}, "file")
     assert found == [NOT_STORED, ObjectState("C", {"a": (1,)})]
 
 

@@ -16,7 +16,7 @@ import torch
 from hfshard.training import CheckpointManager
 from tests.training import processes
 from tests.training.resume.cases import CASES
-from tests.training.resume.playing import BACK, play
+from tests.training.resume.roles import BACK, run_role
 from tests.training.resume.runs import STEPS, Case, Run
 
 BATCHES_PER_EPOCH = 5
@@ -24,7 +24,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class CaseOutcome:
     """The runs of a case, each with how it ended and what it reports."""
 
     ends: dict[str, processes.End]
@@ -45,19 +45,19 @@ class Played:
         ]
 
 
-def played(name: str, root: Path, roles: tuple[str, ...], store: str = "hfshard", fresh: bool = False) -> Played:
-    """Play some of a case's runs, one after the other, until one of them does not end as it should."""
+def run_case(name: str, root: Path, roles: tuple[str, ...], store: str = "hfshard", fresh: bool = False) -> CaseOutcome:
+    """Run some of a case's roles, one after the other, until one of them does not end as it should."""
     root.mkdir(parents=True)
     ends: dict[str, processes.End] = {}
     reports: dict[str, dict[str, Any]] = {}
     for role in roles:
         words, is_new = root / f"{role}.txt", fresh and role != "straight"
-        ends[role] = processes.run(words, play, name, role, root, store, fresh=is_new)
+        ends[role] = processes.run(words, run_role, name, role, root, store, fresh=is_new)
         if ends[role].status != (-signal.SIGKILL if role.startswith("killed") else 0):
             break
         if not role.startswith("killed"):
             reports[role] = json.loads((root / f"{role}.json").read_text())
-    return Played(ends, reports)
+    return CaseOutcome(ends, reports)
 
 
 RESUMED = ("straight", "killed", "resumed")
@@ -79,11 +79,11 @@ ROLLED_BACK = (
 )  # fmt: skip
 """What could keep something of the steps that are to be forgotten."""
 
-Jobs = dict[tuple[str, str], Future[Played]]
+Jobs = dict[tuple[str, str], Future[CaseOutcome]]
 
 
 def _job(item: pytest.Item) -> tuple[str, str] | None:
-    """What a test wants to have played: a case, and how."""
+    """What a test wants to have run: a case, and how."""
     wants = getattr(item, "originalname", "")
     case = getattr(item, "callspec", None)
     return None if wants not in HOW or case is None else (case.params["name"], wants)
@@ -91,12 +91,12 @@ def _job(item: pytest.Item) -> tuple[str, str] | None:
 
 @pytest.fixture(scope="module")
 def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    """Every case that a test of this session asks for, played on all cores at once while the tests look at them."""
+    """Every case that a test of this session asks for, run on all cores while the tests look at them."""
     root = tmp_path_factory.mktemp("runs")
     wanted = dict.fromkeys(job for item in request.session.items if (job := _job(item)) is not None)
     with processes.pool() as pool:
         yield {
-            (name, how): pool.submit(played, name, root / f"{number}-{name}", **HOW[how])
+            (name, how): pool.submit(run_case, name, root / f"{number}-{name}", **HOW[how])
             for number, (name, how) in enumerate(wanted)
         }
         pool.shutdown(cancel_futures=True)
@@ -115,10 +115,10 @@ def _last_saves(case: Case) -> set[int]:
     return {last} if case.blocking else {last, last - every}
 
 
-def _assert_resumed_exactly(case: Case, played: Played) -> None:
-    assert "resumed" in played.reports, played.ends
-    assert played.reports["resumed"]["restored"] in _last_saves(case)
-    differences = played.differences("straight", "resumed")
+def _assert_resumed_exactly(case: Case, outcome: CaseOutcome) -> None:
+    assert "resumed" in outcome.reports, outcome.ends
+    assert outcome.reports["resumed"]["restored"] in _last_saves(case)
+    differences = outcome.differences("straight", "resumed")
     assert not differences, f"killed at {case.death}: {len(differences)} differ: {differences[:_SHOWN]}"
 
 
@@ -136,34 +136,34 @@ def test_a_killed_run_resumes_to_the_bit_in_new_interpreters(name: str, jobs: Jo
 
 @pytest.mark.parametrize("name", ["everything", "async-everything", "saved-at-epoch-ends", "rotated-to-one"])
 def test_a_run_that_is_killed_twice_resumes_to_the_bit(name: str, jobs: Jobs) -> None:
-    played = jobs[name, "test_a_run_that_is_killed_twice_resumes_to_the_bit"].result()
-    assert "resumed" in played.reports, played.ends
-    assert played.reports["resumed"]["restored"] > CASES[name].death[0]
-    assert played.differences("straight", "resumed") == []
+    outcome = jobs[name, "test_a_run_that_is_killed_twice_resumes_to_the_bit"].result()
+    assert "resumed" in outcome.reports, outcome.ends
+    assert outcome.reports["resumed"]["restored"] > CASES[name].death[0]
+    assert outcome.differences("straight", "resumed") == []
 
 
 @pytest.mark.parametrize("name", ROLLED_BACK)
 def test_an_older_step_is_restored_into_objects_that_went_on(name: str, jobs: Jobs) -> None:
-    played = jobs[name, "test_an_older_step_is_restored_into_objects_that_went_on"].result()
-    assert "rolled back" in played.reports, played.ends
-    assert played.reports["rolled back"]["restored"] == BACK
-    assert played.differences("straight", "rolled back") == []
+    outcome = jobs[name, "test_an_older_step_is_restored_into_objects_that_went_on"].result()
+    assert "rolled back" in outcome.reports, outcome.ends
+    assert outcome.reports["rolled back"]["restored"] == BACK
+    assert outcome.differences("straight", "rolled back") == []
 
 
 @pytest.mark.parametrize(
     "name", ["dropout-2-workers-augmented", "everything", "async-everything", "optimizer-nadam-bf16"]
 )
 def test_saving_at_every_step_changes_no_number(name: str, jobs: Jobs) -> None:
-    played = jobs[name, "test_saving_at_every_step_changes_no_number"].result()
-    assert "saving" in played.reports, played.ends
-    assert played.differences("straight", "saving") == []
+    outcome = jobs[name, "test_saving_at_every_step_changes_no_number"].result()
+    assert "saving" in outcome.reports, outcome.ends
+    assert outcome.differences("straight", "saving") == []
 
 
 @pytest.mark.parametrize("name", [*BROKEN, "optimizer-adamw", "dropout"])
 def test_the_matrix_tells_an_exact_store_from_an_inexact_one(name: str, jobs: Jobs) -> None:
-    played = jobs[name, "test_the_matrix_tells_an_exact_store_from_an_inexact_one"].result()
-    assert "resumed" in played.reports, played.ends
-    differences = played.differences("straight", "resumed")
+    outcome = jobs[name, "test_the_matrix_tells_an_exact_store_from_an_inexact_one"].result()
+    assert "resumed" in outcome.reports, outcome.ends
+    differences = outcome.differences("straight", "resumed")
     if name in BROKEN:
         assert any(text.startswith(BROKEN[name]) for text in differences), differences
     else:
@@ -178,7 +178,7 @@ HOW: dict[str, dict[str, Any]] = {
     test_saving_at_every_step_changes_no_number.__name__: {"roles": SAVING},
     test_the_matrix_tells_an_exact_store_from_an_inexact_one.__name__: {"roles": RESUMED, "store": "torch.save"},
 }
-"""How the cases of a test are played."""
+"""How the cases of a test are outcome."""
 
 
 def test_the_matrix_has_all_that_it_promises() -> None:

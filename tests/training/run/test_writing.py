@@ -165,3 +165,12 @@ def test_other_shards_and_another_checksum_are_not_linked(tmp_path: Path) -> Non
         other = save(manager, 3, model)
         assert (other / "model.safetensors").stat().st_nlink == 1
         assert manager.verify() == {1: [], 2: [], 3: []}
+
+
+def test_a_small_file_may_be_binary(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainingState(model=nn.Linear(2, 2)), files={"spiece.model": b"\x0a\x00\xff\x00"})
+        assert manager.restore_latest(TrainingState(model=nn.Linear(2, 2))) == 1
+        (tmp_path / "checkpoint-00000001" / "spiece.model").write_bytes(b"\x0a\x00\xff\x01")
+        [problem] = manager.verify(1)[1]
+    assert "spiece.model' is not the file that was saved: its sha256 is " in str(problem)

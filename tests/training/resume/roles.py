@@ -37,7 +37,7 @@ STORES: dict[str, tuple[Callable[..., Manager], Callable[..., Any]]] = {
 """Name -> what opens the store of a directory, and what makes a state of named objects."""
 
 
-def play(name: str, role: str, root: Path, store: str = "hfshard") -> None:
+def run_role(name: str, role: str, root: Path, store: str = "hfshard") -> None:
     """Do one of the runs of a case, in this process, and leave a report in `root`.
 
     Args:

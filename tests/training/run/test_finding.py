@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import hfshard
 from hfshard.errors import DamagedCheckpointError, HfshardError
-from hfshard.training import CheckpointManager
+from hfshard.training import CheckpointManager, TrainingState
 from tests.crash.runs.content import Save, Tiny, expected, perform, seed_all
-from tests.training import hostile
+from tests.training.run import hostile
 
 OLD, NEW = Save(1, 1, layout="sharded", metric=0.5), Save(2, 2, layout="sharded", metric=0.25)
 
@@ -223,11 +226,11 @@ def single(tmp_path: Path) -> Path:
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
 def test_odd_values_in_a_training_state_are_restored_or_refused_whole(single: Path) -> None:
     checkpoint = single / "checkpoint-00000001"
-    tree = hostile.tree_of(checkpoint)
+    state = hostile.training_state_of(checkpoint)
 
     def change(draw: random.Random) -> str:
-        odd, words = hostile.mutated(tree, draw)
-        hostile.write_tree(checkpoint, odd)
+        odd, words = hostile.mutated(state, draw)
+        hostile.write_training_state(checkpoint, odd)
         return words
 
     counts = attempts(change, single)
@@ -273,3 +276,19 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(single: Path, name: s
     hostile.write_manifest(checkpoint, body)
     fresh = Tiny(0)
     assert_unchanged_by(fresh, lambda: CheckpointManager(single).restore(fresh.state(), 1), "checkpoint.json")
+
+
+def test_a_single_file_beside_the_shards_is_not_restored_and_is_told_of(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with CheckpointManager(tmp_path / "run", max_shard_size=400) as manager:
+        place = Path(manager.save(1, TrainingState(model=model)))
+        assert len(list(place.glob("model-*-of-*.safetensors"))) > 1
+        hfshard.save_state_dict({name: torch.zeros_like(one) for name, one in weights.items()}, tmp_path / "other")
+        (tmp_path / "other" / "model.safetensors").rename(place / "model.safetensors")
+        nn.init.ones_(model.get_parameter("0.weight"))
+        manager.restore(TrainingState(model=model), 1)
+        [problem] = manager.verify(1)[1]
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    words = "model.safetensors' is not of the checkpoint, and other tools load it in place of the files that are. "
+    assert str(problem).endswith(f"{words}Move it elsewhere.")

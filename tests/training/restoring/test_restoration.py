@@ -265,3 +265,19 @@ def test_an_object_that_refuses_its_state_leaves_all_as_it_was(name: str, strict
     with pytest.raises((StateDictMismatchError, RuntimeError, KeyError), match=f"'{name}'"):
         CheckpointManager(saved[0]).restore(run.state, strict=strict)
     assert run.everything() == before
+
+
+def test_gradients_of_before_are_dropped_by_a_restore(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainingState(model=model))
+        (model(torch.ones(1, 2)).sum() * float("nan")).backward()
+        manager.restore_latest(TrainingState(model=model))
+    assert model.weight.grad is None
+
+
+def test_a_scaler_that_was_on_is_refused_where_it_is_off(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, TrainingState(scaler=torch.amp.GradScaler("cpu")))
+        with pytest.raises(StateDictMismatchError, match="'scaler' is a GradScaler that is off"):
+            manager.restore_latest(TrainingState(scaler=torch.amp.GradScaler("cpu", enabled=False)))

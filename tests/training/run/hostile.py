@@ -30,7 +30,7 @@ VALUES: tuple[Any, ...] = (
     {"$type": "dict", "items": [1, 2]}, {"$type": "dict", "items": [[[], 1]]}, {"$type": "Counter", "items": 5},
     {"$type": "deque", "items": [1], "maxlen": -1}, {"$type": "defaultdict", "items": [], "factory": "eval"},
     {"$type": "Size", "items": ["a"]}, {"$type": "dtype", "value": "nn"}, {"$type": "dtype", "value": "float32"},
-    {"$type": "device", "value": "toaster:1"}, {"$type": "device", "value": []}, {"$type": "kept"},
+    {"$type": "device", "value": "toaster:1"}, {"$type": "device", "value": []}, {"$type": "not_stored"},
     {"$type": "object", "class_name": "os.system", "state": {}}, {"$type": "object", "class_name": 5, "state": []},
     {"$type": "ndarray", "dtype": "O", "shape": [1], "bytes": {"$type": "tensor", "name": "counter/mean"}},
     {"$type": "ndarray", "dtype": "<f4", "shape": [10**12], "bytes": {"$type": "tensor", "name": "counter/mean"}},
@@ -70,7 +70,7 @@ def mutated(value: dict[str, Any], draw: random.Random) -> tuple[dict[str, Any],
     return value, f"{path}: {how!r:.120}"
 
 
-def tree_of(checkpoint: Path) -> dict[str, Any]:
+def training_state_of(checkpoint: Path) -> dict[str, Any]:
     """What stands in its training_state.json."""
     return dict(json.loads((checkpoint / TRAINING_STATE).read_text()))
 
@@ -82,9 +82,9 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     return body
 
 
-def write_tree(checkpoint: Path, tree: dict[str, Any]) -> None:
-    """Put a tree in the place of the checkpoint's own, and its checksum into the manifest."""
-    raw = json.dumps(tree).encode()
+def write_training_state(checkpoint: Path, saved: dict[str, Any]) -> None:
+    """Put a training state in the place of the checkpoint's own, and its checksum into the manifest."""
+    raw = json.dumps(saved).encode()
     (checkpoint / TRAINING_STATE).write_bytes(raw)
     body = manifest_of(checkpoint)
     body["files"][TRAINING_STATE] = record_of(raw)
