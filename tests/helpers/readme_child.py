@@ -20,18 +20,33 @@ def run_python(example: Example, readme: Path, namespace: dict[str, Any]) -> Non
 def run_commands(example: Example) -> None:
     """Run each `hfshard` command of a block, which must exit with 0; those that need the network are parsed alone."""
     from hfshard.cli.arguments import make_parser
-    from hfshard.cli.main import main
 
     for words in hfshard_commands(example):
-        arguments = words[1:]
         if needs_the_network(words):
-            make_parser().parse_args(arguments)
-            continue
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            code = main(arguments)
-        if code != 0:
-            raise SystemExit(f"line {example.line}: {' '.join(words)}: exit {code}\n{printed.getvalue()}")
+            make_parser().parse_args(words[1:])
+        else:
+            run_command(words, example.line)
+
+
+def run_command(words: list[str], line: int) -> str:
+    """Run one `hfshard` command, and return what it prints."""
+    from hfshard.cli.main import main
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = main(words[1:])
+    if code != 0:
+        raise SystemExit(f"line {line}: {' '.join(words)}: exit {code}\n{printed.getvalue()}")
+    return printed.getvalue()
+
+
+def check_transcript(example: Example) -> None:
+    """Run the command of a block that begins with "$ hfshard"; it must print the lines below, down to a "..."."""
+    command, _, shown = example.text.partition("\n")
+    expected = shown.partition("\n...")[0].rstrip("\n")
+    printed = run_command(command.removeprefix("$ ").split(), example.line)
+    if not printed.startswith(expected):
+        raise SystemExit(f"line {example.line}: {command} prints\n{printed}")
 
 
 def run_examples(readme: Path) -> None:
@@ -42,6 +57,8 @@ def run_examples(readme: Path) -> None:
             run_python(example, readme, namespace)
         elif example.language == "bash":
             run_commands(example)
+        elif example.text.startswith("$ hfshard"):
+            check_transcript(example)
 
 
 if __name__ == "__main__":
