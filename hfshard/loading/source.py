@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 from hfshard._util.progress import bytes_bar
 from hfshard.constants import SAFETENSORS_SUFFIX
-from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError, InvalidArgumentError
+from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
 from hfshard.hub.address import directory_of
 from hfshard.hub.hub_marker import has_hub_marker
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file
-from hfshard.storage.checkpoint.locate import weights_bytes
+from hfshard.storage.checkpoint.locate import directory_not_found, weights_bytes
 from hfshard.storage.format.index import CheckpointIndex
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class CheckpointSource:
         if os.path.exists(path):
             raise InvalidArgumentError(f"'{path}' is a file: give the directory that holds the checkpoint.", path=path)
         if path != self.path or _is_a_path(path):
-            raise CheckpointNotFoundError(f"There is no directory '{path}'. Check the path.", path=path)
+            raise directory_not_found(path)
         return None
 
 

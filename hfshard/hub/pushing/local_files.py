@@ -10,9 +10,10 @@ from typing import Final
 from huggingface_hub.utils import filter_repo_objects
 
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
-from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.errors import InvalidArgumentError
 from hfshard.hub.pushing.plan import is_weights, variants_of
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.storage.checkpoint.locate import directory_not_found
 from hfshard.storage.disk.byte_source import ByteSource, file_source
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.format.names import WeightNames
@@ -49,7 +50,7 @@ def directory_contents(
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: A checkpoint can't be loaded.
     """
     if not os.path.isdir(directory):
-        raise CheckpointNotFoundError(f"There is no directory '{directory}'. Check the path.", path=directory)
+        raise directory_not_found(directory)
     paths = [path for path in _paths(directory) if names is None or path in names]
     variants = variants_of(name for name in paths if "/" not in name)
     if not variants:

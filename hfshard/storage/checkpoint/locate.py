@@ -84,10 +84,15 @@ def find_weights(
     raise _not_found(directory, names, [candidate.name for candidate in candidates])
 
 
+def directory_not_found(directory: str) -> CheckpointNotFoundError:
+    """The error for a path where there is no directory."""
+    return CheckpointNotFoundError(f"There is no directory '{directory}'. Check the path.", path=directory)
+
+
 def _not_found(directory: str, names: WeightNames, looked_for: list[str]) -> CheckpointNotFoundError:
     if not os.path.isdir(directory):
-        return CheckpointNotFoundError(f"There is no directory '{directory}'. Check the path.", path=directory)
-    found = sorted(name for name in os.listdir(directory) if name.endswith((SAFETENSORS_SUFFIX, ".bin")))
+        return directory_not_found(directory)
+    found = sorted(name for name in os.listdir(directory) if name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)))
     hint = f"It holds {list_some(found, _SHOWN)}" if found else "It holds no weights at all"
     if ADAPTER_CONFIG_NAME in os.listdir(directory):
         hint = "It holds a PEFT adapter: load it with from_pretrained of a model class, with peft installed"

@@ -12,7 +12,7 @@ from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError, IntegrityError, readable, remedy
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file, check_total
-from hfshard.storage.checkpoint.locate import locate_checkpoint
+from hfshard.storage.checkpoint.locate import directory_not_found, locate_checkpoint
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, check_tied_names
@@ -243,7 +243,7 @@ class Verifier:
 
 def _weights(directory: str) -> list[os.DirEntry[str]]:
     if not os.path.isdir(directory):
-        raise CheckpointNotFoundError(f"There is no directory '{directory}'. Check the path.", path=directory)
+        raise directory_not_found(directory)
     with os.scandir(directory) as entries:
         return [entry for entry in entries if entry.name.endswith(SAFETENSORS_SUFFIX) and _is_file(entry)]
 

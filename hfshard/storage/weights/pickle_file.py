@@ -12,7 +12,7 @@ import torch
 from hfshard.constants import LFS_POINTER_MARK
 from hfshard.errors import DamagedCheckpointError, IntegrityError, UnsafePickleError, remedy
 from hfshard.storage.disk.safe_open import open_regular
-from hfshard.storage.weights.zip_check import check_archive, damaged_record
+from hfshard.storage.weights.zip_check import check_archive, damaged_pickle, damaged_record
 
 _ZIP_MARK = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -95,7 +95,7 @@ def _load(fd: int, path: str, *, mapped: bool) -> Any:
     except pickle.UnpicklingError as error:
         found = _GLOBAL.search(str(error))
         if found is None and "Unsupported" not in str(error):
-            raise _damaged(path, error) from error
+            raise damaged_pickle(path, _reason(error)) from error
         what = f"'{found.group(1)}'" if found else "something"
         raise UnsafePickleError(
             f"'{path}' is not loaded: its pickle asks for {what}, and a checkpoint needs only tensors. "
@@ -104,7 +104,7 @@ def _load(fd: int, path: str, *, mapped: bool) -> Any:
             actual=found.group(1) if found else None,
         ) from error
     except Exception as error:  # torch.load meets a damaged file with any of a dozen kinds
-        raise _damaged(path, error) from error
+        raise damaged_pickle(path, _reason(error)) from error
 
 
 def _state_dict_of(value: Any, path: str) -> dict[str, torch.Tensor]:
@@ -125,8 +125,6 @@ def _state_dict_of(value: Any, path: str) -> dict[str, torch.Tensor]:
     return dict(value)
 
 
-def _damaged(path: str, error: Exception) -> DamagedCheckpointError:
-    reason = (str(error).splitlines() or [""])[0][:200]
-    return DamagedCheckpointError(
-        f"'{path}' is no whole PyTorch checkpoint: {type(error).__name__}: {reason}. {remedy(path)}", path=path
-    )
+def _reason(error: Exception) -> str:
+    first_line = (str(error).splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {first_line}"

@@ -29,17 +29,17 @@ def check_archive(fd: int, path: str) -> None:
         records = sorted(archive.infolist(), key=lambda record: record.header_offset)
         names = {record.filename for record in records}
         if len(names) != len(records):
-            raise _damaged(path, "two of its records have the same name")
+            raise damaged_pickle(path, "two of its records have the same name")
         ends = [record.header_offset for record in records[1:]] + [archive.start_dir]
         for record, end in zip(records, ends, strict=True):
             used = _LOCAL_HEADER_BYTES + len(record.filename.encode()) + record.compress_size
             if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
-                raise _damaged(path, f"its record '{record.filename}' is compressed, which torch.save never does")
+                raise damaged_pickle(path, f"its record '{record.filename}' is compressed, which torch.save never does")
             if record.header_offset + used > end:
-                raise _damaged(path, f"its record '{record.filename}' overlaps what follows it")
+                raise damaged_pickle(path, f"its record '{record.filename}' overlaps what follows it")
         bad = _first_bad(archive, (record for record in records if _DATA not in record.filename))
         if bad is not None:
-            raise _damaged(path, f"its record '{bad}' is not what was saved")
+            raise damaged_pickle(path, f"its record '{bad}' is not what was saved")
 
 
 def damaged_record(fd: int, path: str) -> str | None:
@@ -54,7 +54,7 @@ def _opened(fd: int, path: str) -> Iterator[zipfile.ZipFile]:
         try:
             archive = zipfile.ZipFile(file)
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-            raise _damaged(path, f"it is no whole zip ({error})") from error
+            raise damaged_pickle(path, f"it is not a whole zip file ({error})") from error
         yield archive
 
 
@@ -70,5 +70,6 @@ def _first_bad(archive: zipfile.ZipFile, records: Iterable[zipfile.ZipInfo]) -> 
     return None
 
 
-def _damaged(path: str, problem: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(f"'{path}' is no whole PyTorch checkpoint: {problem}. {remedy(path)}", path=path)
+def damaged_pickle(path: str, problem: str) -> DamagedCheckpointError:
+    """The error for a file of pickled weights that is not whole."""
+    return DamagedCheckpointError(f"'{path}' is not a valid PyTorch checkpoint: {problem}. {remedy(path)}", path=path)
