@@ -21,7 +21,7 @@ from hfshard.hub.resolve import CheckpointQuery, resolve
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify, open_checkpoint
 from hfshard.storage.format.header import LENGTH_BYTES, Header, TensorInfo, parse_header, read_header_length
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, parse_single_file_metadata
-from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX, tensor_digest
+from hfshard.storage.format.integrity import tensor_digest
 
 logger = logging.getLogger(__name__)
 
@@ -222,10 +222,7 @@ class _Part:
                     )
 
     def _digests(self) -> list[str] | None:
-        text = self.record.tensor_digests
-        if text is None or self.header is None or len(text) != TENSOR_DIGEST_HEX * len(self.header.tensors):
-            return None
-        return [text[at : at + TENSOR_DIGEST_HEX] for at in range(0, len(text), TENSOR_DIGEST_HEX)]
+        return None if self.header is None else self.record.split_tensor_digests(len(self.header.tensors))
 
     def _read(self, begin: int, end: int) -> bytes:
         return b"".join(self.remote.read(self.path, begin, end))

@@ -228,15 +228,18 @@ def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
 def _open_single(directory: str, names: WeightNames, weights: WeightsEntry) -> OpenCheckpoint:
     shard = SafetensorsFile(os.path.join(directory, weights.name), directory)
     try:
-        slots, own = shard.header.tensors, shard.hfshard_metadata
-        check_tied_names(own.tied_names, slots, shard.path)
+        tensors = shard.header.tensors
+        metadata = shard.hfshard_metadata
+        check_tied_names(metadata.tied_names, tensors, shard.path)
         index = CheckpointIndex(
-            weight_map=dict.fromkeys(slots, weights.name),
+            weight_map=dict.fromkeys(tensors, weights.name),
             total_size=shard.data_bytes,
             metadata={key: value for key, value in shard.header.metadata.items() if key != METADATA_KEY},
-            files={**own.files, weights.name: own.digests} if own.digests.fingerprint is not None else {},
-            tied_names=own.tied_names,
-            undeclared_ties=own.undeclared_ties,
+            files={**metadata.files, weights.name: metadata.digests}
+            if metadata.digests.fingerprint is not None
+            else {},
+            tied_names=metadata.tied_names,
+            undeclared_ties=metadata.undeclared_ties,
         )
     except BaseException:
         shard.close()

@@ -19,18 +19,18 @@ from hfshard.storage.weights.safetensors_file import SafetensorsFile
 logger = logging.getLogger(__name__)
 
 
-def check_keys(entry: str, weight_map: Mapping[str, str], contents: Mapping[str, Collection[str]]) -> None:
+def check_keys(weights_path: str, weight_map: Mapping[str, str], contents: Mapping[str, Collection[str]]) -> None:
     """Every key in exactly the file that the index names.
 
     Args:
-        entry: Path of the index.
+        weights_path: Path of the index.
         weight_map: What it says: name -> file.
         contents: What is: file -> names in it.
 
     Raises:
         DamagedCheckpointError: A key is in two files, in another one, in none, or not in the index.
     """
-    directory = os.path.dirname(entry)
+    directory = os.path.dirname(weights_path)
     seen: dict[str, str] = {}
     for file, names in contents.items():
         for name in names:
@@ -41,15 +41,15 @@ def check_keys(entry: str, weight_map: Mapping[str, str], contents: Mapping[str,
             if name in seen:
                 raise _key_error(path, name, f"stands in '{seen[name]}' too")
             if name not in weight_map:
-                raise _key_error(path, name, f"is not in the index '{entry}'")
-            raise _key_error(path, name, f"is said to lie in '{weight_map[name]}' by the index '{entry}'")
+                raise _key_error(path, name, f"is not in the index '{weights_path}'")
+            raise _key_error(path, name, f"is said to lie in '{weight_map[name]}' by the index '{weights_path}'")
     for name, file in weight_map.items() if len(seen) < len(weight_map) else ():
         if name not in seen:
             path = os.path.join(directory, file)
-            raise _key_error(path, name, f"is missing in it, and the index '{entry}' says that it is there")
+            raise _key_error(path, name, f"is missing in it, and the index '{weights_path}' says that it is there")
 
 
-def check_fingerprints(entry: str, index: CheckpointIndex, shards: Mapping[str, SafetensorsFile]) -> None:
+def check_fingerprints(weights_path: str, index: CheckpointIndex, shards: Mapping[str, SafetensorsFile]) -> None:
     """Every file of the size and fingerprint that were recorded when it was saved, and all of them of the total size.
 
     Raises:
@@ -59,10 +59,10 @@ def check_fingerprints(entry: str, index: CheckpointIndex, shards: Mapping[str, 
     for file, shard in shards.items():
         if file in index.files:
             shard.check_size_and_fingerprint(index.files[file], with_fingerprint=True)
-    check_total(entry, index, sum(shard.data_bytes for shard in shards.values()))
+    check_total(weights_path, index, sum(shard.data_bytes for shard in shards.values()))
 
 
-def check_total(entry: str, index: CheckpointIndex, actual: int) -> None:
+def check_total(weights_path: str, index: CheckpointIndex, actual: int) -> None:
     """The tensors of all files together as large as the index says.
 
     Raises:
@@ -71,16 +71,17 @@ def check_total(entry: str, index: CheckpointIndex, actual: int) -> None:
     # Foreign indexes count views and ties in their own ways: theirs is not compared.
     if index.files and index.total_size is not None and index.total_size != actual:
         raise DamagedCheckpointError(
-            f"Index '{entry}' is damaged: its total_size is {index.total_size}, and the shards hold {actual} bytes. "
+            f"Index '{weights_path}' is damaged: its total_size is {index.total_size}, "
+            f"but the shards hold {actual} bytes. "
             "Download or save the checkpoint again.",
-            path=entry,
+            path=weights_path,
             expected=index.total_size,
             actual=actual,
         )
 
 
 def check_checksums(
-    entry: str,
+    weights_path: str,
     index: CheckpointIndex,
     shards: Mapping[str, SafetensorsFile],
     progress_callback: Callable[[int], object] | None,
@@ -95,23 +96,23 @@ def check_checksums(
         lacking = sorted(file for file in shards if file not in index.files or not index.files[file].is_verifiable)
         of_which = f" of '{lacking[0]}'" if 0 < len(lacking) < len(shards) else "s"
         raise DamagedCheckpointError(
-            f"'{entry}' can't be verified in full: it carries no checksum{of_which} (hfshard writes them). "
+            f"'{weights_path}' can't be verified in full: it carries no checksum{of_which} (hfshard writes them). "
             "Load it with verify='structure', or save it once with hfshard.",
-            path=entry,
+            path=weights_path,
         )
     in_threads(
-        lambda file, stop: shards[file].check_contents(
-            index.files[file], stoppable(progress_callback, stop), keep_cached=True
+        lambda file, cancelled: shards[file].check_contents(
+            index.files[file], stoppable(progress_callback, cancelled), keep_cached=True
         ),
         sorted(shards, key=lambda file: -shards[file].size),
         FILES_AT_ONCE,
     )
-    for name, record in index.files.items():
+    for name, recorded in index.files.items():
         if name.endswith(".json"):
-            check_small_file(os.path.dirname(entry), name, record)
+            check_small_file(os.path.dirname(weights_path), name, recorded)
 
 
-def check_small_file(directory: str, name: str, record: FileDigest) -> None:
+def check_small_file(directory: str, name: str, recorded: FileDigest) -> None:
     """Compare config.json or generation_config.json with what was recorded when it was saved.
 
     A variant shares these files with the weights beside it, and the last save of either writes them: what any
@@ -123,12 +124,12 @@ def check_small_file(directory: str, name: str, record: FileDigest) -> None:
     path = os.path.join(directory, name)
     raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
     found = sha256_of(as_saved(raw) if name == CONFIG_NAME else raw)
-    if record.sha256 not in (None, found) and found not in _recorded_by_others(directory, name):
+    if recorded.sha256 not in (None, found) and found not in _recorded_by_others(directory, name):
         raise IntegrityError(
-            f"'{path}' is not the file that was saved: its sha256 is {found}, and {record.sha256} was recorded. "
+            f"'{path}' is not the file that was saved: its sha256 is {found}, and {recorded.sha256} was recorded. "
             "If you edited it on purpose, load with verify='structure', or save again.",
             path=path,
-            expected=record.sha256,
+            expected=recorded.sha256,
             actual=found,
         )
 

@@ -11,7 +11,7 @@ from hfshard.errors import IntegrityError, remedy
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.format.header import TensorInfo
 from hfshard.storage.format.index import FileDigest
-from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX, tensor_hasher
+from hfshard.storage.format.integrity import tensor_hasher
 from hfshard.storage.tensors.dtypes import DTYPE_BITS, TORCH_DTYPES, stored_dtype_name
 from hfshard.storage.tensors.tensor_bytes import iter_blocks, memory_of, own_memory, tensor_nbytes
 from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout, TensorLike, tensor_layout
@@ -35,9 +35,9 @@ def raw_tensors(checkpoint: OpenCheckpoint) -> dict[str, TensorLike]:
     found: dict[str, TensorLike] = {}
     for file, shard in checkpoint.shards.items():
         digests = _digests(shard, checkpoint.index.files.get(file, FileDigest()))
-        for slot in shard.header.tensors.values():
-            form = TensorLayout(slot.dtype, slot.shape, slot.nbytes, slot.name in shard.complex_as_real)
-            found[slot.name] = RawTensor(form, partial(_blocks, shard, slot, digests.get(slot.name)))
+        for info in shard.header.tensors.values():
+            layout = TensorLayout(info.dtype, info.shape, info.nbytes, info.name in shard.complex_as_real)
+            found[info.name] = RawTensor(layout, partial(_blocks, shard, info, digests.get(info.name)))
     for pickled in checkpoint.pickles.values():
         found.update(pickled.tensors)
     return found
@@ -48,31 +48,29 @@ def has_checksums(checkpoint: OpenCheckpoint) -> bool:
     return not checkpoint.pickles and checkpoint.index.is_verifiable
 
 
-def _digests(shard: SafetensorsFile, record: FileDigest) -> dict[str, str]:
+def _digests(shard: SafetensorsFile, recorded: FileDigest) -> dict[str, str]:
     names = list(shard.header.tensors)
-    if record.tensor_digests is not None and len(record.tensor_digests) == TENSOR_DIGEST_HEX * len(names):
-        starts = range(0, len(record.tensor_digests), TENSOR_DIGEST_HEX)
-        return {
-            name: record.tensor_digests[at : at + TENSOR_DIGEST_HEX] for name, at in zip(names, starts, strict=True)
-        }
-    shard.check_contents(record)
+    digests = recorded.split_tensor_digests(len(names))
+    if digests is not None:
+        return dict(zip(names, digests, strict=True))
+    shard.check_contents(recorded)
     return {}
 
 
-def _blocks(shard: SafetensorsFile, slot: TensorInfo, digest: str | None, block_bytes: int) -> Iterator[memoryview]:
+def _blocks(shard: SafetensorsFile, info: TensorInfo, digest: str | None, block_bytes: int) -> Iterator[memoryview]:
     if digest is None:
-        yield from shard.blocks(slot, block_bytes)
+        yield from shard.blocks(info, block_bytes)
         return
     hasher = tensor_hasher()
-    for block in shard.blocks(slot, block_bytes):
+    for block in shard.blocks(info, block_bytes):
         hasher.update(block)
         yield block
     if (found := hasher.hexdigest()) != digest:
         raise IntegrityError(
-            f"Tensor '{slot.name}' of shard '{shard.path}' is damaged: its xxh3 is {found}, and {digest} was recorded "
+            f"Tensor '{info.name}' of shard '{shard.path}' is damaged: its xxh3 is {found}, and {digest} was recorded "
             f"when it was saved. {remedy(shard.path)}",
             path=shard.path,
-            fqn=slot.name,
+            fqn=info.name,
             expected=digest,
             actual=found,
         )
@@ -86,12 +84,12 @@ def is_packed(value: TensorLike) -> bool:
 
 def cast(value: TensorLike, dtype: torch.dtype) -> TensorLike:
     """The same tensor in another floating dtype, cast block by block when it is read; other tensors as they are."""
-    form = tensor_layout(value)
-    if form.dtype not in _CAST_DTYPES or form.complex_as_real or TORCH_DTYPES[form.dtype] == dtype:
+    layout = tensor_layout(value)
+    if layout.dtype not in _CAST_DTYPES or layout.complex_as_real or TORCH_DTYPES[layout.dtype] == dtype:
         return value
-    nbytes = form.parameters * dtype.itemsize
-    new = TensorLayout(stored_dtype_name(dtype) or "", form.shape, nbytes)
-    return RawTensor(new, partial(_cast_blocks, value, TORCH_DTYPES[form.dtype], dtype))
+    nbytes = layout.parameters * dtype.itemsize
+    new = TensorLayout(stored_dtype_name(dtype) or "", layout.shape, nbytes)
+    return RawTensor(new, partial(_cast_blocks, value, TORCH_DTYPES[layout.dtype], dtype))
 
 
 def _cast_blocks(

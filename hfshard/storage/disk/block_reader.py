@@ -1,4 +1,4 @@
-"""Reads a stretch of a file block by block, the next ones while one is used; past the page cache where it is cold."""
+"""Read a stretch of a file block by block and ahead of its use, past the page cache where the file is cold."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hfshard.constants import DATA_ALIGNMENT
 from hfshard.storage.disk.direct_io import BLOCK_BYTES, LIBRARY, aligned_block, is_direct_wanted
 
 _AHEAD: Final = 2
-"""Blocks that are read while one is used."""
+"""Blocks that are read while one is in use."""
 
 _MIN_AHEAD_BYTES: Final = 4 * BLOCK_BYTES
 """Shorter stretches are not worth a thread."""
 
 _PROBES: Final = 8
-"""Places at which the page cache is asked."""
+"""Places at which the page cache is probed."""
 
 
 def read_blocks(
@@ -29,13 +29,13 @@ def read_blocks(
 ) -> Iterator[memoryview]:
     """Yield the bytes of a file from `start` on, in blocks of `block_bytes`; only the last one is shorter.
 
-    A block is valid until the next one is asked for. Where the file ends too early, so do the blocks.
+    A block is valid until the next one is asked for. If the file ends early, so do the blocks.
 
     Args:
-        fd: Open for reading; stays the caller's.
+        fd: Open for reading; the caller closes it.
         start, count_bytes: The stretch.
         block_bytes: The size of a block.
-        keep_cached: Whether the file is to be in the page cache afterwards, as it will be mapped.
+        keep_cached: Whether to leave the file in the page cache, because it will be mapped.
     """
     is_long = count_bytes >= _MIN_AHEAD_BYTES and block_bytes >= BLOCK_BYTES
     past_cache = is_long and not keep_cached and is_direct_wanted(count_bytes) and not is_cached(fd, start, count_bytes)
@@ -52,13 +52,13 @@ def read_blocks(
 
 
 def is_cached(fd: int, start: int, count_bytes: int) -> bool:
-    """Whether the page cache has a stretch of a file, by a few of its pages; True where the system does not say.
+    """Whether the page cache holds a stretch of a file, judged by a few pages; True where the system does not say.
 
-    `preadv2` with RWF_NOWAIT would answer too, but begins to read what it does not find.
+    `preadv2` with RWF_NOWAIT would answer too, but starts to read what it does not find.
     """
     hits = 0
     for number in range(_PROBES):
-        # Not at the beginning of a tensor: that was read for the file's fingerprint.
+        # Not at the beginning of a tensor, which was read for the file's fingerprint.
         at = start + (2 * number + 1) * count_bytes // (2 * _PROBES)
         try:
             page = mmap.mmap(fd, 1, access=mmap.ACCESS_COPY, offset=at - at % mmap.ALLOCATIONGRANULARITY)
@@ -73,7 +73,7 @@ def is_cached(fd: int, start: int, count_bytes: int) -> bool:
 
 
 def open_direct(fd: int) -> int:
-    """Open the file that `fd` is, whatever happened to its name, for reading past the page cache; -1: it can't be."""
+    """Open the same file as `fd` for reading past the page cache; -1 where that is impossible."""
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
@@ -81,7 +81,7 @@ def open_direct(fd: int) -> int:
 
 
 def read_direct(fd: int, direct: int, buffer: memoryview, start: int, count_bytes: int) -> memoryview:
-    """Read a stretch into an aligned buffer, and return where in it the stretch came to lie.
+    """Read a stretch of a file into an aligned buffer.
 
     Args:
         fd: The file.
@@ -90,11 +90,12 @@ def read_direct(fd: int, direct: int, buffer: memoryview, start: int, count_byte
         start, count_bytes: The stretch.
 
     Returns:
-        A part of `buffer`, shorter than asked for where the file ends.
+        The part of `buffer` that holds the stretch, shorter than asked for where the file ends.
     """
     lead = start % DATA_ALIGNMENT
     at = start - lead
-    filled, wanted = 0, lead + count_bytes
+    wanted = lead + count_bytes
+    filled = 0
     if direct >= 0:
         whole = -(-wanted // DATA_ALIGNMENT) * DATA_ALIGNMENT
         try:
@@ -115,18 +116,21 @@ class _Reads:
     """The reads of one stretch."""
 
     def __init__(self, fd: int, direct: int, start: int, count_bytes: int, block_bytes: int) -> None:
-        self.fd, self.direct, self.end, self.block_bytes = fd, direct, start + count_bytes, block_bytes
+        self.fd = fd
+        self.direct = direct
+        self.end = start + count_bytes
+        self.block_bytes = block_bytes
         self.starts = iter(range(start, self.end, block_bytes))
         self.room = min(block_bytes, count_bytes) + 2 * DATA_ALIGNMENT
 
     def one_by_one(self) -> Iterator[memoryview]:
-        """The blocks, each read when it is asked for."""
+        """Yield the blocks, each read when it is asked for."""
         buffer = memoryview(bytearray(self.room))
         for at in self.starts:
             yield self._read(buffer, at)
 
     def ahead(self) -> Iterator[memoryview]:
-        """The blocks, read by another thread while one is used."""
+        """Yield the blocks, read by another thread while one is in use."""
         free = [aligned_block(self.room) for _ in range(_AHEAD + 1)]
         under_way: deque[tuple[Future[memoryview], memoryview]] = deque()
         with ThreadPoolExecutor(1, thread_name_prefix="hfshard-read") as pool:

@@ -1,4 +1,4 @@
-"""A file that takes its bytes in order and writes them in aligned blocks, past the page cache where it can."""
+"""Write a file from its beginning to its end in aligned blocks, past the page cache where possible."""
 
 from __future__ import annotations
 
@@ -22,35 +22,37 @@ _COPY_BY_LIBRARY_BYTES: Final = 64 * 1024
 
 
 class BlockWriter:
-    """Writes one new file from its beginning to its end; used by one thread, and another one writes behind it."""
+    """Writes one new file from its beginning to its end; used by one thread, while another one writes."""
 
     def __init__(
         self,
         fd: int,
         size: int,
-        stop: threading.Event,
+        cancelled: threading.Event,
         progress_callback: Callable[[int], object] | None,
         *,
-        behind: bool,
+        background: bool,
     ) -> None:
         """Take an open, empty file, and reserve its space.
 
         Args:
             fd: Open for writing; stays the caller's.
             size: Bytes that it will have.
-            stop: When it is set, the next block raises.
-            progress_callback: Told the bytes of each block that was written, maybe from the other thread.
-            behind: Whether to write in another thread, while the next block is filled.
+            cancelled: When it is set, the next block raises.
+            progress_callback: Called with the number of bytes of each block written, maybe from the other thread.
+            background: Whether to write in another thread, while the next block is filled.
 
         Raises:
             OSError: There is no space.
         """
-        self._fd, self._stop, self._on_bytes = fd, stop, progress_callback
+        self._fd = fd
+        self._cancelled = cancelled
+        self._progress_callback = progress_callback
         self._is_direct = is_direct_wanted(size) and set_direct(fd, wanted=True)
         if self._is_direct:
             allocate(fd, size)
         block_bytes = min(BLOCK_BYTES, max(1, -(-size // DATA_ALIGNMENT)) * DATA_ALIGNMENT)
-        is_several = behind and size > block_bytes
+        is_several = background and size > block_bytes
         self._block = aligned_block(block_bytes)
         self._filled = self._at = 0
         self._full: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
@@ -63,7 +65,7 @@ class BlockWriter:
 
         Raises:
             OSError: This block, or one before it, could not be written.
-            InterruptedError: `stop` was set.
+            InterruptedError: `cancelled` was set.
         """
         while view:
             count = min(len(view), len(self._block) - self._filled)
@@ -74,53 +76,53 @@ class BlockWriter:
                 self._hand_on()
 
     def finish(self) -> None:
-        """Write what is left, and wait until all is written; flushing it to the disk is the caller's."""
+        """Write the rest, and wait until everything is written; the caller flushes the file to the disk."""
         if self._pool is not None:
             self._full.put(None)
-            self._behind.result()
+            self._background.result()
         whole = self._filled - self._filled % DATA_ALIGNMENT if self._is_direct else 0
         self._write(self._fd, self._block[:whole])
         self._to_buffered()
         self._write(self._fd, self._block[whole : self._filled])
 
     def close(self) -> None:
-        """Have the other thread end; what it has not yet begun to write is not written."""
+        """End the other thread; blocks that it has not begun to write are dropped."""
         self._is_closed = True
         if self._pool is not None:
             self._full.put(None)
             self._pool.shutdown()
 
     def _hand_on(self) -> None:
-        if self._stop.is_set():
+        if self._cancelled.is_set():
             raise InterruptedError("another file of this save failed")
         if not self._is_several:
             self._write(self._fd, self._block)
         else:
             if self._pool is None:
-                self._begin_behind()
+                self._start_background()
             self._full.put(self._block)
             block = self._free.get()
             if block is None:
-                self._behind.result()  # raises what ended the other thread
+                self._background.result()  # raises the error that ended the other thread
                 raise InterruptedError("the file was finished")
             self._block = block
         self._filled = 0
 
-    def _begin_behind(self) -> None:
+    def _start_background(self) -> None:
         for _ in range(_BLOCKS - 1):
             self._free.put(aligned_block(len(self._block)))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hfshard-disk")
-        self._behind = self._pool.submit(self._write_behind, os.dup(self._fd))
+        self._background = self._pool.submit(self._write_in_background, os.dup(self._fd))
 
-    def _write_behind(self, fd: int) -> None:
-        # With a descriptor of its own: Ctrl-C upon Ctrl-C may let the caller close the other one under it.
+    def _write_in_background(self, fd: int) -> None:
+        # With a descriptor of its own: repeated Ctrl-C may make the caller close the other one meanwhile.
         try:
             while (block := self._full.get()) is not None and not self._is_closed:
                 self._write(fd, block)
                 self._free.put(block)
         finally:
             os.close(fd)
-            self._free.put(None)  # whoever waits for a block must not wait for ever
+            self._free.put(None)  # nobody may wait for a block for ever
 
     def _write(self, fd: int, block: memoryview) -> None:
         left = block
@@ -130,12 +132,12 @@ class BlockWriter:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
-                self._to_buffered()  # the file system takes O_DIRECT, and wants another alignment
+                self._to_buffered()  # the file system accepts O_DIRECT, but wants another alignment
                 continue
             self._at += count
             left = left[count:]
-        if self._on_bytes is not None:
-            self._on_bytes(len(block))
+        if self._progress_callback is not None:
+            self._progress_callback(len(block))
 
     def _to_buffered(self) -> None:
         if self._is_direct:

@@ -80,23 +80,23 @@ def file_source(path: str, sha256: str | None = None) -> FileSource:
     return FileSource(path, os.stat(path).st_size, sha256)
 
 
-def sha256_of_source(content: ByteSource, stop: threading.Event | None = None) -> str:
+def sha256_of_source(content: ByteSource, cancelled: threading.Event | None = None) -> str:
     """The sha256 in hex: as it is known, else by reading all of it once.
 
     Raises:
-        InterruptedError: `stop` was set.
+        InterruptedError: `cancelled` was set.
     """
     if content.sha256 is not None:
         return content.sha256
     with content.open() as reader:
-        return sha256_of_reader(reader, stop)
+        return sha256_of_reader(reader, cancelled)
 
 
-def sha256_of_reader(reader: io.BufferedIOBase, stop: threading.Event | None = None) -> str:
+def sha256_of_reader(reader: io.BufferedIOBase, cancelled: threading.Event | None = None) -> str:
     """The sha256 in hex of all that is left in a reader; raises as `sha256_of_source`."""
     hasher = hashlib.sha256()
     while block := reader.read(COPY_BYTES):
-        if stop is not None and stop.is_set():
+        if cancelled is not None and cancelled.is_set():
             raise InterruptedError("another file failed, or Ctrl-C came")
         hasher.update(block)
     return hasher.hexdigest()

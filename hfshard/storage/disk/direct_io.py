@@ -1,4 +1,4 @@
-"""Reading and writing past the page cache: whether to, and what Python lacks for it."""
+"""Read and write past the page cache: when to do it, and the system calls that Python lacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIBRARY: Final = ctypes.CDLL(None, use_errno=True)
 """The C library, for what Python lacks."""
 
 BLOCK_BYTES: Final = 1024 * 1024
-"""Bytes of one read or write: enough for any disk, and what is hashed and then copied is still in the core's cache."""
+"""Bytes of one read or write: enough for any disk, and still in the core's cache when hashed and then copied."""
 
 DIRECT_VARIABLE: Final = "HFSHARD_DIRECT"
 """The environment variable that turns O_DIRECT off (0), or on for small files too (1)."""
@@ -26,25 +26,25 @@ _MIN_DIRECT_BYTES: Final = 1024 * 1024
 
 
 def is_direct_wanted(size: int) -> bool:
-    """Whether a file of so many bytes is to go past the page cache, if its file system can."""
+    """Whether a file of this size should bypass the page cache, if its file system can."""
     wanted = check_setting()
     return hasattr(os, "O_DIRECT") and wanted != "0" and (wanted == "1" or size >= _MIN_DIRECT_BYTES)
 
 
 def check_setting() -> str:
-    """What the environment says: "", "0" or "1".
+    """The value of the environment variable: "", "0" or "1".
 
     Raises:
-        InvalidArgumentError: It says something else.
+        InvalidArgumentError: It is anything else.
     """
     wanted = os.environ.get(DIRECT_VARIABLE, "")
     if wanted not in ("", "0", "1"):
-        raise InvalidArgumentError(f"The variable {DIRECT_VARIABLE} must be 0 or 1, and is {wanted!r}.")
+        raise InvalidArgumentError(f"The variable {DIRECT_VARIABLE} must be 0 or 1, got {wanted!r}.")
     return wanted
 
 
 def set_direct(fd: int, *, wanted: bool) -> bool:
-    """Turn O_DIRECT of an open file on or off; False where the file system does not know it."""
+    """Turn O_DIRECT of an open file on or off; False where the file system does not support it."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
@@ -56,14 +56,14 @@ def set_direct(fd: int, *, wanted: bool) -> bool:
 
 
 def aligned_block(count_bytes: int) -> memoryview:
-    """Memory that begins at a page, and goes back to the system with the last view of it."""
+    """Allocate memory that begins at a page, and returns to the system with the last view of it."""
     return memoryview(mmap.mmap(-1, count_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def allocate(fd: int, size: int) -> None:
-    """Reserve a new file's space; nothing where the file system can't.
+    """Reserve the space of a new file; does nothing where the file system can't.
 
-    Not `os.posix_fallocate`: the C library would write a byte into each block where the file system can't.
+    Not by `os.posix_fallocate`: where the file system can't, the C library would write a byte into each block.
 
     Raises:
         OSError: There is no space.

@@ -1,4 +1,4 @@
-"""What kind of file system a file lies on."""
+"""Tell file systems of the network from local ones."""
 
 from __future__ import annotations
 

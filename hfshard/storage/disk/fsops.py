@@ -1,4 +1,4 @@
-"""The system calls that a commit is made of, each with what to do where a file system does not know it."""
+"""The system calls of a commit, each with a fallback where a file system does not support it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hfshard.errors import DirectoryLockedError, NotEnoughSpaceError, SaveDirect
 logger = logging.getLogger(__name__)
 
 UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
-"""What a file system answers that does not know a call."""
+"""What a file system answers that does not support a call."""
 
 NO_LINKS: Final = UNSUPPORTED | {errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK}
 """What `link` answers where there are no hard links, or none to another user's file, or 65,000 of them already. A full
@@ -27,7 +27,7 @@ or failing disk answers something else."""
 _LOCK_WAIT_SECONDS: Final = 0.02
 
 _SPARE_BYTES: Final = 16 * 1024 * 1024
-"""Space left free beside the files: indexes, configs, manifests, directory blocks."""
+"""Free space needed besides the weights: for indexes, configs, manifests, directory blocks."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def locked_directory(directory: str, *, wait_seconds: float) -> Iterator[int]:
         The directory's file descriptor.
 
     Raises:
-        DirectoryLockedError: Another process held it all the time.
+        DirectoryLockedError: Another process held it for all that time.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -54,21 +54,21 @@ def locked_directory(directory: str, *, wait_seconds: float) -> Iterator[int]:
 
 
 def unlock(fd: int, directory: str) -> None:
-    """Give a lock back; a warning where that can't be done."""
+    """Release a lock; logs a warning where that fails."""
     # Closing is not enough: a process that was forked meanwhile (a DataLoader's worker) has the descriptor too.
     try:
         fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
-        if error.errno not in UNSUPPORTED:  # else it was never locked, and that was said
+        if error.errno not in UNSUPPORTED:  # otherwise it was never locked, and a warning said so
             logger.warning(
-                "The lock of '%s' can't be given back (%s): the next save there waits for processes forked meanwhile.",
+                "The lock of '%s' can't be released (%s): the next save waits for processes forked meanwhile.",
                 directory,
                 error,
             )
 
 
 def lock(fd: int, directory: str, wait_seconds: float) -> None:
-    """Lock a directory by its open descriptor; raises as `locked_directory`."""
+    """Lock a directory by its open descriptor; raises what `locked_directory` raises."""
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -86,22 +86,24 @@ def lock(fd: int, directory: str, wait_seconds: float) -> None:
             if error.errno not in UNSUPPORTED:
                 raise
             logger.warning(
-                "'%s' can't be locked (%s): nothing keeps two processes from saving there.", directory, error
+                "'%s' can't be locked (%s): nothing keeps two processes from saving there.",
+                directory,
+                error,
             )
             return
 
 
 def require_space(directory: str, need_bytes: int, *, doing: str, todo: str) -> None:
-    """Tell of a full disk before the first byte is written; a file system that does not say how full it is, may.
+    """Check that the space suffices before the first byte is written; passes where the file system does not say.
 
     Args:
         directory: Where it is to be written.
-        need_bytes: How much; some more is left free beside it.
+        need_bytes: Bytes to be written; a reserve is added for small files.
         doing: Begins the message: what needs the space.
-        todo: Ends it.
+        todo: Ends the message: what to do.
 
     Raises:
-        NotEnoughSpaceError: The file system has less free.
+        NotEnoughSpaceError: The file system has less free space.
     """
     space = os.statvfs(directory)
     free_bytes, need_bytes = space.f_bavail * space.f_frsize, need_bytes + _SPARE_BYTES
@@ -115,7 +117,7 @@ def require_space(directory: str, need_bytes: int, *, doing: str, todo: str) -> 
 
 
 def sync_directory(directory: str) -> None:
-    """Make the directory's entries durable; skipped, with a warning, where the file system can't."""
+    """Make a directory's entries durable; skipped with a warning where the file system can't."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         sync(fd, directory)
@@ -124,7 +126,7 @@ def sync_directory(directory: str) -> None:
 
 
 def sync(fd: int, path: str) -> None:
-    """Make a file's bytes durable; skipped, with a warning, where the file system can't."""
+    """Make a file's bytes durable; skipped with a warning where the file system can't."""
     try:
         os.fsync(fd)
     except OSError as error:
@@ -140,7 +142,7 @@ def make_directories(directory: str) -> list[str]:
         Those that were made, deepest last.
     """
     missing = []
-    at = os.path.join(os.getcwd(), directory)  # not made shorter: ".." after a link is not what stands before it
+    at = os.path.join(os.getcwd(), directory)  # not normalized: ".." after a link does not lead to the part before it
     while not os.path.isdir(at):
         missing.append(at)
         at = os.path.dirname(at)
@@ -163,11 +165,11 @@ def make_directories(directory: str) -> list[str]:
 
 
 def refuse_odd_directories(directory: str, below: str) -> None:
-    """Let what is to be emptied be missing or a plain directory, and so the ones above it: a link leads elsewhere.
+    """Refuse a path in which a part is not a plain directory: what is emptied later must not be elsewhere.
 
     Args:
-        directory: Taken as it is.
-        below: Relative path in it.
+        directory: Not checked itself.
+        below: Relative path in it; its parts may be missing.
 
     Raises:
         SaveDirectoryError: A part of `below` is a link or a file.
@@ -177,8 +179,8 @@ def refuse_odd_directories(directory: str, below: str) -> None:
         path = os.path.join(path, part)
         if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
             raise SaveDirectoryError(
-                f"'{path}' is {'a link' if os.path.islink(path) else 'a file'}, and a save makes a directory there "
-                "for what is not yet whole. Remove or rename it, or save into another directory.",
+                f"'{path}' is {'a link' if os.path.islink(path) else 'a file'}, and a save needs a directory there "
+                "for unfinished files. Remove or rename it, or save into another directory.",
                 path=path,
             )
 
@@ -201,7 +203,7 @@ def write_all(fd: int, raw: bytes | memoryview) -> None:
 
 
 def write_file(path: str, raw: bytes, *, like: os.stat_result | None = None) -> None:
-    """Make a small file that did not exist, durably, with the mode and group of the file that it will replace."""
+    """Write a new small file durably, with the mode and group of the file that it will replace."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         write_all(fd, raw)
@@ -212,7 +214,7 @@ def write_file(path: str, raw: bytes, *, like: os.stat_result | None = None) -> 
 
 
 def copy_mode(fd: int, like: os.stat_result | None) -> None:
-    """Give an open file the mode and group of another; a group that we may not give is left as it is."""
+    """Give an open file the mode and group of another one; a group that the user may not set is left out."""
     if like is None:
         return
     mine = os.fstat(fd)
@@ -220,13 +222,13 @@ def copy_mode(fd: int, like: os.stat_result | None) -> None:
         try:
             os.fchown(fd, -1, like.st_gid)
         except PermissionError:
-            logger.info("The group %d of the old file can't be given to the new one.", like.st_gid)
+            logger.info("The group %d of the old file could not be set on the new one.", like.st_gid)
     if stat.S_IMODE(mine.st_mode) != stat.S_IMODE(like.st_mode):
         os.fchmod(fd, stat.S_IMODE(like.st_mode))
 
 
 def rename(source: str, target: str) -> None:
-    """Rename a file over another; where the file system has no rename, copy it over, with a warning."""
+    """Rename a file over another one; where the file system can't rename, copy it with a warning."""
     try:
         os.rename(source, target)
     except OSError as error:
@@ -238,7 +240,7 @@ def rename(source: str, target: str) -> None:
 
 
 def unlink_if_there(path: str) -> None:
-    """Remove a file; nothing where it is gone already."""
+    """Remove a file; does nothing where there is none."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -255,7 +257,7 @@ def _copy_over(source: str, target: str) -> None:
 
 
 def can_link(directory: str, source: str) -> bool:
-    """Whether the file system knows hard links: tried with `source`, a file in the staging directory."""
+    """Whether the file system supports hard links: tried with `source`, a file in the staging directory."""
     probe = os.path.join(directory, "link-probe")
     try:
         os.link(source, probe)

@@ -22,10 +22,10 @@ _LARGEST_SIZE = 2**63 - 1
 _encoded: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 _FIELDS: Final = frozenset(("dtype", "shape", "data_offsets"))
-"""Of a tensor's entry."""
+"""Keys of a tensor's entry."""
 
 _JUST_INTEGERS: Final = frozenset((int,))
-"""True is an int too, but is no size."""
+"""True is an int too, but not a size."""
 
 
 class TensorInfo(NamedTuple):
@@ -48,7 +48,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of its tensors, checked."""
+    """What a file says about its tensors, checked."""
 
     tensors: dict[str, TensorInfo]
     """In the order of their bytes."""
@@ -58,14 +58,14 @@ class Header:
 
 
 def build_header(tensors: Iterable[tuple[str, str, list[int], int]], metadata: Mapping[str, str]) -> bytes:
-    """Build the head of a file: length, JSON, and blanks up to a multiple of 4096 bytes.
+    """Build the head of a file: its length, its JSON, and blanks up to a multiple of 4096 bytes.
 
     Args:
         tensors: (name, dtype name, shape, bytes) in the order of their data.
         metadata: The file's `__metadata__`, written first and in this order.
 
     Raises:
-        UnstorableTensorError: The header would be larger than stock safetensors reads.
+        UnstorableTensorError: The header would be larger than the safetensors library reads.
     """
     # The text that `json.dumps` would make of a dict of dicts, in a sixth of the time.
     entries = [f'"__metadata__":{_encoded(dict(metadata))}']
@@ -79,14 +79,14 @@ def build_header(tensors: Iterable[tuple[str, str, list[int], int]], metadata: M
     padded = -(LENGTH_BYTES + len(body)) % DATA_ALIGNMENT + len(body)
     if padded > MAX_HEADER_BYTES:
         raise UnstorableTensorError(
-            f"The header of one file would be {padded} bytes, and readers take {MAX_HEADER_BYTES}: "
-            "pass a smaller max_shard_size, or less metadata."
+            f"The header of one file would be {padded} bytes, and readers accept at most {MAX_HEADER_BYTES}. "
+            "Pass a smaller max_shard_size, or less metadata."
         )
     return padded.to_bytes(LENGTH_BYTES, "little") + body.ljust(padded, b" ")
 
 
 def entry_bytes(name: str, dtype: str, shape: list[int], largest_offset: int) -> int:
-    """The most bytes that one tensor's entry takes in a header whose data end at `largest_offset`, comma included."""
+    """The most bytes that a tensor's entry takes in a header whose data end at `largest_offset`, comma included."""
     fixed = len('"":{"dtype":"","shape":[],"data_offsets":[,]},')
     return fixed + name_bytes(name) + len(dtype) + len(",".join(map(str, shape))) + 2 * len(str(largest_offset))
 
@@ -102,7 +102,7 @@ def read_header_length(first: bytes, file_bytes: int, path: str) -> int:
     """Check the first eight bytes of a file against its size, and return the header's length.
 
     Raises:
-        DamagedCheckpointError: It is no safetensors file, or is cut short.
+        DamagedCheckpointError: It is not a safetensors file, or is truncated.
     """
     if first.startswith(LFS_POINTER_MARK[: len(first)]) and len(first) >= LENGTH_BYTES:
         raise DamagedCheckpointError(
@@ -114,7 +114,7 @@ def read_header_length(first: bytes, file_bytes: int, path: str) -> int:
         if len(first) < LENGTH_BYTES:
             declared = f"it has {file_bytes} bytes, fewer than the 8 that every file begins with"
         raise DamagedCheckpointError(
-            f"Shard '{path}' is no whole safetensors file: {declared}. {remedy(path)}",
+            f"Shard '{path}' is not a valid safetensors file: {declared}. {remedy(path)}",
             path=path,
             expected=length,
             actual=file_bytes,
@@ -123,7 +123,7 @@ def read_header_length(first: bytes, file_bytes: int, path: str) -> int:
 
 
 def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
-    """Check a header in every respect that costs no reading of data.
+    """Parse a header, and check everything that can be checked without reading data.
 
     Args:
         raw: The header's JSON, without the eight bytes of its length.
@@ -136,21 +136,21 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
     """
     entries = parse_json_object(raw, path=path, what="The header of shard", remedy=remedy(path))
     if not raw.startswith(b"{"):
-        raise _damaged(path, "it must begin with '{' (stock readers of other languages refuse it)")
+        raise damaged_header(path, "it must begin with '{' (safetensors libraries of other languages refuse it)")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _damaged(path, "its __metadata__ must map strings to strings")
-    slots = [_slot(name, entry, path) for name, entry in entries.items()]
-    slots.sort(key=attrgetter("begin", "end"))
+        raise damaged_header(path, "its __metadata__ must map strings to strings")
+    infos = [_tensor_info(name, entry, path) for name, entry in entries.items()]
+    infos.sort(key=attrgetter("begin", "end"))
     at = 0
-    for slot in slots:
-        if slot.begin != at:
-            found = "overlaps the tensor before it" if slot.begin < at else "leaves a gap before it"
-            raise _damaged(path, f"tensor '{slot.name}' {found} (byte {slot.begin}, expected {at})", slot.name)
-        at = slot.end
+    for info in infos:
+        if info.begin != at:
+            found = "overlaps the tensor before it" if info.begin < at else "leaves a gap before it"
+            raise damaged_header(path, f"tensor '{info.name}' {found} (byte {info.begin}, expected {at})", info.name)
+        at = info.end
     data_start = LENGTH_BYTES + len(raw)
     if data_start + at != file_bytes:
-        problem = "is truncated" if data_start + at > file_bytes else "has bytes that belong to no tensor"
+        problem = "is truncated" if data_start + at > file_bytes else "has bytes after its last tensor"
         raise DamagedCheckpointError(
             f"Shard '{path}' {problem}: its header declares data through byte {data_start + at}, "
             f"the file has {file_bytes}. {remedy(path)}",
@@ -158,38 +158,39 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
             expected=data_start + at,
             actual=file_bytes,
         )
-    return Header({slot.name: slot for slot in slots}, metadata, data_start)
+    return Header({info.name: info for info in infos}, metadata, data_start)
 
 
-def _slot(name: str, entry: Any, path: str) -> TensorInfo:
+def _tensor_info(name: str, entry: Any, path: str) -> TensorInfo:
     if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
-        raise _damaged(path, f"the entry of tensor '{name}' must have dtype, shape and data_offsets", name)
+        raise damaged_header(path, f"the entry of tensor '{name}' must have dtype, shape and data_offsets", name)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise _damaged(path, f"tensor '{name}' has the unknown dtype {str(dtype)[:40]!r}", name)
+        raise damaged_header(path, f"tensor '{name}' has the unknown dtype {str(dtype)[:40]!r}", name)
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _damaged(path, f"tensor '{name}' has an impossible shape or data_offsets", name)
+        raise damaged_header(path, f"tensor '{name}' has an impossible shape or data_offsets", name)
     begin, end = offsets
     bits = prod(shape) * DTYPE_BITS[dtype]
     if max(bits, prod(size or 1 for size in shape) * DTYPE_BITS[dtype] if bits == 0 else 0) // 8 > _LARGEST_SIZE:
-        raise _damaged(path, f"tensor '{name}' has a shape that no tensor can have", name)
+        raise damaged_header(path, f"tensor '{name}' has a shape that no tensor can have", name)
     if bits % 8 or bits // 8 != end - begin:
         found = f"tensor '{name}' is {dtype} of shape {shape}, {bits / 8:g} bytes, but data_offsets hold {end - begin}"
-        raise _damaged(path, found, name)
+        raise damaged_header(path, found, name)
     return TensorInfo(name, dtype, tuple(shape), begin, end)
 
 
 def _are_sizes(values: Any) -> bool:
     return (
         isinstance(values, list)
-        and len(values) <= MAX_DIMENSIONS  # so that their product is a number of a few thousand digits at most
+        and len(values) <= MAX_DIMENSIONS  # so that their product has a few thousand digits at most
         and _JUST_INTEGERS.issuperset(map(type, values))
         and min(values, default=0) >= 0
         and max(values, default=0) <= _LARGEST_SIZE
     )
 
 
-def _damaged(path: str, problem: str, fqn: str | None = None) -> DamagedCheckpointError:
+def damaged_header(path: str, problem: str, fqn: str | None = None) -> DamagedCheckpointError:
+    """The error for a file whose header is wrong."""
     return DamagedCheckpointError(
         f"The header of shard '{path}' is damaged: {problem}. {remedy(path)}", path=path, fqn=fqn
     )

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from hfshard.constants import FORMAT_VERSION, MAX_INDEX_BYTES, METADATA_KEY, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
+from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX
 from hfshard.storage.format.names import check_file_name, suffix_of_shards
 from hfshard.storage.format.strict_json import dump_json, parse_json_object
 
@@ -20,29 +21,36 @@ _DIGEST_HEX: Final = {
     "fingerprint": "[0-9a-f]{32}",
     "tensor_digests": "([0-9a-f]{16})*",
 }
-"""Fields of a file's record that hold digests in hex."""
+"""Keys of a file's entry that hold digests in hex."""
 
 _REMEDY: Final = "Download or save the checkpoint again."
 
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """What is known of one file of a checkpoint."""
+    """The size and the digests of one file of a checkpoint, as far as they are known."""
 
     size: int | None = None
-    """Bytes; None for a file that holds this record itself."""
+    """Bytes; None for a file that holds this object itself."""
     sha256: str | None = None
     xxh3: str | None = None
     """XXH3, 128 bits."""
     fingerprint: str | None = None
     """XXH3 over the header and the first 4 KiB of its tensors."""
     tensor_digests: str | None = None
-    """XXH3 (64 bits, 16 hex digits) of each tensor in the order of their bytes: tells which one is damaged."""
+    """XXH3 (64 bits, 16 hex digits) of each tensor, in the order of their bytes: they tell which one is damaged."""
 
     @property
     def is_verifiable(self) -> bool:
         """Whether a checksum of the whole file is known."""
         return self.sha256 is not None or self.xxh3 is not None
+
+    def split_tensor_digests(self, count: int) -> list[str] | None:
+        """The digest of each of `count` tensors; None where they are unknown, or belong to another number of them."""
+        text = self.tensor_digests
+        if text is None or len(text) != TENSOR_DIGEST_HEX * count:
+            return None
+        return [text[at : at + TENSOR_DIGEST_HEX] for at in range(0, len(text), TENSOR_DIGEST_HEX)]
 
     def as_json(self) -> dict[str, Any]:
         """The fields that are known."""
@@ -52,19 +60,19 @@ class FileDigest:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointIndex:
-    """The contents of `model.safetensors.index.json`, or what a single file says of itself."""
+    """The contents of `model.safetensors.index.json`, or what a single file says about itself."""
 
     weight_map: dict[str, str]
     """FQN -> file, for every stored tensor."""
     total_size: int | None = None
-    """Bytes of tensor data; None where a foreign index does not say."""
+    """Bytes of tensor data; None where an index of another library does not say."""
     total_parameters: int | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Whatever else the index's metadata hold, without hfshard's own key."""
+    """The rest of the index's metadata, without hfshard's own key."""
     files: dict[str, FileDigest] = field(default_factory=dict)
-    """File -> record; empty for a checkpoint that hfshard did not write."""
+    """File -> digests; empty for a checkpoint that hfshard did not write."""
     tied_names: dict[str, str] = field(default_factory=dict)
-    """Name -> the stored name that it shares its tensor with."""
+    """Name -> the stored name whose tensor it shares."""
     undeclared_ties: tuple[str, ...] = ()
     """Tied names that the model's config does not tie by itself."""
 
@@ -76,10 +84,10 @@ class CheckpointIndex:
         return bool(names) and all(name in self.files and self.files[name].is_verifiable for name in names)
 
     def to_json(self) -> bytes:
-        """The bytes of the index file: a function of the contents alone.
+        """Encode the index file; equal contents give equal bytes.
 
         Raises:
-            UnstorableTensorError: It would be larger than readers take.
+            UnstorableTensorError: It would be larger than hfshard reads.
         """
         metadata: dict[str, Any] = dict(self.metadata)
         if self.total_size is not None:
@@ -91,13 +99,13 @@ class CheckpointIndex:
         raw = dump_json({"metadata": metadata, "weight_map": self.weight_map})
         if len(raw) > MAX_INDEX_BYTES:
             raise UnstorableTensorError(
-                f"The index would be {len(raw)} bytes, and readers take {MAX_INDEX_BYTES}: split the model."
+                f"The index would be {len(raw)} bytes, and hfshard reads at most {MAX_INDEX_BYTES}. Split the model."
             )
         return raw
 
     @classmethod
     def from_json(cls, raw: bytes, path: str) -> CheckpointIndex:
-        """Read an index file without trust.
+        """Parse the bytes of an index file, and check them.
 
         Args:
             raw: The file's bytes.
@@ -117,19 +125,19 @@ class CheckpointIndex:
         metadata = {} if metadata is None else metadata
         if not isinstance(metadata, dict):
             raise _damaged(path, "its 'metadata' must be an object")
-        own = parse_hfshard_metadata(metadata.get(METADATA_KEY), path)
-        _check_own(own, weight_map, path)
-        if own.files and _count(metadata.get("total_size", 0)) is None:
-            raise _damaged(path, "its total_size is no number of bytes")
+        ours = parse_hfshard_metadata(metadata.get(METADATA_KEY), path)
+        _check_hfshard_metadata(ours, weight_map, path)
+        if ours.files and _count(metadata.get("total_size", 0)) is None:
+            raise _damaged(path, "its total_size must be a number of bytes")
         known = {"total_size", "total_parameters", METADATA_KEY}
         return cls(
             weight_map={name: checked[file] for name, file in weight_map.items()},
             total_size=_count(metadata.get("total_size")),
             total_parameters=_count(metadata.get("total_parameters")),
             metadata={key: item for key, item in metadata.items() if key not in known},
-            files=own.files,
-            tied_names=own.tied_names,
-            undeclared_ties=own.undeclared_ties,
+            files=ours.files,
+            tied_names=ours.tied_names,
+            undeclared_ties=ours.undeclared_ties,
         )
 
 
@@ -141,33 +149,33 @@ class HfshardMetadata:
     tied_names: dict[str, str] = field(default_factory=dict)
     undeclared_ties: tuple[str, ...] = ()
     digests: FileDigest = FileDigest()
-    """Of the single file that holds this itself."""
+    """The digests of the single file that holds this."""
 
 
 def build_hfshard_metadata(
     files: Mapping[str, FileDigest], tied_names: Mapping[str, str], undeclared_ties: tuple[str, ...]
 ) -> dict[str, Any]:
-    """hfshard's part of an index's metadata."""
-    own: dict[str, Any] = {
+    """Build hfshard's part of an index's metadata."""
+    ours: dict[str, Any] = {
         "format": FORMAT_VERSION,
-        "files": {name: record.as_json() for name, record in files.items()},
+        "files": {name: digest.as_json() for name, digest in files.items()},
         "tied_names": dict(tied_names),
     }
     if undeclared_ties:
-        own["undeclared_ties"] = sorted(undeclared_ties)
-    return own
+        ours["undeclared_ties"] = sorted(undeclared_ties)
+    return ours
 
 
-def single_file_metadata(own: Mapping[str, Any], digests: Mapping[str, str]) -> str:
-    """hfshard's part of a single file's `__metadata__`: its own digests first, where they are found to be zeroed."""
-    return json.dumps({**digests, **own}, ensure_ascii=False, separators=(",", ":"))
+def single_file_metadata(ours: Mapping[str, Any], digests: Mapping[str, str]) -> str:
+    """Encode hfshard's part of a single file's `__metadata__`: the file's own digests first, so that they are found."""
+    return json.dumps({**digests, **ours}, ensure_ascii=False, separators=(",", ":"))
 
 
 def parse_single_file_metadata(text: str | None, path: str) -> HfshardMetadata:
-    """Read what `single_file_metadata` wrote; nothing for a file that hfshard did not write, and for a shard ("1").
+    """Parse what `single_file_metadata` made; empty for a shard ("1") and for a file that hfshard did not write.
 
     Raises:
-        DamagedCheckpointError: It is there, and is not what hfshard writes.
+        DamagedCheckpointError: It is not what hfshard writes.
     """
     if text is None or text == str(FORMAT_VERSION):
         return HfshardMetadata()
@@ -176,10 +184,10 @@ def parse_single_file_metadata(text: str | None, path: str) -> HfshardMetadata:
 
 
 def parse_hfshard_metadata(value: Any, path: str) -> HfshardMetadata:
-    """Check hfshard's part of an index or file; nothing where it is missing.
+    """Check hfshard's part of an index or file; empty where there is none.
 
     Raises:
-        DamagedCheckpointError: It is there, and is not what hfshard writes, or a newer hfshard wrote it.
+        DamagedCheckpointError: It is not what this version of hfshard writes.
         UnsafePathError: It names a file outside the checkpoint's directory.
     """
     if value is None:
@@ -188,7 +196,7 @@ def parse_hfshard_metadata(value: Any, path: str) -> HfshardMetadata:
         raise _damaged(path, "its 'hfshard' metadata must be an object with a 'format' number")
     if value["format"] != FORMAT_VERSION:
         raise DamagedCheckpointError(
-            f"'{path}' is of hfshard's format {value['format']}, and this version reads format {FORMAT_VERSION}. "
+            f"'{path}' has hfshard's format {value['format']}, and this version reads format {FORMAT_VERSION}. "
             "Run: pip install --upgrade hfshard",
             path=path,
             expected=FORMAT_VERSION,
@@ -196,8 +204,8 @@ def parse_hfshard_metadata(value: Any, path: str) -> HfshardMetadata:
         )
     if "aliases" in value:
         raise DamagedCheckpointError(
-            f"'{path}' was written by an hfshard before its first release, whose format was another. "
-            "Load it with that one, and save it again with this.",
+            f"'{path}' was written before hfshard's first release, in another format. "
+            "Load it with the version that wrote it, and save it again with this one.",
             path=path,
             expected="tied_names",
             actual="aliases",
@@ -208,7 +216,7 @@ def parse_hfshard_metadata(value: Any, path: str) -> HfshardMetadata:
         value.get("undeclared_ties", []),
     )
     if not isinstance(files, dict) or not _is_name_map(tied_names):
-        raise _damaged(path, "'hfshard.files' must map files to records, and 'hfshard.tied_names' names to names")
+        raise _damaged(path, "'hfshard.files' must map files to digests, and 'hfshard.tied_names' names to names")
     if not isinstance(undeclared_ties, list) or not all(
         isinstance(name, str) and name in tied_names for name in undeclared_ties
     ):
@@ -218,16 +226,16 @@ def parse_hfshard_metadata(value: Any, path: str) -> HfshardMetadata:
             raise _damaged(path, f"'{name}' is tied to '{stored}', which is a tied name itself")
     for name in files:
         check_file_name(name, index_path=path, suffix=".json" if name.endswith(".json") else SAFETENSORS_SUFFIX)
-    records = {name: parse_file_digest(record, name, path) for name, record in files.items()}
+    digests_of_files = {name: parse_file_digest(digest, name, path) for name, digest in files.items()}
     digests = parse_file_digest({key: value[key] for key in _DIGEST_HEX if key in value}, path, path)
-    return HfshardMetadata(records, tied_names, tuple(undeclared_ties), digests)
+    return HfshardMetadata(digests_of_files, tied_names, tuple(undeclared_ties), digests)
 
 
 def check_tied_names(tied_names: Mapping[str, str], stored_names: Mapping[str, Any], path: str) -> None:
     """Refuse tied names that are stored themselves, or whose tensor no file holds.
 
     Raises:
-        DamagedCheckpointError: One is, or does.
+        DamagedCheckpointError: There is such a name.
     """
     for name, stored in tied_names.items():
         if name in stored_names:
@@ -236,22 +244,22 @@ def check_tied_names(tied_names: Mapping[str, str], stored_names: Mapping[str, A
             raise _damaged(path, f"'{name}' is tied to '{stored}', which no file holds")
 
 
-def _check_own(own: HfshardMetadata, weight_map: Mapping[str, str], path: str) -> None:
-    if not own.files:
+def _check_hfshard_metadata(ours: HfshardMetadata, weight_map: Mapping[str, str], path: str) -> None:
+    if not ours.files:
         return
-    unlisted = sorted(set(weight_map.values()) - own.files.keys())
+    unlisted = sorted(set(weight_map.values()) - ours.files.keys())
     if unlisted:
         raise _damaged(path, f"its 'hfshard.files' lack '{unlisted[0]}', which the weight_map names")
-    check_tied_names(own.tied_names, weight_map, path)
+    check_tied_names(ours.tied_names, weight_map, path)
 
 
 def parse_file_digest(value: Any, name: str, path: str) -> FileDigest:
-    """Check the record of a file.
+    """Check the digests of a file.
 
     Raises:
-        DamagedCheckpointError: It is not what `FileDigest.as_json` returns.
+        DamagedCheckpointError: They are not what `FileDigest.as_json` returns.
     """
-    problem = f"the record of '{name}' in 'hfshard.files' must hold a size and hex digests"
+    problem = f"the entry of '{name}' in 'hfshard.files' must hold a size and hex digests"
     if not isinstance(value, dict):
         raise _damaged(path, problem)
     for key, pattern in _DIGEST_HEX.items():
@@ -267,7 +275,7 @@ def parse_file_digest(value: Any, name: str, path: str) -> FileDigest:
 def _hashable(weight_map: dict[str, Any], path: str) -> set[str]:
     for name, file in weight_map.items():
         if not isinstance(file, str):
-            raise _damaged(path, f"its weight_map maps '{name}' to a {type(file).__name__}, not to a file's name")
+            raise _damaged(path, f"its weight_map maps '{name}' to a {type(file).__name__}, not to the name of a file")
     return set(weight_map.values())
 
 

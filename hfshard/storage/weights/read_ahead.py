@@ -102,12 +102,12 @@ def _cut(
 def _stretches(shard: SafetensorsFile, names: Sequence[str]) -> Iterator[tuple[int, int]]:
     """Where the bytes of some tensors lie in their file; those that all but touch are one stretch."""
     begin = end = -1
-    for slot in sorted((shard.header.tensors[name] for name in names), key=lambda slot: slot.begin):
-        if slot.begin - end > _GAP_BYTES or begin < 0:
+    for info in sorted((shard.header.tensors[name] for name in names), key=lambda info: info.begin):
+        if info.begin - end > _GAP_BYTES or begin < 0:
             if end > begin:
                 yield shard.header.data_start + begin, shard.header.data_start + end
-            begin = slot.begin
-        end = max(end, slot.end)
+            begin = info.begin
+        end = max(end, info.end)
     if end > begin:
         yield shard.header.data_start + begin, shard.header.data_start + end
 

@@ -1,4 +1,4 @@
-"""Reads one safetensors file: opened once, checked whole, its tensors mapped or read on demand."""
+"""One open safetensors file: checked as a whole, its tensors mapped or read on demand."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
 from hfshard.storage.disk.block_reader import read_blocks
 from hfshard.storage.disk.direct_io import BLOCK_BYTES
 from hfshard.storage.disk.safe_open import identity_of, open_regular, read_text
-from hfshard.storage.format.header import LENGTH_BYTES, Header, TensorInfo, parse_header, read_header_length
+from hfshard.storage.format.header import (
+    LENGTH_BYTES,
+    Header,
+    TensorInfo,
+    damaged_header,
+    parse_header,
+    read_header_length,
+)
 from hfshard.storage.format.index import FileDigest, HfshardMetadata, parse_single_file_metadata
 from hfshard.storage.format.integrity import (
     HASHERS,
-    TENSOR_DIGEST_HEX,
     fingerprint_positions,
     new_fingerprint,
     tensor_digest,
@@ -31,6 +37,9 @@ from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
 _SHOWN: Final = 10
 """Names of tensors in a message."""
 
+ProgressCallback = Callable[[int], object]
+"""Is called with a number of bytes."""
+
 
 class SafetensorsFile:
     """One open safetensors file.
@@ -38,7 +47,7 @@ class SafetensorsFile:
     Attributes:
         path: Where it was found.
         size: Bytes.
-        header: What it says of its tensors, checked.
+        header: What it says about its tensors, checked.
         hfshard_metadata: What hfshard wrote into it, if it did.
     """
 
@@ -46,7 +55,7 @@ class SafetensorsFile:
         """Open and check a file.
 
         Raises:
-            DamagedCheckpointError: The header is not right in every respect that costs no reading of data.
+            DamagedCheckpointError: The header does not match itself or the size of the file.
             UnsafePathError: It is a link that leaves `root`.
         """
         self.path = path
@@ -83,7 +92,7 @@ class SafetensorsFile:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of its tensors, which lie without a gap from the header to the end."""
+        """Bytes of its tensors, which lie without gaps between the header and the end."""
         return self.size - self.header.data_start
 
     @property
@@ -92,27 +101,28 @@ class SafetensorsFile:
         return self._fd
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor: a private mapping of its bytes, paged in when touched."""
-        slot = self.header.tensors[name]
-        return self.shaped(name, self._slice(slot) if slot.nbytes else torch.UntypedStorage(0))
+        """Map one tensor: a private mapping of its bytes, paged in when touched."""
+        info = self.header.tensors[name]
+        return self.shaped(name, self._slice(info) if info.nbytes else torch.UntypedStorage(0))
 
     def shaped(self, name: str, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor whose bytes are in memory, or on a device, with its dtype and shape.
+        """Make a tensor of bytes in memory or on a device, with its dtype and shape.
 
         Raises:
             DamagedCheckpointError: This torch does not know the dtype.
         """
-        slot = self.header.tensors[name]
-        if slot.dtype not in TORCH_DTYPES:
+        info = self.header.tensors[name]
+        if info.dtype not in TORCH_DTYPES:
             raise DamagedCheckpointError(
-                f"Tensor '{name}' of shard '{self.path}' is {slot.dtype}, which torch {torch.__version__} lacks. "
-                "Convert it with a tool that has it.",
+                f"Tensor '{name}' of shard '{self.path}' is {info.dtype}, "
+                f"which torch {torch.__version__} does not have. "
+                "Load it with a newer torch, or convert it with a tool that knows the dtype.",
                 path=self.path,
                 fqn=name,
             )
-        dtype, shape = TORCH_DTYPES[slot.dtype], torch_shape(slot.dtype, slot.shape)
-        tensor = torch.empty(shape if slot.nbytes == 0 else 0, dtype=dtype, device=storage.device)
-        if slot.nbytes:
+        dtype, shape = TORCH_DTYPES[info.dtype], torch_shape(info.dtype, info.shape)
+        tensor = torch.empty(shape if info.nbytes == 0 else 0, dtype=dtype, device=storage.device)
+        if info.nbytes:
             tensor = tensor.set_(storage, 0, shape)  # type: ignore[call-overload]
         return torch.view_as_complex(tensor) if name in self._complex_as_real else tensor
 
@@ -121,43 +131,43 @@ class SafetensorsFile:
         """The tensors that are complex, and stored as real pairs."""
         return self._complex_as_real
 
-    def blocks(self, slot: TensorInfo, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
-        """A tensor's bytes, `block_bytes` at a time and then what is left, read into one buffer.
+    def blocks(self, info: TensorInfo, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
+        """Yield a tensor's bytes, `block_bytes` at a time and then the rest, read into one buffer.
 
         A block is valid until the next one is asked for.
 
         Raises:
-            DamagedCheckpointError: The file became shorter since it was opened.
+            DamagedCheckpointError: The file was truncated since it was opened.
         """
         count_bytes = 0
-        for block in read_blocks(self._fd, self.header.data_start + slot.begin, slot.nbytes, block_bytes):
+        for block in read_blocks(self._fd, self.header.data_start + info.begin, info.nbytes, block_bytes):
             count_bytes += len(block)
             yield block
-        if count_bytes != slot.nbytes:
+        if count_bytes != info.nbytes:
             raise self.became_shorter()
 
     def fingerprint(self) -> str:
-        """The fingerprint of the file as it is now (see `integrity`)."""
+        """Compute the fingerprint of the file as it is now (see `integrity`)."""
         fingerprint = new_fingerprint()
         fingerprint.update(self._blank_header())
-        slots = list(self.header.tensors.values())
-        for position in fingerprint_positions(len(slots)):
-            slot = slots[position]
-            if slot.nbytes:
+        infos = list(self.header.tensors.values())
+        for position in fingerprint_positions(len(infos)):
+            info = infos[position]
+            if info.nbytes:
                 fingerprint.update(
-                    os.pread(self._fd, min(slot.nbytes, FINGERPRINT_BYTES), self.header.data_start + slot.begin)
+                    os.pread(self._fd, min(info.nbytes, FINGERPRINT_BYTES), self.header.data_start + info.begin)
                 )
         return fingerprint.hexdigest()
 
     def checksum(
-        self, kind: str, progress_callback: Callable[[int], object] | None = None, *, keep_cached: bool = False
+        self, kind: str, progress_callback: ProgressCallback | None = None, *, keep_cached: bool = False
     ) -> str:
-        """The checksum of the whole file as it is now.
+        """Compute the checksum of the whole file as it is now.
 
         Args:
             kind: A key of `HASHERS`.
-            progress_callback: Told the bytes that were hashed.
-            keep_cached: Whether the file is to be in the page cache afterwards, as its tensors will be read.
+            progress_callback: Called with the number of bytes of each block that was hashed.
+            keep_cached: Whether to leave the file in the page cache, because its tensors will be read.
         """
         hasher = HASHERS[kind]()
         hasher.update(self._blank_header())
@@ -167,68 +177,68 @@ class SafetensorsFile:
                 progress_callback(len(block))
         return hasher.hexdigest()
 
-    def checked_sha256(self, record: FileDigest) -> str:
-        """The sha256 of the file's bytes as they are; what was recorded of them is compared in the same reading.
+    def checked_sha256(self, recorded: FileDigest) -> str:
+        """Compute the sha256 of the file's bytes, and compare its recorded checksum in the same pass.
 
-        A single file holds its own checksum, which is made with zeros in its place (see `integrity`): it is another
-        one than that of the bytes.
+        The two differ for a single file, which holds its own checksum: that one is computed with zeros in its place
+        (see `integrity`).
 
         Raises:
-            IntegrityError: They are not those that were saved.
+            IntegrityError: The bytes are not those that were saved.
         """
         plain = HASHERS["sha256"]()
         plain.update(self._raw_header)
-        kind, expected = ("sha256", record.sha256) if record.sha256 is not None else ("xxh3", record.xxh3)
-        recorded = HASHERS[kind]() if expected is not None else None
-        if recorded is not None:
-            recorded.update(self._blank_header())
+        kind, expected = ("sha256", recorded.sha256) if recorded.sha256 is not None else ("xxh3", recorded.xxh3)
+        stated_hasher = HASHERS[kind]() if expected is not None else None
+        if stated_hasher is not None:
+            stated_hasher.update(self._blank_header())
         for block in self._data():
             plain.update(block)
-            if recorded is not None:
-                recorded.update(block)
-        if recorded is not None and (found := recorded.hexdigest()) != expected:
-            raise self._differs(kind, expected, found, self.damaged_tensors(record))
+            if stated_hasher is not None:
+                stated_hasher.update(block)
+        if stated_hasher is not None and (found := stated_hasher.hexdigest()) != expected:
+            raise self._differs(kind, expected, found, self.damaged_tensors(recorded))
         return plain.hexdigest()
 
-    def check_size_and_fingerprint(self, record: FileDigest, *, with_fingerprint: bool) -> None:
+    def check_size_and_fingerprint(self, recorded: FileDigest, *, with_fingerprint: bool) -> None:
         """Compare the file's size, and its fingerprint, with what was recorded when it was saved.
 
         Raises:
             IntegrityError: They differ.
         """
-        if record.size is not None and record.size != self.size:
-            raise self._differs("size", record.size, self.size)
-        if with_fingerprint and record.fingerprint is not None and (found := self.fingerprint()) != record.fingerprint:
-            raise self._differs("fingerprint", record.fingerprint, found)
+        if recorded.size is not None and recorded.size != self.size:
+            raise self._differs("size", recorded.size, self.size)
+        if not with_fingerprint or recorded.fingerprint is None:
+            return
+        found = self.fingerprint()
+        if found != recorded.fingerprint:
+            raise self._differs("fingerprint", recorded.fingerprint, found)
 
     def check_contents(
-        self, record: FileDigest, progress_callback: Callable[[int], object] | None = None, *, keep_cached: bool = False
+        self, recorded: FileDigest, progress_callback: ProgressCallback | None = None, *, keep_cached: bool = False
     ) -> None:
         """Compare the whole file's checksum with the recorded one, if there is one (arguments as for `checksum`).
 
         Raises:
             IntegrityError: They differ.
         """
-        for kind, expected in (("sha256", record.sha256), ("xxh3", record.xxh3)):
-            if (
-                expected is not None
-                and (found := self.checksum(kind, progress_callback, keep_cached=keep_cached)) != expected
-            ):
-                raise self._differs(kind, expected, found, self.damaged_tensors(record))
+        for kind, expected in (("sha256", recorded.sha256), ("xxh3", recorded.xxh3)):
+            if expected is None:
+                continue
+            found = self.checksum(kind, progress_callback, keep_cached=keep_cached)
+            if found != expected:
+                raise self._differs(kind, expected, found, self.damaged_tensors(recorded))
 
-    def damaged_tensors(self, record: FileDigest) -> list[str]:
-        """The tensors whose bytes are not those that were saved, as far as the record tells."""
-        slots = list(self.header.tensors.values())
-        if record.tensor_digests is None or len(record.tensor_digests) != TENSOR_DIGEST_HEX * len(slots):
+    def damaged_tensors(self, recorded: FileDigest) -> list[str]:
+        """List the tensors whose bytes are not those that were saved, as far as the digests tell."""
+        infos = list(self.header.tensors.values())
+        expected = recorded.split_tensor_digests(len(infos))
+        if expected is None:
             return []
-        expected = [
-            record.tensor_digests[at : at + TENSOR_DIGEST_HEX]
-            for at in range(0, len(record.tensor_digests), TENSOR_DIGEST_HEX)
-        ]
         return [
-            slot.name
-            for slot, digest in zip(slots, expected, strict=True)
-            if tensor_digest(read_blocks(self._fd, self.header.data_start + slot.begin, slot.nbytes)) != digest
+            info.name
+            for info, digest in zip(infos, expected, strict=True)
+            if tensor_digest(read_blocks(self._fd, self.header.data_start + info.begin, info.nbytes)) != digest
         ]
 
     def _data(self, *, keep_cached: bool = False) -> Iterator[memoryview]:
@@ -239,7 +249,7 @@ class SafetensorsFile:
         if damaged:
             which = f"Damaged: tensor {list_some(damaged, _SHOWN, quote=True)}."
         return IntegrityError(
-            f"Shard '{self.path}' is not the file that was saved: its {what} is {actual}, and {expected} was recorded. "
+            f"Shard '{self.path}' is not the file that was saved: its {what} is {actual}, but was {expected}. "
             f"{which} {remedy(self.path)}",
             path=self.path,
             fqn=damaged[0] if damaged else None,
@@ -248,9 +258,9 @@ class SafetensorsFile:
         )
 
     def became_shorter(self) -> DamagedCheckpointError:
-        """The error for a file that ends before its tensors do, and did not when it was opened."""
+        """The error for a file that was truncated after it was opened."""
         return DamagedCheckpointError(
-            f"Shard '{self.path}' became shorter while it was read. {remedy(self.path)}", path=self.path
+            f"Shard '{self.path}' was truncated while it was being read. {remedy(self.path)}", path=self.path
         )
 
     def _blank_header(self) -> bytes:
@@ -264,22 +274,17 @@ class SafetensorsFile:
             return frozenset()
         try:
             names = json.loads(text)
-            slots = [self.header.tensors[name] for name in names]
+            infos = [self.header.tensors[name] for name in names]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DamagedCheckpointError(
-                f"The header of shard '{self.path}' is damaged: a complex tensor is not there. {remedy(self.path)}",
-                path=self.path,
-            ) from error
-        if not all(slot.dtype in ("F64", "F16") and slot.shape[-1:] == (2,) for slot in slots):
-            raise DamagedCheckpointError(
-                f"The header of shard '{self.path}' is damaged: a complex tensor is no pair. {remedy(self.path)}",
-                path=self.path,
-            )
+            problem = f"its '{COMPLEX_AS_REAL_KEY}' must be a list of its tensors"
+            raise damaged_header(self.path, problem) from error
+        if not all(info.dtype in ("F64", "F16") and info.shape[-1:] == (2,) for info in infos):
+            raise damaged_header(self.path, f"a tensor in its '{COMPLEX_AS_REAL_KEY}' does not consist of real pairs")
         return frozenset(names)
 
-    def _slice(self, slot: TensorInfo) -> torch.UntypedStorage:
-        start = self.header.data_start + slot.begin
-        return cast(torch.UntypedStorage, self.mapping[start : start + slot.nbytes])
+    def _slice(self, info: TensorInfo) -> torch.UntypedStorage:
+        start = self.header.data_start + info.begin
+        return cast(torch.UntypedStorage, self.mapping[start : start + info.nbytes])
 
     @property
     def mapping(self) -> torch.UntypedStorage:
@@ -290,7 +295,7 @@ class SafetensorsFile:
         return self._mapped
 
     def _fd_path(self) -> str:
-        # The open file itself, whatever happened to its name since it was checked.
+        # The open file itself, even if its name has been given to another file since.
         for folder in ("/proc/self/fd", "/dev/fd"):
             if os.path.exists(f"{folder}/{self._fd}"):
                 return f"{folder}/{self._fd}"

@@ -1,4 +1,4 @@
-"""Writes safetensors files straight from tensor memory, with their checksums in the same pass."""
+"""Write safetensors files straight from tensor memory, with their checksums in the same pass."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from hfshard.storage.tensors.tensor_bytes import first_bytes, iter_blocks, tenso
 from hfshard.storage.tensors.tensor_layout import TensorLike, tensor_layout
 
 COMPLEX_AS_REAL_KEY: Final = "hfshard.complex"
-"""Key of a file's `__metadata__`: JSON list of tensors that are complex, and stored as real pairs."""
+"""Key of a file's `__metadata__`: JSON list of tensors that are complex, and stored as pairs of real numbers."""
 
 WRITERS_VARIABLE: Final = "HFSHARD_WRITERS"
-"""The environment variable that says how many files are written at once; with 1, all is done by one thread."""
+"""The environment variable that says how many files are written at once; with 1, one thread does everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class WriteJob:
     metadata: Mapping[str, str]
     """The file's `__metadata__`."""
     hfshard_metadata: Mapping[str, Any] | None = None
-    """For a single file: what it says of itself (see `index.build_hfshard_metadata`); its digests are added."""
+    """For a single file: what it says about itself (see `index.build_hfshard_metadata`); its digests are added."""
     like: os.stat_result | None = None
     """The file that it will replace."""
 
@@ -62,18 +62,24 @@ def write_shards(
     Args:
         jobs: Their paths must not exist.
         checksum: A key of `HASHERS`, or None.
-        progress_callback: Told the bytes of each block that was written, from any thread.
+        progress_callback: Called from any thread with the number of bytes of each block that was written.
 
     Returns:
-        A record for each job, in order.
+        The digest of each file, in order.
 
     Raises:
-        OSError: The first error of any file; the others are stopped. What was written stays for the caller to remove.
+        OSError: The first error of any file; the others stop. The caller removes what was written.
     """
-    stop = threading.Event()
+    cancelled = threading.Event()
     await_devices(jobs)
     threads = writer_threads()
-    write = partial(_write_shard, checksum=checksum, progress_callback=progress_callback, stop=stop, behind=threads > 1)
+    write = partial(
+        _write_shard,
+        checksum=checksum,
+        progress_callback=progress_callback,
+        cancelled=cancelled,
+        background=threads > 1,
+    )
     if min(threads, len(jobs)) <= 1:
         return [write(job) for job in jobs]
     with ThreadPoolExecutor(min(threads, len(jobs)), thread_name_prefix="hfshard-write") as pool:
@@ -84,14 +90,14 @@ def write_shards(
                 if (error := future.exception()) is not None:
                     raise error
         except BaseException:
-            stop.set()
+            cancelled.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
         return [future.result() for future in futures]
 
 
 def await_devices(jobs: Sequence[WriteJob]) -> None:
-    """Let what was begun on the GPUs be done: the threads that read the tensors know no stream but the default one."""
+    """Wait for work on the GPUs: the threads that read the tensors use the default stream."""
     if torch.cuda.is_initialized():
         tensors = (tensor for job in jobs for tensor in job.tensors.values())
         for device in {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_cuda}:
@@ -105,7 +111,9 @@ def writer_threads() -> int:
     if not wanted:
         return FILES_AT_ONCE
     if not (wanted.isascii() and wanted.isdigit() and int(wanted) > 0):
-        raise InvalidArgumentError(f"The variable {WRITERS_VARIABLE} must be a number of threads, and is {wanted!r}.")
+        raise InvalidArgumentError(
+            f"The variable {WRITERS_VARIABLE} must be a positive number of threads, got {wanted!r}."
+        )
     return int(wanted)
 
 
@@ -120,20 +128,20 @@ def fingerprint_of(header: bytes, tensors: Sequence[TensorLike]) -> str:
 
 
 def file_order(tensors: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
-    """Tensors in the order of their bytes: larger elements first, so that each is aligned to its own size."""
+    """Sort tensors by the size of their elements, largest first, so that each is aligned to its own size."""
     return dict(sorted(tensors.items(), key=lambda item: -tensor_layout(item[1]).element_bytes))
 
 
 def shard_header(tensors: Mapping[str, TensorLike], metadata: Mapping[str, str]) -> bytes:
-    """The head of a file of these tensors, which are in the order of their bytes."""
-    forms = ((name, tensor_layout(tensor)) for name, tensor in tensors.items())
-    return build_header(((name, form.dtype, list(form.shape), form.nbytes) for name, form in forms), metadata)
+    """Build the head of a file of these tensors, given in the order of their bytes."""
+    layouts = ((name, tensor_layout(tensor)) for name, tensor in tensors.items())
+    return build_header(((name, layout.dtype, list(layout.shape), layout.nbytes) for name, layout in layouts), metadata)
 
 
 def shard_metadata(tensors: Mapping[str, TensorLike], extra: Mapping[str, str]) -> dict[str, str]:
-    """The `__metadata__` of a shard: what stock readers need, what hfshard adds, what the caller adds."""
-    pairs = [name for name, tensor in tensors.items() if tensor_layout(tensor).complex_as_real]
-    own = {COMPLEX_AS_REAL_KEY: json.dumps(pairs, ensure_ascii=False)} if pairs else {}
+    """Build the `__metadata__` of a shard: what other readers need, what hfshard adds, what the caller adds."""
+    complex_names = [name for name, tensor in tensors.items() if tensor_layout(tensor).complex_as_real]
+    own = {COMPLEX_AS_REAL_KEY: json.dumps(complex_names, ensure_ascii=False)} if complex_names else {}
     mark = {METADATA_KEY: str(FORMAT_VERSION)}
     return mark | own | dict(extra) | {"format": "pt"} | mark
 
@@ -142,17 +150,17 @@ def _write_shard(
     job: WriteJob,
     checksum: str | None,
     progress_callback: Callable[[int], object] | None,
-    stop: threading.Event,
+    cancelled: threading.Event,
     *,
-    behind: bool,
+    background: bool,
 ) -> FileDigest:
     fd = os.open(job.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         blank = blank_header(job, checksum)
         size = len(blank) + sum(tensor_nbytes(tensor) for tensor in job.tensors.values())
-        writer = BlockWriter(fd, size, stop, progress_callback, behind=behind)
+        writer = BlockWriter(fd, size, cancelled, progress_callback, background=background)
         try:
-            record, header = _put_through(job, checksum, blank, writer.write)
+            digest, header = _put_through(job, checksum, blank, writer.write)
             writer.finish()
         finally:
             writer.close()
@@ -163,30 +171,30 @@ def _write_shard(
         sync(fd, job.path)
     finally:
         os.close(fd)
-    return record
+    return digest
 
 
 def digest_shard(
-    job: WriteJob, checksum: str | None, progress_callback: Callable[[int], object] | None, stop: threading.Event
+    job: WriteJob, checksum: str | None, progress_callback: Callable[[int], object] | None, cancelled: threading.Event
 ) -> tuple[FileDigest, bytes]:
-    """The record and the head of the file that `write_shards` would write for a job; nothing is written.
+    """Compute the digest and the head of the file that `write_shards` would write for a job; nothing is written.
 
     Raises:
-        InterruptedError: `stop` was set.
+        InterruptedError: `cancelled` was set.
     """
-    tell = stoppable(progress_callback, stop)
+    tell = stoppable(progress_callback, cancelled)
     return _put_through(job, checksum, blank_header(job, checksum), lambda block: tell(len(block)))
 
 
 def blank_header(job: WriteJob, checksum: str | None) -> bytes:
-    """The head of a job's file by which its digests are made: where it states its own, zeros stand."""
+    """Build the head that a file's digests are computed from: with zeros where it states its own digests."""
     return _headers(job, checksum, {})[1]
 
 
 def _put_through(
     job: WriteJob, checksum: str | None, blank: bytes, put: Callable[[memoryview], object]
 ) -> tuple[FileDigest, bytes]:
-    """Hash a file's bytes and hand them on: its record, and its final header (`blank` is the one to hash)."""
+    """Hash a file's bytes and pass them on; return its digest and its final header (`blank` is the one to hash)."""
     output = _Output(put, checksum)
     digests = {"fingerprint": fingerprint_of(blank, list(job.tensors.values()))}
     output.add([memoryview(blank)])
@@ -199,7 +207,7 @@ def _put_through(
 
 
 def _headers(job: WriteJob, checksum: str | None, digests: Mapping[str, str]) -> tuple[bytes, bytes]:
-    """The header with these digests in it, and the one with zeros in their places, by which they are computed."""
+    """Build the header with these digests in it, and the one with zeros in their place, for computing them."""
     if job.hfshard_metadata is None:
         header = shard_header(job.tensors, job.metadata)
         return header, header
@@ -220,14 +228,14 @@ def _headers(job: WriteJob, checksum: str | None, digests: Mapping[str, str]) ->
 
 
 class _Output:
-    """Takes a file's blocks in order: each is hashed, and handed on while it is in the core's cache."""
+    """Takes a file's blocks in order: hashes each, and passes it on while it is in the core's cache."""
 
     def __init__(self, put: Callable[[memoryview], object], checksum: str | None) -> None:
         self._put = put
         self.hasher: Hasher | None = HASHERS[checksum]() if checksum is not None else None
 
     def add(self, blocks: Iterable[memoryview]) -> str:
-        """Take the blocks of one tensor, and return its digest ("" where no checksum is wanted)."""
+        """Take the blocks of one tensor, and return its digest ("" if no checksum is wanted)."""
         if self.hasher is not None:
             return tensor_digest(self._taken(blocks, self.hasher))
         for block in blocks:

@@ -116,21 +116,21 @@ def _read_at_once(wanted: TensorRead, device: torch.device, *, staged: bool = Fa
         for shard, names in wanted:
             file, parts = _File(shard, stack), list[_ReadPart]()
             for name in sorted(names, key=lambda name: shard.header.tensors[name].begin):
-                slot = shard.header.tensors[name]
-                start = shard.header.data_start + slot.begin
-                if slot.nbytes == 0:
+                info = shard.header.tensors[name]
+                start = shard.header.data_start + info.begin
+                if info.nbytes == 0:
                     tensors[name] = shard.tensor(name).to(device)
-                elif staged or slot.nbytes < _MIN_OWN_BYTES or start % _LARGEST_ALIGNMENT:
-                    raw = torch.empty(slot.nbytes, dtype=torch.uint8, device=device)
+                elif staged or info.nbytes < _MIN_OWN_BYTES or start % _LARGEST_ALIGNMENT:
+                    raw = torch.empty(info.nbytes, dtype=torch.uint8, device=device)
                     tensors[name] = shard.shaped(name, raw.untyped_storage())
                     parts += [_ReadPart(piece, start + at) for at, piece in _pieces(raw)]
                 else:
-                    storage, reads = _own_pages(file, start, slot.nbytes)
+                    storage, reads = _own_pages(file, start, info.nbytes)
                     tensors[name] = shard.shaped(name, storage)
                     jobs += reads
-            jobs += [partial(stages.bring, file, run) for run in _runs(parts)]
+            jobs += [partial(stages.fill_targets, file, run) for run in _runs(parts)]
         left = _Jobs(jobs)
-        in_threads(lambda _, stop: left.do(stop), range(threads), threads)
+        in_threads(lambda _, cancelled: left.do(cancelled), range(threads), threads)
         stages.wait()
     return {name: tensors[name] for _, names in wanted for name in names}
 
@@ -142,10 +142,10 @@ class _Jobs:
         self._left, self._lock = iter(jobs), threading.Lock()
         self._has_failed = False
 
-    def do(self, stop: threading.Event) -> None:
+    def do(self, cancelled: threading.Event) -> None:
         """Do one after another, until none is left or one fails."""
         try:
-            while not (stop.is_set() or self._has_failed):
+            while not (cancelled.is_set() or self._has_failed):
                 with self._lock:
                     job = next(self._left, None)
                 if job is None:
@@ -214,12 +214,12 @@ class _Stages:
         self._free: queue.SimpleQueue[_HostStage] = queue.SimpleQueue()
         self._lock = threading.Lock()
 
-    def bring(self, file: _File, run: Sequence[_ReadPart]) -> None:
+    def fill_targets(self, file: _File, run: Sequence[_ReadPart]) -> None:
         """Read the parts of a run, and copy each to its target."""
         stage = self._take()
         try:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                stage.bring(file, run)
+                stage.fill_targets(file, run)
         finally:
             self._free.put(stage)
 
@@ -256,7 +256,7 @@ class _HostStage:
             self._memory = aligned_block(room)
             self._raw = torch.frombuffer(self._memory, dtype=torch.uint8)
 
-    def bring(self, file: _File, run: Sequence[_ReadPart]) -> None:
+    def fill_targets(self, file: _File, run: Sequence[_ReadPart]) -> None:
         """Read the parts of a run, and copy each to its target; a GPU's copies go on after this returns."""
         if self._copied is not None:
             self._copied.synchronize()

@@ -30,12 +30,12 @@ def contents(size: int) -> bytes:
     return bytes(range(251)) * (size // 251) + bytes(range(size % 251))
 
 
-def written(path: Path, raw: bytes, *, behind: bool = True, stop: threading.Event | None = None) -> bytes:
+def written(path: Path, raw: bytes, *, background: bool = True, cancelled: threading.Event | None = None) -> bytes:
     """What stands in a file after its bytes were handed over in pieces."""
     told: list[int] = []
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        writer = BlockWriter(fd, len(raw), stop or threading.Event(), told.append, behind=behind)
+        writer = BlockWriter(fd, len(raw), cancelled or threading.Event(), told.append, background=background)
         try:
             at = number = 0
             while at < len(raw):
@@ -65,13 +65,13 @@ def watch(monkeypatch: pytest.MonkeyPatch, instead: Pwrite | None = None) -> lis
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, SIZE])
-@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("direct", ["0", "1"])
 def test_every_path_writes_the_same_bytes(
-    direct: str, behind: bool, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    direct: str, background: bool, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HFSHARD_DIRECT", direct)
-    assert written(tmp_path / "x", contents(size), behind=behind) == contents(size)
+    assert written(tmp_path / "x", contents(size), background=background) == contents(size)
 
 
 def test_a_large_file_goes_past_the_page_cache_but_for_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +117,10 @@ def test_short_writes_are_taken_up_where_they_ended(most: int, tmp_path: Path, m
     assert written(tmp_path / "x", contents(SIZE)) == contents(SIZE)
 
 
-@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("number", [0, 3, 6])
 def test_an_error_of_any_write_is_raised(
-    number: int, behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, calls = os.pwrite, []
 
@@ -132,7 +132,7 @@ def test_an_error_of_any_write_is_raised(
 
     watch(monkeypatch, fails)
     with pytest.raises(OSError, match="Input/output error"):
-        written(tmp_path / "x", contents(SIZE), behind=behind)
+        written(tmp_path / "x", contents(SIZE), background=background)
 
 
 def test_no_space_is_told_before_the_first_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,17 +140,17 @@ def test_no_space_is_told_before_the_first_write(tmp_path: Path, monkeypatch: py
     fd = os.open(tmp_path / "x", os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         with pytest.raises(OSError, match=r"No space left|File too large"):
-            BlockWriter(fd, 2**50, threading.Event(), None, behind=True)
+            BlockWriter(fd, 2**50, threading.Event(), None, background=True)
     finally:
         os.close(fd)
     assert seen == []
 
 
 def test_a_stopped_save_writes_no_further_block(tmp_path: Path) -> None:
-    stop = threading.Event()
-    stop.set()
+    cancelled = threading.Event()
+    cancelled.set()
     with pytest.raises(InterruptedError, match="another file"):
-        written(tmp_path / "x", contents(SIZE), stop=stop)
+        written(tmp_path / "x", contents(SIZE), cancelled=cancelled)
 
 
 def test_no_thread_is_left_behind(tmp_path: Path) -> None:

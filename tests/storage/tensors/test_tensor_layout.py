@@ -30,10 +30,10 @@ def stored(shard: SafetensorsFile) -> dict[str, TensorLike]:
     """The tensors of a file, not decoded."""
     return {
         name: RawTensor(
-            TensorLayout(slot.dtype, slot.shape, slot.nbytes, name in shard.complex_as_real),
-            partial(shard.blocks, slot),
+            TensorLayout(info.dtype, info.shape, info.nbytes, name in shard.complex_as_real),
+            partial(shard.blocks, info),
         )
-        for name, slot in shard.header.tensors.items()
+        for name, info in shard.header.tensors.items()
     }
 
 
