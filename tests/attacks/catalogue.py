@@ -17,9 +17,9 @@ CONTROLS: dict[str, Attack] = {}
 
 def load_all() -> dict[str, Attack]:
     """Import every theme, which registers its attacks."""
-    from tests.attacks.kinds import configs, damage, headers, hubcache, indexes, names, own, pickles, zips
+    from tests.attacks.kinds import configs, damage, headers, hfshard_metadata, hubcache, indexes, names, pickles, zips
 
-    assert all((configs, damage, headers, hubcache, indexes, names, own, pickles, zips))
+    assert all((configs, damage, headers, hfshard_metadata, hubcache, indexes, names, pickles, zips))
     return ATTACKS
 
 

@@ -184,7 +184,7 @@ class CheckedReader(io.BufferedIOBase):
 
     def _check(self, block: bytes, wanted: int) -> None:
         if len(block) < wanted:
-            raise self._differs("it became shorter while it was read")
+            raise self._differs("it was truncated while it was being read")
         if self._position == self._hashed:
             if self._was_sought:
                 self._marks[self._position] = self._hasher.copy()

@@ -144,7 +144,7 @@ class SafetensorsFile:
             count_bytes += len(block)
             yield block
         if count_bytes != info.nbytes:
-            raise self.became_shorter()
+            raise self.truncated_error()
 
     def fingerprint(self) -> str:
         """Compute the fingerprint of the file as it is now (see `integrity`)."""
@@ -257,7 +257,7 @@ class SafetensorsFile:
             actual=actual,
         )
 
-    def became_shorter(self) -> DamagedCheckpointError:
+    def truncated_error(self) -> DamagedCheckpointError:
         """The error for a file that was truncated after it was opened."""
         return DamagedCheckpointError(
             f"Shard '{self.path}' was truncated while it was being read. {remedy(self.path)}", path=self.path

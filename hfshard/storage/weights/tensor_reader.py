@@ -169,7 +169,7 @@ class _File:
     def read(self, buffer: memoryview, start: int, count_bytes: int) -> None:
         """Read a stretch to where it belongs in an aligned buffer with room around it (see `read_direct`)."""
         if len(read_direct(self.shard.fd, self.direct, buffer, start, count_bytes)) < count_bytes:
-            raise self.shard.became_shorter()
+            raise self.shard.truncated_error()
 
 
 def _own_pages(file: _File, start: int, nbytes: int) -> tuple[torch.UntypedStorage, list[Callable[[], object]]]:

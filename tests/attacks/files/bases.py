@@ -36,7 +36,7 @@ def ours_single(seed: int = 1) -> raw.Files:
     return dict(_saved(seed, False))
 
 
-def own_of_index(files: raw.Files) -> tuple[dict[str, Any], dict[str, Any]]:
+def metadata_of_index(files: raw.Files) -> tuple[dict[str, Any], dict[str, Any]]:
     """The whole index of `ours_sharded`, and hfshard's part of it, for editing."""
     index: dict[str, Any] = json.loads(files[raw.INDEX])
     return index, index["metadata"]["hfshard"]

@@ -102,7 +102,7 @@ FLIPS: dict[str, tuple[Base, str, Callable[[bytes], bytes], bool]] = {
     "our-single-dtype": (bases.ours_single, raw.SINGLE, lambda c: c.replace(b'"F32"', b'"I32"', 1), False),
     "our-single-padding": (bases.ours_single, raw.SINGLE, lambda c: raw.flip(c, DATA_AT - 1, 3), False),
     "our-single-sha256": (bases.ours_single, raw.SINGLE, _flip_hex("sha256"), True),
-    "our-single-sample": (bases.ours_single, raw.SINGLE, _flip_hex("fingerprint"), False),
+    "our-single-fingerprint": (bases.ours_single, raw.SINGLE, _flip_hex("fingerprint"), False),
 }
 for _name, (_base, _file, _change, _full) in FLIPS.items():
     register(f"flipped-{_name}", _edit(_base, _file, _change), full=_full)

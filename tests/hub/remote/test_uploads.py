@@ -76,7 +76,7 @@ def test_damage_is_found_when_parts_are_sent_one_by_one_and_one_is_sent_again(tm
 
 
 def test_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(IntegrityError, match="it became shorter while it was read"):
+    with pytest.raises(IntegrityError, match="it was truncated while it was being read"):
         reader_of(tmp_path / "f", RAW[:-1], []).read()
 
 

@@ -85,7 +85,7 @@ def _one(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) -> 
         (_one(offsets=[8, 0]), 8, "impossible shape"),
         (_one(offsets=[4, 12]), 12, "leaves a gap"),
         (_one(), 7, "is truncated"),
-        (_one(), 9, "belong to no tensor"),
+        (_one(), 9, "has bytes after its last tensor"),
         (b"[]", 0, "object"),
         (b"{", 0, "JSON"),
         (b'{"t": {"dtype": "F32"}}', 0, "must have dtype, shape and data_offsets"),

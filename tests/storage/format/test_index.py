@@ -92,7 +92,7 @@ def _with(**own: Any) -> dict[str, Any]:
         ({"weight_map": {"a": FILES[0]}, "metadata": 7}, "metadata"),
         (_with(format="1"), "'format' number"),
         (_with(format=2), "pip install --upgrade hfshard"),
-        (_with(files=[]), "must map files to records"),
+        (_with(files=[]), "must map files to digests"),
         (_with(files={FILES[1]: {}}), f"lack '{FILES[0]}'"),
         (_with(files={FILES[0]: {"size": -1}}), "size and hex digests"),
         (_with(files={FILES[0]: {"sha256": "zz"}}), "size and hex digests"),
@@ -105,6 +105,17 @@ def test_a_wrong_index_is_refused_with_its_reason(value: object, problem: str) -
     with pytest.raises(DamagedCheckpointError, match=problem) as caught:
         CheckpointIndex.from_json(json.dumps(value).encode(), "dir/i.json")
     assert "dir/i.json" in str(caught.value)
+
+
+def test_an_index_of_before_the_first_release_is_refused_with_what_to_do() -> None:
+    value = {
+        "metadata": {"hfshard": {"format": 1, "files": {FILES[0]: {"size": 8}}, "aliases": {}}},
+        "weight_map": {"a": FILES[0]},
+    }
+    with pytest.raises(DamagedCheckpointError, match=r"before hfshard's first release.*save it again") as caught:
+        CheckpointIndex.from_json(json.dumps(value).encode(), "dir/i.json")
+
+    assert (caught.value.path, caught.value.expected, caught.value.actual) == ("dir/i.json", "tied_names", "aliases")
 
 
 def test_an_index_that_names_files_outside_is_refused() -> None:

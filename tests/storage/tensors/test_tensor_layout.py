@@ -97,7 +97,7 @@ def test_all_blocks_but_the_last_are_full(shard: SafetensorsFile) -> None:
     shard.close()
 
 
-def test_a_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_was_truncated_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "short.safetensors"
     path.write_bytes(build_header([("w", "U8", [9000], 9000)], {}) + bytes(9000))
     shard = SafetensorsFile(str(path), str(tmp_path))
@@ -105,6 +105,6 @@ def test_a_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:
         file.truncate(4096 + 4096)
     blocks = shard.blocks(shard.header.tensors["w"], 4096)
     assert len(next(blocks)) == 4096
-    with pytest.raises(DamagedCheckpointError, match=r"'.*short\.safetensors' became shorter while it was read"):
+    with pytest.raises(DamagedCheckpointError, match=r"'.*short\.safetensors' was truncated while it was being read"):
         next(blocks)
     shard.close()

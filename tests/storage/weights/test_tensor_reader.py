@@ -153,7 +153,7 @@ def test_a_file_that_was_cut_short_is_an_error_that_names_it(staged: bool, is_co
         if is_cold:
             make_cold(path)
         threads = threading.active_count()
-        with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors' became shorter"):
+        with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors' was truncated while it was being read"):
             tensor_reader._read_at_once([(shard, list(shard.header.tensors))], CPU, staged=staged)
         assert threading.active_count() == threads
 

@@ -1,4 +1,4 @@
-"""Attacks on what hfshard adds: the files table, the aliases, a single file's own metadata, and mixed saves."""
+"""Attacks on what hfshard adds: the files table, the tied names, a single file's own metadata, and mixed saves."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests.attacks.files import bases, raw
 from tests.attacks.registry import ENTRIES, Build, Expected, Place, attack, register
 
 S = raw.SECOND
-Own = dict[str, Any]
+Metadata = dict[str, Any]
 
 
-def _edit_own(change: Callable[[Own], Any], expected: Expected) -> Build:
+def _edit_index(change: Callable[[Metadata], Any], expected: Expected) -> Build:
     def build(place: Place) -> Expected:
         files = bases.ours_sharded()
-        index, own = bases.own_of_index(files)
-        change(own)
+        index, metadata = bases.metadata_of_index(files)
+        change(metadata)
         bases.put_index(files, index)
         place.write(files)
         return expected
@@ -26,101 +26,106 @@ def _edit_own(change: Callable[[Own], Any], expected: Expected) -> Build:
     return build
 
 
-def _record(field: str, value: Any) -> Callable[[Own], Any]:
-    return lambda own: own["files"][S].__setitem__(field, value)
+def _digest(field: str, value: Any) -> Callable[[Metadata], Any]:
+    return lambda metadata: metadata["files"][S].__setitem__(field, value)
 
 
-def _put(key: str, value: Any) -> Callable[[Own], Any]:
-    return lambda own: own.__setitem__(key, value)
+def _set(key: str, value: Any) -> Callable[[Metadata], Any]:
+    return lambda metadata: metadata.__setitem__(key, value)
 
 
-def _file(name: str, value: Any) -> Callable[[Own], Any]:
-    return lambda own: own["files"].__setitem__(name, value)
+def _file(name: str, value: Any) -> Callable[[Metadata], Any]:
+    return lambda metadata: metadata["files"].__setitem__(name, value)
 
 
-def _aliases(**aliases: Any) -> Callable[[Own], Any]:
-    return _put("tied_names", {name.replace("__", "."): stored for name, stored in aliases.items()})
+def _ties(**ties: Any) -> Callable[[Metadata], Any]:
+    return _set("tied_names", {name.replace("__", "."): stored for name, stored in ties.items()})
 
 
 GOOD = {"size": 4224, "sha256": "0" * 64, "fingerprint": "0" * 32}
-INDEX_EDITS: dict[str, Callable[[Own], Any]] = {
-    "format-2": _put("format", 2),
-    "format-0": _put("format", 0),
-    "format-text": _put("format", "1"),
-    "format-null": _put("format", None),
-    "format-true": _put("format", True),
-    "format-float": _put("format", 1.0),
-    "format-missing": lambda own: own.pop("format"),
-    "files-null": _put("files", None),
-    "files-list": _put("files", list(raw.LAYOUT)),
-    "files-text": _put("files", "all"),
-    "file-missing-from-the-table": lambda own: own["files"].pop(S),
+INDEX_EDITS: dict[str, Callable[[Metadata], Any]] = {
+    "format-2": _set("format", 2),
+    "format-0": _set("format", 0),
+    "format-text": _set("format", "1"),
+    "format-null": _set("format", None),
+    "format-true": _set("format", True),
+    "format-float": _set("format", 1.0),
+    "format-missing": lambda metadata: metadata.pop("format"),
+    "files-null": _set("files", None),
+    "files-list": _set("files", list(raw.LAYOUT)),
+    "files-text": _set("files", "all"),
+    "file-missing-from-the-table": lambda metadata: metadata["files"].pop(S),
     "file-null": _file(S, None),
     "file-text": _file(S, "ok"),
     "file-list": _file(S, [1, 2]),
-    "size-text": _record("size", "4176"),
-    "size-float": _record("size", 4176.0),
-    "size-bool": _record("size", True),
-    "size-negative": _record("size", -1),
-    "sha256-number": _record("sha256", 7),
-    "sha256-short": _record("sha256", "ab" * 16),
-    "sha256-not-hex": _record("sha256", "zz" * 32),
-    "sha256-list": _record("sha256", ["ab" * 32]),
-    "sample-number": _record("fingerprint", 0),
-    "sample-short": _record("fingerprint", "00"),
-    "sample-with-newline": _record("fingerprint", "0" * 32 + "\n"),
+    "size-text": _digest("size", "4176"),
+    "size-float": _digest("size", 4176.0),
+    "size-bool": _digest("size", True),
+    "size-negative": _digest("size", -1),
+    "sha256-number": _digest("sha256", 7),
+    "sha256-short": _digest("sha256", "ab" * 16),
+    "sha256-not-hex": _digest("sha256", "zz" * 32),
+    "sha256-list": _digest("sha256", ["ab" * 32]),
+    "fingerprint-number": _digest("fingerprint", 0),
+    "fingerprint-short": _digest("fingerprint", "00"),
+    "fingerprint-with-newline": _digest("fingerprint", "0" * 32 + "\n"),
     "table-climbs-out": _file("../outside/" + S, GOOD),
     "table-is-absolute": _file("/etc/passwd", GOOD),
     "table-climbs-out-as-json": _file("../outside/config.json", GOOD),
     "table-has-a-url": _file("https://example.invalid/model.safetensors", GOOD),
     "table-has-an-empty-name": _file("", GOOD),
-    "aliases-list": _put("tied_names", ["a", "b"]),
-    "aliases-null": _put("tied_names", None),
-    "alias-to-a-number": _aliases(twin=1),
-    "alias-to-null": _aliases(twin=None),
-    "alias-to-nowhere": _aliases(twin="ghost"),
-    "alias-to-itself": _aliases(twin="twin"),
-    "aliases-at-each-other": _aliases(castor="pollux", pollux="castor"),
-    "aliases-in-a-ring": _aliases(a="b", b="c", c="a"),
-    "alias-of-an-alias": _aliases(twin="block.bias", second="twin"),
-    "alias-shadows-a-stored-name": _aliases(block__bias="head.bias"),
-    "alias-shadows-itself": _aliases(block__bias="block.bias"),
-    "aliases-in-a-million-steps": _put("tied_names", {f"a{i}": f"a{i + 1}" for i in range(100_000)}),
-    "aliases-as-deep-names": _aliases(**{"a" * 100_000: "ghost"}),
-    "undeclared-text": _put("undeclared_ties", "twin"),
-    "undeclared-unknown": _put("undeclared_ties", ["twin"]),
-    "undeclared-number": _put("undeclared_ties", [7]),
+    "ties-list": _set("tied_names", ["a", "b"]),
+    "ties-null": _set("tied_names", None),
+    "tie-to-a-number": _ties(twin=1),
+    "tie-to-null": _ties(twin=None),
+    "tie-to-nowhere": _ties(twin="ghost"),
+    "tie-to-itself": _ties(twin="twin"),
+    "ties-at-each-other": _ties(castor="pollux", pollux="castor"),
+    "ties-in-a-ring": _ties(a="b", b="c", c="a"),
+    "tie-of-a-tie": _ties(twin="block.bias", second="twin"),
+    "tie-shadows-a-stored-name": _ties(block__bias="head.bias"),
+    "tie-shadows-itself": _ties(block__bias="block.bias"),
+    "ties-in-a-million-steps": _set("tied_names", {f"a{i}": f"a{i + 1}" for i in range(100_000)}),
+    "ties-as-deep-names": _ties(**{"a" * 100_000: "ghost"}),
+    "written-before-the-first-release": lambda metadata: metadata.update(aliases=metadata.pop("tied_names")),
+    "undeclared-text": _set("undeclared_ties", "twin"),
+    "undeclared-unknown": _set("undeclared_ties", ["twin"]),
+    "undeclared-number": _set("undeclared_ties", [7]),
 }
 for _name, _change in INDEX_EDITS.items():
-    register(f"own-index-{_name}", _edit_own(_change, Expected(raw.INDEX)))
+    register(f"own-index-{_name}", _edit_index(_change, Expected(raw.INDEX)))
 
-FILE_EDITS: dict[str, tuple[Callable[[Own], Any], str, bool]] = {
-    "size-wrong": (_record("size", 4177), S, False),
-    "size-zero": (_record("size", 0), S, False),
-    "size-huge": (_record("size", 2**70), S, False),
-    "sample-wrong": (_record("fingerprint", "0" * 32), S, False),
-    "sha256-wrong": (_record("sha256", "0" * 64), S, True),
+FILE_EDITS: dict[str, tuple[Callable[[Metadata], Any], str, bool]] = {
+    "size-wrong": (_digest("size", 4177), S, False),
+    "size-zero": (_digest("size", 0), S, False),
+    "size-huge": (_digest("size", 2**70), S, False),
+    "fingerprint-wrong": (_digest("fingerprint", "0" * 32), S, False),
+    "sha256-wrong": (_digest("sha256", "0" * 64), S, True),
     "shard-in-the-table-alone": (_file("model-00004-of-00003.safetensors", GOOD), "model-00004-of-00003", False),
-    "one-checksum-lost": (lambda own: own["files"][S].pop("sha256"), S, True),
-    "config-sha256-wrong": (lambda own: own["files"][raw.CONFIG].__setitem__("sha256", "0" * 64), raw.CONFIG, True),
+    "one-checksum-lost": (lambda metadata: metadata["files"][S].pop("sha256"), S, True),
+    "config-sha256-wrong": (
+        lambda metadata: metadata["files"][raw.CONFIG].__setitem__("sha256", "0" * 64),
+        raw.CONFIG,
+        True,
+    ),
 }
 for _name, (_change, _named, _full) in FILE_EDITS.items():
-    register(f"own-index-{_name}", _edit_own(_change, Expected(_named)), full=_full)
+    register(f"own-index-{_name}", _edit_index(_change, Expected(_named)), full=_full)
 
 
-def _gone(own: Own) -> None:
-    own.clear()
-    own.update({"format": 1, "files": {}, "tied_names": {}})
+def _gone(metadata: Metadata) -> None:
+    metadata.clear()
+    metadata.update({"format": 1, "files": {}, "tied_names": {}})
 
 
-register("own-index-table-emptied", _edit_own(_gone, Expected("", "checksum")), full=True)
+register("own-index-table-emptied", _edit_index(_gone, Expected("", "checksum")), full=True)
 
 
 @attack("own-index", full=True)
 def own_metadata_taken_out(place: Place) -> Expected:
     """Whoever takes the hashes out must not turn a full check into none."""
     files = bases.ours_sharded()
-    index, _ = bases.own_of_index(files)
+    index, _ = bases.metadata_of_index(files)
     del index["metadata"]["hfshard"]
     bases.put_index(files, index)
     place.write(files)
@@ -137,16 +142,16 @@ SINGLE_VALUES: dict[str, str] = {
     "format-2": '{"format":2,"files":{},"tied_names":{}}',
     "format-text": '{"format":"1","files":{},"tied_names":{}}',
     "sha256-number": '{"format":1,"sha256":1,"files":{},"tied_names":{}}',
-    "sample-lies": json.dumps({"format": 1, "fingerprint": "0" * 32, "files": {}, "tied_names": {}}),
-    "alias-to-nowhere": '{"format":1,"files":{},"tied_names":{"twin":"ghost"}}',
-    "alias-shadows": '{"format":1,"files":{},"tied_names":{"block.bias":"head.bias"}}',
-    "aliases-list": '{"format":1,"files":{},"tied_names":[]}',
+    "fingerprint-lies": json.dumps({"format": 1, "fingerprint": "0" * 32, "files": {}, "tied_names": {}}),
+    "tie-to-nowhere": '{"format":1,"files":{},"tied_names":{"twin":"ghost"}}',
+    "tie-shadows": '{"format":1,"files":{},"tied_names":{"block.bias":"head.bias"}}',
+    "ties-list": '{"format":1,"files":{},"tied_names":[]}',
     "files-climb-out": '{"format":1,"files":{"../outside/config.json":{"size":1}},"tied_names":{}}',
-    "duplicate-aliases": '{"format":1,"files":{},"tied_names":{"t":"block.bias","t":"head.bias"}}',
+    "duplicate-ties": '{"format":1,"files":{},"tied_names":{"t":"block.bias","t":"head.bias"}}',
 }
 
 
-PAIRS: dict[str, str] = {
+COMPLEX_VALUES: dict[str, str] = {
     "not-json": "block.bias",
     "number": "7",
     "unknown-name": '["ghost"]',
@@ -154,7 +159,7 @@ PAIRS: dict[str, str] = {
     "not-a-pair": '["block.bias"]',
     "deep": "[" * 50_000,
 }
-"""Of `hfshard.complex`, which lists tensors that are stored as real pairs."""
+"""Values of `hfshard.complex`, which lists the complex tensors that are stored as real pairs."""
 
 
 def _complex(value: str, place: Place) -> Expected:
@@ -163,7 +168,7 @@ def _complex(value: str, place: Place) -> Expected:
     return Expected(raw.SINGLE)
 
 
-for _name, _value in PAIRS.items():
+for _name, _value in COMPLEX_VALUES.items():
     register(f"own-complex-{_name}", functools.partial(_complex, _value))
 
 
@@ -185,8 +190,8 @@ register(
 def forgets_a_shard(place: Place) -> Expected:
     """The weight_map and the table agree, and a third of the weights is in neither."""
     files = bases.ours_sharded()
-    index, own = bases.own_of_index(files)
-    del own["files"][raw.FIRST]
+    index, metadata = bases.metadata_of_index(files)
+    del metadata["files"][raw.FIRST]
     index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != raw.FIRST}
     bases.put_index(files, index)
     place.write(files)
@@ -195,7 +200,7 @@ def forgets_a_shard(place: Place) -> Expected:
 
 def _total_size(place: Place, value: Any) -> Expected:
     files = bases.ours_sharded()
-    index, _ = bases.own_of_index(files)
+    index, _ = bases.metadata_of_index(files)
     index["metadata"]["total_size"] = value
     bases.put_index(files, index)
     place.write(files)
