@@ -1,4 +1,4 @@
-"""Pulls a checkpoint from a hub: one commit, only what is needed of it, whole, and into the ordinary cache."""
+"""Pulls a checkpoint from a hub: complete, of one commit, and into the ordinary cache of huggingface_hub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hfshard.hub.address import directory_of
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.export import export
 from hfshard.hub.remote.fetching import Fetcher, fetch, is_offline
-from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, other_files, resolve
+from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, companion_files, resolve_checkpoint
 from hfshard.storage.checkpoint.checkpoint import Verify, open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -34,36 +34,40 @@ def pull_checkpoint(
     verify: Verify = "structure",
     progress: bool | None = None,
 ) -> str:
-    """Bring a checkpoint from a hub, and check that it is whole.
+    """Download a checkpoint from a hub, and check that it is complete.
 
-    It comes with every other file of its folder: config, tokenizer, code, README, and the safetensors and pickles of
-    folders below it; without the weights of other variants and formats. All of it is of one commit; a pull that was
-    broken off goes on where it stopped.
+    The other files of its folder are pulled too: config, tokenizer, code, README, and the weights in folders further
+    down; but not the weights of other variants and formats. All files are of one commit. A pull that was interrupted
+    continues where it stopped.
 
     Args:
-        repo_id: "org/name" on the Hugging Face Hub; or a directory hub, as a path or a file:// URL.
-        local_dir: Where to put the files, as a plain directory; what stood there loads until they are whole. None:
-            they stay in the cache of huggingface_hub, where all tools find them.
+        repo_id: "org/name" on the Hugging Face Hub; or a directory hub, as a path or a `file://` URL.
+        local_dir: Plain directory for the files; what it held before can be loaded until the pull is complete. None:
+            the files stay in huggingface_hub's cache, where other tools find them.
         revision: A branch, tag, commit, or "refs/pr/1". None: main.
-        variant, subfolder: As in transformers' `from_pretrained`.
-        token: As in huggingface_hub.
-        cache_dir: None: the one of HF_HUB_CACHE.
-        local_files_only: Ask nobody: take what is in the cache.
-        force_download: Fetch even what is in the cache.
-        allow_patterns, ignore_patterns: Globs of paths: which of the other files come. The checkpoint always does.
-            Files that `allow_patterns` names come whatever they are, but for other weights of the same checkpoint.
-        verify: How `open_checkpoint` checks it then: "none", "structure", or "full": every byte.
-        progress: A bar on stderr: None: on a terminal; False: never; True: always.
+        variant, subfolder: Which checkpoint, as in transformers' `from_pretrained`.
+        token: A token, as in huggingface_hub. None: the saved one.
+        cache_dir: Directory of the cache. None: that of HF_HUB_CACHE.
+        local_files_only: Send no request; use what the cache holds.
+        force_download: Download files even if the cache holds them.
+        allow_patterns, ignore_patterns: Globs of paths: which of the other files are pulled; the checkpoint always is.
+            `allow_patterns` may name any file, except other weights of the same checkpoint.
+        verify: How the files are checked afterwards: "none", "structure", or "full" for every byte.
+        progress: Whether to show a bar on stderr. None: on a terminal.
 
     Returns:
-        The directory that the checkpoint is in: `local_dir`, or the snapshot's in the cache (with the subfolder).
+        The directory of the checkpoint: `local_dir`, or the snapshot in the cache (with the subfolder).
 
     Raises:
-        HubNotFoundError, HubAccessError, HubConnectionError, HubError: See `errors`.
-        CheckpointNotFoundError: There are no weights; or, with local_files_only, not all of it is in the cache.
-        IntegrityError: A file came damaged; nothing of it was kept.
-        NotEnoughSpaceError: Before the first byte came.
+        HubNotFoundError, HubAccessError, HubConnectionError, HubError: The hub can't be asked, or refuses.
+        CheckpointNotFoundError: There are no weights; or, with local_files_only, the cache does not hold all files.
+        IntegrityError: A file was damaged on the way; nothing of it was kept.
+        NotEnoughSpaceError: The disk is too full; nothing was downloaded.
         SaveDirectoryError: `local_dir` is a file, or has shards of the same names with other contents.
+
+    Example:
+        >>> directory = hfshard.pull_checkpoint("org/name", revision="v1", verify="full")
+        >>> state_dict = hfshard.load_state_dict(directory)
     """
     query = CheckpointQuery(
         variant=variant,
@@ -82,28 +86,29 @@ def pull_checkpoint(
         snapshot = DirectoryHub.open(root).snapshot(revision)
         directory = os.path.join(snapshot, *query.path("").split("/"))
     else:
-        fetching = Fetcher(repo_id, query, progress)
+        fetcher = Fetcher(repo_id, query, progress)
         if is_offline(local_files_only):
-            chosen = fetching.from_cache(partial(resolve, query=query))
+            resolved = fetcher.from_cache(partial(resolve_checkpoint, query=query))
         else:
-            chosen = fetching.from_hub(partial(resolve, query=query))
-        if not fetching.was_asked:
+            resolved = fetcher.from_hub(partial(resolve_checkpoint, query=query))
+        if not fetcher.was_asked:
             logger.warning(
-                "'%s' was not asked which files it has: beside the checkpoint comes what the cache has of it.", repo_id
+                "'%s' could not be asked for its files: beside the checkpoint, only those in the cache are there.",
+                repo_id,
             )
-        directory, snapshot = chosen.directory, fetching.cache.snapshot(chosen.commit)
+        directory, snapshot = resolved.directory, fetcher.cache.snapshot(resolved.commit)
     try:
         with open_checkpoint(directory.rstrip("/"), variant=variant, verify=verify) as checkpoint:
             if local_dir is None:
                 return checkpoint.directory
             below = len(query.path(""))
-            others = [path[below:] for path in other_files(_sizes_in(snapshot), query)]
-            export(checkpoint, os.fspath(local_dir), others)
+            companions = [path[below:] for path in companion_files(_sizes_in(snapshot), query)]
+            export(checkpoint, os.fspath(local_dir), companions)
     except IntegrityError as error:
         if root is not None or force_download:
             raise
         raise IntegrityError(
-            f"{error.message} What is in the cache may be damaged; to fetch it anew, run: "
+            f"{error.message} What is in the cache may be damaged; to download it again, run: "
             f"hfshard pull {repo_id} --force-download",
             path=error.path,
             fqn=error.fqn,
@@ -114,20 +119,20 @@ def pull_checkpoint(
 
 
 def fetch_checkpoint(repo_id: str, query: CheckpointQuery, progress: bool | None = None) -> ResolvedCheckpoint:
-    """Bring what a load needs into the cache, all of one commit.
+    """Download what a load needs into the cache, all of one commit.
 
-    One request tells the commit and its files; none where `revision` is a commit and all is in the cache. Where the
-    Hub can't be reached, what the cache has of the revision is used, if it is whole.
+    One request tells the commit and its files; none is sent where the revision is a commit and the cache holds all
+    files. Where the Hub can't be reached, the cached files of the revision are used if they are complete.
 
     Args:
         repo_id: "org/name".
         query: Which checkpoint, and how much of it.
-        progress: A bar on stderr: None: on a terminal.
+        progress: Whether to show a bar on stderr. None: on a terminal.
 
     Raises:
         Everything that `pull_checkpoint` raises.
     """
-    return fetch(repo_id, partial(resolve, query=query), query, progress)
+    return fetch(repo_id, partial(resolve_checkpoint, query=query), query, progress)
 
 
 def _sizes_in(directory: str) -> dict[str, int]:

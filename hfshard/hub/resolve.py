@@ -1,4 +1,4 @@
-"""Which files of a repo a checkpoint is made of: chosen from a listing or from the cache, as transformers chooses."""
+"""Finds the files of a checkpoint in a repo, in the order in which transformers looks for them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
 
 _OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-")
-"""How the weights of a checkpoint and of its variants begin: of those only the chosen ones come."""
+"""How the names of a checkpoint's weights begin, those of its variants too: only the chosen ones are pulled."""
 
 
 _TRAINING: Final = frozenset({"checkpoint.json", "training_state.json"})
-"""What makes a folder a training checkpoint, together with files that no model needs, and that do not come with one."""
+"""Files that make a folder a training checkpoint; no model needs them."""
 
 _CUSTOM_GENERATE: Final = "custom_generate/generate.py"
-"""What transformers looks for where it may run a repo's code."""
+"""The file that transformers looks for where it may run a repo's code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +70,9 @@ class CheckpointQuery:
     needs_companions: bool = False
     """Whether the files beside the checkpoint are downloaded too: tokenizer, README."""
     allow_patterns: list[str] | None = None
-    """Globs of paths: which of the files beside the checkpoint."""
+    """Globs of paths: which of the files beside the checkpoint are pulled."""
     ignore_patterns: list[str] | None = None
-    """Globs of paths: which of the files beside the checkpoint do not come."""
+    """Globs of paths: which of the files beside the checkpoint are left out."""
 
     def __post_init__(self) -> None:
         """Check the variant."""
@@ -85,62 +85,64 @@ class CheckpointQuery:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedCheckpoint:
-    """A checkpoint that was found, and is in the cache."""
+    """A checkpoint that was found and downloaded."""
 
     directory: str
-    """The snapshot's, with the subfolder."""
+    """The snapshot's directory, with the subfolder."""
     commit: str
     files: tuple[str, ...]
     """Paths in the repo: config, entry, shards."""
     kind: WeightsKind | None
-    """What it is entered by; None: it is no model, but an adapter, say."""
-    absent: tuple[str, ...]
-    """Paths that readers look for, and that are known not to be there."""
+    """What kind of file its weights begin with; None if it is not a model, but an adapter, for example."""
+    known_missing: tuple[str, ...]
+    """Paths that readers look for, and that the commit is known not to have."""
 
 
 Resolver = Callable[[CommitFiles], ResolvedCheckpoint]
-"""Finds in a view what is asked for, and downloads it; raises CheckpointNotFoundError where it is not there."""
+"""Finds a checkpoint in a commit, and downloads it; raises CheckpointNotFoundError if there is none."""
 
 
-def resolve(view: CommitFiles, query: CheckpointQuery) -> ResolvedCheckpoint:
-    """Find a checkpoint, and bring what it needs.
+def resolve_checkpoint(files: CommitFiles, query: CheckpointQuery) -> ResolvedCheckpoint:
+    """Find a checkpoint, and download what it needs.
 
     Raises:
         CheckpointNotFoundError: There is none.
-        DamagedCheckpointError, UnsafePathError: Its config or index is not what it has to be.
-        Whatever the view raises.
+        DamagedCheckpointError, UnsafePathError: Its config or index is not valid.
+        Whatever `files` raises.
     """
-    names, path, absent = WeightNames(query.variant), query.path, list[str]()
-    directory = view.snapshot(query.subfolder.strip("/"))
-    present = _small_files(view, query, absent)
-    if not os.path.isfile(view.snapshot(path(CONFIG_NAME))):
-        guess = _find_weights(view, query, names, None, [])  # the config may name another: then it came for nothing
-        view.download([*present, path(guess.name)] if guess is not None and guess.is_index else present)
+    names = WeightNames(query.variant)
+    path = query.path
+    known_missing: list[str] = []
+    directory = files.snapshot(query.subfolder.strip("/"))
+    present = _small_files(files, query, known_missing)
+    if not os.path.isfile(files.snapshot(path(CONFIG_NAME))):
+        guess = _find_weights(files, query, names, None, [])  # a guess: the config may name another
+        files.download([*present, path(guess.name)] if guess is not None and guess.is_index else present)
     config = read_config(directory)
-    view.download(present)
-    found = _find_weights(view, query, names, checked_weights_override(config, directory, names), absent)
+    files.download(present)
+    found = _find_weights(files, query, names, checked_weights_override(config, directory, names), known_missing)
     if query.needs_code and _has_own_code(config):
-        present += view.code()
-    if query.needs_code and not view.has(_CUSTOM_GENERATE, is_needed=False):
-        absent.append(_CUSTOM_GENERATE)
+        present += files.code()
+    if query.needs_code and not files.has(_CUSTOM_GENERATE, is_needed=False):
+        known_missing.append(_CUSTOM_GENERATE)
     if found is None:
         if not (query.accepts_adapter and path(ADAPTER_CONFIG_NAME) in present):
-            raise _no_weights(view, query, names)
-        view.download(present)
-        return ResolvedCheckpoint(directory, view.commit, tuple(present), None, tuple(absent))
-    files = [*present, path(found.name)]
+            raise _no_weights(files, query, names)
+        files.download(present)
+        return ResolvedCheckpoint(directory, files.commit, tuple(present), None, tuple(known_missing))
+    paths = [*present, path(found.name)]
     if found.is_index:
-        view.download([path(found.name)])
+        files.download([path(found.name)])
         index_path = os.path.join(directory, found.name)
         raw, _ = read_small(index_path, directory, MAX_INDEX_BYTES)
         index = CheckpointIndex.from_json(raw, index_path)
-        files += [path(name) for name in _shards(index, query)]
-    view.download(files)
-    return ResolvedCheckpoint(directory, view.commit, tuple(files), found.kind, tuple(absent))
+        paths += [path(name) for name in _shards(index, query)]
+    files.download(paths)
+    return ResolvedCheckpoint(directory, files.commit, tuple(paths), found.kind, tuple(known_missing))
 
 
-def _small_files(view: CommitFiles, query: CheckpointQuery, absent: list[str]) -> list[str]:
-    """Config and what goes with it, as far as they are there."""
+def _small_files(files: CommitFiles, query: CheckpointQuery, known_missing: list[str]) -> list[str]:
+    """The config and the small files that belong to it, as far as the commit has them."""
     present = []
     for name, is_needed in (
         (CONFIG_NAME, False),
@@ -148,20 +150,20 @@ def _small_files(view: CommitFiles, query: CheckpointQuery, absent: list[str]) -
         (ADAPTER_CONFIG_NAME, query.accepts_adapter),
     ):
         path = query.path(name)
-        if not view.has(path, is_needed=is_needed):
-            absent.append(path)
+        if not files.has(path, is_needed=is_needed):
+            known_missing.append(path)
         elif name != ADAPTER_CONFIG_NAME or query.accepts_adapter:
             present.append(path)
     return present
 
 
-def other_files(files: Mapping[str, int], query: CheckpointQuery) -> list[str]:
-    """What lies beside the weights in the folder of a checkpoint: tokenizer, code, README.
+def companion_files(files: Mapping[str, int], query: CheckpointQuery) -> list[str]:
+    """Find what lies beside the weights in the folder of a checkpoint: tokenizer, code, README.
 
-    Of a training checkpoint the model is taken alone, so that what comes is no damaged training checkpoint.
+    Of a training checkpoint only the model is taken, as the rest of it would be an incomplete training checkpoint.
 
     Args:
-        files: Path in the repo -> bytes.
+        files: Path in the repo -> size in bytes.
         query: The checkpoint.
     """
     from huggingface_hub.utils import filter_repo_objects  # here, because it takes time to import
@@ -178,12 +180,12 @@ def other_files(files: Mapping[str, int], query: CheckpointQuery) -> list[str]:
 
 
 def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
-    """Whether a file of the folder comes with its checkpoint: it is no weights, or those of a module in a folder below.
+    """Whether a file is pulled with the checkpoint in its folder: it is not weights, or those of a module further down.
 
     Args:
-        path: In the folder.
+        path: Path in the folder.
         size: Bytes.
-        is_asked: Patterns say which files come: then all may, but for other weights of the checkpoint itself.
+        is_asked: Whether patterns choose the files: then any may be pulled, except other weights of the checkpoint.
     """
     if "/" not in path and (path.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) or INDEX_FILE.fullmatch(path)):
         return not path.startswith(_OWN_STEMS) and (is_asked or path.startswith("adapter_model."))
@@ -193,18 +195,18 @@ def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
 
 
 def _find_weights(
-    view: CommitFiles, query: CheckpointQuery, names: WeightNames, override: str | None, absent: list[str]
+    files: CommitFiles, query: CheckpointQuery, names: WeightNames, override: str | None, known_missing: list[str]
 ) -> WeightsEntry | None:
     """The file by which the checkpoint is entered, if there is one; the candidates that are missing go to `absent`."""
     for candidate in candidate_weights(names, query.use_safetensors, override):
-        if view.has(query.path(candidate.name)):
+        if files.has(query.path(candidate.name)):
             return candidate
-        absent.append(query.path(candidate.name))
+        known_missing.append(query.path(candidate.name))
     return None
 
 
 def _shards(index: CheckpointIndex, query: CheckpointQuery) -> list[str]:
-    """The shards that are needed; all: also those that hold no tensor."""
+    """The shards that are needed; without a choice all of them, even those that hold no tensor."""
     if query.files_of is not None:
         return sorted(query.files_of(index))
     listed = {name for name in index.files if name.endswith(SAFETENSORS_SUFFIX)}
@@ -219,9 +221,9 @@ def _has_own_code(config: bytes | None) -> bool:
     return isinstance(value, dict) and bool(value.get("auto_map"))
 
 
-def _no_weights(view: CommitFiles, query: CheckpointQuery, names: WeightNames) -> CheckpointNotFoundError:
+def _no_weights(files: CommitFiles, query: CheckpointQuery, names: WeightNames) -> CheckpointNotFoundError:
     variant = f" of variant '{query.variant}'" if query.variant is not None else ""
     where = f" in the folder '{query.subfolder}'" if query.subfolder else ""
     looked_for = [candidate.name for candidate in candidate_weights(names, query.use_safetensors)]
-    what, todo = view.description()
+    what, todo = files.description()
     return CheckpointNotFoundError(f"{what} has no weights{variant}{where}: none of {', '.join(looked_for)}. {todo}")

@@ -125,10 +125,10 @@ def open_source_by_ranges(
         Everything that `open_by_ranges` raises.
     """
     from hfshard.hub.remote import ranges
-    from hfshard.hub.remote.fetching import resolve_for_reading
+    from hfshard.hub.remote.fetching import fetch_tree_for_reading
 
     query = source.query
-    listing = resolve_for_reading(source.path, query.revision, query.token)
+    listing = fetch_tree_for_reading(source.path, query.revision, query.token)
     with ranges.open_by_ranges(
         source.path, listing, query, names_of, verify=options.verify, progress=options.progress
     ) as checkpoint:

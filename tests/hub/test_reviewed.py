@@ -24,7 +24,7 @@ from hfshard.errors import (
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.remote.client import translate_hub_errors
-from hfshard.hub.resolve import CheckpointQuery, other_files
+from hfshard.hub.resolve import CheckpointQuery, companion_files
 from tests.helpers.tiny_bert import Bert, bert, value_of
 
 pytestmark = pytest.mark.compat
@@ -149,7 +149,7 @@ def test_pull_brings_modules_in_folders_but_no_other_weights_of_the_checkpoint()
          "adapter_model.safetensors", "consolidated.safetensors", "tf_model.h5", "2_Dense/model.safetensors",
          "2_Dense/config.json", "onnx/model.onnx", "voices/a.pt", "model.safetensors.index.fp16.json"], 100
     )  # fmt: skip
-    files = partial(other_files, listed)
+    files = partial(companion_files, listed)
     beside = ["config.json", "tokenizer.json", "adapter_model.safetensors", "2_Dense/model.safetensors",
               "2_Dense/config.json"]  # fmt: skip
     assert files(CheckpointQuery()) == beside

@@ -1,4 +1,4 @@
-"""The ordinary huggingface_hub cache of one repo: blobs by hash, snapshots of links, refs, and notes of what is not."""
+"""The ordinary huggingface_hub cache of one repo: blobs by hash, snapshots of links, refs, and missing files."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _ETAG: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 """A git hash (sha1), or a sha256."""
 
 _PARTIAL_SUFFIX: Final = ".hfshard.incomplete"
-"""Of a blob that is not whole yet: a name that no other tool writes to, and that `hf cache` knows for a wreck."""
+"""Suffix of an unfinished blob: no other tool writes to such a name, and `hf cache` knows it as a leftover."""
 
 _LOCK_SECONDS: Final = 0.5
-"""How long a lock is waited for before it is asked again if anybody still wants it."""
+"""How long to wait for a lock before looking whether the transfer was cancelled."""
 
 _TAG: Final = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
@@ -51,18 +51,18 @@ class RepoCache:
     """
 
     def __init__(self, repo_id: str, cache_dir: str | os.PathLike[str] | None = None) -> None:
-        """Make or read nothing yet.
+        """Read and write nothing yet.
 
         Args:
             repo_id: "org/name".
-            cache_dir: None: the one of HF_HUB_CACHE.
+            cache_dir: Directory of the cache. None: that of HF_HUB_CACHE.
         """
         self.root = os.path.abspath(os.path.expanduser(os.fspath(cache_dir or constants.HF_HUB_CACHE)))
         self._name = constants.REPO_ID_SEPARATOR.join(["models", *repo_id.split("/")])
         self.folder = os.path.join(self.root, self._name)
 
     def commit_of(self, revision: str | None) -> str | None:
-        """The commit that a revision was at when it was last pulled; None where it never was."""
+        """The commit that a revision was at when it was last pulled; None if it never was."""
         revision = revision or constants.DEFAULT_REVISION
         if is_commit(revision):
             return revision
@@ -76,7 +76,7 @@ class RepoCache:
         return commit if is_commit(commit) else None
 
     def remember(self, revision: str | None, commit: str) -> None:
-        """Note what a revision is at, in one step; a cache that can't be written to stays as it is."""
+        """Note the commit of a revision, in one step; a cache that can't be written to stays as it is."""
         revision = revision or constants.DEFAULT_REVISION
         if revision == commit or self.commit_of(revision) == commit or not is_plain_path(revision):
             return
@@ -88,10 +88,10 @@ class RepoCache:
                 file.write(commit)
             os.replace(aside, path)
         except OSError as error:
-            logger.warning("'%s' can't be written: %s", path, error)
+            logger.warning("'%s' could not be written: %s", path, error)
 
     def snapshot(self, commit: str, path: str = "") -> str:
-        """Where a file of a commit lies, or has to."""
+        """The path of a commit's file, whether it is there or not."""
         if not is_commit(commit) or (path and not is_plain_path(path)):
             raise UnsafePathError(
                 f"The Hub names the file {path[:200]!r} of commit {commit[:200]!r}, which would lie outside the cache. "
@@ -101,31 +101,31 @@ class RepoCache:
         return os.path.join(self.folder, "snapshots", commit, *path.split("/") if path else ())
 
     def has(self, commit: str, path: str) -> bool | None:
-        """Whether a commit has a file, as far as the cache knows: True: and it is here; False: it has not; None."""
+        """Whether a commit has a file: True if it is here, False if it is known to be missing, else None."""
         if os.path.isfile(self.snapshot(commit, path)):
             return True
         return False if os.path.isfile(self._missing_mark(commit, path)) else None
 
     def mark_missing(self, commit: str, path: str) -> None:
-        """Note that a commit has no such file, so that nobody asks again."""
+        """Note that a commit has no such file, so that the Hub is not asked again."""
         mark = self._missing_mark(commit, path)
         try:
             os.makedirs(os.path.dirname(mark), exist_ok=True)
             with open(mark, "a", encoding="utf-8"):
                 pass
         except OSError as error:
-            logger.debug("'%s' can't be written: %s", mark, error)
+            logger.debug("'%s' could not be written: %s", mark, error)
 
     def holds(self, commit: str, path: str, file: RemoteFile) -> bool:
         """Whether a file of a commit is here, and as large as the Hub says."""
         return _size_of(self.snapshot(commit, path)) == file.size
 
     def has_blob(self, file: RemoteFile) -> bool:
-        """Whether a file's contents are here, of whatever commit."""
+        """Whether a file's contents are here, from any commit."""
         return _size_of(self.blob(file)) == file.size
 
     def blob(self, file: RemoteFile) -> str:
-        """Where a file's contents lie, or have to.
+        """The path of a file's contents, whether they are there or not.
 
         Raises:
             HubError: The Hub gave no hash.
@@ -136,12 +136,12 @@ class RepoCache:
         return os.path.join(self.folder, "blobs", etag)
 
     def partial(self, file: RemoteFile) -> str:
-        """Where contents are kept until they are whole."""
+        """The path of a file's contents until they are complete."""
         return self.blob(file) + _PARTIAL_SUFFIX
 
     @contextmanager
     def lock(self, file: RemoteFile, cancelled: threading.Event) -> Iterator[bool]:
-        """Hold the lock of a file's contents, as huggingface_hub does; False where `stop` was set before."""
+        """Hold the lock of a file's contents, as huggingface_hub does; yields False if the transfer was cancelled."""
         path = os.path.join(self.root, ".locks", self._name, f"{os.path.basename(self.blob(file))}.lock")
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with ExitStack() as held:
@@ -149,7 +149,7 @@ class RepoCache:
                 try:
                     held.enter_context(WeakFileLock(path, timeout=_LOCK_SECONDS))
                 except Timeout:
-                    continue  # another process brings it
+                    continue  # another process is downloading it
                 break
             yield not cancelled.is_set()
 
@@ -162,13 +162,13 @@ class RepoCache:
                 out.write(_TAG)
 
     def link(self, commit: str, path: str, file: RemoteFile, *, is_new: bool = False) -> None:
-        """Let a commit's file be these contents: a link, or the contents themselves where there are no links.
+        """Link a commit's file to its contents, or put the contents there where links are not supported.
 
         Args:
             commit: Its full hash.
             path: In the repo.
             file: Its contents are in the cache.
-            is_new: They were only just brought there, and this is the last file that is made of them.
+            is_new: Whether they were just downloaded, and this is the last file that is made of them.
         """
         target, blob = self.snapshot(commit, path), self.blob(file)
         os.makedirs(os.path.dirname(target), exist_ok=True)

@@ -1,4 +1,4 @@
-"""Speaking to the Hugging Face Hub: which token is used, and what its answers mean in hfshard's errors."""
+"""Asks the Hugging Face Hub: which token is used, and what its answers mean in hfshard's errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 ATTEMPTS: Final = 5
-"""Times that something is asked, sent or committed, where another time it may go better."""
+"""Times that a request is sent that may succeed the next time."""
 _FIRST_WAIT_SECONDS: Final = 0.5
 _LONGEST_RETRY_AFTER: Final = 600.0
 """Seconds that a server may ask us to wait."""
@@ -46,14 +46,14 @@ _RETRIED: Final = frozenset({408, 429, 500, 502, 503, 504})
 
 _TOKEN_VARIABLES: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _SHOWN_CHARACTERS: Final = 4
-"""Of a token, in messages: enough to tell which one it is, too few to use it."""
+"""Characters of a token in messages: enough to recognize it, too few to use it."""
 _NO_RIGHT: Final = (401, 403)
 _BUSY: Final = (408, 429)
 _SERVER_FAILED: Final = 500
 
 
 def transport_errors() -> tuple[type[Exception], ...]:
-    """What the HTTP library of this huggingface_hub raises where a connection fails, and may not the next time."""
+    """The exceptions of huggingface_hub's HTTP library for a failed connection that may succeed the next time."""
     library = _http_library()
     return (library.TimeoutException, library.NetworkError, library.RemoteProtocolError, library.ProxyError)
 
@@ -65,7 +65,7 @@ def _http_library() -> Any:
 
 
 def _check_token(token: str | bool | None) -> None:
-    """Refuse what can't be sent as a token, before anybody quotes it in an error."""
+    """Refuse what can't be sent as a token, before an error message quotes it."""
     if isinstance(token, str) and not (token.isascii() and token.isprintable() and token == token.strip() and token):
         raise HubAccessError(
             "The token that was passed is empty, or has blanks, a newline or other signs that no token has. "
@@ -74,7 +74,7 @@ def _check_token(token: str | bool | None) -> None:
 
 
 def describe_token(token: str | bool | None) -> str:
-    """Which token a call with this argument uses, in words that do not give it away."""
+    """Say which token a call with this argument uses, without giving it away."""
     if isinstance(token, str):
         return f"the token '…{token[-_SHOWN_CHARACTERS:]}' that was passed"
     if token is False:
@@ -90,7 +90,7 @@ def describe_token(token: str | bool | None) -> str:
 
 
 def offline_variable() -> str:
-    """The environment variable that turned offline mode on: transformers' own does, too."""
+    """The environment variable that turned offline mode on: huggingface_hub's, or transformers'."""
     theirs, ours = ("TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")
     is_on = {
         name: os.environ.get(name, "").strip().upper() in constants.ENV_VARS_TRUE_VALUES for name in (theirs, ours)
@@ -103,8 +103,8 @@ def translate_hub_errors(repo_id: str, token: str | bool | None, *, revision: st
     """Turn what huggingface_hub raises into hfshard's errors, which say which token was used and what to do.
 
     Raises:
-        HubAccessError, HubNotFoundError, HubConnectionError, HubError: See `errors`.
-        InvalidArgumentError: The repo_id is none.
+        HubAccessError, HubNotFoundError, HubConnectionError, HubError: The Hub refused, or could not be reached.
+        InvalidArgumentError: The repo_id is not a valid one.
     """
     _check_token(token)
     failed = _http_library().RequestError
@@ -113,14 +113,16 @@ def translate_hub_errors(repo_id: str, token: str | bool | None, *, revision: st
     except HfshardError:
         raise
     except HFValidationError as error:
-        raise InvalidArgumentError(f"'{repo_id}' is no repo_id, and no directory: {error}", path=repo_id) from error
+        raise InvalidArgumentError(
+            f"'{repo_id}' is neither a repo_id nor a directory: {error}", path=repo_id
+        ) from error
     except LocalTokenNotFoundError as error:
         raise HubAccessError(
             "token=True asks for a saved token, and there is none. Run: hf auth login", path=repo_id
         ) from error
     except OfflineModeIsEnabled as error:
         raise HubConnectionError(
-            f"'{repo_id}' can't be asked: offline mode is on. Unset {offline_variable()} to use the network.",
+            f"'{repo_id}' can't be reached: offline mode is on. Unset {offline_variable()} to use the network.",
             path=repo_id,
         ) from error
     except HfHubHTTPError as error:
@@ -134,10 +136,10 @@ def translate_hub_errors(repo_id: str, token: str | bool | None, *, revision: st
 
 
 def tree_of(api: HfApi, repo_id: str, revision: str | None) -> RepoTree:
-    """The commit that a revision is at, and its files, by one request.
+    """Ask for the commit of a revision and its files, by one request.
 
     Raises:
-        HubConnectionError: What answers is no Hub: a login page of the network, or a proxy.
+        HubConnectionError: The answer is not a Hub's, but that of a login page or a proxy.
         Whatever huggingface_hub raises; see `translate_hub_errors`.
     """
     try:
@@ -158,8 +160,8 @@ def tree_of(api: HfApi, repo_id: str, revision: str | None) -> RepoTree:
         if isinstance(error, HfHubHTTPError):
             raise
         raise HubConnectionError(
-            f"What answers at {constants.ENDPOINT} is no Hub ({type(error).__name__}): a login page of the network, a "
-            "proxy, or a wrong HF_ENDPOINT. Open the address in a browser.",
+            f"The answer of {constants.ENDPOINT} is not that of a Hub ({type(error).__name__}): it may come from a "
+            "login page of the network or a proxy, or HF_ENDPOINT is wrong. Open the address in a browser.",
             path=repo_id,
         ) from error
     return RepoTree(info.sha or "", files)
@@ -168,10 +170,10 @@ def tree_of(api: HfApi, repo_id: str, revision: str | None) -> RepoTree:
 def ask(
     repo_id: str, token: str | bool | None, question: Callable[[], _Answer], *, revision: str | None = None
 ) -> _Answer:
-    """Ask the Hub what may be asked twice: again, where it is busy or its answer is lost.
+    """Ask the Hub something that is safe to repeat: it is asked again if it is busy or its answer is lost.
 
     Raises:
-        As `translate_hub_errors`.
+        HubError: What `translate_hub_errors` makes of a failure.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -186,7 +188,7 @@ def ask(
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether it may go better another time: the server was busy, or the connection broke."""
+    """Whether a request may succeed the next time: the server was busy, or the connection failed."""
     if isinstance(error, HfHubHTTPError):
         return status_of(error) in _RETRIED
     return isinstance(error, transport_errors())
@@ -196,9 +198,9 @@ def wait_before(attempt: int, error: BaseException, what: str) -> None:
     """Say that something failed, and wait before it is tried again: longer each time, or as long as the Hub asks.
 
     Args:
-        attempt: The one that comes, from 2.
-        error: Why the one before failed.
-        what: Was tried, for the log.
+        attempt: Number of the next attempt, from 2.
+        error: Why the last one failed.
+        what: What failed, for the log.
     """
     wait_seconds = _FIRST_WAIT_SECONDS * 2 ** (attempt - 2)
     if isinstance(error, HfHubHTTPError):
@@ -208,8 +210,9 @@ def wait_before(attempt: int, error: BaseException, what: str) -> None:
 
 
 def translate(error: HfHubHTTPError, repo_id: str, token: str | bool | None, revision: str | None) -> HubError:
-    """What an answer of the Hub means."""
-    status, used = status_of(error), describe_token(token)
+    """Translate an error answer of the Hub."""
+    status = status_of(error)
+    used = describe_token(token)
     url = f"{constants.ENDPOINT}/{repo_id}"
     about: dict[str, Any] = {"path": repo_id, "actual": status}
     said = f" The Hub said: {error.server_message}" if error.server_message else ""
@@ -252,7 +255,7 @@ def status_of(error: HfHubHTTPError) -> int:
 
 
 def retry_after(response: Any) -> float | None:
-    """Seconds that a server asks us to wait; None where it does not say."""
+    """Seconds that a server asks us to wait; None if it does not say."""
     value = response.headers.get("Retry-After")
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""One commit to a Hub repo on its way: uploaded first, then made; tried again where that can't make two of it."""
+"""Makes one commit on the Hub: uploads first, then commits, and tries again where that can't commit twice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _STALE_PARENT: Final = 412
 _EXPIRED: Final = frozenset({400, 401, 403, 404, 410})
-"""What a storage server answers to a URL whose time is over; the Hub gives a new one."""
+"""Answers of a storage server to an expired URL; the Hub gives a new one."""
 
 
 _MUST_GO: Final = (SAFETENSORS_SUFFIX, BIN_SUFFIX, CONFIG_NAME)
@@ -40,18 +40,18 @@ class RemoteCommit:
     def __init__(
         self, api: HfApi, repo_id: str, request: CommitRequest, tree: Callable[[str | None], RepoTree | None]
     ) -> None:
-        """Take the client, the repo, what to do, and what tells the files at a revision."""
+        """Keep the client, the repo, what to change, and a function that gives the files at a revision."""
         self.api, self.repo_id, self.request, self._tree = api, repo_id, request, tree
         self.failures: tuple[type[Exception], ...] = (HfHubHTTPError, *transport_errors())
         self.upload_failures: tuple[type[Exception], ...] = (RuntimeError, *self.failures)  # huggingface_hub wraps them
 
     def make(self, *, by_xet: bool, progress_callback: Callable[[int], object]) -> PushResult:
-        """Upload what the Hub has not, and commit.
+        """Upload what the Hub lacks, and commit.
 
         Raises:
-            StaleParentError: The branch is not at the parent any more.
+            StaleParentError: The branch is no longer at the parent.
             HubError: The Hub refused, or stopped answering; no commit was made.
-            IntegrityError: A file is not what its checksum was made of; no commit was made.
+            IntegrityError: A file differs from its checksum; no commit was made.
         """
         operations = operations_for(self.request.changes, by_xet=by_xet, progress_callback=progress_callback)
         try:
@@ -63,7 +63,7 @@ class RemoteCommit:
 
     def _upload(self, operations: Sequence[CommitOperationAdd | CommitOperationDelete]) -> None:
         additions = [operation for operation in operations if isinstance(operation, CommitOperationAdd)]
-        # huggingface_hub sends files of the same bytes at once, and all from one reader: the others go after the first.
+        # huggingface_hub would read files of equal bytes all from one reader at once: the others are sent afterwards.
         first = {addition.upload_info.sha256: addition for addition in reversed(additions)}
         others = [one for one in additions if one.upload_info.size and first[one.upload_info.sha256] is not one]
         kept = {id(one) for one in others}
@@ -94,13 +94,13 @@ class RemoteCommit:
                 return
 
     def _refuse_ignored(self, additions: Sequence[CommitOperationAdd]) -> None:
-        """Refuse to commit without files that the repo's .gitignore keeps out: huggingface_hub does so in silence."""
+        """Refuse to commit without files that the repo's .gitignore excludes: huggingface_hub silently omits them."""
         for addition in additions:
             path = addition.path_in_repo
             if addition._should_ignore and (path.endswith(_MUST_GO) or INDEX_FILE.fullmatch(path.rpartition("/")[2])):
                 raise HubError(
-                    f"The .gitignore of '{self.repo_id}' keeps '{path}' out, and a checkpoint without it is none. "
-                    "Nothing was committed. Remove the line from the .gitignore.",
+                    f"The .gitignore of '{self.repo_id}' excludes '{path}', and the checkpoint can't be loaded without "
+                    "it. Nothing was committed. Remove the line from the .gitignore.",
                     path=path,
                 )
 
@@ -121,7 +121,7 @@ class RemoteCommit:
                     raise StaleParentError from error
                 if not self._may_try_again(error, uploading=False):
                     raise
-                # It may have been made, and only the answer lost: look before it is made again.
+                # The commit may have been made and only its answer lost: look before it is made again.
                 if (landed := self._landed()) is not None:
                     logger.info("The commit to '%s' was made, though its answer was lost.", self.repo_id)
                     return landed
@@ -133,13 +133,13 @@ class RemoteCommit:
         raise HubConnectionError(f"The commit to '{self.repo_id}' was not made.", path=self.repo_id)
 
     def _may_try_again(self, error: BaseException, *, uploading: bool) -> bool:
-        """Whether it may go better another time: the connection, a busy server, a storage URL whose time is over."""
+        """Whether it may succeed the next time: a failed connection, a busy server, an expired storage URL."""
         if isinstance(error, HfHubHTTPError):
             return is_passing(error) or (uploading and status_of(error) in _EXPIRED)
         return isinstance(error, self.failures)
 
     def _landed(self) -> PushResult | None:
-        """The commit, where the Hub has it."""
+        """The commit, if the Hub has it already."""
         if self.request.create_pr:
             return self._landed_pull_request()
         now = self._tree(self.request.revision)
@@ -158,7 +158,7 @@ class RemoteCommit:
         return None
 
     def _holds(self, tree: RepoTree) -> bool:
-        """Whether a commit holds all that this one was to bring about."""
+        """Whether a commit holds everything that this one was meant to change."""
         for path, content in self.request.changes.items():
             there = tree.files.get(path)
             if content is None and there is not None:
@@ -172,7 +172,7 @@ class RemoteCommit:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What made an upload fail: huggingface_hub wraps it into a RuntimeError."""
+    """The reason why an upload failed, which huggingface_hub wraps into a RuntimeError."""
     cause = error
     while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
         cause = cause.__cause__

@@ -1,4 +1,4 @@
-"""The files of one commit as a pull sees them: those that the Hub has told, or those that the cache has."""
+"""The files of one commit as a pull sees them: those that the Hub lists, or those that the cache holds."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ _SHOWN: Final = 5
 
 
 class RemoteFiles:
-    """The files of a commit that the Hub has told."""
+    """The files of a commit as the Hub lists them."""
 
     def __init__(self, reader: HubReader, cache: RepoCache, *, force: bool, progress: bool | None) -> None:
-        """Take where they are, and where they go; `force` fetches what is there, each file once."""
-        self.commit, self._files = reader.tree.commit, reader.tree.files
-        self._reader, self._cache, self._force, self._progress = reader, cache, force, progress
+        """Keep the reader and the cache; with `force` each file is downloaded once, even if the cache holds it."""
+        self.commit = reader.tree.commit
+        self._files = reader.tree.files
+        self._reader = reader
+        self._cache = cache
+        self._force = force
+        self._progress = progress
         self._forced: set[str] = set()
 
     def has(self, path: str, *, is_needed: bool = True) -> bool:
@@ -31,7 +35,7 @@ class RemoteFiles:
         return path in self._files
 
     def download(self, paths: Collection[str]) -> None:
-        """Bring files into the cache.
+        """Download files into the cache.
 
         Raises:
             CheckpointNotFoundError: The commit has no such file.
@@ -48,20 +52,20 @@ class RemoteFiles:
         if force:
             self._forced |= set(todo)
         total = bytes_to_download(self._reader, self._cache, todo, force=force)
-        progress = self._progress if total > COPY_BYTES else False  # less is there in no time
+        progress = self._progress if total > COPY_BYTES else False  # less is downloaded in no time
         with bytes_bar("Pulling", total, progress) as progress_callback:
             download(self._reader, self._cache, todo, force=force, progress_callback=progress_callback)
 
     def snapshot(self, path: str = "") -> str:
-        """Where a file lies."""
+        """The local path of a file."""
         return self._cache.snapshot(self.commit, path)
 
     def code(self) -> list[str]:
-        """The Python files of the commit that are known."""
+        """The known Python files of the commit."""
         return [path for path in self._files if path.endswith(".py")]
 
     def description(self) -> tuple[str, str]:
-        """What this is, and what to do where something lacks, for an error."""
+        """For an error message: what was looked at, and what to do."""
         weights = sorted(path for path in self._files if path.endswith(WEIGHTS_SUFFIXES))
         held = f"It holds {list_some(weights, _SHOWN, quote=True)}." if weights else "It holds no weights at all."
         repo_id = self._reader.repo_id
@@ -69,11 +73,11 @@ class RemoteFiles:
 
 
 class NotCachedError(Exception):
-    """The cache does not have, or does not know, what is needed."""
+    """The cache does not hold what is needed, or does not know of it."""
 
 
 class CachedFiles:
-    """The files of a commit that the cache has."""
+    """The files of a commit as far as the cache holds them."""
 
     def __init__(self, cache: RepoCache, commit: str, repo_id: str, *, is_sure: bool, todo: str = "") -> None:
         self.commit, self._cache, self._repo_id, self._is_sure, self._todo = commit, cache, repo_id, is_sure, todo
@@ -90,25 +94,25 @@ class CachedFiles:
         return bool(found)
 
     def download(self, paths: Collection[str]) -> None:
-        """See that files are there.
+        """Check that the cache holds files.
 
         Raises:
-            NotCachedError: One is not.
+            NotCachedError: One is missing.
         """
         if missing := [path for path in paths if not self._cache.has(self.commit, path)]:
             raise NotCachedError(
-                f"'{self._repo_id}' (commit {self.commit}) is not whole in the cache '{self._cache.root}': "
+                f"'{self._repo_id}' (commit {self.commit}) is not complete in the cache '{self._cache.root}': "
                 f"it lacks {list_some(missing, _SHOWN, quote=True)}"
             )
 
     def snapshot(self, path: str = "") -> str:
-        """Where a file lies."""
+        """The local path of a file."""
         return self._cache.snapshot(self.commit, path)
 
     def code(self) -> list[str]:
-        """The Python files of the commit that are known."""
-        return []  # it can't be told which files there are; what lacks, transformers asks for
+        """The known Python files of the commit."""
+        return []  # the cache does not know all files; transformers asks for what is missing
 
     def description(self) -> tuple[str, str]:
-        """What this is, and what to do where something lacks, for an error."""
-        return f"What the cache '{self._cache.root}' has of '{self._repo_id}' (commit {self.commit})", self._todo
+        """For an error message: what was looked at, and what to do."""
+        return f"What the cache '{self._cache.root}' holds of '{self._repo_id}' (commit {self.commit})", self._todo

@@ -1,4 +1,4 @@
-"""Brings files of a commit into the cache: in parallel, resumed, hashed while they are written, whole or not at all."""
+"""Downloads files of a commit into the cache: in parallel, resumed, and hashed while they are written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hfshard.storage.disk.fsops import require_space, sync
 logger = logging.getLogger(__name__)
 
 THREADS: Final = 8
-"""Files that come at once: as many as huggingface_hub's own."""
+"""Files that are downloaded at once: as many as in huggingface_hub."""
 
 
 def download(
@@ -34,19 +34,19 @@ def download(
     force: bool = False,
     progress_callback: Callable[[int], object] | None = None,
 ) -> None:
-    """Bring files into the cache; what is there already is only linked.
+    """Download files into the cache; contents that it holds already are only linked.
 
     Args:
-        remote: Where they are.
-        cache: Where they go.
-        paths: In the repo.
-        force: Fetch them even so.
-        progress_callback: Told the bytes that are done, from any thread; in all `bytes_to_download`.
+        reader: Reads the files of the commit.
+        cache: The repo's cache.
+        paths: Paths in the repo.
+        force: Download even what the cache holds.
+        progress_callback: Called from any thread with the bytes that are done; in all, `bytes_to_download`.
 
     Raises:
         IntegrityError: The bytes of a file are not those that the Hub lists; the file is not in the cache.
-        NotEnoughSpaceError: Before the first byte comes.
-        HubConnectionError, HubAccessError, HubNotFoundError, HubError: See `transport.Remote.read`.
+        NotEnoughSpaceError: The disk is too full; nothing was downloaded.
+        HubConnectionError, HubAccessError, HubNotFoundError, HubError: See `HubReader.read`.
     """
     commit, files = reader.tree.commit, reader.tree.files
     missing = [path for path in dict.fromkeys(paths) if force or not cache.holds(commit, path, files[path])]
@@ -69,7 +69,7 @@ def download(
 
 
 def bytes_to_download(reader: HubReader, cache: RepoCache, paths: Collection[str], *, force: bool = False) -> int:
-    """How many bytes `download` has to bring."""
+    """Count the bytes that `download` has to fetch."""
     files = {cache.blob(file): file for path in paths if (file := reader.tree.files[path])}
     return sum(file.size for file in files.values() if force or not cache.has_blob(file))
 
@@ -84,14 +84,14 @@ class _Downloader:
         self.progress_callback = progress_callback or (lambda count: None)
 
     def download(self, paths: list[str]) -> None:
-        """One file, under all the names that it has."""
+        """Download one file, under all the names that it has."""
         path = paths[0]
         file = self.reader.tree.files[path]
         with self.cache.lock(file, self.reader.cancelled) as is_held:
             if not is_held:
                 raise TransferCancelledError
             if not self.force and self.cache.has_blob(file):
-                self.progress_callback(file.size)  # another process brought it meanwhile
+                self.progress_callback(file.size)  # another process downloaded it in the meantime
                 return
             partial = self.cache.partial(file)
             fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -112,7 +112,7 @@ class _Downloader:
             hasher = hasher_for(file)
             before = self._prefix(fd, file, hasher)
             if before:
-                logger.info("'%s' goes on at byte %d of %d.", path, before, file.size)
+                logger.info("'%s' is resumed at byte %d of %d.", path, before, file.size)
             self.progress_callback(before)
             at = before
             for block in self.reader.read(path, before, file.size, remedy=lambda at: _kept(at, partial)):
@@ -126,13 +126,13 @@ class _Downloader:
             os.ftruncate(fd, 0)
             if not before:
                 break
-            # What an earlier pull left may have been torn by a power cut: once more, from the first byte.
+            # What an earlier pull left may have been torn by a power cut: try once more, from the first byte.
             self.progress_callback(-file.size)
         os.unlink(partial)
         kind = "sha256" if file.sha256 is not None else "git hash"
         raise IntegrityError(
-            f"'{path}' of '{self.reader.repo_id}' came damaged: its {kind} is {found}, and the Hub lists {file.etag} "
-            f"({hf_hub_url(self.reader.repo_id, path, revision=self.reader.tree.commit)}). Nothing of it was kept. "
+            f"'{path}' of '{self.reader.repo_id}' arrived damaged: its {kind} is {found}, and the Hub lists "
+            f"{file.etag} ({hf_hub_url(self.reader.repo_id, path, revision=self.reader.tree.commit)}). Nothing of it was kept. "
             "Run it again; if it fails again, the server or something on the way changes the bytes.",
             path=path,
             expected=file.etag,
@@ -151,7 +151,7 @@ class _Downloader:
 
 
 def hasher_for(file: RemoteFile) -> Any:
-    """What makes the hash that the Hub lists: sha256, or git's own of a small file (see `git_blob_id`)."""
+    """Make a hasher for the hash that the Hub lists: sha256, or git's own for a small file (see `git_blob_id`)."""
     if file.sha256 is not None:
         return hashlib.sha256()
     return hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
@@ -165,14 +165,15 @@ def _write(fd: int, block: bytes, at: int) -> None:
 
 
 def _kept(at: int, partial: str) -> str:
-    return f"{at:,} bytes are kept in '{partial}': check the network and run it again, it goes on from there."
+    return f"{at:,} bytes are kept in '{partial}': check the network and run it again, it continues from there."
 
 
 def _without_space(error: OSError, partial: str) -> OSError:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return error
     return NotEnoughSpaceError(
-        f"The disk became full while '{partial}' was written. Free some space and run it again: it goes on from there.",
+        f"The disk became full while '{partial}' was written. Free some space and run it again: it continues from "
+        "there.",
         path=partial,
     )
 

@@ -21,15 +21,15 @@ from hfshard.hub.repo_tree import PushResult, RepoTree
 from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 
 MAX_COMMIT_FILES: Final = 256
-"""Files that one commit adds before shards go ahead in commits of their own: huggingface_hub asks the Hub about so many
-at once, and the Hub's own documentation advises against commits of thousands."""
+"""The most files in one commit; of more, shards are committed first. huggingface_hub asks the Hub about so many at
+once, and the Hub's documentation advises against commits of thousands."""
 
 
 class _Api(HfApi):
-    """huggingface_hub's client, without its request to have a model card checked that hfshard itself has made."""
+    """huggingface_hub's client; a model card that hfshard itself has made is not sent to the Hub to be checked."""
 
     trusts_card = False
-    """Whether the README.md of the next commit is such a one."""
+    """Whether the README.md of the next commit was made by hfshard."""
 
     def _validate_yaml(self, content: str, **kwargs: Any) -> None:
         if not self.trusts_card:
@@ -37,13 +37,13 @@ class _Api(HfApi):
 
 
 class HubRepo:
-    """A repo on the Hub that is to be pushed to."""
+    """A repo on the Hub that is pushed to."""
 
     def __init__(self, repo_id: str, *, token: str | bool | None, private: bool | None) -> None:
-        """Make the repo, if it is not there.
+        """Make the repo if it is missing.
 
         Raises:
-            HubAccessError, HubConnectionError: See `client.speaking`.
+            HubAccessError, HubConnectionError: See `translate_hub_errors`.
         """
         self.token = token
         self._api = _Api(token=token)
@@ -54,7 +54,7 @@ class HubRepo:
         """Names that are known to be branches."""
 
     def tree(self, revision: str | None) -> RepoTree | None:
-        """The files at a revision; None where there is no such branch yet.
+        """The files at a revision; None if there is no such branch yet.
 
         Raises:
             HubNotFoundError, HubAccessError, HubConnectionError: The repo can't be seen.
@@ -72,7 +72,7 @@ class HubRepo:
         """Make a branch where `main` is.
 
         Raises:
-            HubNotFoundError: It is the name of a pull request: those are opened by create_pr=True.
+            HubNotFoundError: It is the name of a pull request; those are opened by create_pr=True.
             InvalidArgumentError: It can't be the name of a branch, or looks like a commit.
         """
         if branch.startswith("refs/"):
@@ -86,10 +86,11 @@ class HubRepo:
         self._branches.add(branch)
 
     def read(self, path: str, commit: str) -> bytes:
-        """The bytes of a small file; they go into no cache.
+        """Read a small file, past the cache.
 
         Raises:
-            IntegrityError: They are not those that the Hub lists.
+            HubNotFoundError: The commit has no such file.
+            IntegrityError: Its bytes do not have the hash that the Hub lists.
         """
         known = self._known if self._known is not None and self._known.commit == commit else self.tree(commit)
         if known is None or path not in known.files:
@@ -98,7 +99,7 @@ class HubRepo:
             raise HubError(f"'{path}' of '{self.repo_id}' is too large to be what its name says.", path=path)
         raw = HubReader(self.repo_id, known, self.token).read_all(path)
         if not known.files[path].has_contents(BytesSource(raw)):
-            raise IntegrityError(f"'{path}' of '{self.repo_id}' came damaged. Run it again.", path=path)
+            raise IntegrityError(f"'{path}' of '{self.repo_id}' arrived damaged. Run it again.", path=path)
         return raw
 
     def url_of(self, commit: str) -> str:
@@ -116,11 +117,11 @@ class HubRepo:
         create_pr: bool,
         progress_callback: Callable[[int], object] | None,
     ) -> PushResult:
-        """Upload what the Hub has not, and commit; shards of new names go ahead where they are very many.
+        """Upload what the Hub lacks, and commit; of very many files, shards with new names are committed first.
 
         Raises:
-            StaleParentError: The branch is not at `parent` any more.
-            HubError: The Hub refused, or stopped answering; nothing was committed but shards that nothing names.
+            StaleParentError: The branch is no longer at `parent`.
+            HubError: The Hub refused, or stopped answering; nothing was committed except shards that no index names.
         """
         if revision is not None and not create_pr:
             self._refuse_fixed(revision)
@@ -142,14 +143,14 @@ class HubRepo:
             result = RemoteCommit(self._api, self.repo_id, request, self.tree).make(
                 by_xet=by_xet, progress_callback=sent
             )
-            if result.pr_url is not None:  # what follows goes on the pull request that the first commit opened
+            if result.pr_url is not None:  # later commits go to the pull request that the first one opened
                 pr_url, revision, create_pr = result.pr_url, pr_revision(result.pr_url), False
             parent = result.commit
         assert result is not None
         return PushResult(result.commit, result.url, pr_url, sent_bytes=sent.count)
 
     def _refuse_fixed(self, revision: str) -> None:
-        """Refuse a tag or a commit before anything is sent: the Hub itself does so afterwards."""
+        """Refuse a tag or a commit before anything is sent; the Hub itself refuses it only afterwards."""
         if revision in self._branches or revision.startswith("refs/"):
             return
         refs = ask(self.repo_id, self.token, partial(self._api.list_repo_refs, self.repo_id))
@@ -179,7 +180,7 @@ class _Counter:
 
 
 def _batches(changes: Mapping[str, ByteSource | None], there: Mapping[str, Any]) -> list[dict[str, ByteSource | None]]:
-    """One batch; or, where the files are very many, first shards whose names nothing has, so that no commit mixes."""
+    """Make one batch; of very many files, first batches of shards with new names, so that no commit mixes two saves."""
     if len(changes) <= MAX_COMMIT_FILES:
         return [dict(changes)]
     early = [

@@ -1,4 +1,4 @@
-"""Reads files of one commit over HTTP, however often the connection breaks, and never twice what came already."""
+"""Reads files of one commit over HTTP: broken connections are resumed, and no byte is downloaded twice."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from hfshard.hub.repo_tree import RepoTree
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""How long to wait after each failure in a row; after as many the transfer is given up."""
+"""How long to wait after each failure in a row; after the last one the transfer fails."""
 
 _BATCH_OBJECTS: Final = 256
-"""Objects that one LFS request asks about: as many as huggingface_hub's own."""
+"""Objects that one LFS request asks about: as many as huggingface_hub's."""
 _URL_TRIES: Final = 2
-"""Failures in a row of a file's storage URLs before the file is asked for as huggingface_hub does."""
+"""Failures in a row of a file's storage URLs, after which the file is requested as huggingface_hub does."""
 _LFS_JSON: Final = "application/vnd.git-lfs+json"
 _TRY_AGAIN: Final = (408, 429)
 _OK, _PARTIAL, _CLIENT_ERROR, _RANGE_REFUSED, _SERVER_ERROR = 200, 206, 400, 416, 500
 
 
 class TransferCancelledError(Exception):
-    """Another file of the same pull failed: this one is left where it is."""
+    """Another file of the same pull failed: this one stays unfinished."""
 
 
 class _TryAgainError(Exception):
-    """An answer that may be another one next time."""
+    """An answer that may be different the next time."""
 
     def __init__(self, problem: str, *, wait_seconds: float | None = None) -> None:
         super().__init__(problem)
@@ -49,23 +49,23 @@ class RetryPolicy:
         """Begin to count.
 
         Args:
-            stop: Ends all waiting when it is set.
-            failures: So many are waited for; the next one is too many.
+            cancelled: Ends all waiting when it is set.
+            failures: The most failures in a row after which to wait.
         """
         self.failures = 0
         self._cancelled, self._most = cancelled or threading.Event(), failures
 
     def progressed(self) -> None:
-        """Bytes came: failures are counted anew."""
+        """Count from zero again, as bytes have arrived."""
         self.failures = 0
 
     def check(self) -> None:
-        """Raises StoppedError when it is to stop."""
+        """Raise TransferCancelledError if the transfer was cancelled."""
         if self._cancelled.is_set():
             raise TransferCancelledError
 
     def can_wait(self, wait_seconds: float | None = None) -> bool:
-        """Wait after a failure: as long as the server asked, else longer each time. False: there were too many."""
+        """Wait after a failure, as long as the server asked, else longer each time; False if there were too many."""
         if self.failures >= self._most:
             return False
         seconds = RETRY_SECONDS[min(self.failures, len(RETRY_SECONDS) - 1)]
@@ -76,7 +76,7 @@ class RetryPolicy:
 
 
 class HubReader:
-    """The files of one commit, to be read by whatever way the server has."""
+    """Reads the files of one commit, by whichever way the server offers."""
 
     def __init__(
         self, repo_id: str, tree: RepoTree, token: str | bool | None, cancelled: threading.Event | None = None
@@ -86,8 +86,8 @@ class HubReader:
         Args:
             repo_id: "org/name".
             tree: The commit and its files.
-            token: As in huggingface_hub.
-            stop: Ends all transfers when it is set.
+            token: A token, as in huggingface_hub.
+            cancelled: Ends all transfers when it is set.
         """
         self.repo_id, self.tree, self.token = repo_id, tree, token
         self.cancelled = cancelled or threading.Event()
@@ -97,7 +97,7 @@ class HubReader:
         self._lock = threading.Lock()
 
     def prefetch_urls(self, paths: Collection[str]) -> None:
-        """Tell which files will be read, so that one request asks for the storage URLs of all."""
+        """Announce files that will be read, so that one request asks for the storage URLs of all."""
         with self._lock:
             for path in paths:
                 file = self.tree.files[path]
@@ -107,18 +107,18 @@ class HubReader:
     def read(
         self, path: str, start: int, end: int, *, remedy: Callable[[int], str] = lambda at: "Run it again."
     ) -> Iterator[bytes]:
-        """Bytes `start` to `end` of a file, in order and each once, through whatever breaks on the way.
+        """Read bytes `start` to `end` of a file, in order and each once, however often the connection breaks.
 
         Args:
             path: In the repo.
             start: First byte.
             end: One past the last.
-            remedy: The last sentence of the error, for the number of bytes that came.
+            remedy: Makes the last sentence of the error from the number of bytes that arrived.
 
         Raises:
-            HubConnectionError: It broke off again and again, and no byte came in between.
+            HubConnectionError: The connection failed again and again without a byte in between.
             HubAccessError, HubNotFoundError, HubError: The server refuses.
-            StoppedError: `stop` was set.
+            TransferCancelledError: The transfer was cancelled.
         """
         at, retry, by_range = start, RetryPolicy(self.cancelled), True
         failures: tuple[type[Exception], ...] = (_TryAgainError, *transport_errors())
@@ -148,20 +148,20 @@ class HubReader:
                 logger.info("'%s' of '%s' at byte %d of %d: %s", path, self.repo_id, at, end, problem)
                 if not retry.can_wait(getattr(error, "wait_seconds", None)):
                     raise HubConnectionError(
-                        f"'{path}' of '{self.repo_id}' did not come: the connection failed {retry.failures + 1} "
-                        f"times in a row, the last time with: {problem}. {remedy(at)}",
+                        f"'{path}' of '{self.repo_id}' could not be downloaded: the connection failed "
+                        f"{retry.failures + 1} times in a row, the last time with: {problem}. {remedy(at)}",
                         path=path,
                         expected=end,
                         actual=at,
                     ) from error
 
     def read_all(self, path: str) -> bytes:
-        """A small file, whole; its hash is not checked."""
+        """Read a whole small file; its hash is not checked."""
         return b"".join(self.read(path, 0, self.tree.files[path].size))
 
     @contextmanager
     def _opened(self, path: str, start: int, end: int, failures: int) -> Iterator[tuple[Any, int]]:
-        """An answer with bytes of the file, and which byte of the file is its first."""
+        """Send a request for bytes of the file; yields the answer, and which byte of the file is its first."""
         file = self.tree.files[path]
         storage = self._storage_url(file.sha256, file.size, failures) if file.sha256 is not None else None
         headers = {"Accept-Encoding": "identity"}
@@ -189,15 +189,15 @@ class HubReader:
             raise _TryAgainError(problem, wait_seconds=retry_after(response))
         if status >= _CLIENT_ERROR and (is_direct or not _is_endpoint(response.url)):
             with self._lock:
-                self._urls.pop(oid or "", None)  # it has expired: a new one is asked for
+                self._urls.pop(oid or "", None)  # it has expired: a new one is requested
             raise _TryAgainError(f"{problem}, the URL has expired", wait_seconds=0.0)
         with translate_hub_errors(self.repo_id, self.token, revision=self.tree.commit):
             response.read()
             hf_raise_for_status(response)
-        raise HubError(f"{problem}, which is neither a file nor an error that is known.", path=self.repo_id)
+        raise HubError(f"{problem}, which is neither a file nor a known error.", path=self.repo_id)
 
     def _storage_url(self, oid: str, size: int, failures: int) -> tuple[str, dict[str, str]] | None:
-        """Where storage has an object, and the headers to be sent there; None where the server does not tell."""
+        """The storage URL of an object, and the headers to send there; None if the server does not tell."""
         with self._lock:
             if failures > _URL_TRIES:
                 self._refused.add(oid)
@@ -211,7 +211,7 @@ class HubReader:
             return self._urls.get(oid)
 
     def _ask(self, objects: dict[str, int]) -> dict[str, tuple[str, dict[str, str]]]:
-        """The LFS batch API: sha256 -> URL and headers, for as many as the server gives.
+        """Ask the LFS batch API: sha256 -> URL and headers, for as many objects as the server knows.
 
         Source: git-lfs, docs/api/batch.md.
         """
@@ -232,12 +232,12 @@ class HubReader:
         try:
             return dict(_instructions(response.json(), url))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            logger.debug("%s answered what is no LFS: %s", url, error)
+            logger.debug("%s sent an answer that is not LFS: %s", url, error)
             return {}
 
 
 class _RangeRefusedError(Exception):
-    """The server does not have the bytes that were asked for: the file is asked for whole."""
+    """The server refuses a range: the whole file is requested."""
 
 
 def _instructions(answer: Any, url: str) -> Iterator[tuple[str, tuple[str, dict[str, str]]]]:
@@ -256,7 +256,7 @@ def _is_endpoint(url: Any) -> bool:
 
 
 def _first_byte(response: Any, asked: int) -> int:
-    """Which byte of the file an answer begins with."""
+    """The byte of the file that an answer begins with."""
     if response.status_code == _OK:
         return 0
     stated = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("-")[0]

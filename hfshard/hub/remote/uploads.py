@@ -1,4 +1,4 @@
-"""What a Hub commit is made of: operations whose hashes are known before, and readers that check them on the way."""
+"""Makes the operations of a Hub commit: hashes are known beforehand, and checked while files are read for upload."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from hfshard.storage.disk.byte_source import ByteSource, FileSource, sha256_of_s
 logger = logging.getLogger(__name__)
 
 XET_VARIABLE: Final = "HFSHARD_XET"
-"""The environment variable that has uploads try Xet ("1") on a server that is not the Hugging Face Hub, or never
-("0"); else Xet is tried on the Hugging Face Hub alone, whose repos all have it."""
+"""The environment variable that makes uploads use Xet on any server ("1"), or never ("0"). Without it Xet is used only
+on the Hugging Face Hub, where all repos have it."""
 
 _XET_DOMAINS: Final = ("huggingface.co", "hf.co")
 _HTTP_OK: Final = 200
 _HASHERS: Final = 4
-"""Files of unknown hash that are read at once."""
+"""Files that are hashed at once."""
 _SAMPLE_BYTES: Final = 512
-"""Bytes at a file's beginning by which the Hub tells text from binary, as huggingface_hub sends them."""
+"""Bytes of a file's beginning that huggingface_hub sends, so that the Hub can tell text from binary."""
 
 
 def operations_for(
     changes: Mapping[str, ByteSource | None], *, by_xet: bool, progress_callback: Callable[[int], object] | None
 ) -> list[CommitOperationAdd | CommitOperationDelete]:
-    """The operations of a commit.
+    """Make the operations of a commit.
 
-    An open file object goes by LFS, which every server speaks; a path goes by Xet, where hf_xet is installed. The
-    hash is handed over, so that nothing is read to make it.
+    huggingface_hub uploads an open file object by LFS, which every server supports, and a path by Xet where hf_xet is
+    installed. The hash is handed over, so that no file is read only to hash it.
 
     Args:
         changes: Path in the repo -> new contents, or None to delete.
         by_xet: Whether the server has Xet.
-        progress_callback: Told the bytes that are read to be sent.
+        progress_callback: Called with the number of bytes that are read for upload.
     """
     adds = {path: content for path, content in sorted(changes.items()) if content is not None}
     known = in_threads(_hash_and_sample, adds.items(), _HASHERS)
@@ -70,7 +70,7 @@ def _hash_and_sample(item: tuple[str, ByteSource], cancelled: threading.Event) -
         with content.open() as reader:
             return sha256, reader.read(_SAMPLE_BYTES)
     except FileNotFoundError as error:
-        raise _not_pushed(path, "it was removed meanwhile") from error
+        raise _not_pushed(path, "it was removed in the meantime") from error
 
 
 def close_readers(operations: list[CommitOperationAdd | CommitOperationDelete]) -> None:
@@ -81,14 +81,14 @@ def close_readers(operations: list[CommitOperationAdd | CommitOperationDelete]) 
 
 
 def rewind_readers(operations: Sequence[CommitOperationAdd]) -> None:
-    """Have the files read from their beginning."""
+    """Make files be read from their beginning again."""
     for operation in operations:
         if isinstance(operation.path_or_fileobj, io.BufferedIOBase):
             operation.path_or_fileobj.seek(0)
 
 
 def server_has_xet(repo_id: str, token: str | bool | None) -> bool:
-    """Whether uploads to the repo go by Xet: hf_xet is installed and on, and the server gives a token for it."""
+    """Whether uploads to the repo use Xet: hf_xet is installed and enabled, and the server gives a token for it."""
     wanted = os.environ.get(XET_VARIABLE, "")
     if wanted == "0" or constants.HF_HUB_DISABLE_XET or importlib.util.find_spec("hf_xet") is None:
         return False
@@ -101,57 +101,60 @@ def server_has_xet(repo_id: str, token: str | bool | None) -> bool:
 
 
 class CheckedReader(io.BufferedIOBase):
-    """A file on its way to a server: opened when it is first read, hashed while it is read, and counted.
+    """A file that is read for upload: opened when it is first read, hashed while it is read, and counted.
 
-    The last bytes are given only where the hash of all is the one that was announced: a file that was changed or
-    damaged since it was saved never arrives whole.
+    The last bytes are given only if the hash of all bytes is the announced one: a file that was changed or damaged
+    after it was saved never arrives complete.
     """
 
     def __init__(
         self, name: str, content: ByteSource, sha256: str, progress_callback: Callable[[int], object] | None = None
     ) -> None:
-        """Take what is to be sent.
+        """Open nothing yet.
 
         Args:
-            name: For messages.
+            name: The file's name in messages.
             content: The bytes.
-            sha256: In hex, as announced.
-            progress_callback: Told the bytes that are read; bytes that are read again are counted once.
+            sha256: The announced hash, in hex.
+            progress_callback: Called with the number of bytes that are read; bytes that are read again count once.
         """
-        self._name, self._content, self._sha256, self._progress_callback = name, content, sha256, progress_callback
+        self._name = name
+        self._content = content
+        self._sha256 = sha256
+        self._progress_callback = progress_callback
         self._reader: io.BufferedIOBase | None = None
         self._position = 0
         self._hasher: Any = hashlib.sha256()
         self._hashed = 0
-        """Bytes from the beginning that `_hasher` has taken in."""
+        """Bytes from the beginning that `_hasher` has seen."""
         self._marks: dict[int, Any] = {0: hashlib.sha256()}
-        """Position -> hasher, of where reading began: a part that is sent again begins there."""
+        """Position -> hasher at the positions where reading began: a part that is sent again begins there."""
         self._was_sought = False
         self._counted = 0
 
     def readable(self) -> bool:
-        """It is for reading."""
+        """Say that it can be read."""
         return True
 
     def seekable(self) -> bool:
-        """Reading may begin again."""
+        """Say that its position can be changed."""
         return True
 
     def tell(self) -> int:
-        """Bytes from the beginning."""
+        """The position, in bytes from the beginning."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Go to a position, as in a file."""
+        """Go to a position, as in any file."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._content.size}[whence]
         self._position, self._was_sought = base + offset, True
         return self._position
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """The next bytes.
+        """Read the next bytes.
 
         Raises:
-            IntegrityError: They are not those that were announced.
+            IntegrityError: The file is not the announced one.
         """
         left = max(0, self._content.size - self._position)
         wanted = left if size is None or size < 0 else min(size, left)
@@ -161,13 +164,13 @@ class CheckedReader(io.BufferedIOBase):
             try:
                 self._reader = self._content.open()
             except FileNotFoundError as error:
-                raise self._differs("it was removed meanwhile") from error
+                raise self._differs("it was removed in the meantime") from error
         if self._reader.tell() != self._position:
             self._reader.seek(self._position)
         block = self._reader.read(wanted)
         self._check(block, wanted)
         self._position += len(block)
-        if self._position >= self._content.size:  # of thousands of shards, few are open at a time
+        if self._position >= self._content.size:  # so that of thousands of shards few are open at a time
             self._reader.close()
             self._reader = None
         if self._progress_callback is not None and self._position > self._counted:
@@ -176,7 +179,7 @@ class CheckedReader(io.BufferedIOBase):
         return block
 
     def close(self) -> None:
-        """Close the file beneath."""
+        """Close the underlying file."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -196,7 +199,7 @@ class CheckedReader(io.BufferedIOBase):
         self._hasher.update(block)
         self._hashed += len(block)
         if self._hashed == self._content.size and self._hasher.hexdigest() != self._sha256:
-            raise self._differs("its bytes are not those that its checksum was made of")
+            raise self._differs("its bytes do not match its checksum")
 
     def _differs(self, problem: str) -> IntegrityError:
         return _not_pushed(self._name, problem, self._sha256)

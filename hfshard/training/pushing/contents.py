@@ -1,4 +1,4 @@
-"""Reads a checkpoint that is to be pushed: every byte compared with the manifest, and hashed as a hub wants it."""
+"""Reads a checkpoint that is pushed: all bytes are compared with the manifest, and hashed as a hub needs it."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from hfshard.training.run.directory import RunCheckpoint
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, check_files
 
 Hashes = dict[FileDigest, str]
-"""What a manifest records of a file -> its sha256, as it was made before: frozen weights are not hashed again."""
+"""A file's digest in the manifest -> its sha256 from an earlier push: frozen weights are not hashed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedContents:
-    """A checkpoint on its way to a hub."""
+    """A checkpoint that is pushed."""
 
     directory: str
     manifest: CheckpointManifest
     raw: bytes
     """The bytes of the manifest."""
     contents: dict[str, ByteSource] = field(default_factory=dict)
-    """Name -> contents, of all files."""
+    """File name -> contents."""
 
 
 def read_manifest_of(found: RunCheckpoint) -> VerifiedContents:
-    """A checkpoint without its contents.
+    """Read the manifest of a checkpoint, without the contents yet.
 
     Raises:
         DamagedCheckpointError: Its manifest can't be read.
@@ -48,15 +48,15 @@ def read_manifest_of(found: RunCheckpoint) -> VerifiedContents:
 
 
 def read_whole(one: VerifiedContents, progress: bool | None = None, hashes: Hashes | None = None) -> VerifiedContents:
-    """With its contents, compared and hashed in one reading.
+    """Add the contents, compared and hashed in one reading.
 
     Args:
         one: The checkpoint.
-        progress: A bar.
-        hashes: Those of earlier pushes; afterwards those of this one.
+        progress: Whether to show a bar on stderr. None: on a terminal.
+        hashes: The hashes of earlier pushes, which are replaced by those of this one.
 
     Raises:
-        DamagedCheckpointError, UnsafePathError: A file is not what was saved.
+        DamagedCheckpointError, UnsafePathError: A file is not the one that was saved.
     """
     hashes = {} if hashes is None else hashes
     files = one.manifest.files

@@ -195,12 +195,12 @@ def _is_of(base: str, name: str) -> bool:
     return name in (names.single, names.index) or names.is_shard(name)
 
 
-def _is_as_recorded(file: RemoteFile, record: FileDigest, name: str, read: Callable[[str], bytes]) -> bool:
-    if file.size != record.size:
+def _is_as_recorded(file: RemoteFile, digest: FileDigest, name: str, read: Callable[[str], bytes]) -> bool:
+    if file.size != digest.size:
         return False
     if name.endswith(SAFETENSORS_SUFFIX):
         return True  # of the same size, and its checksum is of another kind
-    return (file.sha256 or sha256_of(read(name))) == record.sha256
+    return (file.sha256 or sha256_of(read(name))) == digest.sha256
 
 
 def checked_at(
@@ -231,7 +231,7 @@ def checked_at(
     else:
         from hfshard.hub.remote.fetching import fetch
 
-        directory = fetch(path, _pick, query, progress).directory
+        directory = fetch(path, _resolve_run_checkpoint, query, progress).directory
     manifest = read_checkpoint_manifest(directory)
     found = RunCheckpoint(directory, manifest.step, manifest)
     try:
@@ -260,15 +260,17 @@ def check_repo(repo_id: str) -> None:
     check_repo_id(repo_id)
 
 
-def _pick(view: CommitFiles) -> ResolvedCheckpoint:
-    """All files of a training checkpoint."""
-    if not view.has(MANIFEST):
-        what, todo = view.description()
+def _resolve_run_checkpoint(files: CommitFiles) -> ResolvedCheckpoint:
+    """Find all files of a training checkpoint, and download them."""
+    from hfshard.hub.resolve import ResolvedCheckpoint
+
+    if not files.has(MANIFEST):
+        what, todo = files.description()
         raise _no_checkpoint(what, f"{todo}. A model alone is loaded by hfshard.load_model.")
-    view.download([MANIFEST])
-    files = [MANIFEST, *read_checkpoint_manifest(view.snapshot()).files]
-    view.download(files)
-    return ResolvedCheckpoint(view.snapshot(), view.commit, tuple(files), None, ())
+    files.download([MANIFEST])
+    paths = [MANIFEST, *read_checkpoint_manifest(files.snapshot()).files]
+    files.download(paths)
+    return ResolvedCheckpoint(files.snapshot(), files.commit, tuple(paths), None, ())
 
 
 def _no_checkpoint(what: str, todo: str, path: str | None = None) -> CheckpointNotFoundError:

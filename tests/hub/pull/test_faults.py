@@ -119,7 +119,7 @@ def test_damaged_bytes_are_refused_and_only_that_shard_is_fetched_again(
     outcome = lab.refused("pull", repo, cache_dir=tmp_path)
 
     assert outcome.error == "IntegrityError"
-    assert f"'{shard}' of '{repo}' came damaged: its sha256 is " in outcome.message
+    assert f"'{shard}' of '{repo}' arrived damaged: its sha256 is " in outcome.message
     assert f"and the Hub lists {entry.sha256} ({lab.hub.endpoint}/{repo}/resolve/" in outcome.message
     assert len(cached(tmp_path, repo)) == SHARDS - 1 + 2  # the whole shards, config and index
     assert not [path for path in cached(tmp_path, repo) if path.name.startswith(entry.sha256)]

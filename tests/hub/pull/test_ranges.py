@@ -111,7 +111,7 @@ def test_damaged_tensor_is_named_and_the_others_load(
     outcome = lab.refused("read", repo, tmp_path, keys="pooler.*", ranges=True)
 
     assert outcome.error == "IntegrityError"
-    assert f"Tensor 'pooler.dense.bias' of '{shard}' in '{repo}' came damaged" in outcome.message
+    assert f"Tensor 'pooler.dense.bias' of '{shard}' in '{repo}' arrived damaged" in outcome.message
     assert lab.call("read", repo, tmp_path, keys=["pooler.dense.weight"], ranges=True) == {
         "pooler.dense.weight": digests["pooler.dense.weight"]
     }

@@ -52,7 +52,7 @@ def test_damaged_file_never_gives_its_last_bytes(at: int, tmp_path: Path) -> Non
     damaged[at] ^= 1
     reader = reader_of(tmp_path / "f", bytes(damaged), [])
     given = 0
-    with pytest.raises(IntegrityError, match="'name' was not pushed: its bytes are not those") as raised:
+    with pytest.raises(IntegrityError, match="'name' was not pushed: its bytes do not match its checksum") as raised:
         while block := reader.read(65_536):
             given += len(block)
     assert raised.value.path == "name"
@@ -87,5 +87,5 @@ def test_gitignore_of_the_repo_does_not_make_half_a_checkpoint(tmp_path: Path) -
         environment = server.environment(home=tmp_path / "home")
         done = forkserver.run(["-c", PUSH], env=environment, cwd=tmp_path)
         assert done.returncode == 1
-        assert "HubError: The .gitignore of 'org/m' keeps 'model-00002-of-00002.safetensors' out" in done.stderr
+        assert "HubError: The .gitignore of 'org/m' excludes 'model-00002-of-00002.safetensors'" in done.stderr
         assert server.repo("org/m").commits()[0].oid == before
