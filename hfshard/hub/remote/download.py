@@ -132,8 +132,8 @@ class _Downloader:
         kind = "sha256" if file.sha256 is not None else "git hash"
         raise IntegrityError(
             f"'{path}' of '{self.reader.repo_id}' arrived damaged: its {kind} is {found}, and the Hub lists "
-            f"{file.etag} ({hf_hub_url(self.reader.repo_id, path, revision=self.reader.tree.commit)}). Nothing of it was kept. "
-            "Run it again; if it fails again, the server or something on the way changes the bytes.",
+            f"{file.etag} ({hf_hub_url(self.reader.repo_id, path, revision=self.reader.tree.commit)}). Nothing of it "
+            "was kept. Run it again; if it fails again, the server or something on the way changes the bytes.",
             path=path,
             expected=file.etag,
             actual=found,

@@ -155,7 +155,7 @@ def test_complete_cache_serves_where_the_hub_does_not_answer(
 
     assert (outcome.error, outcome.result) == (None, before)
     (warning,) = outcome.log
-    assert "What the cache has of it is used: commit " in warning
+    assert "The files in the cache are used: commit " in warning
     assert lab.hub.count() == (1 if failure == "busy" else 0)
 
 

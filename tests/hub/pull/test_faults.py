@@ -166,7 +166,7 @@ def test_what_keeps_failing_is_given_up_and_what_came_is_kept(lab: PullLab, repo
     assert {name: outcome.error for name, outcome in outcomes.items()} == dict.fromkeys(repos, "HubConnectionError")
     assert "the connection failed 6 times in a row, the last time with: HTTP 502" in outcomes["storage"].message
     assert "10,000 bytes are kept in '" in outcomes["storage"].message
-    assert outcomes["storage"].message.endswith("check the network and run it again, it goes on from there.")
+    assert outcomes["storage"].message.endswith("check the network and run it again, it continues from there.")
     assert "could not answer" in outcomes["info"].message
     assert "The connection to http://127.0.0.1:9 failed" in outcomes["nobody"].message
     lab.hub.clear_faults()

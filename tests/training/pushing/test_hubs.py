@@ -281,7 +281,7 @@ def test_corrupt_byte_on_the_way_restores_nothing(lab: RunLab, repo: str, tmp_pa
     lab.view(repo).corrupt(name, at=len(raw) // 2)
     outcome = lab.refused_resume(repo, tmp_path)  # the state is as it was: the task looks
     assert outcome.error == "IntegrityError"
-    assert outcome.message.startswith(f"'{name}' of '{repo}' came damaged")
+    assert outcome.message.startswith(f"'{name}' of '{repo}' arrived damaged")
     lab.view(repo).mend(name, raw)
     assert lab.resume(repo, tmp_path)["restored"] == lab.digests["2"]
 
