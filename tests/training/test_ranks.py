@@ -28,7 +28,7 @@ def join(place: Path, rank: int, world_size: int) -> None:
     store = torch.distributed.FileStore(  # type: ignore[attr-defined]  # torch lists it in its documentation only
         str(place / "store"), world_size
     )
-    timeout = timedelta(seconds=30)
+    timeout = timedelta(seconds=processes.PATIENCE_SECONDS - 20)  # on a busy machine, too
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -29,6 +29,8 @@ PHASES = ("batch", "backward", "optimizer", "scheduler", "saved")
 step, after the scheduler's and before the save, right after the save. "saving" is another: somewhere in the save."""
 LONGEST_SECONDS = 0.02
 """From the beginning of a save to a kill in it: two small saves."""
+LATEST_SECONDS = 60
+"""Until a kill that is under way must have come: a timer's thread may have to wait for a busy machine."""
 _SAFE_INTEGER = 2**31
 
 Batch = Any

@@ -188,7 +188,8 @@ def test_a_forked_process_does_not_save_beside_its_parent(tmp_path: Path, impati
     assert (steps_in(tmp_path), litter(tmp_path)) == ([1, 3], [])
 
 
-def test_a_run_waits_for_one_that_is_just_ending(tmp_path: Path) -> None:
+def test_a_run_waits_for_one_that_is_just_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "_WAIT_SECONDS", 60.0)  # so that a save on a slow disk is not taken for waiting
     first, second = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
     first.save(1, state())
     pid = os.fork()
