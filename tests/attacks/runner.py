@@ -1,7 +1,4 @@
-"""Runs attacks in children of one warm process: forked, limited, watched, and killed when they hang.
-
-python -m tests.attacks.runner        reads lists of requests from stdin, a JSON list per line, and answers likewise
-"""
+"""Runs attacks in children of one warm process: forked, limited, watched, and killed when they hang."""
 
 from __future__ import annotations
 
@@ -9,17 +6,14 @@ import json
 import os
 import resource
 import select
-import signal
-import subprocess
-import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
-from tests import REPOSITORY
 from tests.attacks.watch import Audit, Inotify, mapped_bytes, peak_bytes, reset_peak
+from tests.helpers.forkserver import ForkServer
 
 MEMORY_BYTES = 3 * 1024**3
 """Address space that a child may take beyond what it has: a bomb meets MemoryError, not the machine's end."""
@@ -28,14 +22,7 @@ CHUNK = 10
 """Attacks in one child: a fork of torch costs as much as several loads."""
 
 
-def main() -> None:
-    """Answer requests until stdin ends."""
-    _warm_up()
-    for line in sys.stdin:
-        print(json.dumps(_answers(json.loads(line))), flush=True)
-
-
-def _warm_up() -> None:
+def warm_up() -> None:
     """Import everything, and load one good checkpoint, so that no child pays or opens anything for it."""
     import logging
     import tempfile
@@ -60,79 +47,31 @@ def _warm_up() -> None:
         for entry in ("state_dict", "module", "pretrained", "verify", "stock"):
             enter(entry, place.checkpoint, "structure")
             enter(entry, place.outside / "nothing", "structure")
-        os.chdir("/")
-
-
-def _answers(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run attacks in one child; those that it did not live to answer, in a child each."""
-    answers = _forked(requests)
-    if len(answers) == len(requests) and not any(answer["hang"] or answer["signal"] for answer in answers):
-        return answers
-    if len(requests) == 1:
-        return answers
-    alive = [answer for answer in answers if not answer["hang"] and not answer["signal"]]
-    left = [{**request, "root": request["root"] + "-alone"} for request in requests[len(alive) :]]
-    return alive + [_forked([request])[0] for request in left]
-
-
-def _forked(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run attacks in one child; the last answer says if it hung or was killed."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reading)
-        _child(requests, writing)
-    os.close(writing)
-    received, is_done = _read_until_quiet(reading)
-    if not is_done:
-        os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    killed_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) and is_done else 0
-    if os.WIFEXITED(status) and os.WEXITSTATUS(status):
-        raise RuntimeError("an attack could not be built: its traceback stands above")
-    answers: list[dict[str, Any]] = []
-    for line in received.splitlines():
-        part = json.loads(line)
-        if "entry" not in part:
-            answers.append({**part, "runs": {}, "hang": False, "signal": 0})
-        else:
-            answers[-1]["runs"][part["entry"]] = part
-    if not answers:
-        answers.append({"name": requests[0]["name"], "file": "", "runs": {}})
-    answers[-1].update(hang=not is_done, signal=killed_by)
-    return answers
 
 
 def _read_until_quiet(fd: int) -> tuple[bytes, bool]:
     """All that a child writes, and whether it ended by itself: it hangs when it writes nothing for ten seconds."""
     received = b""
-    with os.fdopen(fd, "rb", buffering=0) as pipe:
-        while select.select([pipe], [], [], HANG_SECONDS)[0]:
-            piece = pipe.read(1 << 16)
-            if not piece:
-                return received, True
-            received += piece
+    while select.select([fd], [], [], HANG_SECONDS)[0]:
+        piece = os.read(fd, 1 << 16)
+        if not piece:
+            return received, True
+        received += piece
     return received, False
 
 
-def _child(requests: list[dict[str, Any]], writing: int) -> None:
-    code = 1
-    try:
-        memory = mapped_bytes() + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        audit = Audit()
-        with os.fdopen(writing, "w") as pipe:
-            for request in requests:
-                for part in _attacked(request, audit):
-                    pipe.write(json.dumps(part) + "\n")
-                    pipe.flush()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+def attack(requests: list[dict[str, Any]]) -> None:
+    """Run attacks in this child; what came of each entry is a line of JSON on stdout."""
+    memory = mapped_bytes() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    audit = Audit()
+    with os.fdopen(os.dup(1), "w") as pipe:
+        os.dup2(2, 1)
+        for request in requests:
+            for part in _attacked(request, audit):
+                pipe.write(json.dumps(part) + "\n")
+                pipe.flush()
 
 
 def _busy_seconds() -> float:
@@ -178,29 +117,52 @@ class Server:
 
     def __init__(self, home: Path) -> None:
         offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
-        paths = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, **offline, "HF_HOME": str(home), "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
-        command = [sys.executable, "-m", "tests.attacks.runner"]
-        self._process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._environment = {**os.environ, **offline, "HF_HOME": str(home), "PYTHONWARNINGS": "ignore"}
+        self._server = ForkServer("tests.attacks.runner:warm_up", environment=self._environment)
 
     def run(self, names: list[str], root: Path, **options: Any) -> list[dict[str, Any]]:
-        """Run attacks, each in a directory of its own below `root`; what came of each entry."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        """Run attacks, each in a directory of its own below `root`; what came of each entry.
+
+        They run in one child; those that it did not live to answer, in a child each.
+        """
         requests = [{"name": name, "root": str(root / str(at)), **options} for at, name in enumerate(names)]
-        self._process.stdin.write(json.dumps(requests) + "\n")
-        self._process.stdin.flush()
-        answers: list[dict[str, Any]] = json.loads(self._process.stdout.readline())
+        answers = self._forked(requests)
+        if len(answers) == len(requests) and not any(answer["hang"] or answer["signal"] for answer in answers):
+            return answers
+        if len(requests) == 1:
+            return answers
+        alive = [answer for answer in answers if not answer["hang"] and not answer["signal"]]
+        left = [{**request, "root": request["root"] + "-alone"} for request in requests[len(alive) :]]
+        return alive + [self._forked([request])[0] for request in left]
+
+    def _forked(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Run attacks in one child; the last answer says if it hung or was killed."""
+        with self._server.call(attack, requests, env=self._environment, cwd="/", stdout=PIPE, stderr=2) as child:
+            assert child.stdout is not None
+            received, is_done = _read_until_quiet(child.stdout.fileno())
+            if not is_done:
+                child.kill()
+            code = child.wait()
+        if code > 0:
+            raise RuntimeError("an attack could not be built: its traceback stands above")
+        answers = _grouped(received)
+        if not answers:
+            answers.append({"name": requests[0]["name"], "file": "", "runs": {}})
+        answers[-1].update(hang=not is_done, signal=-code if is_done else 0)
         return answers
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
-        self._process.stdout.close()
+        self._server.close()
 
 
-if __name__ == "__main__":
-    main()
+def _grouped(received: bytes) -> list[dict[str, Any]]:
+    """An answer for each attack, with what came of its entries."""
+    answers: list[dict[str, Any]] = []
+    for line in received.splitlines():
+        part = json.loads(line)
+        if "entry" in part:
+            answers[-1]["runs"][part["entry"]] = part
+        else:
+            answers.append({**part, "runs": {}, "hang": False, "signal": 0})
+    return answers

@@ -28,9 +28,16 @@ Ask = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    """Answers of the runner, by name: a chunk of neighbours is run when the first of them is asked for."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One for all tests: to start it takes seconds, and each child is of its own."""
     server = Server(tmp_path_factory.mktemp("home"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def ask(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Ask:
+    """Answers of the runner, by name: a chunk of neighbours is run when the first of them is asked for."""
     answers: dict[str, dict[str, Any]] = {}
 
     def answer(name: str) -> dict[str, Any]:
@@ -41,8 +48,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
             answers.update({each["name"]: each for each in found})
         return answers[name]
 
-    yield answer
-    server.close()
+    return answer
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -50,26 +56,22 @@ def test_attack_is_refused(name: str, ask: Ask) -> None:
     assert complaints(ask(name)) == []
 
 
-def test_command_line_names_what_is_damaged(tmp_path: Path) -> None:
+def test_command_line_names_what_is_damaged(server: Server, tmp_path: Path) -> None:
     """Every seventh attack, for the sake of time."""
     found = {}
-    server = Server(tmp_path / "home")
     for answer in server.run(VERIFIABLE[::7], tmp_path, entries=["cli"]):
         found[answer["name"]] = cli_complaints(answer)
-    server.close()
     assert {name: problems for name, problems in found.items() if problems} == {}
     assert len(found) > 80
 
 
-def test_no_attack_is_resharded(tmp_path: Path) -> None:
+def test_no_attack_is_resharded(server: Server, tmp_path: Path) -> None:
     found = {}
-    server = Server(tmp_path / "home")
     names = [name for name in STORED if not _ALL[name].full and name != PASSED_ON]
     for answer in server.run(names, tmp_path, entries=["reshard"]):
         found[answer["name"]] = complaints(answer)
     for answer in server.run(CONTROLS, tmp_path / "whole", entries=["reshard"]):
         found[answer["name"]] = control_complaints(answer)
-    server.close()
     assert {name: problems for name, problems in found.items() if problems} == {}
     assert len(found) > WANTED
 
@@ -84,10 +86,8 @@ def test_save_into_a_trap_touches_nothing_outside(name: str, ask: Ask) -> None:
     assert save_complaints(ask(name)) == []
 
 
-def test_nothing_escapes_those_who_watch(tmp_path: Path) -> None:
-    server = Server(tmp_path / "home")
+def test_nothing_escapes_those_who_watch(server: Server, tmp_path: Path) -> None:
     (answer,) = server.run([CONTROLS[0]], tmp_path, entries=["careless"])
-    server.close()
     found = complaints(answer)
     wanted = ("files outside", "'model.safetensors'", "os.system", "/etc/hostname", "a payload ran", "MiB", "and wrong")
     assert [words for words in wanted if not any(words in complaint for complaint in found)] == []

@@ -129,7 +129,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the tests, which end this
     with socket.socket(fileno=int(number)) as control:
         for name in modules:
-            importlib.import_module(name)
+            module, _, function = name.partition(":")
+            imported = importlib.import_module(module)
+            if function:
+                getattr(imported, function)()
         gc.collect()
         gc.freeze()
         order = serve(control)

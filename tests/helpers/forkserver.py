@@ -99,7 +99,7 @@ class ForkServer:
     """A process that imports modules once, and forks children that have them.
 
     Args:
-        modules: What it imports.
+        modules: What it imports; of `MODULE:FUNCTION`, the function is called, too.
         environment: Its own; by default, this process's.
     """
 
