@@ -6,8 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,29 +15,14 @@ from tests.helpers import forkserver
 from tests.helpers.readme_examples import blocks_of, command_lines, examples_of
 
 TOP = REPOSITORY / "README.md"
+TRAINING = REPOSITORY / "hfshard" / "training" / "README.md"
 ROOMS = (".github", "hfshard", "scripts", "tests")
 READMES = [TOP, *sorted(readme for room in ROOMS for readme in (REPOSITORY / room).rglob("README.md"))]
 BASH_EXAMPLES = blocks_of(TOP, "bash")
 
-Ran = Callable[[Path], tuple["subprocess.CompletedProcess[str]", Path]]
-
 
 def name_of(readme: Path) -> str:
     return str(readme.relative_to(REPOSITORY))
-
-
-@pytest.fixture(scope="module")
-def ran(minilm: Path, child_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Run a README's examples in a directory of their own, once; the later ones use what the earlier ones saved."""
-    assert minilm.is_dir()
-
-    @cache
-    def run(readme: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
-        directory = tmp_path_factory.mktemp("readme")
-        command = ["-m", "tests.helpers.readme_child", readme]
-        return forkserver.run(command, cwd=directory, env=child_environment, timeout=300), directory
-
-    return run
 
 
 def test_readme_has_examples_and_two_commands() -> None:
@@ -47,17 +30,7 @@ def test_readme_has_examples_and_two_commands() -> None:
     assert [block.count("\n") for block in BASH_EXAMPLES[:2]] == [1, 1]
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("readme", READMES, ids=name_of)
-def test_examples_run_as_they_stand(readme: Path, ran: Ran) -> None:
-    done, _ = ran(readme)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
-
-
-@pytest.mark.compat
-def test_first_example_saves_shards_of_the_size_that_it_names(ran: Ran) -> None:
-    _, directory = ran(TOP)
+def saved_shards_of_the_size_that_is_named(directory: Path) -> None:
     shards = sorted(path.name for path in (directory / "out").glob("*.safetensors"))
     assert [f"model-0000{number}-of-0000{len(shards)}.safetensors" for number in range(1, len(shards) + 1)] == shards
     # The 46,881,792 bytes of the word embedding alone in one file, and every other file below 20 MiB.
@@ -66,11 +39,26 @@ def test_first_example_saves_shards_of_the_size_that_it_names(ran: Ran) -> None:
     assert sizes[-2] <= 20_971_520
 
 
-@pytest.mark.compat
-def test_training_example_keeps_the_last_three_checkpoints_and_the_best(ran: Ran) -> None:
-    _, directory = ran(TOP)
+def kept_the_last_checkpoints(directory: Path) -> None:
     # 3 epochs of 8 steps, saved at 6, 12, 18 and 24: the last three stay, and the one with the lowest loss.
     assert {f"checkpoint-000000{step}" for step in (12, 18, 24)} <= set(os.listdir(directory / "run"))
+
+
+LEFT = {TOP: saved_shards_of_the_size_that_is_named, TRAINING: kept_the_last_checkpoints}
+"""What is to be seen of what the examples wrote."""
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_examples_run_as_they_stand(
+    readme: Path, minilm: Path, tmp_path: Path, child_environment: dict[str, str]
+) -> None:
+    command = ["-m", "tests.helpers.readme_child", str(readme)]
+    done = forkserver.run(command, cwd=tmp_path, env=child_environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    if readme in LEFT:
+        LEFT[readme](tmp_path)
 
 
 @pytest.mark.parametrize("readme", READMES, ids=name_of)
