@@ -16,7 +16,7 @@ from tests.helpers.readme_examples import blocks_of, command_lines, examples_of
 
 TOP = REPOSITORY / "README.md"
 TRAINING = REPOSITORY / "hfshard" / "training" / "README.md"
-ROOMS = (".github", "hfshard", "scripts", "tests")
+ROOMS = ("hfshard", "scripts", "tests")
 READMES = [TOP, *sorted(readme for room in ROOMS for readme in (REPOSITORY / room).rglob("README.md"))]
 BASH_EXAMPLES = blocks_of(TOP, "bash")
 
