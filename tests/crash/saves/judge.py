@@ -75,6 +75,13 @@ def same(one: Verdict, other: Verdict) -> bool:
     return one.kind == other.kind and one.generation == other.generation
 
 
+Files = frozenset[tuple[str, str]]
+"""A snapshot that can be looked up."""
+
+Known = dict[tuple[str, Files], Mapping[str, Verdict]]
+"""(transition, files) -> verdicts of directories that every reader loads: all saves that succeed leave the same few."""
+
+
 @dataclass(frozen=True, slots=True)
 class Examination:
     """What a directory turned out to hold, whatever way it came about.
@@ -85,6 +92,7 @@ class Examination:
         quiet: The category if nothing is wrong.
         judgement: What was found.
         left_over: Its litter.
+        learned: Verdicts that were not known before.
     """
 
     left: Snapshot
@@ -92,9 +100,10 @@ class Examination:
     quiet: str
     judgement: Judgement
     left_over: str
+    learned: Known
 
 
-def examine(transition: Transition, baseline: Baseline, directory: Path, target: Target) -> Examination:
+def examine(transition: Transition, baseline: Baseline, directory: Path, target: Target, known: Known) -> Examination:
     """Read a directory that a stopped save left; it is used up by the next saves."""
     found = Judgement()
     left = snapshot(directory)
@@ -106,8 +115,9 @@ def examine(transition: Transition, baseline: Baseline, directory: Path, target:
     if spoiled := touched(baseline.snapshot, left, transition.bystanders):
         found.problems.append(("wrong", f"bystanders touched: {spoiled}"))
     left_over = litter(directory, transition)
-    _judge_next_saves(transition, baseline, directory, target, found)
-    return Examination(left, verdicts, quiet, found, left_over)
+    next_saves = NextSaves(transition, baseline, target, known)
+    next_saves.judge(directory, found)
+    return Examination(left, verdicts, quiet, found, left_over, next_saves.learned)
 
 
 def judge(transition: Transition, baseline: Baseline, seen: Examination, run: Run, kind: str) -> Judgement:
@@ -167,38 +177,64 @@ def _is_only_swept(transition: Transition, changes: str) -> bool:
     return has_wreck and all(change.startswith("-") for change in changes.split())
 
 
-def _judge_next_saves(
-    transition: Transition, baseline: Baseline, directory: Path, target: Target, found: Judgement
-) -> None:
-    """The stopped save once more on a copy, and another one: both must succeed, load and leave no litter."""
-    again = directory.with_name("again")
-    if directory.exists():
-        shutil.copytree(directory, again, symlinks=True)
-    for save, place, word in (
-        (transition.new, again, "the same save again"),
-        (transition.next, directory, "the next save"),
-    ):
-        _judge_save(transition, baseline, save, place, target, word, found)
+@dataclass(frozen=True, slots=True)
+class NextSaves:
+    """The saves after a stopped one: each must succeed, load and leave no litter.
 
+    Attributes:
+        transition: That was stopped.
+        baseline: What it looks like when nothing is stopped.
+        target: Who saves.
+        known: What readers load of some directories.
+        learned: The same of more of them.
+    """
 
-def _judge_save(
-    transition: Transition, baseline: Baseline, save: Save, place: Path, target: Target, word: str, found: Judgement
-) -> None:
-    try:
-        perform(save, place, target)
-    except Exception as error:
-        found.problems.append(("unloadable", f"{word} failed: {type(error).__name__}: {error}"))
-        return
-    for label, verdict in read_all(transition.readers, place, transition.contents).items():
-        want = baseline.after[label]
-        if want.kind == "whole" and want.generation == transition.new.content.generation:
-            want = replace(want, generation=save.content.generation)
-        if not same(verdict, want):
-            category = "unloadable" if verdict.kind == "error" else "wrong"
-            found.problems.append((category, f"after {word}, {label}: {verdict}, not {want}"))
-        if verdict.note:
-            found.problems.append(("wrong", f"after {word}, {label}: {verdict.note}"))
-    if left_over := litter(place, transition):
-        found.problems.append(("litter", f"after {word}: {left_over}"))
-    if spoiled := touched(baseline.snapshot, snapshot(place), transition.bystanders):
-        found.problems.append(("wrong", f"after {word}, bystanders touched: {spoiled}"))
+    transition: Transition
+    baseline: Baseline
+    target: Target
+    known: Known
+    learned: Known = field(default_factory=dict)
+
+    def judge(self, directory: Path, found: Judgement) -> None:
+        """Carry out the stopped save once more in a copy, and another one in the directory."""
+        again = directory.with_name("again")
+        if directory.exists():
+            shutil.copytree(directory, again, symlinks=True)
+        self._judge(self.transition.new, again, "the same save again", found)
+        self._judge(self.transition.next, directory, "the next save", found)
+
+    def _judge(self, save: Save, place: Path, word: str, found: Judgement) -> None:
+        transition = self.transition
+        try:
+            perform(save, place, self.target)
+        except Exception as error:
+            found.problems.append(("unloadable", f"{word} failed: {type(error).__name__}: {error}"))
+            return
+        left = snapshot(place)
+        for label, verdict in self._read(place, left).items():
+            want = self._wanted(label, save)
+            if not same(verdict, want):
+                category = "unloadable" if verdict.kind == "error" else "wrong"
+                found.problems.append((category, f"after {word}, {label}: {verdict}, not {want}"))
+            if verdict.note:
+                found.problems.append(("wrong", f"after {word}, {label}: {verdict.note}"))
+        if left_over := litter(place, transition):
+            found.problems.append(("litter", f"after {word}: {left_over}"))
+        if spoiled := touched(self.baseline.snapshot, left, transition.bystanders):
+            found.problems.append(("wrong", f"after {word}, bystanders touched: {spoiled}"))
+
+    def _wanted(self, label: str, save: Save) -> Verdict:
+        want = self.baseline.after[label]
+        if want.kind == "whole" and want.generation == self.transition.new.content.generation:
+            return replace(want, generation=save.content.generation)
+        return want
+
+    def _read(self, place: Path, left: Snapshot) -> Mapping[str, Verdict]:
+        """What readers load; the same files are read once, unless a reader fails, whose error names the directory."""
+        key = (self.transition.name, frozenset(left.items()))
+        if key in self.known:
+            return self.known[key]
+        verdicts = read_all(self.transition.readers, place, self.transition.contents)
+        if all(verdict.kind == "whole" for verdict in verdicts.values()):
+            self.learned[key] = verdicts
+        return verdicts

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.crash.forks import in_fork
 from tests.crash.points import Outcome, Point, Recorded
 from tests.crash.saves.generations import Content
-from tests.crash.saves.judge import FAILURES, FINE, Baseline, Examination, Judgement, examine, judge, same
+from tests.crash.saves.judge import FAILURES, FINE, Baseline, Examination, Files, Judgement, Known, examine, judge, same
 from tests.crash.saves.power import cuts
 from tests.crash.saves.readers import Verdict, read_all
 from tests.crash.saves.states import build, litter, perform, snapshot
@@ -45,7 +45,8 @@ class SavesSuite(Suite[Transition, Baseline]):
     def __init__(self, target: str = "hfshard") -> None:
         super().__init__(target)
         self.writer = TARGETS[target]
-        self._examined: dict[tuple[str, frozenset[tuple[str, str]]], Examination] = {}
+        self._examined: dict[tuple[str, Files], Examination] = {}
+        self._known: Known = {}
 
     def transitions(self) -> tuple[Transition, ...]:
         """Every transition; those of another writer are judged by stock readers."""
@@ -106,8 +107,9 @@ class SavesSuite(Suite[Transition, Baseline]):
         key = (recorded.transition.name, frozenset(snapshot(directory).items()))
         if key not in self._examined:
             self._examined[key] = in_fork(
-                lambda: examine(recorded.transition, recorded.baseline, directory, self.writer)
+                lambda: examine(recorded.transition, recorded.baseline, directory, self.writer, self._known)
             )
+            self._known |= self._examined[key].learned
         return self._examined[key]
 
 
