@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.crash.points import Outcome, Point
-from tests.crash.runs.content import Save, generation_of, litter, name_of, perform, steps_in
+from tests.crash.runs.content import Save, contents, generation_of, litter, name_of, perform, steps_in
 from tests.crash.runs.transitions import Transition
 from tests.crash.tracer import Run
 
@@ -53,13 +53,32 @@ class Baseline:
     finished: dict[str, bytes]
 
 
+Known = dict[tuple[str, frozenset[tuple[str, bytes]]], RunContents]
+"""(transition, files) -> what is restored after a next save that succeeded: it leaves one of a few directories."""
+
+
+def after_next_save(transition: Transition, run: Path, known: Known) -> RunContents:
+    """What a directory holds after the save that follows a stopped one.
+
+    The same files are restored once, unless that fails with an error, which names the directory. What is found is added
+    to `known`.
+    """
+    key = (transition.name, contents(run))
+    if key in known:
+        return known[key]
+    found = contents_of(run, (*transition.before, transition.new, transition.next))
+    if not any(":" in words for words in (found.newest, *found.steps.values())):
+        known[key] = found
+    return found
+
+
 def contents_of(run: Path, saves: tuple[Save, ...]) -> RunContents:
     """Look, in this process."""
     steps = {step: generation_of(run, step, saves) for step in steps_in(run)}
     return RunContents(generation_of(run, None, saves), steps, tuple(litter(run)))
 
 
-def examine(transition: Transition, baseline: Baseline, run: Path, allowed: str) -> Finding:
+def examine(transition: Transition, baseline: Baseline, run: Path, allowed: str, known: Known) -> Finding:
     """Judge a directory that a stop left; it is used up by the next save.
 
     Args:
@@ -67,9 +86,9 @@ def examine(transition: Transition, baseline: Baseline, run: Path, allowed: str)
         baseline: What it looks like when nothing is stopped.
         run: The directory.
         allowed: `MAY_BE_EITHER`: the old or the new state may be the newest; `MUST_BE_NEW`: only the new.
+        known: As in `after_next_save`.
     """
-    saves = (*transition.before, transition.new)
-    found = contents_of(run, saves)
+    found = contents_of(run, (*transition.before, transition.new))
     is_new = found.newest == baseline.after.newest
     wrong = _wrong(baseline, found, allowed)
     lost = []
@@ -80,7 +99,7 @@ def examine(transition: Transition, baseline: Baseline, run: Path, allowed: str)
         perform(transition.next, run)
     except Exception as error:  # the sentence is the finding
         return "stuck", [*wrong, *lost, f"the next save: {type(error).__name__}: {error}"]
-    then = contents_of(run, (*saves, transition.next))
+    then = after_next_save(transition, run, known)
     if then.newest != name_of(transition.next):
         wrong.append(f"after the next save the newest is {then.newest!r}")
     wrong += [f"after the next save, step {step}: {words}" for step, words in then.steps.items() if ":" in words]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hfshard.storage.weights.safetensors_writer import WRITERS_VARIABLE
-from tests.crash.forks import in_fork
+from tests.crash.forks import A, in_fork
 from tests.crash.points import Outcome, Point, Recorded
 from tests.crash.runs import content
 from tests.crash.runs.content import contents, litter, name_of, perform, perform_and_go_on
@@ -18,7 +18,8 @@ from tests.crash.runs.judge import (
     MUST_BE_NEW,
     Baseline,
     Finding,
-    RunContents,
+    Known,
+    after_next_save,
     contents_of,
     examine,
     with_litter,
@@ -45,6 +46,7 @@ class RunsSuite(Suite[Transition, Baseline]):
     def __init__(self, target: str = "hfshard") -> None:
         super().__init__(target)
         self._examined: dict[tuple[str, str, frozenset[tuple[str, bytes]]], Finding] = {}
+        self._known: Known = {}
 
     def transitions(self) -> tuple[Transition, ...]:
         """Every transition."""
@@ -127,8 +129,7 @@ class RunsSuite(Suite[Transition, Baseline]):
         """A save raised, and the same manager went on to the next one."""
         transition, baseline = point.recorded.transition, point.recorded.baseline
         raised = self._raised(directory)
-        saves = (*transition.before, transition.new, transition.next)
-        found: RunContents = in_fork(lambda: contents_of(directory, saves))
+        found = self._learn(lambda known: after_next_save(transition, directory, known))
         if not raised.exists() and found.newest == baseline.after.newest:  # it came when all was done: in close()
             return Outcome(point, *self._examine(point.recorded, directory, MUST_BE_NEW))
         if found.newest != name_of(transition.next):
@@ -154,8 +155,22 @@ class RunsSuite(Suite[Transition, Baseline]):
         """Examine in a fork, or remember a directory with the same files: many stops leave those."""
         key = (recorded.transition.name, allowed, contents(run))
         if key not in self._examined:
-            self._examined[key] = in_fork(lambda: examine(recorded.transition, recorded.baseline, run, allowed))
+            self._examined[key] = self._learn(
+                lambda known: examine(recorded.transition, recorded.baseline, run, allowed, known)
+            )
         return self._examined[key]
+
+    def _learn(self, work: Callable[[Known], A]) -> A:
+        """Do something in a fork, and keep what it has come to know."""
+
+        def work_and_tell() -> tuple[A, Known]:
+            known = dict(self._known)
+            result = work(known)
+            return result, {key: known[key] for key in known.keys() - self._known.keys()}
+
+        result, learned = in_fork(work_and_tell)
+        self._known |= learned
+        return result
 
 
 def _goes_on(point: Point[Transition, Baseline]) -> bool:
