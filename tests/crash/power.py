@@ -203,14 +203,14 @@ def below(effect: Effect, directory: Path) -> Effect:
 
 
 def cut_power(suite: Suite[T, B], recorded: Recorded[T, B], place: Path) -> list[Outcome]:
-    """Judge every directory that a power cut during a transition, or right after it, may leave; each of them once."""
+    """Judge every directory that a power cut during a transition may leave, each once, and those right after it."""
     root = Path(tempfile.mkdtemp(prefix="power-", dir=place))
-    seen: set[frozenset[tuple[str, bytes | None]]] = set()
+    seen: set[tuple[bool, frozenset[tuple[str, bytes | None]]]] = set()
     outcomes = []
     try:
         for ordinal, tree, is_last in suite.cuts(recorded, root):
-            key = frozenset(tree.items())
-            if key in seen and not is_last:
+            key = (is_last, frozenset(tree.items()))
+            if key in seen:
                 continue
             seen.add(key)
             directory = root / "cut" / suite.inside

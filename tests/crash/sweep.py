@@ -41,7 +41,7 @@ def prepare_process() -> None:
     """Make this process fit to be forked: quiet and offline."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false")
     warnings.simplefilter("ignore")
-    logging.getLogger("hfshard").addHandler(logging.NullHandler())  # what readers warn of in a wreck is not asked
+    logging.getLogger("hfshard").addHandler(logging.NullHandler())  # readers may warn of a stopped save's remains
     gc.disable()
 
 

@@ -41,7 +41,7 @@ class Save:
         keep: `max_to_keep`.
         metric: What `keep_best` goes by; None: there is none.
         frozen: The model is the same in every generation, so that its files are linked.
-        blocking: As in `save`.
+        blocking: The argument of `CheckpointManager.save`.
         killed_at: Not None: the save is killed there, from 0 (its first file-changing call) to 1 (its last).
     """
 
@@ -67,11 +67,11 @@ class Counter:
         self.values: dict[str, Any] = {"count": 0, "mean": torch.zeros(2)}
 
     def state_dict(self) -> dict[str, Any]:
-        """As it is saved."""
+        """The state, to save it."""
         return self.values
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
-        """As it was saved."""
+        """Take over a saved state."""
         self.values = values
 
 
@@ -110,7 +110,7 @@ class Tiny:
 
 
 def seed_all(seed: int) -> None:
-    """Python's, numpy's and torch's generators."""
+    """Seed Python's, numpy's and torch's generators."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -131,7 +131,7 @@ def expected(generation: int, frozen: bool) -> dict[str, str]:
 
 
 def manager_of(save: Save, run: Path) -> CheckpointManager:
-    """As the save's run has it."""
+    """The manager with which a save is done."""
     best = None if save.metric is None else "loss"
     return CheckpointManager(run, max_to_keep=save.keep, keep_best=best, max_shard_size=LIMITS[save.layout])
 
@@ -145,13 +145,13 @@ def save_with(manager: CheckpointManager, save: Save) -> None:
 
 
 def perform(save: Save, run: Path) -> None:
-    """One whole save by a new manager."""
+    """Save once, with a new manager."""
     with manager_of(save, run) as manager:
         save_with(manager, save)
 
 
 def perform_and_go_on(save: Save, after: Save, run: Path, seen: Path) -> None:
-    """One save; where it fails, what it left is copied to `seen`, and the manager saves `after`; then it raises."""
+    """Save once; if that fails, copy what it left to `seen`, let the same manager save `after`, and raise."""
     with manager_of(save, run) as manager:
         try:
             save_with(manager, save)
@@ -163,7 +163,7 @@ def perform_and_go_on(save: Save, after: Save, run: Path, seen: Path) -> None:
 
 
 def restored(run: Path, step: int | None) -> tuple[Any, dict[str, str]]:
-    """Restore a step, or the newest whole one, into a run that was built anew: the fingerprint of that."""
+    """Restore a step, or the newest whole one, into a newly built run; return where it starts, and its fingerprint."""
     fresh = Tiny(0)
     seed_all(10**6)
     with CheckpointManager(run) as manager:
@@ -192,7 +192,7 @@ def generation_of(run: Path, step: int | None, saves: tuple[Save, ...]) -> str:
 
 
 def name_of(save: Save) -> str:
-    """As `generation_of` calls it."""
+    """The word for a save that `generation_of` returns."""
     return f"{save.generation}@{save.step}"
 
 
@@ -202,7 +202,7 @@ def steps_in(run: Path) -> list[int]:
 
 
 def litter(run: Path) -> list[str]:
-    """What lies in a run's directory and is no checkpoint."""
+    """What lies in a run's directory and is not a checkpoint."""
     names = sorted(os.listdir(run)) if run.is_dir() else []
     return [name for name in names if not _CHECKPOINT.fullmatch(name)]
 

@@ -86,7 +86,7 @@ def examine(transition: Transition, baseline: Baseline, run: Path, allowed: str,
         baseline: What it looks like when nothing is stopped.
         run: The directory.
         allowed: `MAY_BE_EITHER`: the old or the new state may be the newest; `MUST_BE_NEW`: only the new.
-        known: As in `after_next_save`.
+        known: What `after_next_save` has found before.
     """
     found = contents_of(run, (*transition.before, transition.new))
     is_new = found.newest == baseline.after.newest

@@ -80,12 +80,13 @@ def cuts(recorded: Recorded[Transition, Baseline]) -> Iterator[tuple[int, Tree, 
     """What a power cut may leave after each call of a save; after the last one, the save is done."""
     effects = [_effect_of(call, recorded.recorded_in) for call in recorded.calls]
     disk = RunDisk(recorded.template, _final_contents(recorded, effects))
+    last = max(ordinal for ordinal, effect in enumerate(effects) if effect is not None)
     for ordinal, effect in enumerate(effects):
         if effect is None:
             continue
         disk.take(effect, {})
         for tree in disk.cuts():
-            yield ordinal, tree, ordinal == len(effects) - 1
+            yield ordinal, tree, ordinal == last
 
 
 def _final_contents(recorded: Recorded[Transition, Baseline], effects: Sequence[Effect | None]) -> list[bytes]:

@@ -147,7 +147,7 @@ class RunsSuite(Suite[Transition, Baseline]):
         return cuts(recorded)
 
     def judge_cut(self, point: Point[Transition, Baseline], directory: Path, *, is_last: bool) -> Outcome:
-        """As a save that was killed; after the last call only the new state will do."""
+        """Judge it like a killed save; after the last call only the new state will do."""
         finding = self._examine(point.recorded, directory, MUST_BE_NEW if is_last else MAY_BE_EITHER)
         return Outcome(point, *finding, status="cut")
 

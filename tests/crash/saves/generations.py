@@ -128,7 +128,7 @@ def matches(state_dict: Mapping[str, Tensor], content: Content) -> bool:
 
 
 def plain_module(content: Content) -> torch.nn.Module:
-    """A module that is no transformers model, with the stored tensors of one generation, all zero."""
+    """A module that is not a transformers model, with the stored tensors of one generation, all zero."""
     root = torch.nn.Module()
     want = expected(content)
     for name in sorted(want.stored):

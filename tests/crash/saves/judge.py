@@ -140,7 +140,7 @@ def judge(transition: Transition, baseline: Baseline, seen: Examination, run: Ru
             found.notes.append(f"left by a save that returned: {seen.left_over}")
     elif transition.new.by == "regroup":
         pass  # an error leaves the groups that were committed before it, by design
-    elif is_old and not is_new and changes and not _is_only_swept(transition, changes):
+    elif is_old and not is_new and changes and not _is_only_cleaned_up(transition, changes):
         found.problems.append(("unrestored", f"an error before the commit left changes: {changes}"))
     elif not is_old and told not in ("CommitUnfinishedError", "KeyboardInterrupt"):
         found.notes.append(f"after the commit, {told} was raised")
@@ -171,8 +171,8 @@ def _judge_readers(
     return sides.pop() if len(sides) == 1 else "ok-split"
 
 
-def _is_only_swept(transition: Transition, changes: str) -> bool:
-    """Whether a directory that held a killed save's wreck has lost some of it: a save may sweep it, and then fail."""
+def _is_only_cleaned_up(transition: Transition, changes: str) -> bool:
+    """Whether a directory with a killed save's wreck has only lost some of it: a save cleans up before it fails."""
     has_wreck = any(save.killed_at is not None for save in transition.before)
     return has_wreck and all(change.startswith("-") for change in changes.split())
 

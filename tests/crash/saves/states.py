@@ -23,14 +23,14 @@ Snapshot = Mapping[str, str]
 
 
 def perform(save: Save, directory: Path, target: Target) -> None:
-    """One whole save."""
+    """Save once, from beginning to end."""
     with _no_links() if save.without_links else nullcontext():
         _perform(save, directory, target)
 
 
 @contextmanager
 def _no_links() -> Iterator[None]:
-    """As on a file system without hard links."""
+    """Refuse hard links, as some file systems do."""
     kept = os.link
 
     def refuse(source: str, target: str) -> None:
@@ -56,7 +56,7 @@ def _perform(save: Save, directory: Path, target: Target) -> None:
 
 
 def _reshard(save: Save, directory: Path) -> None:
-    """No weights of its own: those that stand there, or in the directory that `build` made for it."""
+    """Re-shard the weights that lie there, or in the directory that `build` made for it."""
     import hfshard
 
     places = [_source_of(save, above) for above in directory.parents] if save.by == "reshard-from" else [directory]
@@ -71,7 +71,7 @@ def _source_of(save: Save, place: Path) -> Path:
 
 
 def _save_bin(save: Save, directory: Path) -> None:
-    """A checkpoint as it was before safetensors: torch.save, in one file or in several with an index."""
+    """Save as was done before safetensors: torch.save, in one file or in several with an index."""
     want = expected(save.content)
     build_model(save.content, model_class(save.content.arch)).config.save_pretrained(directory)
     names = sorted(want.stored)
@@ -106,7 +106,7 @@ def build(transition: Transition, directory: Path, target: Target, perform_kille
         directory.mkdir()
     for name in transition.bystanders if directory.exists() else ():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(f"{name} is none of the save's business\n")
+        (directory / name).write_text(f"{name} does not belong to the save\n")
     for save in transition.before:
         if save.killed_at is None:
             perform(save, directory, target)
@@ -115,7 +115,7 @@ def build(transition: Transition, directory: Path, target: Target, perform_kille
 
 
 def snapshot(directory: Path) -> Snapshot:
-    """Every file and directory below, with mode and digest; nothing where there is no directory."""
+    """Every file and directory below, with mode and digest; empty where there is no directory."""
     found = {}
     for base, directories, files in os.walk(directory):
         for name in directories:

@@ -97,7 +97,7 @@ class SavesSuite(Suite[Transition, Baseline]):
         return cuts(self, recorded, root)
 
     def judge_cut(self, point: Point[Transition, Baseline], directory: Path, *, is_last: bool) -> Outcome:
-        """As a save that was killed."""
+        """Judge it like a killed save."""
         outcome = self.judge(point, Run("cut", "", (), ""), directory)
         outcome.status = "cut"
         return outcome

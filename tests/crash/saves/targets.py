@@ -1,4 +1,4 @@
-"""Who saves: hfshard, or upstream's own code, on which the sweep must find failures."""
+"""Who saves: hfshard, or transformers and huggingface_hub, whose saves the sweep must find failures in."""
 
 from __future__ import annotations
 

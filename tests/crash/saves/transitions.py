@@ -19,7 +19,7 @@ class Save:
         by: "target" (who is under test), "transformers", or "bin" (torch.save, as before safetensors). Or no save of
             its own: hfshard's "reshard" of what stands there, its "regroup" (with little disk), or its
             "reshard-from" a directory elsewhere.
-        variant: As upstream's argument.
+        variant: The argument of `save_pretrained`.
         bare: A state dict without a model: no config.json.
         without_links: On a file system that has no hard links.
         killed_at: Not None: the save is killed there, from 0 (its first file-changing call) to 1 (its last).
@@ -45,7 +45,7 @@ class Transition:
         bystanders: Files that no save may touch.
         lost_readers: Those that can't load what the save makes, by their own rules.
         is_made: The directory exists (empty but for the bystanders) before the first save.
-        stock_only: Judged by stock readers alone (for upstream's saves).
+        stock_only: Judged by stock readers alone (for the saves of transformers).
     """
 
     name: str
@@ -76,7 +76,7 @@ class Transition:
         if any(save.by == "bin" for save in self.before):
             names.append("hub-bin")
         if not any(save.variant for save in (*self.before, self.new)):
-            names.append("hfshard-full")  # beside a variant it may fail by right: both record the one config.json
+            names.append("hfshard-full")  # beside a variant it is right to fail: both record the one config.json
         names = [name for name in names if name not in self.lost_readers]
         if self.stock_only:
             names = [name for name in names if not name.startswith("hfshard")]
