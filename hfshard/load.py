@@ -15,7 +15,7 @@ from hfshard.loading.into_module import load_into_module
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.reading import files_holding, read_tensors, stored_names
 from hfshard.loading.source import CheckpointSource, open_source, open_source_by_ranges
-from hfshard.state_dicts.state_dict import KeySelection
+from hfshard.state_dicts.keys import KeySelection
 from hfshard.storage.checkpoint.checkpoint import Verify
 from hfshard.storage.weights.tensor_reader import ReadMode
 

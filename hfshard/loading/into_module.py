@@ -10,16 +10,10 @@ from torch import nn
 
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.reading import read_tensors
-from hfshard.state_dicts.state_dict import (
-    KeyMismatch,
-    assign,
-    collect_state_dict,
-    compare,
-    has_wrapper_prefix,
-    match_prefixes,
-    unwrap,
-)
+from hfshard.state_dicts.keys import KeyMismatch, compare
+from hfshard.state_dicts.state_dict import assign, collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
+from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, unwrap
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hfshard.state_dicts.state_dict import KeySelection, select_keys
+from hfshard.state_dicts.keys import KeySelection, select_keys
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.weights.tensor_reader import ReadMode

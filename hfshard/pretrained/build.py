@@ -36,14 +36,8 @@ from hfshard.pretrained.arguments import (
     source_of,
 )
 from hfshard.pretrained.fallback import is_adapter, needs_transformers_loader
-from hfshard.state_dicts.state_dict import (
-    KeyMismatch,
-    compare,
-    has_wrapper_prefix,
-    match_prefixes,
-    strip_compiled,
-    strip_wrappers,
-)
+from hfshard.state_dicts.keys import KeyMismatch, compare
+from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, strip_compiled, strip_wrappers
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.locate import check_generation_config
 

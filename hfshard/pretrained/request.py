@@ -10,7 +10,7 @@ from torch import nn
 
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_module
-from hfshard.state_dicts.state_dict import unwrap
+from hfshard.state_dicts.wrappers import unwrap
 
 
 def is_pretrained(model: object) -> bool:

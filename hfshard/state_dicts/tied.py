@@ -13,17 +13,17 @@ from torch import Tensor
 def find_shared_tensors(state_dict: Mapping[str, Any], *, droppable_patterns: Iterable[str] = ()) -> dict[str, str]:
     """Find the names that are the same tensor as another name, by storage identity.
 
-    Two names are tied when they view the same bytes in the same way: device, address, dtype, shape and strides (those
-    of dimensions of size 1 say nothing). Other views of one storage, disjoint or overlapping, are tensors of their own.
+    Two names are tied when they view the same bytes in the same way: device, address, dtype, shape and strides (except
+    the strides of dimensions of size 1). Other views of one storage, disjoint or overlapping, are separate tensors.
     Empty tensors are never tied.
 
     Args:
-        state_dict: FQN -> tensor, any device; not mutated. What is no tensor is never tied.
+        state_dict: FQN -> tensor, any device; not mutated. Values that are not tensors are never tied.
         droppable_patterns: Regular expressions of names that need not be stored when they are tied, as transformers'
             `_tied_weights_keys`; of a group, names that match none of them are kept first.
 
     Returns:
-        Alias -> the name that is stored, in state dict order.
+        Tied name -> the name that is stored, in state dict order.
 
     Source: the choice of name is that of transformers' `remove_tied_weights_from_state_dict` (the last of the sorted
     names when all match a pattern, else the first that matches none) and huggingface_hub's (the first sorted name).
@@ -41,7 +41,7 @@ def find_shared_tensors(state_dict: Mapping[str, Any], *, droppable_patterns: It
 
 
 def _sharing_an_address(state_dict: Mapping[str, Any]) -> list[str]:
-    """The names whose tensors begin where another one's does, in order: few, and only they are looked at closely."""
+    """The names whose tensors begin at the same address as another one, in order: the few that need a closer look."""
     first: dict[int, str] = {}
     shared: set[str] = set()
     for name, tensor in state_dict.items():

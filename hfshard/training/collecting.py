@@ -11,7 +11,8 @@ import torch
 from hfshard.pretrained.request import is_pretrained, request_from_model
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_state_dict
-from hfshard.state_dicts.state_dict import collect_state_dict, parameter_names, unwrap
+from hfshard.state_dicts.state_dict import collect_state_dict, parameter_names
+from hfshard.state_dicts.wrappers import unwrap
 from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.format.names import MODEL_BASE
 from hfshard.storage.tensors.tensor_bytes import tensor_nbytes

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from hfshard.errors import StateDictMismatchError
-from hfshard.state_dicts.state_dict import assign, collect_state_dict, has_wrapper_prefix, match_prefixes, select_keys
+from hfshard.state_dicts.keys import select_keys
+from hfshard.state_dicts.state_dict import assign, collect_state_dict
+from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes
 
 NAMES: list[tuple[str, list[str], list[str], list[str]]] = [
     ("nothing to take off", ["a.w", "b"], ["a.w", "b"], ["a.w", "b"]),

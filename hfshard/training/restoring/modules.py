@@ -10,8 +10,9 @@ from torch import nn
 
 from hfshard.errors import StateDictMismatchError
 from hfshard.loading.into_module import match_to_model
-from hfshard.state_dicts.state_dict import assign, collect_state_dict, unwrap
+from hfshard.state_dicts.state_dict import assign, collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
+from hfshard.state_dicts.wrappers import unwrap
 from hfshard.training.parts.pending_loads import PendingLoad
 
 _SHOWN: Final = 5

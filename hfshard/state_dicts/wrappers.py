@@ -1,0 +1,111 @@
+"""The wrappers around a model (DataParallel, DistributedDataParallel, torch.compile), and what they put into names."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator
+
+from torch import nn
+
+_WRAPPERS = frozenset(("module", "_orig_mod"))
+"""The children in which DataParallel, DistributedDataParallel and torch.compile keep what they wrap."""
+_COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside DataParallel, DistributedDataParallel and torch.compile, in any nesting."""
+    while (child := _wrapped_child(model)) is not None:
+        model = getattr(model, child)
+    return model
+
+
+def match_prefixes(names: Iterable[str], expected: Collection[str]) -> dict[str, str]:
+    """Strip `module.` and `_orig_mod.` from a file's names where, and only where, that makes them the model's.
+
+    1. A wrapper around the model prefixes every name: the number of prefixes is stripped from all names with which the
+       most names fit, so that a child that is really called `module` keeps its name.
+    2. What does not fit then may come from a wrapped child: it is tried without the wrappers inside the name.
+
+    Args:
+        names: The names in the file.
+        expected: The model's names.
+
+    Returns:
+        Name in the file -> name for the model; no two are the same.
+    """
+    names, known = list(names), set(expected)
+    common = min((_wrappers_before(name) for name in names), default=0)
+    fits = [sum(_without_first(name, depth) in known for name in names) for depth in range(common + 1)]
+    depth = fits.index(max(fits)) if fits else 0
+    owners = {short: name for name in reversed(names) if (short := _without_first(name, depth)) in known}
+    result = dict.fromkeys(names, "") | {name: short for short, name in owners.items()}
+    for name in names:
+        if not result[name]:
+            short = _without_first(name, depth)
+            forms = [form for form in _unwrapped_forms(short) if form in known]
+            result[name] = next((form for form in [*forms, short] if form not in owners), name)
+            owners[result[name]] = name
+    return result
+
+
+def strip_wrappers(name: str) -> str:
+    """Strip from a name all that wrappers around the model and torch.compile put into it."""
+    return strip_compiled(_without_first(name, _wrappers_before(name)))
+
+
+def strip_compiled(name: str) -> str:
+    """Strip from a name what torch.compile puts into it."""
+    return _COMPILED.sub("", name)
+
+
+def has_wrapper_prefix(names: Iterable[str]) -> bool:
+    """Whether any name has a part that could be a wrapper's."""
+    return any("mod" in name and not _WRAPPERS.isdisjoint(name.split(".")) for name in names)
+
+
+def _wrappers_before(name: str) -> int:
+    parts = name.split(".")
+    return next((number for number, part in enumerate(parts) if part not in _WRAPPERS), len(parts) - 1)
+
+
+def _without_first(name: str, count: int) -> str:
+    return name.split(".", count)[-1]
+
+
+def _unwrapped_forms(name: str) -> Iterator[str]:
+    """The names that this one can have inside wrapped modules, the likeliest first."""
+    for count in range(_wrappers_before(name) + 1):
+        yield strip_compiled(_without_first(name, count))
+    yield ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _wrapped_child(module: nn.Module) -> str | None:
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return "module"
+    # torch.compile's class is looked up only where it can exist: importing it takes a second.
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is not None and isinstance(module, eval_frame.OptimizedModule):
+        return "_orig_mod"
+    return None
+
+
+def wrapped_prefixes(model: nn.Module) -> set[str]:
+    """Find the prefixes that the wrappers of the model's children add to its names: "encoder._orig_mod."."""
+    return {
+        (f"{path}." if path else "") + child + "."
+        for path, module in model.named_modules()
+        if (child := _wrapped_child(module)) is not None
+    }
+
+
+def without_wrappers(name: str, wrapped: set[str]) -> str:
+    """Remove from a name what `wrapped_prefixes` found."""
+    if not wrapped:
+        return name
+    kept, path = [], ""
+    for part in name.split("."):
+        path += f"{part}."
+        if path not in wrapped:
+            kept.append(part)
+    return ".".join(kept)
