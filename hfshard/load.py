@@ -55,20 +55,24 @@ def load_state_dict(
         verify: "none": only what reading needs; "structure": names, sizes, headers and fingerprints; "full" (or
             "sha256"): every byte against its checksum.
         disable_mmap: As in transformers: True is read="pread".
-        read: "auto": on the CPU the tensors are mapped (a page is read when it is touched), and what the page cache
-            lacks is read ahead; for a GPU, and from file systems of the network, they are read at once by several
-            threads. "mmap" or "pread": always the one or the other.
-        ranges: From the Hub: download only the bytes of the tensors, not whole shards, and put nothing into the cache.
-            Each is compared with its own checksum, which hfshard writes; "full" refuses those that have none.
-        progress: A bar on stderr while files are downloaded and checksums are made: None: on a terminal.
+        read: "auto": on the CPU the tensors are mapped (a page is read when it is touched), and what is not in the page
+            cache is read ahead; for a GPU, and from network file systems, several threads read them at once. "mmap" or
+            "pread": always that one.
+        ranges: From the Hub, download only the bytes of the tensors, not whole shards, and put nothing into the cache.
+            Each tensor is compared with its own checksum, which hfshard writes; "full" refuses tensors without one.
+        progress: Whether to show a bar on stderr while files are downloaded and checksums computed; None: only on a
+            terminal.
 
     Returns:
         FQN -> tensor. Names that shared a tensor when they were saved are the same tensor again.
 
     Raises:
-        CheckpointNotFoundError: No weights there.
+        CheckpointNotFoundError: There are no weights.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before any tensor is returned.
         StateDictMismatchError: `keys` names something that is not there.
+
+    Example:
+        biases = hfshard.load_state_dict("out", keys="*bias", verify="full")
     """
     query = CheckpointQuery(
         variant=variant,
@@ -107,8 +111,8 @@ def load_model(
             or Auto, to build.
         path: A directory, or a repo of the Hub.
         model_args: For a class: passed to its `from_pretrained`.
-        strict: For a module, True (the default) refuses missing and unexpected names, False passes over them; shapes
-            must agree, and at least one name. For a class, None does as upstream, True refuses any difference.
+        strict: For a module, True (the default) refuses missing and unexpected names, False ignores them; shapes must
+            agree, and at least one name must. For a class, None does as transformers, True refuses any difference.
         verify, read: As in `load_state_dict`.
         progress: As in `load_state_dict`.
         output_loading_info: Return (model, {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"}).
@@ -121,6 +125,10 @@ def load_model(
     Raises:
         StateDictMismatchError: Names or shapes do not fit; nothing was assigned.
         Everything that `load_state_dict` raises.
+
+    Example:
+        hfshard.load_model(model, "out")
+        bert = hfshard.load_model(transformers.AutoModel, "bert")
     """
     if not isinstance(model, nn.Module):
         from hfshard.pretrained.build import load_class

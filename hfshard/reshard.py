@@ -34,44 +34,49 @@ def reshard_checkpoint(
     local_files_only: bool = False,
     progress: bool | None = None,
 ) -> CheckpointIndex:
-    """Save a checkpoint once more in files of another size, durably and all or nothing; pickles become safetensors.
+    """Save a checkpoint again in files of another size, durably and all or nothing; pickles become safetensors.
 
-    The bytes of tensors are copied through a few buffers and compared with the checksums that the source has of them;
-    of a checkpoint that hfshard did not save, the structure alone can be checked. What is written is what a save of
-    the same tensors with the same arguments writes, bit for bit. Their order is that of the source's files and of the
-    bytes in them (of a pickle, that of its state dict): the order of the state dict that was saved, but where dtypes
-    of several sizes are mixed, or a tensor was too large for its file. Aliases, complex tensors, and the metadata of
-    index and files carry over; what stands in the `__metadata__` of a single file comes to stand in the index too.
+    The bytes of the tensors are copied through a few buffers and compared with the checksums that the source has for
+    them. Of a checkpoint that hfshard did not save, only the structure can be checked. The files are, bit for bit,
+    those that a save of the same tensors with the same arguments writes.
 
-    config.json and generation_config.json go with the weights. Into another directory go also the other files at the
-    top level that are no weights and have at most 256 MiB: tokenizer, README (where there is none), code. Where `dst`
-    has another file by such a name, nothing is written.
+    The tensors keep the order of the source's files and of the bytes in them (in a pickle, that of its state dict).
+    This is the order of the state dict that was saved, except where dtypes of several sizes are mixed, or a tensor was
+    too large for its file. Tied names, complex tensors, and the metadata of index and files are kept; the
+    `__metadata__` of a single file also goes into the index.
+
+    config.json and generation_config.json go with the weights. Other files at the top level that are not weights and
+    have at most 256 MiB are copied into another directory too: tokenizer, code, README (if `dst` has none). If `dst`
+    has a different file with one of these names, nothing is written.
 
     Args:
-        src: A directory, a repo of the Hub, or a directory that serves as a hub.
-        dst: Where to. The same directory: in place; what stands there loads until the new files are whole.
+        src: A directory, a repo of the Hub, or a directory hub.
+        dst: The directory to write. The same as `src`: in place; the old files load until the new ones are complete.
         max_shard_size, packing, checksum, progress: As in `save_state_dict`.
         dtype: Cast the floating tensors ("bfloat16", "float16", "float32", "float64"), block by block, and say so in
             config.json. Integers, complex numbers and fp8 stay; a quantized checkpoint is refused.
-        low_disk: In place only, and sharded safetensors only: in groups of files, so that at no time more than one
+        low_disk: Only in place, and only for sharded safetensors: work in groups of files, so that never more than one
             shard (of the old or the new size, whichever is larger) is on the disk twice. Each group is committed by
-            itself: a run that was killed leaves a whole checkpoint, and another run goes on. A new file is made of
-            whole old ones, or of parts of one: there may be a few more files than without.
+            itself: a run that was killed leaves a complete checkpoint, and another run goes on. A new file consists of
+            whole old ones, or of parts of one, so there may be a few more files than without.
         variant: Of the source, and of what is written.
-        use_safetensors: None: safetensors before pickles; True: only them; False: only pickles. Those of before the
-            zip (torch 1.5 and older) are read into memory as a whole.
+        use_safetensors: None: safetensors before pickles; True: only them; False: only pickles. Pickles of torch 1.5
+            and older are read into memory as a whole.
         subfolder, revision, token, cache_dir, local_files_only: As in `load_state_dict`.
 
     Returns:
         The index of what was written.
 
     Raises:
-        InvalidSizeError, InvalidArgumentError: Before anything is touched: `dst` lies in `src`, `low_disk` with
-            another directory, a dtype that nothing is cast to.
-        SaveDirectoryError: `dst` has other files by the names of those that go along; or see `save_state_dict`.
-        IntegrityError: A tensor of the source is damaged; nothing was changed (with low_disk: its group was not).
-        CheckpointChangedError: Somebody else saved over the source meanwhile; nothing was changed.
+        InvalidSizeError, InvalidArgumentError: Nothing was written: `dst` lies in `src`, `low_disk` with another
+            directory, a dtype that nothing is cast to.
+        SaveDirectoryError: `dst` has different files with the names of those that are copied; or see `save_state_dict`.
+        IntegrityError: A tensor of the source is damaged; nothing was changed (with low_disk: nothing in its group).
+        CheckpointChangedError: Another process saved over the source meanwhile; nothing was changed.
         Everything that `load_state_dict` and `save_state_dict` raise.
+
+    Example:
+        hfshard.reshard_checkpoint("out", "resharded", "200MB", dtype="bfloat16")
     """
     query = CheckpointQuery(
         variant=variant,

@@ -32,31 +32,37 @@ def save_state_dict(
 ) -> CheckpointIndex:
     """Save a state dict as one or more safetensors files, durably and all or nothing.
 
-    What stood in the directory loads until the new checkpoint is whole; then its weights of the same variant are
+    The checkpoint that is there loads until the new one is complete; then the old weights of the same variant are
     removed. Other files stay.
 
     Args:
-        state_dict: FQN -> tensor: any shape, strides, device, and any dtype that safetensors knows (complex128 is
-            stored as pairs). Names that share one tensor are stored once, and tied again on load. Not mutated.
-        save_directory: Made when it is missing.
+        state_dict: FQN -> tensor: any shape, strides and device, and any dtype that safetensors has (complex128 is
+            stored as pairs of real numbers). Names that share one tensor are stored once, and are tied again on load.
+            Not mutated.
+        save_directory: Created if it is missing.
         max_shard_size: Bytes, or a string such as "5GB" or "500MiB": the most that a file has, header included, unless
             it holds exactly one tensor.
-        packing: "greedy": in state dict order, as upstream; "balanced": the fewest files, levelled.
+        packing: "greedy": in the order of the state dict, as transformers; "balanced": the fewest files, of similar
+            size.
         variant: Part of the files' names, as in transformers: "fp16" gives `model.fp16.safetensors`.
-        metadata: More for the index's `metadata` (JSON values), or for the `__metadata__` of a single file (as text).
-        checksum: "sha256" (the Hub's own), "xxh3" (at the memory's speed), or None.
-        progress: A bar on stderr: None: on a terminal; False: never; True: always.
+        metadata: JSON values to add to the index's `metadata`, or as text to the `__metadata__` of a single file.
+        checksum: "sha256" (which the Hub uses), "xxh3" (as fast as memory), or None.
+        progress: Whether to show a bar on stderr; None: only on a terminal.
 
     Returns:
         The index: which file holds which tensor, sizes and checksums.
 
     Raises:
-        InvalidSizeError, InvalidArgumentError, UnstorableTensorError: Before anything is touched.
+        InvalidSizeError, InvalidArgumentError, UnstorableTensorError: Nothing was written.
         SaveDirectoryError: The directory is a file.
-        NotEnoughSpaceError: Before the first byte is written.
+        NotEnoughSpaceError: Nothing was written.
         DirectoryLockedError: Another process is saving there.
         OSError: The disk failed; the directory is as it was.
         CommitUnfinishedError: The new checkpoint loads, but the old one could not be removed.
+
+    Example:
+        index = hfshard.save_state_dict(state_dict, "out", max_shard_size="1GB")
+        print(index.weight_map)
     """
     options = SaveOptions(
         max_shard_size=max_shard_size,
@@ -85,22 +91,26 @@ def save_model(
 ) -> CheckpointIndex | None:
     """Save any module; a transformers model with its config, generation config and custom code.
 
-    Wrappers (DataParallel, DistributedDataParallel, torch.compile) are taken off first.
+    Wrappers (DataParallel, DistributedDataParallel, torch.compile) are looked through.
 
     Args:
-        model: Any module; not changed, but that a transformers model's config gets `dtype` and `architectures`, as
-            upstream does.
+        model: Any module. Not changed, except that the config of a transformers model gets `dtype` and
+            `architectures`, as in transformers.
         save_directory: As in `save_state_dict`, and so are max_shard_size, variant, packing, checksum and progress.
-        is_main_process: False: nothing is saved (another process does).
+        is_main_process: False saves nothing, because another process does.
         state_dict: What to save in place of the model's own; not mutated.
-        metadata: More for the index's `metadata`.
-        save_original_format: transformers models: under the names of the original checkpoint, as upstream does.
+        metadata: JSON values to add to the index's `metadata`.
+        save_original_format: Save a transformers model under the names of the original checkpoint, as transformers
+            does.
 
     Returns:
         The index, or None where `is_main_process` is False.
 
     Raises:
         Everything that `save_state_dict` raises.
+
+    Example:
+        hfshard.save_model(model, "out", max_shard_size="5GB")
     """
     options = SaveOptions(
         max_shard_size=max_shard_size,

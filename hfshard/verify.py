@@ -22,27 +22,31 @@ def verify_checkpoint(
     level: Literal["structure", "full"] = "full",
     progress: bool | None = None,
 ) -> VerifyReport:
-    """Check a checkpoint in a directory and report all that is wrong.
+    """Check a checkpoint in a directory and report everything that is wrong.
 
     Args:
         path: A directory.
         variant, subfolder: As in `from_pretrained`.
-        level: "structure": names, sizes, headers, fingerprints; "full": the checksum of every file too. A checkpoint
+        level: "structure": names, sizes, headers and fingerprints; "full": the checksum of every file too. A checkpoint
             that hfshard did not write has none: that is a warning.
-        progress: A bar on stderr: None: on a terminal.
+        progress: Whether to show a bar on stderr; None: only on a terminal.
 
     Returns:
-        The report; it never raises for damage.
+        The report. Damage is reported there, not raised.
 
     Raises:
-        CheckpointNotFoundError: There is no such directory, or no weights in it.
-        InvalidArgumentError: Another level.
+        CheckpointNotFoundError: There is no such directory, or it holds no weights.
+        InvalidArgumentError: `level` has another value.
+
+    Example:
+        report = hfshard.verify_checkpoint("out")
+        assert report.ok, report.problems
     """
     if level not in ("structure", "full"):
-        raise InvalidArgumentError(f"level must be 'structure' or 'full', and is {level!r}.")
+        raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
     directory = os.path.join(os.fspath(path), subfolder) if subfolder else os.fspath(path)
-    checking = Verifier(directory, WeightNames(variant), level)
+    verifier = Verifier(directory, WeightNames(variant), level)
     total = weights_bytes(directory, (SAFETENSORS_SUFFIX,)) if level == "full" else 0
     with bytes_bar("Verifying", total, progress if total else False) as progress_callback:
-        checking.run(progress_callback)
-    return checking.report()
+        verifier.run(progress_callback)
+    return verifier.report()

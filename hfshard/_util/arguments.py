@@ -1,4 +1,4 @@
-"""Keyword arguments that nobody takes are refused, with the name that was meant."""
+"""Refuses unknown keyword arguments, and names the one that was probably meant."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from collections.abc import Collection, Iterable
 from hfshard.errors import UnknownArgumentError
 
 
-def refuse_unknown(given: Iterable[str], known: Collection[str], function: str) -> None:
-    """Refuse keyword arguments that nobody takes.
+def refuse_unknown(names: Iterable[str], known: Collection[str], function: str) -> None:
+    """Refuse unknown keyword arguments.
+
+    Args:
+        names: Those that were passed.
+        known: Those that the function takes.
+        function: Its name, for the message.
 
     Raises:
-        UnknownArgumentError: There is one; the message names the nearest that is known.
+        UnknownArgumentError: The message names the nearest one that is known.
     """
-    for name in given:
+    for name in names:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean '{nearest[0]}'?" if nearest else f" It takes: {', '.join(sorted(known))}."

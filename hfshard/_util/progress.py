@@ -1,4 +1,4 @@
-"""A bar of bytes on stderr, for people who watch: only on a terminal, and off when they say so."""
+"""A progress bar of bytes on stderr: by default only on a terminal, and it can be turned off."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ DISABLE_VARIABLE: Final = "HF_HUB_DISABLE_PROGRESS_BARS"
 _TRUE: Final = {"1", "ON", "YES", "TRUE", "Y", "T"}
 """What counts as true in it: the values that huggingface_hub takes, and their first letters."""
 
-
 _COLUMNS: Final = 80
-"""The width of a bar where the terminal does not tell: for a width of 0, as some report, tqdm draws nothing."""
+"""The width of a bar if the terminal does not report one: for a width of 0, which some report, tqdm draws nothing."""
 
 
 @contextmanager
@@ -25,10 +24,10 @@ def bytes_bar(description: str, total_bytes: int, progress: bool | None = None) 
     """Show a bar of bytes while the block runs.
 
     Args:
-        description: What is going on, in a word or two: "Saving".
+        description: What is being done, in a word or two: "Saving".
         total_bytes: Bytes until it is done.
-        progress: None shows the bar when stderr is a terminal, True also when it is none, False never. The variable
-            HF_HUB_DISABLE_PROGRESS_BARS turns it off in every case.
+        progress: None shows the bar if stderr is a terminal, True always, False never. The variable
+            HF_HUB_DISABLE_PROGRESS_BARS turns it off in any case.
 
     Yields:
         A function that takes the bytes done since it was last called; any thread may call it. It never raises: a
@@ -70,14 +69,14 @@ def _ignore(done_bytes: int) -> None:
 
 
 class _Bar:
-    """A tqdm bar that threads share, and that gives up in silence when its terminal is gone."""
+    """A tqdm bar that threads share, and that silently gives up when its terminal is gone."""
 
     def __init__(self, description: str, total_bytes: int) -> None:
         self._lock = threading.Lock()
         self._bar: Any = None
         width = _terminal_columns()
         size: dict[str, Any] = {"dynamic_ncols": True} if width else {"ncols": _COLUMNS}
-        with suppress(OSError, ValueError):  # no terminal any more: no bar, and no harm
+        with suppress(OSError, ValueError):  # the terminal is gone: no bar, and no harm
             self._bar = _quiet_tqdm()(
                 desc=description, total=total_bytes, unit="B", unit_scale=True, file=sys.stderr, **size
             )
@@ -101,7 +100,7 @@ class _Bar:
 
 
 def _quiet_tqdm() -> Any:
-    """The class tqdm without its watching thread, which would outlive the bar."""
+    """Return tqdm's class without its monitor thread, which would outlive the bar."""
     from tqdm import tqdm
 
     class QuietTqdm(tqdm):  # type: ignore[misc, type-arg, unused-ignore]

@@ -12,21 +12,21 @@ _Result = TypeVar("_Result")
 
 
 def stoppable(progress_callback: Callable[[int], object] | None, stop: threading.Event) -> Callable[[int], None]:
-    """What to tell the bytes of a long work to, so that it ends early when another one failed, or Ctrl-C came."""
+    """Wrap a progress callback so that the work that calls it ends early when `stop` is set."""
 
-    def tell(count_bytes: int) -> None:
+    def report(count_bytes: int) -> None:
         if stop.is_set():
             raise InterruptedError("another file failed, or Ctrl-C came")
         if progress_callback is not None:
             progress_callback(count_bytes)
 
-    return tell
+    return report
 
 
 def in_threads(
     work: Callable[[_Item, threading.Event], _Result], items: Iterable[_Item], threads: int
 ) -> list[_Result]:
-    """Do some work for all items, several at once; an error or Ctrl-C sets the event that the others look at.
+    """Do some work for all items, several at once; an error or Ctrl-C sets the event that the others check.
 
     Raises:
         The first error, in the order of the items.

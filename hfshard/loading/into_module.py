@@ -18,20 +18,20 @@ from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 
 
 def match_to_model(
-    tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor], model_state: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], KeyMismatch]:
-    """The tensors of a checkpoint by the names that a model has for them, and how the two differ.
+    """Rename the tensors of a checkpoint to the names that a model has for them, and compare the two.
 
     Args:
-        tensors: As they were saved.
-        own: The model's, by the names that `collect_state_dict` gives.
+        tensors: Under the names that they were saved with.
+        model_state: The model's tensors, under the names that `collect_state_dict` gives.
     """
-    fitting = dict(tensors)
-    if has_wrapper_prefix(fitting):
-        names = match_prefixes(fitting, own.keys())
-        fitting = {names[name]: tensor for name, tensor in fitting.items()}
-    fitting = _with_tied_names(fitting, own)
-    return fitting, compare(fitting, own)
+    renamed = dict(tensors)
+    if has_wrapper_prefix(renamed):
+        names = match_prefixes(renamed, model_state.keys())
+        renamed = {names[name]: tensor for name, tensor in renamed.items()}
+    renamed = _with_tied_names(renamed, model_state)
+    return renamed, compare(renamed, model_state)
 
 
 def load_into_module(model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions) -> dict[str, Any]:
@@ -49,9 +49,9 @@ def load_into_module(model: nn.Module, checkpoint: OpenCheckpoint, options: Load
         StateDictMismatchError: Names or shapes do not fit; nothing was assigned.
     """
     model = unwrap(model)
-    own = collect_state_dict(model)
-    tensors, difference = match_to_model(read_tensors(checkpoint, None, "cpu", options.read), own)
-    matched = len(own) - len(difference.missing)
+    model_state = collect_state_dict(model)
+    tensors, difference = match_to_model(read_tensors(checkpoint, None, "cpu", options.read), model_state)
+    matched = len(model_state) - len(difference.missing)
     difference.raise_unless_allowed(strict=options.strict is not False, path=checkpoint.directory, matched=matched)
     assign(model, tensors)
     return {
@@ -62,12 +62,14 @@ def load_into_module(model: nn.Module, checkpoint: OpenCheckpoint, options: Load
     }
 
 
-def _with_tied_names(tensors: dict[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Names that the model ties to one that the checkpoint has are not missing."""
+def _with_tied_names(
+    tensors: dict[str, torch.Tensor], model_state: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Add the names that the model ties to one that the checkpoint has: they are not missing."""
     tied = {}
-    for alias, kept in find_shared_tensors(own).items():
-        if alias not in tensors and kept in tensors:
-            tied[alias] = tensors[kept]
-        elif kept not in tensors and alias in tensors:
-            tied[kept] = tensors[alias]
+    for tied_name, kept in find_shared_tensors(model_state).items():
+        if tied_name not in tensors and kept in tensors:
+            tied[tied_name] = tensors[kept]
+        elif kept not in tensors and tied_name in tensors:
+            tied[kept] = tensors[tied_name]
     return {**tensors, **tied}

@@ -11,7 +11,7 @@ from hfshard.storage.weights.tensor_reader import ReadMode
 
 
 def files_holding(index: CheckpointIndex, keys: KeySelection) -> set[str]:
-    """The files that hold the tensors of these names, aliases included.
+    """Find the files that hold the tensors of these names, tied names included.
 
     Raises:
         StateDictMismatchError: A name or glob that matches nothing.
@@ -20,17 +20,24 @@ def files_holding(index: CheckpointIndex, keys: KeySelection) -> set[str]:
 
 
 def stored_names(index: CheckpointIndex, keys: KeySelection | None) -> set[str]:
-    """The stored tensors that these names are, or are aliases of."""
-    chosen = select_keys([*index.weight_map, *index.tied_names], keys)
-    return {index.tied_names.get(name, name) for name in chosen}
+    """Find the stored names of these tensors: their own, or those that they are tied to."""
+    selected = select_keys([*index.weight_map, *index.tied_names], keys)
+    return {index.tied_names.get(name, name) for name in selected}
 
 
 def read_tensors(
     checkpoint: OpenCheckpoint, keys: KeySelection | None, device: str | torch.device, read: ReadMode
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint by name, aliases included."""
+    """Read tensors of a checkpoint by name, tied names included.
+
+    Args:
+        checkpoint: Open.
+        keys: Which; None: all.
+        device: Where they go.
+        read: How the bytes come into memory.
+    """
     tied_names = checkpoint.index.tied_names
-    chosen = select_keys([*checkpoint.keys, *tied_names], keys)
-    stored = {tied_names.get(name, name) for name in chosen}
+    selected = select_keys([*checkpoint.keys, *tied_names], keys)
+    stored = {tied_names.get(name, name) for name in selected}
     tensors = checkpoint.read([name for name in checkpoint.keys if name in stored], read, device)
-    return {name: tensors[tied_names.get(name, name)] for name in chosen}
+    return {name: tensors[tied_names.get(name, name)] for name in selected}

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LocalCheckpoint:
-    """Where a checkpoint lies on this machine."""
+    """Where a checkpoint is on this machine."""
 
     directory: str
     """With the subfolder."""
@@ -34,7 +34,7 @@ class LocalCheckpoint:
     commit: str | None = None
     """Of a repo: the one that was pulled."""
     revision: str | None = None
-    """As it was asked for."""
+    """The one that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,5 +145,5 @@ def _warn_of_edited_files(checkpoint: OpenCheckpoint) -> None:
 
 
 def _is_a_path(path: str) -> bool:
-    """Whether a name that does not exist was meant as a path: a repo has one slash at most, and none in front."""
+    """Whether a name that does not exist was meant as a path: a repo_id has at most one slash, and not at the start."""
     return path.startswith(("/", ".", "~")) or path.count("/") > 1 or (os.sep != "/" and os.sep in path)

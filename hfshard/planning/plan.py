@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Packing = Literal["greedy", "balanced"]
 
 _SHARD_METADATA_BYTES: Final = 256
-"""Room for a shard's `__metadata__`: ours is 45 bytes; a caller with more says so."""
+"""Room for a shard's `__metadata__`: ours has 45 bytes; callers with more say how much."""
 
 
 def check_packing(packing: str) -> None:
@@ -60,7 +60,7 @@ class ShardPlan:
 
     Attributes:
         shards: The files in order; one file is called `model.safetensors`, several `model-0000i-of-0000n.safetensors`.
-        aliases: Name -> the name that is stored for it (see `tied.py`).
+        tied_names: Name -> the name that is stored for it (see `tied.py`).
         max_shard_size: The limit in bytes, header included.
     """
 
@@ -97,13 +97,21 @@ def plan_shards(
         state_dict: FQN -> tensor, any device; not mutated. Names that share a tensor are stored once.
         max_shard_size: Bytes, or a string such as "5GB" or "500MiB". A file is at most that large, header included,
             unless it holds exactly one tensor.
-        packing: "greedy" fills files in state dict order, as upstream does; "balanced" makes the fewest files that
-            best-fit-decreasing finds, and levels them.
+        packing: "greedy" fills files in the order of the state dict, as transformers does; "balanced" makes the fewest
+            files that best-fit-decreasing finds, and levels their sizes.
         variant: As in `save_pretrained`.
+
+    Returns:
+        The plan: which file gets which tensor.
 
     Raises:
         InvalidSizeError: The size is not in the grammar of `parse_size`.
-        UnstorableTensorError: A value that the format has no bytes for.
+        InvalidArgumentError: `packing` or `variant` is not valid.
+        UnstorableTensorError: A value can't be stored in the format.
+
+    Example:
+        plan = hfshard.plan_shards(state_dict, max_shard_size="2MB")
+        print(len(plan.shards), plan.weight_map)
     """
     limit = parse_size(max_shard_size)
     specs = tensor_specs(state_dict)
@@ -151,12 +159,11 @@ def plan_specs(
 
 
 def with_one_more_shard(plan: ShardPlan, names: WeightNames) -> ShardPlan:
-    """The same plan with its smallest divisible file split in two, so that the other files keep their bytes.
+    """Split the smallest divisible file of a plan in two, so that the other files keep their bytes.
 
-    The smallest, as the two halves are all that a push has to send anew.
-
-    Where no file holds two tensors, an empty one is added. A new save takes this plan where the names of the old one
-    are still in use by the checkpoint that it replaces (see `storage/commit.py`).
+    It is the smallest because the two halves are all that a push has to send again. Where no file holds two tensors, an
+    empty one is added. A save uses this plan where the checkpoint that it replaces still uses the names of the old one
+    (see `storage/commit/`).
     """
     groups = [shard.tensors for shard in plan.shards]
     divisible = [i for i, tensors in enumerate(groups) if len(tensors) > 1]
@@ -171,7 +178,7 @@ def with_one_more_shard(plan: ShardPlan, names: WeightNames) -> ShardPlan:
 
 
 _END_BOUND: Final = 10**15
-"""An offset that no file reaches: entries are planned with as many digits, so that a header never comes out longer."""
+"""An offset that no file reaches: entries are planned with its digits, so that no header gets longer than planned."""
 
 
 def _entry_sizes(specs: Sequence[TensorSpec]) -> list[int]:
@@ -195,12 +202,12 @@ class _Room:
 
     @property
     def certain_bytes(self) -> int:
-        """Data and entries together that it holds for certain, whatever the rounding."""
+        """Bytes of data and entries together that fit for certain, whatever the rounding."""
         return self.max_shard_bytes - self.metadata_bytes - LENGTH_BYTES - DATA_ALIGNMENT
 
     @property
     def entries_bytes(self) -> int:
-        """Entries that a header holds."""
+        """Bytes of entries that a header holds."""
         return MAX_HEADER_BYTES - DATA_ALIGNMENT - self.metadata_bytes - 1
 
     def holds(self, data_bytes: int, header_bytes: int) -> bool:
@@ -213,7 +220,7 @@ def _file_bytes(header_bytes: int, data_bytes: int) -> int:
 
 
 def _pack_greedy(nbytes: Sequence[int], sizes: Sequence[int], room: _Room) -> list[list[int]]:
-    # As upstream: a tensor that is too large gets a file of its own, and the file that was being filled stays open.
+    # As in transformers: a tensor that is too large gets its own file, and the file that was being filled stays open.
     groups: list[list[int]] = []
     current: list[int] = []
     data = header = 0
@@ -229,7 +236,8 @@ def _pack_greedy(nbytes: Sequence[int], sizes: Sequence[int], room: _Room) -> li
             continue
         if current and not room.holds(data + tensor_bytes, header + entry):
             groups.append(current)
-            current, data, header = [], 0, 0
+            current = []
+            data = header = 0
         current.append(i)
         data += tensor_bytes
         header += entry
@@ -239,15 +247,14 @@ def _pack_greedy(nbytes: Sequence[int], sizes: Sequence[int], room: _Room) -> li
 def _pack_balanced(nbytes: Sequence[int], sizes: Sequence[int], room: _Room) -> list[list[int]]:
     costs = [data + entry for data, entry in zip(nbytes, sizes, strict=True)]
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    alone = [i for i in order if not room.holds(nbytes[i], sizes[i])]
-    is_alone = set(alone)
-    rest = [i for i in order if i not in is_alone]
+    oversized = [i for i in order if not room.holds(nbytes[i], sizes[i])]
+    fitting = [i for i in order if room.holds(nbytes[i], sizes[i])]
     capacity = room.max_shard_bytes - room.metadata_bytes - DATA_ALIGNMENT - LENGTH_BYTES
-    groups = _best_fit(rest, costs, capacity)
-    levelled = _level(rest, costs, len(groups))
+    groups = _best_fit(fitting, costs, capacity)
+    levelled = _level(fitting, costs, len(groups))
     if all(sum(costs[i] for i in group) <= capacity for group in levelled):
         groups = levelled
-    return sorted([[i] for i in alone] + [sorted(group) for group in groups if group])
+    return sorted([[i] for i in oversized] + [sorted(group) for group in groups if group])
 
 
 def _best_fit(order: Iterable[int], costs: Sequence[int], capacity: int) -> list[list[int]]:

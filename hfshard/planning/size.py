@@ -1,4 +1,4 @@
-"""Sizes as people write them, such as "5GB" and "5GiB", to bytes and back."""
+"""Converts sizes as people write them, such as "5GB" and "5GiB", to bytes and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNIT_BYTES: Final = {
     "TIB": 2**40,
     "PIB": 2**50,
 }
-"""Upper-case unit -> bytes. A lower-case b is a byte too: nobody counts the bits of a file."""
+"""Upper-case unit -> bytes. A lower-case b is a byte too: nobody measures files in bits."""
 
 _SIZE: Final = re.compile(r"([0-9]+)(?:\.([0-9]+))?[ \t]*([KMGTP]?B|[KMGTP]IB)", re.IGNORECASE | re.ASCII)
 
@@ -47,6 +47,9 @@ def parse_size(size: int | str) -> int:
     Raises:
         InvalidSizeError: A value that is zero, negative, or not in the grammar (a `ValueError`).
         InvalidSizeTypeError: Neither an int nor a str; a bool counts as neither (a `TypeError`).
+
+    Example:
+        assert hfshard.parse_size("1.5 GiB") == 1_610_612_736
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise InvalidSizeTypeError(
@@ -65,7 +68,7 @@ def _text_to_bytes(text: str) -> int:
     if match is None:
         raise InvalidSizeError(f"Invalid size {_shown(text)}. {_GRAMMAR}", actual=text)
     whole, fraction, unit = match.groups(default="")
-    # In whole numbers: by way of a float, "2.01 GB" is 2,009,999,999 bytes.
+    # In integers: by way of a float, "2.01 GB" is 2,009,999,999 bytes.
     scale: int = 10 ** len(fraction)
     return int(whole + fraction) * _UNIT_BYTES[unit.upper()] // scale
 
@@ -79,7 +82,7 @@ def _shown(value: object) -> str:
 
 
 def format_size(size_bytes: int) -> str:
-    """Write a size for people: three significant digits or so, in powers of 1000.
+    """Format a size for people: about three significant digits, in powers of 1000.
 
     Args:
         size_bytes: Bytes.
@@ -90,6 +93,6 @@ def format_size(size_bytes: int) -> str:
     if abs(size_bytes) < 1000:
         return f"{size_bytes} B"
     power = 1
-    while abs(size_bytes) / 1000**power >= 999.95 and power < 5:  # what is above would be written as 1000.0
+    while abs(size_bytes) / 1000**power >= 999.95 and power < 5:  # anything above would be written as 1000.0
         power += 1
     return f"{size_bytes / 1000**power:.1f} {'KMGTP'[power - 1]}B"

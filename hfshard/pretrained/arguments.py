@@ -1,4 +1,4 @@
-"""The arguments of upstream's from_pretrained: which are for the files, which for the config, which for the model."""
+"""The arguments of transformers' from_pretrained: which are for the files, for the config, and for the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.tensors.dtypes import TORCH_DTYPES
 
 _SPARE_DEVICE_BYTES: Final = 2 * 1024**3
-"""Of a GPU's memory: left free beside the model and what upstream reserves for it (it leaves 1.2 GiB itself)."""
+"""Of a GPU's memory: left free beside the model and what transformers reserves for it (it leaves 1.2 GiB itself)."""
 
 SOURCE_ARGUMENTS: Final = {
     "cache_dir",
@@ -44,19 +44,31 @@ MODEL_ARGUMENTS: Final = SOURCE_ARGUMENTS | {
     "output_loading_info", "quantization_config", "state_dict", "torch_dtype", "tp_plan", "tp_size", "tqdm_class",
     "trust_remote_code", "use_kernels", "use_safetensors", "variant", "weights_only",
 }  # fmt: skip
-"""What upstream's from_pretrained takes for itself; everything else goes to the config, and then to the model."""
+"""What transformers' from_pretrained takes for itself; everything else goes to the config, and then to the model."""
+
+PUSH_ARGUMENTS: Final = frozenset(
+    ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags", "path_in_repo",
+     "token", "max_shard_size", "variant", "packing", "progress")
+)  # fmt: skip
+"""What our `push_to_hub` takes."""
+
+SAVE_ARGUMENTS: Final = PUSH_ARGUMENTS | frozenset(
+    ("save_directory", "is_main_process", "state_dict", "push_to_hub", "save_peft_format", "save_original_format",
+     "distributed_checkpoint", "safe_serialization", "checksum")
+)  # fmt: skip
+"""What our `save_pretrained` takes; some are passed on to `push_to_hub`."""
 
 CONFIG_ATTRIBUTES: Final = {"attn_implementation", "experts_implementation"}
-"""Arguments that upstream sets on the config, and does not hand to the model."""
+"""Arguments that transformers sets on the config, and does not pass to the model."""
 
 
-def where_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those arguments that say where files come from."""
+def source_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Pick the arguments that say where files come from."""
     return {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
 
 
 def source_of(name: str, kwargs: Mapping[str, Any]) -> CheckpointSource:
-    """Where these arguments say that the files come from."""
+    """Make the source that these arguments describe."""
     query = CheckpointQuery(
         subfolder=kwargs.get("subfolder") or "",
         variant=kwargs.get("variant"),
@@ -72,15 +84,15 @@ def source_of(name: str, kwargs: Mapping[str, Any]) -> CheckpointSource:
     return CheckpointSource(name, query)
 
 
-def pinned(kwargs: Mapping[str, Any], local: LocalCheckpoint) -> dict[str, Any]:
-    """The same arguments, by which upstream finds in the cache what was pulled, and asks nobody."""
+def pin_to_commit(kwargs: Mapping[str, Any], local: LocalCheckpoint) -> dict[str, Any]:
+    """Change the arguments so that transformers finds in the cache what was pulled, and asks nobody."""
     if local.commit is None:
         return dict(kwargs)
     return {**kwargs, "revision": local.commit, "force_download": False}
 
 
 def commit_argument(local: LocalCheckpoint) -> dict[str, str]:
-    """The argument by which transformers before 5.20 believes the cache that a repo's commit has no such file."""
+    """The argument with which transformers before 5.20 believes the cache that a commit does not have a file."""
     takes = "_commit_hash" in inspect.signature(cached_files).parameters
     return {"_commit_hash": local.commit} if takes and local.commit is not None else {}
 
@@ -88,7 +100,7 @@ def commit_argument(local: LocalCheckpoint) -> dict[str, str]:
 def config_of(
     model_class: type[PreTrainedModel], local: LocalCheckpoint, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The config, and what is left of the arguments for the model's constructor."""
+    """Load the config, and return it with the arguments that are left for the model's constructor."""
     rest = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS}
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig):
@@ -99,20 +111,20 @@ def config_of(
     config, model_kwargs = config_class.from_pretrained(
         config if config is not None else local.path,
         return_unused_kwargs=True,
-        **_where_config_is(kwargs, local),
+        **_config_source_arguments(kwargs, local),
         **rest,
     )
     model_kwargs = {key: value for key, value in model_kwargs.items() if key in rest and key not in CONFIG_ATTRIBUTES}
-    explicit = getattr(config, WEIGHTS_OVERRIDE_KEY, None)
-    if isinstance(explicit, str) and "-hfshard-" in explicit:
+    override = getattr(config, WEIGHTS_OVERRIDE_KEY, None)
+    if isinstance(override, str) and "-hfshard-" in override:
         delattr(config, WEIGHTS_OVERRIDE_KEY)  # of a commit under way
     _refuse_unknown_model_arguments(model_class, config, model_kwargs)
     return config, model_kwargs
 
 
-def _where_config_is(kwargs: Mapping[str, Any], local: LocalCheckpoint) -> dict[str, Any]:
-    """Where the config comes from; one of another repo is of the revision that the caller gave, not of our commit."""
-    where = where_of(kwargs)
+def _config_source_arguments(kwargs: Mapping[str, Any], local: LocalCheckpoint) -> dict[str, Any]:
+    """Say where the config comes from; one of another repo has the caller's revision, not our commit."""
+    where = source_arguments(kwargs)
     if kwargs.get("config") is not None and local.commit is not None:
         where["revision"] = local.revision
         if local.revision is None:
@@ -124,33 +136,38 @@ def _refuse_unknown_model_arguments(model_class: type, config: Any, model_kwargs
     parameters = inspect.signature(cast(Any, model_class).__init__).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    own = {"strict", "verify", "read", "progress"}
-    known = set(parameters) | MODEL_ARGUMENTS | CONFIG_ATTRIBUTES | own | set(config.to_dict())
+    hfshard_arguments = {"strict", "verify", "read", "progress"}
+    known = set(parameters) | MODEL_ARGUMENTS | CONFIG_ATTRIBUTES | hfshard_arguments | set(config.to_dict())
     refuse_unknown(set(model_kwargs) - set(parameters), known - set(model_kwargs), "from_pretrained")
 
 
 def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]) -> torch.device:
-    """Where the tensors are to be read to: a GPU that takes all of them as they are stored, else the CPU.
+    """Choose where the tensors are read to: a GPU that takes all of them as they are stored, else the CPU.
 
-    What upstream casts, quantizes or spreads over devices, it takes from the CPU tensor by tensor: the device need not
-    hold it twice. So it is where the device has not room for twice the model: upstream, which is given a device_map,
-    reserves the model's size there before it looks at the tensors (`caching_allocator_warmup`).
+    1. What transformers casts, quantizes or spreads over devices, it takes from the CPU tensor by tensor, so that the
+       device need not hold it twice.
+    2. The device needs room for twice the model: transformers, which gets a device_map, reserves the model's size there
+       before it looks at the tensors (`caching_allocator_warmup`).
     """
-    cpu, device_map = torch.device("cpu"), kwargs.get("device_map")
+    cpu = torch.device("cpu")
+    device_map = kwargs.get("device_map")
     name = device_map[""] if isinstance(device_map, dict) and set(device_map) == {""} else device_map
     name = f"cuda:{name}" if isinstance(name, int) else str(name)
-    others = ("quantization_config", "tp_plan", "distributed_config")
+    placed_by_transformers = ("quantization_config", "tp_plan", "distributed_config")
     if re.fullmatch(r"cuda(:\d+)?", name) is None:
         return cpu
-    if getattr(config, "quantization_config", None) or any(kwargs.get(key) is not None for key in others):
+    if getattr(config, "quantization_config", None) or any(
+        kwargs.get(key) is not None for key in placed_by_transformers
+    ):
         return cpu
-    given = [kwargs[key] for key in ("dtype", "torch_dtype") if kwargs.get(key) not in (None, "auto")]
-    wanted = given[0] if given else config.dtype
-    wanted = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
-    slots = (slot for shard in checkpoint.shards.values() for slot in shard.header.tensors.values())
-    stored = {TORCH_DTYPES.get(dtype) for dtype in {slot.dtype for slot in slots}}
+    dtypes = [kwargs[key] for key in ("dtype", "torch_dtype") if kwargs.get(key) not in (None, "auto")]
+    model_dtype = dtypes[0] if dtypes else config.dtype
+    if isinstance(model_dtype, str):
+        model_dtype = getattr(torch, model_dtype, None)
+    infos = (info for shard in checkpoint.shards.values() for info in shard.header.tensors.values())
+    stored = {TORCH_DTYPES.get(dtype) for dtype in {info.dtype for info in infos}}
     floats = {dtype for dtype in stored if dtype is None or dtype.is_floating_point}
-    if not isinstance(wanted, torch.dtype) or floats != {wanted}:
+    if not isinstance(model_dtype, torch.dtype) or floats != {model_dtype}:
         return cpu
     device = torch.device(name)
     stored_bytes = sum(shard.data_bytes for shard in checkpoint.shards.values())
@@ -162,13 +179,13 @@ def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]
 def class_of_auto(
     auto: Any, local: LocalCheckpoint, kwargs: dict[str, Any]
 ) -> tuple[type[PreTrainedModel], dict[str, Any]]:
-    """The class that an Auto class would build, found by building it without weights."""
+    """Find the class that an Auto class would build, by building it without weights."""
     if not isinstance(kwargs.get("config"), PreTrainedConfig):
         rest = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
         config = AutoConfig.from_pretrained(
             kwargs.get("config") or local.path,
             trust_remote_code=kwargs.get("trust_remote_code"),
-            **_where_config_is(kwargs, local),
+            **_config_source_arguments(kwargs, local),
             **rest,
         )
     else:
@@ -184,7 +201,7 @@ def class_of_auto(
 
 
 def _custom_class(auto: Any, config: Any, name: str, kwargs: Mapping[str, Any]) -> type[PreTrainedModel] | None:
-    """The class that a checkpoint's own code defines, where upstream takes it: of the same revision and cache.
+    """Find the class that a checkpoint's own code defines, where transformers would: with its revision and cache.
 
     Source: transformers `_BaseAutoModelClass.from_pretrained`; its `from_config` would take the code of main, from
     the default cache.
@@ -192,7 +209,7 @@ def _custom_class(auto: Any, config: Any, name: str, kwargs: Mapping[str, Any]) 
     reference = (getattr(config, "auto_map", None) or {}).get(auto.__name__)
     if not reference or not kwargs.get("trust_remote_code") or type(config) in auto._model_mapping:
         return None
-    where = {key: value for key, value in where_of(kwargs).items() if key != "subfolder"}
+    where = {key: value for key, value in source_arguments(kwargs).items() if key != "subfolder"}
     where |= {key: kwargs[key] for key in ("code_revision",) if key in kwargs}
     custom: Any = get_class_from_dynamic_module(reference, name, **where)
     auto.register(type(config), custom, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The class that upstream knows a model by: weight conversion, loss and custom code go by its name and module."""
+"""The class that transformers knows a model by: weight conversion, loss and custom code go by its name and module."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 MIXIN_MARK: Final = "_is_hfshard_model"
-"""The attribute by which `ShardedModelMixin` marks its subclasses; upstream's classes lack it."""
+"""The attribute by which `ShardedModelMixin` marks its subclasses; transformers' classes lack it."""
 
-_TWIN: Final = "_hfshard_twin"
-"""The attribute of a class that keeps its twin."""
+_ALIAS: Final = "_hfshard_alias"
+"""The attribute of a class that keeps its alias class."""
 
-_making = threading.Lock()
-"""Two threads that load the first models of a class must build them by one twin."""
+_alias_lock = threading.Lock()
+"""Two threads that load the first models of a class must build them with one alias class."""
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def architecture_of(model_class: type) -> type:
-    """The class that the saved checkpoint names: upstream's, not the user's that only adds the mixin.
+    """Find the class that the saved checkpoint names: that of transformers, not the user's that only adds the mixin.
 
-    It is the first class in the order of resolution that is not one of ours and can be called as the model can; a
-    user's model that was written on the mixin itself is its own architecture.
+    It is the first class in the method resolution order that does not have the mixin and can be called as the model
+    can. A model that is written on the mixin itself is its own architecture.
     """
     for candidate in model_class.__mro__:
-        is_upstreams = not hasattr(candidate, MIXIN_MARK) and issubclass(candidate, PreTrainedModel)
-        if is_upstreams and candidate is not PreTrainedModel and _has_forward(candidate) == _has_forward(model_class):
+        has_no_mixin = not hasattr(candidate, MIXIN_MARK) and issubclass(candidate, PreTrainedModel)
+        if has_no_mixin and candidate is not PreTrainedModel and _has_forward(candidate) == _has_forward(model_class):
             return candidate
     return model_class
 
@@ -40,47 +40,47 @@ def _has_forward(model_class: Any) -> bool:
 
 
 def alias_class(model_class: type[Model]) -> type[Model]:
-    """A subclass that adds nothing, and has the name and the module of the upstream class.
+    """Make a subclass that adds nothing, and has the name and the module of transformers' class.
 
-    Upstream takes a class of any other name for custom code, for which it knows no weight conversion (experts would
-    not be fused, ViT's and LLaVA's names not be translated) and no loss. So it builds and saves by the twin, and nobody
-    else sees one.
+    transformers takes a class of any other name for custom code, for which it has no weight conversion (experts would
+    not be fused, the names of ViT and LLaVA not translated) and no loss. So it builds and saves with the alias class,
+    which nobody else sees.
     """
     architecture = architecture_of(model_class)
     if architecture is model_class:
         return model_class
-    with _making:
-        if _TWIN not in vars(model_class):
+    with _alias_lock:
+        if _ALIAS not in vars(model_class):
             names = {"__module__": architecture.__module__, "__qualname__": architecture.__qualname__}
-            setattr(model_class, _TWIN, type(architecture.__name__, (model_class,), names))
-    return cast(type[Model], vars(model_class)[_TWIN])
+            setattr(model_class, _ALIAS, type(architecture.__name__, (model_class,), names))
+    return cast(type[Model], vars(model_class)[_ALIAS])
 
 
 def view_as_alias(model: Model) -> Model:
-    """The same model, with all that it has, as an object of its twin."""
-    twin = alias_class(type(model))
-    if twin is type(model):
+    """Return the same model, with all its attributes, as an object of its alias class."""
+    alias = alias_class(type(model))
+    if alias is type(model):
         return model
-    view = twin.__new__(twin)
+    view = alias.__new__(alias)
     object.__setattr__(view, "__dict__", vars(model))
     return view
 
 
 def delegate_to_base(model_class: type, mixin: type, question: str) -> bool:
-    """What the upstream class answers to one of upstream's questions, a class method without arguments.
+    """Call a class method without arguments, which returns a bool, on transformers' class in place of the user's.
 
     Args:
-        model_class: The class that was asked.
-        mixin: The class that passes the question on: where the class is its own architecture, the next one answers.
+        model_class: The user's class.
+        mixin: Where the class is its own architecture, the one after the mixin is called.
         question: The method's name.
     """
     architecture: Any = architecture_of(model_class)
-    asked = super(mixin, model_class) if architecture is model_class else architecture
-    return bool(getattr(asked, question)())
+    base = super(mixin, model_class) if architecture is model_class else architecture
+    return bool(getattr(base, question)())
 
 
 def loss_type_of(class_name: str) -> str | None:
-    """The loss that upstream's constructor chooses for a class of this name.
+    """Return the loss that transformers' constructor chooses for a class of this name.
 
     Source: transformers `PreTrainedModel.__init__`.
     """
@@ -91,6 +91,6 @@ def loss_type_of(class_name: str) -> str | None:
 
 
 def restore_class(model: Any, model_class: type) -> None:
-    """Make a model of the twin one of the class that it is the twin of."""
-    if type(model) is not model_class and vars(model_class).get(_TWIN) is type(model):
+    """Turn a model of an alias class into one of the user's class."""
+    if type(model) is not model_class and vars(model_class).get(_ALIAS) is type(model):
         model.__class__ = model_class

@@ -16,6 +16,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.class_alias import architecture_of, view_as_alias
+from hfshard.pretrained.fallback import is_spread
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
 from hfshard.state_dicts.state_dict import collect_state_dict
@@ -61,7 +62,7 @@ def request_from_pretrained(
     kept = {name: value for name, value in collected.items() if name not in ties}
     stored = revert_weight_conversion(view_as_alias(model), dict(kept)) if options.save_original_format else kept
     tied_names, undeclared_ties = _stored_ties(model, ties, kept, stored)
-    files = small_files(model)
+    files = _model_files(model)
     return SaveRequest(
         tensors=stored,
         options=options,
@@ -74,20 +75,15 @@ def request_from_pretrained(
     )
 
 
-def is_spread(model: Any) -> bool:
-    """Whether the model's weights lie on several ranks (tensor parallel, FSDP), so that one of them has only a part."""
-    return bool(getattr(model, "tp_size", None)) or getattr(model.config, "distributed_config", None) is not None
-
-
-def small_files(model: PreTrainedModel) -> dict[str, bytes]:
-    """config.json, generation_config.json and custom code, as upstream writes them for the upstream class."""
+def _model_files(model: PreTrainedModel) -> dict[str, bytes]:
+    """config.json, generation_config.json and custom code, as transformers writes them for its own class."""
     architecture = architecture_of(type(model))
     config = cast(Any, model.config)
     config.dtype = str(model.dtype).split(".")[1]
     config.architectures = [architecture.__name__.removeprefix("FSDP")]
     with tempfile.TemporaryDirectory(prefix="hfshard-") as folder:
         if model.is_remote_code():
-            # An empty object of the upstream class: what is copied is the file that defines it.
+            # An empty object of transformers' class: what is copied is the file that defines it.
             custom_object_save(object.__new__(architecture), folder, config=config)
         config.save_pretrained(folder)
         if model.can_generate():
@@ -96,12 +92,12 @@ def small_files(model: PreTrainedModel) -> dict[str, bytes]:
         for name in sorted(os.listdir(folder)):
             with open(os.path.join(folder, name), "rb") as file:
                 files[name] = file.read()
-    files[CONFIG_NAME] = _without_explicit_weights(files[CONFIG_NAME])
+    files[CONFIG_NAME] = _without_weights_override(files[CONFIG_NAME])
     return files
 
 
-def _without_explicit_weights(config: bytes) -> bytes:
-    # A model that was loaded from a commit under way, or by an explicit name, is saved under conventional names.
+def _without_weights_override(config: bytes) -> bytes:
+    # A model that was loaded while a commit was under way, or by an override, is saved under the usual names.
     value = json.loads(config)
     if WEIGHTS_OVERRIDE_KEY not in value:
         return config
@@ -110,7 +106,7 @@ def _without_explicit_weights(config: bytes) -> bytes:
 
 
 def _droppable_patterns(model: PreTrainedModel) -> list[str]:
-    """Names that need not be stored when they are tied: the declarations of the model and of all models in it."""
+    """Patterns of names that need not be stored when they are tied, as the model and the models in it declare them."""
     patterns = []
     for path, module in model.named_modules():
         declared = getattr(module, "_tied_weights_keys", None) or {}
@@ -121,7 +117,7 @@ def _droppable_patterns(model: PreTrainedModel) -> list[str]:
 def _stored_ties(
     model: PreTrainedModel, ties: Mapping[str, str], kept: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The ties in the names of the file, and those that no config declares.
+    """Translate ties into the names of the file, and tell which of them no config declares.
 
     A tie whose stored name was converted into something else is left out: the config ties it again on load.
     """
@@ -129,19 +125,19 @@ def _stored_ties(
     undeclared_ties: list[str] = []
     declared = getattr(model, "all_tied_weights_keys", None) or {}
     renamed = {id(value): name for name, value in stored.items()}
-    for alias, name in ties.items():
+    for tied_name, name in ties.items():
         file_name = name if name in stored else renamed.get(id(kept[name]))
-        file_alias: str | None = alias
+        file_tied_name: str | None = tied_name
         if file_name != name:
-            file_alias = next(iter(revert_weight_conversion(view_as_alias(model), {alias: kept[name]})), None)
-        is_declared = declared.get(alias) == name or declared.get(name) == alias or _same_source(declared, alias, name)
-        if file_name is None or file_alias is None or file_alias in stored or file_alias in tied_names:
+            file_tied_name = next(iter(revert_weight_conversion(view_as_alias(model), {tied_name: kept[name]})), None)
+        is_declared = _is_declared(declared, tied_name, name)
+        if file_name is None or file_tied_name is None or file_tied_name in stored or file_tied_name in tied_names:
             if not is_declared:
-                logger.warning("'%s' and '%s' share a tensor, and the saved checkpoint can't say so.", alias, name)
+                logger.warning("'%s' and '%s' share a tensor, and the saved checkpoint can't say so.", tied_name, name)
             continue
-        tied_names[file_alias] = file_name
+        tied_names[file_tied_name] = file_name
         if not is_declared:
-            undeclared_ties.append(file_alias)
+            undeclared_ties.append(file_tied_name)
     if undeclared_ties:
         logger.warning(
             "%s share a tensor with another name, which the config does not declare: hfshard ties them again on load, "
@@ -151,5 +147,7 @@ def _stored_ties(
     return tied_names, tuple(undeclared_ties)
 
 
-def _same_source(declared: Mapping[str, str], alias: str, name: str) -> bool:
-    return alias in declared and name in declared and declared[alias] == declared[name]
+def _is_declared(declared: Mapping[str, str], tied_name: str, name: str) -> bool:
+    if declared.get(tied_name) == name or declared.get(name) == tied_name:
+        return True
+    return tied_name in declared and name in declared and declared[tied_name] == declared[name]

@@ -1,4 +1,4 @@
-"""When upstream has to read a checkpoint itself: what hfshard can't do as well, it does not do by half."""
+"""When transformers has to load or save by itself, because hfshard can't do all that is asked for."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hfshard.constants import ADAPTER_CONFIG_NAME
 from hfshard.errors import HfshardError
 from hfshard.storage.checkpoint.locate import read_config, weights_bytes
 
-_HANDED_OVER: Final = {
+_TRANSFORMERS_ONLY: Final = {
     "offload_folder", "distributed_config", "tp_plan", "tp_size", "device_mesh",
     "quantization_config", "adapter_kwargs",
 }  # fmt: skip
-"""Arguments with which upstream reads the files itself, after hfshard has checked them."""
+"""Arguments with which transformers reads the files itself, after hfshard has checked them."""
 
 _AUTO_DEVICE_MAPS: Final = {"auto", "balanced", "balanced_low_0", "sequential"}
 
 
 def needs_transformers_loader(directory: str, model_class: type, kwargs: Mapping[str, Any]) -> bool:
-    """Whether upstream has to read the files itself, for these arguments and what lies in the directory."""
-    if any(kwargs.get(name) for name in _HANDED_OVER):
+    """Whether transformers has to read the files itself, because of the arguments or of what the directory holds."""
+    if any(kwargs.get(name) for name in _TRANSFORMERS_ONLY):
         return True
     device_map = kwargs.get("device_map")
     if isinstance(device_map, dict) and "disk" in device_map.values():
@@ -43,13 +43,26 @@ def needs_transformers_loader(directory: str, model_class: type, kwargs: Mapping
     )
 
 
+def needs_transformers_saver(model: Any, *, distributed_checkpoint: bool) -> bool:
+    """Whether transformers has to save the model: it has adapters, or weights that are offloaded or on many ranks."""
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    is_offloaded = "disk" in devices or ("cpu" in devices and len(devices) > 1)
+    has_adapters = bool(getattr(model, "_hf_peft_config_loaded", False))
+    return distributed_checkpoint or is_offloaded or has_adapters or is_spread(model)
+
+
+def is_spread(model: Any) -> bool:
+    """Whether the model's weights lie on several ranks (tensor parallel, FSDP), so that each has only a part."""
+    return bool(getattr(model, "tp_size", None)) or getattr(model.config, "distributed_config", None) is not None
+
+
 def is_adapter(directory: str) -> bool:
     """Whether PEFT is installed and a directory holds an adapter, alone or beside a model."""
     return bool(is_peft_available() and os.path.isfile(os.path.join(directory, ADAPTER_CONFIG_NAME)))
 
 
 def _is_tight(directory: str) -> bool:
-    """Whether the weights could be too large for the memory that is there."""
+    """Whether the weights could be too large for the free memory."""
     return weights_bytes(directory) > os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -16,6 +16,7 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.loading.options import LoadOptions
 from hfshard.planning.plan import Packing
+from hfshard.pretrained.arguments import PUSH_ARGUMENTS, SAVE_ARGUMENTS
 from hfshard.pretrained.build import load_pretrained
 from hfshard.pretrained.class_alias import (
     alias_class,
@@ -25,8 +26,8 @@ from hfshard.pretrained.class_alias import (
     restore_class,
     view_as_alias,
 )
-from hfshard.pretrained.collect import is_spread
-from hfshard.pretrained.push import default_repo_id, push_by_upstream, push_model, push_saved_files, tags_of
+from hfshard.pretrained.fallback import needs_transformers_saver
+from hfshard.pretrained.push import default_repo_id, push_model, push_saved_by_transformers, push_saved_files, tags_of
 from hfshard.pretrained.request import request_from_model
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.to_directory import save_request
@@ -34,19 +35,9 @@ from hfshard.storage.checkpoint.checkpoint import Verify
 from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.weights.tensor_reader import ReadMode
 
-_PUSH_ARGUMENTS = frozenset(
-    ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags", "path_in_repo")
-)
-_PLAN_ARGUMENTS = frozenset(("token", "max_shard_size", "variant", "packing", "progress"))
-_SAVE_ARGUMENTS = frozenset(
-    ("save_directory", "is_main_process", "state_dict", "push_to_hub", "max_shard_size", "variant", "token",
-     "save_peft_format", "save_original_format", "distributed_checkpoint", "safe_serialization", "packing", "checksum",
-     "progress")
-)  # fmt: skip
-
 
 def _untyped(method: Any) -> Any:
-    """For the type checker: upstream's method is a wrapped one, which no method can override in its eyes."""
+    """Hide the method from the type checker, to which transformers' wrapped method can't be overridden."""
     return method
 
 
@@ -58,7 +49,7 @@ class ShardedModelMixin:
         model = Llama.from_pretrained("org/repo")
         model.save_pretrained("out", max_shard_size="5GiB")
 
-    What it writes loads in stock transformers, under upstream's class; it loads what stock transformers writes.
+    What it writes loads in stock transformers, under transformers' class; it loads what stock transformers writes.
     Trainer (labels of question answering) and pipeline decide some things by the class's name: for them, give the
     subclass the name that the model's class has.
     """
@@ -83,25 +74,28 @@ class ShardedModelMixin:
         progress: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save the model, durably and all or nothing: the arguments are transformers'.
+        """Save the model, durably and all or nothing; with the arguments of transformers, and a few more.
 
         Args:
-            save_directory: Made when it is missing. What stood there loads until the new checkpoint is whole.
-            is_main_process: False: nothing is saved.
+            save_directory: Created if it is missing. The checkpoint that is there loads until the new one is complete.
+            is_main_process: False saves nothing.
             state_dict: What to save in place of the model's own; not mutated.
-            push_to_hub: Push what was saved; `repo_id` and more arguments of `push_to_hub` go with it.
+            push_to_hub: Push what was saved; `kwargs` may hold `repo_id` and other arguments of `push_to_hub`.
             max_shard_size: Bytes, or "5GB", "500MiB" ...: the most that a file has, unless it holds one tensor.
             variant: Part of the files' names.
             token: For the Hub.
-            save_peft_format, save_original_format, distributed_checkpoint: As upstream.
-            packing: "greedy" (as upstream) or "balanced" (fewest files, levelled).
+            save_peft_format, save_original_format, distributed_checkpoint: As in transformers.
+            packing: "greedy" (as transformers) or "balanced" (the fewest files, of similar size).
             checksum: "sha256", "xxh3" or None.
-            progress: A bar on stderr: None: on a terminal.
+            progress: Whether to show a bar on stderr; None: only on a terminal.
             kwargs: `safe_serialization=True` and `save_function` of older code, and arguments of `push_to_hub`.
 
         Raises:
-            UnknownArgumentError: A keyword that nobody takes; the message names the nearest.
+            UnknownArgumentError: An unknown keyword; the message names the nearest one.
             Everything that `hfshard.save_model` raises.
+
+        Example:
+            bert.save_pretrained("out", max_shard_size="5GB")
         """
         options = SaveOptions(
             max_shard_size=max_shard_size,
@@ -112,12 +106,11 @@ class ShardedModelMixin:
             progress=progress,
         )
         if kwargs.pop("safe_serialization", True) is False:
-            raise InvalidArgumentError("hfshard writes no pickles: leave out safe_serialization=False.")
-        kwargs.pop("save_function", None)  # of accelerate's older examples; upstream takes it and ignores it
-        refuse_unknown(kwargs, _PUSH_ARGUMENTS | _SAVE_ARGUMENTS, "save_pretrained")
-        if self._is_upstreams_to_save(distributed_checkpoint):
-            upstreams = view_as_alias(self)  # type: ignore[type-var]
-            super(ShardedModelMixin, upstreams).save_pretrained(  # type: ignore[misc]
+            raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
+        kwargs.pop("save_function", None)  # of accelerate's older examples; transformers ignores it too
+        refuse_unknown(kwargs, SAVE_ARGUMENTS, "save_pretrained")
+        if needs_transformers_saver(self, distributed_checkpoint=distributed_checkpoint):
+            self._save_with_transformers(
                 save_directory,
                 is_main_process=is_main_process,
                 state_dict=None if state_dict is None else dict(state_dict),
@@ -140,6 +133,10 @@ class ShardedModelMixin:
                 pushing = PushOptions(token=token, progress=progress, **kwargs)
                 push_saved_files(request, index, os.fspath(save_directory), repo_id, tags, pushing)
 
+    def _save_with_transformers(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        alias = view_as_alias(self)  # type: ignore[type-var]
+        super(ShardedModelMixin, alias).save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+
     @_untyped
     def push_to_hub(
         self,
@@ -159,21 +156,21 @@ class ShardedModelMixin:
         progress: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Push the model as one commit, straight from memory: the arguments are transformers'.
+        """Push the model as one Hub commit, straight from memory; with the arguments of transformers, and a few more.
 
-        What the hub has is not sent; shards, indexes and pickles of the last push of this variant go in the same
-        commit, everything else stays. Nothing is written to disk, but for a model that only upstream can collect
-        (offloaded, on several ranks, with adapters): that one goes by way of a temporary directory.
+        Files that the hub has are not sent; the same commit deletes the shards, indexes and pickles of the last push of
+        this variant, everything else stays. Nothing is written to disk, except for a model that only transformers can
+        save (offloaded, on several ranks, with adapters), which goes by way of a temporary directory.
 
         Args:
-            repo_id: "org/name", made if it is missing; or a path or `file://` URL of a directory that serves as a hub.
+            repo_id: "org/name", created if it is missing; or a path or `file://` URL of a directory hub.
             commit_message, commit_description: Of the commit.
-            private: Of a repo that is made.
+            private: Whether a repo that is created is private.
             token: None: the saved one.
-            revision: A branch, made if it is missing, or "refs/pr/N". None: main.
+            revision: A branch, created if it is missing, or "refs/pr/N". None: main.
             create_pr: Open a pull request on main in place of pushing; not together with another revision.
             max_shard_size: As in `save_pretrained`, and so are variant, packing and progress.
-            tags: Of the model card, which is made where there is none.
+            tags: Of the model card, which is created if there is none.
             path_in_repo: Folder of the repo.
 
         Returns:
@@ -181,16 +178,15 @@ class ShardedModelMixin:
 
         Raises:
             Everything that `hfshard.push_checkpoint` raises.
+
+        Example:
+            bert.push_to_hub("./hub/bert")  # or "org/name"
         """
         if kwargs.pop("safe_serialization", True) is False:
-            raise InvalidArgumentError("hfshard writes no pickles: leave out safe_serialization=False.")
-        refuse_unknown(kwargs, _PUSH_ARGUMENTS | _PLAN_ARGUMENTS, "push_to_hub")
-        saving = SaveOptions(
-            max_shard_size=max_shard_size,  # type: ignore[arg-type]
-            variant=variant,
-            packing=packing,
-            progress=progress,
-        )
+            raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
+        refuse_unknown(kwargs, PUSH_ARGUMENTS, "push_to_hub")
+        size: Any = max_shard_size  # transformers' type allows None, which is refused
+        saving = SaveOptions(max_shard_size=size, variant=variant, packing=packing, progress=progress)
         options = PushOptions(
             commit_message=commit_message,
             commit_description=commit_description,
@@ -202,9 +198,9 @@ class ShardedModelMixin:
             progress=progress,
         )
         tags = tags_of(self, tags)
-        if self._is_upstreams_to_save(distributed_checkpoint=False):
+        if needs_transformers_saver(self, distributed_checkpoint=False):
             save = partial(self.save_pretrained, max_shard_size=saving.max_shard_bytes, variant=variant)
-            return push_by_upstream(save, variant, repo_id, tags, options)
+            return push_saved_by_transformers(save, variant, repo_id, tags, options)
         request = request_from_model(self, None, saving)  # type: ignore[arg-type]
         return push_model(request, repo_id, tags, options)
 
@@ -219,16 +215,16 @@ class ShardedModelMixin:
         progress: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Build the model from a checkpoint that was checked first: the arguments are transformers'.
+        """Build the model from a checkpoint that is checked first; with the arguments of transformers, and a few more.
 
         Args:
             pretrained_model_name_or_path: A directory, or a repo of the Hub; None with `config` and `state_dict`.
             model_args: For the model's constructor.
-            strict: True refuses missing, unexpected and mismatched names; None reports them, as upstream does. That
-                nothing at all fits is an error in either case.
+            strict: True refuses missing, unexpected and mismatched names; None reports them, as transformers does.
+                It is an error in either case if no name fits.
             verify: "none"; "structure" (names, sizes, headers, fingerprints); "full" or "sha256" (every byte).
             read: "auto", "mmap" or "pread": how the bytes come into memory (see `load_state_dict`).
-            progress: A bar on stderr while checksums are made: None: on a terminal.
+            progress: Whether to show a bar on stderr while checksums are computed; None: only on a terminal.
             kwargs: Everything that transformers' `from_pretrained` takes.
 
         Returns:
@@ -236,23 +232,26 @@ class ShardedModelMixin:
 
         Raises:
             CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before it is built.
-            StateDictMismatchError: Nothing fits, or strict and something differs.
+            StateDictMismatchError: No name fits, or `strict` and something differs.
+
+        Example:
+            bert = Bert.from_pretrained("bert", verify="full")
         """
         if not issubclass(cls, PreTrainedModel):
             raise InvalidArgumentError(
-                f"{cls.__name__} is no transformers model: make an object of it, and call hfshard.load_model(it, path)."
+                f"{cls.__name__} is not a transformers model. Create a module, and call hfshard.load_model(it, path)."
             )
         options = LoadOptions(
             strict=strict, verify=verify, read=read, disable_mmap=kwargs.get("disable_mmap"), progress=progress
         )
-        twin: Any = alias_class(cls)
-        build = super(ShardedModelMixin, twin).from_pretrained  # type: ignore[misc]
-        built = load_pretrained(build, twin, pretrained_model_name_or_path, model_args, kwargs, options)
+        alias: Any = alias_class(cls)
+        build = super(ShardedModelMixin, alias).from_pretrained  # type: ignore[misc]
+        built = load_pretrained(build, alias, pretrained_model_name_or_path, model_args, kwargs, options)
         restore_class(built[0] if isinstance(built, tuple) else built, cls)
         return built
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse the wrong order of bases, in which upstream's own methods would come first.
+        """Refuse the wrong order of bases, in which transformers' own methods would come first.
 
         Raises:
             InvalidArgumentError: A transformers model stands before the mixin.
@@ -265,7 +264,7 @@ class ShardedModelMixin:
                 "or transformers saves and loads it: class Mine(ShardedModelMixin, TheModel): ..."
             )
 
-    # What upstream tells by a class's name or module, it is told of its own class.
+    # Where transformers goes by a class's name or module, it gets those of its own class.
 
     def _get_name(self) -> str:
         # Trainer shifts labels for the names of causal language models; `repr` shows it too.
@@ -273,7 +272,7 @@ class ShardedModelMixin:
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Whether the upstream class is custom code: a class that only adds the mixin is not, for that."""
+        """Whether transformers' class is custom code; that a subclass adds the mixin does not make it so."""
         return delegate_to_base(cls, ShardedModelMixin, "is_custom_code")
 
     @classmethod
@@ -290,18 +289,11 @@ class ShardedModelMixin:
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         # The name of Mamba's cache.
-        upstreams = view_as_alias(self)  # type: ignore[type-var]
-        return super(ShardedModelMixin, upstreams)._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
+        alias = view_as_alias(self)  # type: ignore[type-var]
+        return super(ShardedModelMixin, alias)._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
 
     def post_init(self) -> None:
-        """What upstream does at the end of a model's constructor, with the loss that the upstream class has."""
+        """Finish the model's constructor as transformers does, with the loss of transformers' class."""
         if getattr(self, "loss_type", None) is None:
             vars(self)["loss_type"] = loss_type_of(architecture_of(type(self)).__name__)
         super().post_init()  # type: ignore[misc]
-
-    def _is_upstreams_to_save(self, distributed_checkpoint: bool) -> bool:
-        """Whether the save needs what only upstream can do: adapters, weights that are offloaded or on many ranks."""
-        devices = set((getattr(self, "hf_device_map", None) or {}).values())
-        is_offloaded = "disk" in devices or ("cpu" in devices and len(devices) > 1)
-        has_adapters = bool(getattr(self, "_hf_peft_config_loaded", False))
-        return distributed_checkpoint or is_offloaded or has_adapters or is_spread(self)

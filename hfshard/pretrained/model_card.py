@@ -16,28 +16,28 @@ _DESCRIPTION: Final = (
 
 
 def tagged_card(read_old: Callable[[], bytes] | None, tags: Sequence[str]) -> bytes | None:
-    """The card to push, or None where the one that stands there needs no change.
+    """Make the card to push; None where the one on the hub needs no change.
 
     Args:
-        read_old: Reads the README.md that stands there; None where there is none.
+        read_old: Reads the README.md on the hub; None where there is none.
         tags: Those that it must have.
 
     Raises:
-        InvalidArgumentError: The one that stands there can't be read.
+        InvalidArgumentError: The one on the hub can't be read.
 
     Source: transformers `create_and_tag_model_card`.
     """
     if read_old is None:
         data = ModelCardData(tags=list(tags), library_name="transformers")
-        return _encoded(ModelCard.from_template(data, model_description=_DESCRIPTION))
+        return _to_bytes(ModelCard.from_template(data, model_description=_DESCRIPTION))
     if not tags:
         return None
     raw = read_old()
     try:
         if b"\0" in raw:
-            raise ValueError("it has zero bytes")
+            raise ValueError("it contains NUL bytes")
         card: Any = ModelCard(raw.decode("utf-8"), ignore_metadata_errors=True)
-    except Exception as error:  # of no common class: of PyYAML, of text, of a file that holds zero bytes
+    except Exception as error:  # they have no common base class: PyYAML's, UnicodeDecodeError, ValueError
         raise InvalidArgumentError(
             f"The tags can't be added to the README.md on the hub, whose metadata can't be read: {error}. Mend it "
             "there, or push without tags."
@@ -48,8 +48,8 @@ def tagged_card(read_old: Callable[[], bytes] | None, tags: Sequence[str]) -> by
     if not missing:
         return None
     card.data.tags = [*there, *missing]
-    return _encoded(card)
+    return _to_bytes(card)
 
 
-def _encoded(card: ModelCard) -> bytes:
+def _to_bytes(card: ModelCard) -> bytes:
     return str(card).encode("utf-8")

@@ -23,13 +23,13 @@ from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import WeightNames
 
 DEFAULT_MESSAGE: Final = "Upload model"
-"""As upstream's, for a model."""
+"""As in transformers."""
 
 
 def push_model(
     request: SaveRequest, repo_id: str | os.PathLike[str], tags: Sequence[str], options: PushOptions
 ) -> CommitInfo | PushResult:
-    """Push what a save of this request would write, without writing it.
+    """Push what a save of this request would write, straight from memory.
 
     Args:
         request: What `save_model` would save.
@@ -55,14 +55,14 @@ def push_saved_files(
     return _push(contents, frozenset({request.options.variant}), repo_id, tags, options)
 
 
-def push_by_upstream(
+def push_saved_by_transformers(
     save: Callable[[str], object],
     variant: str | None,
     repo_id: str | os.PathLike[str],
     tags: Sequence[str],
     options: PushOptions,
 ) -> CommitInfo | PushResult | None:
-    """Push what upstream saves of a model that only it can collect (offloaded, adapters), by way of the disk.
+    """Push a model that only transformers can save (offloaded, adapters), by way of a temporary directory.
 
     Args:
         save: Saves into an empty directory.
@@ -70,7 +70,7 @@ def push_by_upstream(
         repo_id, tags, options: As in `push_model`.
 
     Returns:
-        As `push_model`; None where this process saves nothing, as another one of the group does.
+        As `push_model`; None where this process saves nothing, because another one of the group does.
     """
     with tempfile.TemporaryDirectory(prefix="hfshard-push-") as folder:
         save(folder)
@@ -87,9 +87,9 @@ def push_by_upstream(
 
 
 def tags_of(model: Any, tags: Sequence[str] | str | None) -> list[str]:
-    """The tags of a model's card: the model's own, and those that were asked for."""
-    asked = [tags] if isinstance(tags, str) else list(tags or ())
-    return list(dict.fromkeys([*(getattr(model, "model_tags", None) or ()), *asked]))
+    """Collect the tags of a model's card: the model's own, and those that were asked for."""
+    requested = [tags] if isinstance(tags, str) else list(tags or ())
+    return list(dict.fromkeys([*(getattr(model, "model_tags", None) or ()), *requested]))
 
 
 def _push(
@@ -119,5 +119,5 @@ def _push(
 
 
 def default_repo_id(save_directory: str | os.PathLike[str]) -> str:
-    """The repo that `save_pretrained(push_to_hub=True)` pushes to where none is named: as the directory is called."""
+    """Name the repo that `save_pretrained(push_to_hub=True)` pushes to by default: after the directory."""
     return os.path.basename(os.path.abspath(os.fspath(save_directory)))

@@ -1,4 +1,4 @@
-"""What a re-shard refuses: places that it must not write into, and sources that change meanwhile."""
+"""What a re-shard refuses: directories that it must not write into, and sources that change meanwhile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ def is_same_directory(directory: str, other: str) -> bool:
 
 
 def check_places(source: CheckpointSource, local: LocalCheckpoint, dst: str, *, is_in_place: bool) -> None:
-    """Refuse to write into the source, but for a checkpoint that is replaced; what a hub keeps is nobody's to write."""
+    """Refuse to write into the source, except to replace it, and into what a hub keeps.
+
+    Raises:
+        InvalidArgumentError: `dst` is not allowed; the message says what is.
+    """
     root, target = os.path.realpath(local.directory), os.path.realpath(dst)
     subfolder = source.query.subfolder
     if subfolder and not is_in_place and is_same_directory(source.path, dst):
@@ -37,11 +41,11 @@ def check_places(source: CheckpointSource, local: LocalCheckpoint, dst: str, *, 
         todo = "" if is_hub else ", or the source itself to re-shard in place"
         raise InvalidArgumentError(f"'{dst}' lies in {what}: give a directory outside{todo}.", path=dst)
     if is_in_place and is_hub:
-        raise InvalidArgumentError(f"'{dst}' is of what a hub keeps: give a directory outside.", path=dst)
+        raise InvalidArgumentError(f"'{dst}' lies in what a hub keeps: give a directory outside.", path=dst)
 
 
 def _is_snapshot(directory: str) -> bool:
-    """Whether it is of the Hub's cache: its files are links to what all commits share."""
+    """Whether it is a snapshot in the Hub's cache, where files are links to blobs that all commits share."""
     return re.search(r"/models--[^/]+/snapshots/[0-9a-f]{40}(/|$)", directory) is not None
 
 

@@ -1,4 +1,4 @@
-"""Re-shards a checkpoint in place group by group, so that at no time more than one shard is on the disk twice."""
+"""Re-shards a checkpoint in place group by group, so that never more than one shard is on the disk twice."""
 
 from __future__ import annotations
 
@@ -25,30 +25,32 @@ from hfshard.storage.weights.safetensors_writer import WriteJob, file_order, sha
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """New files that are made of some old ones, and of nothing else."""
+    """New files with the tensors of some old files, and no others."""
 
     old: tuple[str, ...]
     new: tuple[PlannedShard, ...]
     is_kept: bool
-    """Whether it is one file that stays as it is, but for its name."""
+    """Whether it is one file that stays as it is, except for its name."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensors in it."""
+        """Bytes of its tensors."""
         return sum(shard.nbytes for shard in self.new)
 
 
 def reshard_in_place(
     checkpoint: OpenCheckpoint, request: SaveRequest, directory: str, check: Callable[[], None]
 ) -> CheckpointIndex:
-    """`save_request` for the tensors of the checkpoint that stands in the directory, in groups of its files.
+    """Re-shard the checkpoint in a directory in groups of its files.
 
-    Each group is written, committed by the rename of an index that names its new files and the old ones of all groups
-    to come, and its old files are removed. Readers see a whole checkpoint at any time; so does the next run, when this
-    one is killed.
+    1. A group is written.
+    2. It is committed by the rename of an index that names its new files, and the old files of the groups to come.
+    3. Its old files are removed, and the next group follows.
+
+    Readers see a complete checkpoint at any time; so does the next run if this one is killed.
 
     Args:
-        checkpoint: Open; files that are gone are closed.
+        checkpoint: Open; files that are removed are closed.
         request: Its tensors are the checkpoint's.
         directory: The checkpoint's.
         check: Called when the directory is locked.
@@ -63,24 +65,24 @@ def reshard_in_place(
         taken = session.state.listing | session.state.referenced
         while _is_blocked(aligned, contents, taken):
             aligned = with_one_more_cut(aligned, request.options.names, contents)
-        return _Regrouping(checkpoint, request, session, aligned, contents).run()
+        return _InPlaceReshard(checkpoint, request, session, aligned, contents).run()
 
 
 def aligned_plan(checkpoint: OpenCheckpoint, request: SaveRequest, whole: ShardPlan) -> ShardPlan:
-    """A plan whose every file is made of whole old files that lie together and fit, or of parts of one that does not.
+    """Plan files that each consist of whole neighbouring old files that fit, or of parts of one that does not.
 
     Args:
         checkpoint: Its files, in order.
         request: What is to be written.
-        whole: The plan without regard to the old files.
+        whole: The plan that ignores the old files.
     """
     specs = {spec.name: spec for spec in tensor_specs(request.tensors)}
     room = shard_room(request)
 
     def parts(names: Iterable[str]) -> list[tuple[TensorSpec, ...]]:
-        chosen = [specs[name] for name in names]
+        part = [specs[name] for name in names]
         plan = plan_specs(
-            chosen, request.options.max_shard_bytes, packing=request.options.packing, names=request.options.names,
+            part, request.options.max_shard_bytes, packing=request.options.packing, names=request.options.names,
             single_metadata_bytes=room, shard_metadata_bytes=room,
         )  # fmt: skip
         return [shard.tensors for shard in plan.shards]
@@ -94,9 +96,9 @@ def aligned_plan(checkpoint: OpenCheckpoint, request: SaveRequest, whole: ShardP
             continue
         if current:
             groups += parts(current)
-        mine = parts(names)
-        current = names if len(mine) == 1 else []
-        groups += mine if len(mine) > 1 else []
+        own_parts = parts(names)
+        current = names if len(own_parts) == 1 else []
+        groups += own_parts if len(own_parts) > 1 else []
     groups += parts(current) if current else []
     files = request.options.names.shards(len(groups))
     shards = tuple(PlannedShard(file, tensors) for file, tensors in zip(files, groups, strict=True))
@@ -104,10 +106,10 @@ def aligned_plan(checkpoint: OpenCheckpoint, request: SaveRequest, whole: ShardP
 
 
 def groups_of(plan: ShardPlan, contents: Mapping[str, Sequence[str]]) -> list[Group]:
-    """Which new files have tensors of the same old ones.
+    """Group the new files by the old ones that their tensors come from.
 
     Args:
-        plan: The new files, each of whole old files or of parts of one.
+        plan: The new files; each consists of whole old files, or of parts of one.
         contents: Old file -> names in it.
     """
     old_of = {name: file for file, names in contents.items() for name in names}
@@ -127,9 +129,9 @@ def groups_of(plan: ShardPlan, contents: Mapping[str, Sequence[str]]) -> list[Gr
 
 
 def with_one_more_cut(plan: ShardPlan, names: WeightNames, contents: Mapping[str, Sequence[str]]) -> ShardPlan:
-    """The same plan with its smallest file cut in two, as near to the middle as its groups stay what they are.
+    """Cut the smallest file of a plan in two, near its middle, so that the groups stay the same.
 
-    A file that is made of several old ones is cut between two of them. Where none can be cut, an empty one is added.
+    A file that consists of several old ones is cut between two of them. Where none can be cut, an empty one is added.
 
     Args:
         plan: Of `aligned_plan`.
@@ -150,20 +152,21 @@ def with_one_more_cut(plan: ShardPlan, names: WeightNames, contents: Mapping[str
 
 
 def _cut(specs: Sequence[TensorSpec], old_of: Mapping[str, str]) -> int | None:
-    """Before which tensor a file may be cut, next to its middle; None: nowhere."""
+    """Find the tensor before which a file may be cut, nearest to its middle; None: it can't be cut."""
     files = [old_of[spec.name] for spec in specs]
-    is_of_one = len(set(files)) <= 1
-    places = [at for at in range(1, len(specs)) if is_of_one or files[at] != files[at - 1]]
-    half, passed = sum(spec.nbytes for spec in specs) / 2, 0
+    has_one_source = len(set(files)) <= 1
+    cuts = [at for at in range(1, len(specs)) if has_one_source or files[at] != files[at - 1]]
+    half = sum(spec.nbytes for spec in specs) / 2
+    passed = 0
     distance = {}
     for at, spec in enumerate(specs):
         distance[at] = abs(passed - half)
         passed += spec.nbytes
-    return min(places, key=lambda at: (distance[at], at), default=None)
+    return min(cuts, key=lambda at: (distance[at], at), default=None)
 
 
 def _is_blocked(plan: ShardPlan, contents: Mapping[str, Sequence[str]], taken: frozenset[str]) -> bool:
-    """Whether a file that is not the planned one has its name."""
+    """Whether a name of the plan is taken by another file."""
     stay = {group.new[0].file for group in groups_of(plan, contents) if group.is_kept and group.old[0] in _names(group)}
     return any(shard.file in taken and shard.file not in stay for shard in plan.shards)
 
@@ -172,8 +175,8 @@ def _names(group: Group) -> set[str]:
     return {shard.file for shard in group.new}
 
 
-class _Regrouping:
-    """One run, in a locked directory."""
+class _InPlaceReshard:
+    """One re-shard in place, in a locked directory."""
 
     def __init__(
         self,
@@ -183,15 +186,17 @@ class _Regrouping:
         plan: ShardPlan,
         contents: Mapping[str, Sequence[str]],
     ) -> None:
-        self.checkpoint, self.request, self.session = checkpoint, request, session
+        self.checkpoint = checkpoint
+        self.request = request
+        self.session = session
         self.checksum = request.options.checksum
         self.base = index_of(plan, request, [FileDigest()] * len(plan.shards))
         self.groups = groups_of(plan, contents)
         self.files = {file: tuple(names) for file, names in contents.items() if names}
-        """The files of the checkpoint as it stands there now, and the names in each; those without any go."""
+        """The files of the checkpoint as it is now -> the names in each; files without tensors are dropped."""
         self.has_empty = len(self.files) < len(contents)
-        self.records = {file: checkpoint.index.files[file] for file in self.files if file in checkpoint.index.files}
-        self.is_recorded = len(self.records) == len(self.files)
+        self.digests = {file: checkpoint.index.files[file] for file in self.files if file in checkpoint.index.files}
+        self.has_all_digests = len(self.digests) == len(self.files)
 
     def run(self) -> CheckpointIndex:
         """Write group after group, then give the files that stay their names."""
@@ -211,61 +216,65 @@ class _Regrouping:
             metadata = shard_metadata(tensors, self.request.file_metadata)
             path = os.path.join(self.session.staging, staged[shard.file])
             jobs.append(WriteJob(path, tensors, metadata, like=self.session.replaced))
-        records = write_shards(jobs, checksum=self.checksum, progress_callback=progress_callback)
+        digests = write_shards(jobs, checksum=self.checksum, progress_callback=progress_callback)
         for file in group.old:
             del self.files[file]
-            self.records.pop(file, None)
+            self.digests.pop(file, None)
         self.files |= {shard.file: shard.names for shard in group.new}
-        self.records |= {shard.file: record for shard, record in zip(group.new, records, strict=True)}
+        self.digests |= zip((shard.file for shard in group.new), digests, strict=True)
         self._commit(staged)
         for file in group.old:
-            self.checkpoint.shards.pop(file).close()  # only now the disk has their space back
+            self.checkpoint.shards.pop(file).close()  # only now is their space on the disk free
 
     def _rename(self, kept: Sequence[Group]) -> CheckpointIndex:
-        """Record the files that stay, and give them the names of the plan as second ones, where there are links."""
-        known = dict(self.records)
+        """Complete the digests of the files that stay, and link them under the names of the plan, where that works."""
+        known = dict(self.digests)
         for group in kept:
             [file] = group.old
-            self.records[file] = self._record(file)
+            self.digests[file] = self._digest_of(file)
         staged: dict[str, str] = {}
         for file, name in self._moved(kept).items():
             staged[name] = f"{len(staged):05d}.weights"
             os.link(os.path.join(self.session.directory, file), os.path.join(self.session.staging, staged[name]))
-            self.files[name], self.records[name] = self.files.pop(file), self.records.pop(file)
-        is_new = bool(staged) or self.has_empty or not self.is_recorded or self.records != known
-        self.is_recorded = True
+            self.files[name], self.digests[name] = self.files.pop(file), self.digests.pop(file)
+        is_new = bool(staged) or self.has_empty or not self.has_all_digests or self.digests != known
+        self.has_all_digests = True
         return self._commit(staged) if is_new else self._index()
 
     def _moved(self, kept: Sequence[Group]) -> dict[str, str]:
-        """Old name -> new name of the files that can have both."""
+        """Old name -> new name of the files that can be linked under both."""
         names = {group.old[0]: group.new[0].file for group in kept if group.old[0] != group.new[0].file}
         paths = {file: os.path.join(self.session.directory, file) for file in names}
         plain = [file for file in names if not os.path.islink(paths[file])]
         return {file: names[file] for file in plain if can_link(self.session.staging, paths[file])}
 
-    def _record(self, file: str) -> FileDigest:
-        shard, record, checksum = self.checkpoint.shards[file], self.records.get(file, FileDigest()), self.checksum
-        if record.fingerprint is not None and (checksum is None or getattr(record, checksum) is not None):
-            return record
-        shard.check_contents(record)
+    def _digest_of(self, file: str) -> FileDigest:
+        shard = self.checkpoint.shards[file]
+        known = self.digests.get(file, FileDigest())
+        checksum = self.checksum
+        if known.fingerprint is not None and (checksum is None or getattr(known, checksum) is not None):
+            return known
+        shard.check_contents(known)
         found = FileDigest(shard.size, fingerprint=shard.fingerprint())
         if checksum is None:
             return found
-        tensors = "".join(tensor_digest(shard.blocks(slot)) for slot in shard.header.tensors.values())
+        tensors = "".join(tensor_digest(shard.blocks(info)) for info in shard.header.tensors.values())
         digest = shard.checksum(checksum)
         found = replace(found, sha256=digest) if checksum == "sha256" else replace(found, xxh3=digest)
         return replace(found, tensor_digests=tensors)
 
     def _index(self) -> CheckpointIndex:
-        """Of the files as they are; with no records at all, as long as one has none."""
-        records = {**self.records, **self.request.model_file_digests} if self.is_recorded else {}
+        """Index the files as they are; without any digests as long as one file has none."""
+        digests = {**self.digests, **self.request.model_file_digests} if self.has_all_digests else {}
         weight_map = {name: file for file, names in self.files.items() for name in names}
-        return replace(self.base, weight_map=weight_map, files=records)
+        return replace(self.base, weight_map=weight_map, files=digests)
 
     def _commit(self, staged: Mapping[str, str]) -> CheckpointIndex:
         index = self._index()
         if index.weight_map.keys() != self.request.tensors.keys():
-            raise RuntimeError("A group of the re-shard is not whole: a bug of hfshard's. Nothing was removed for it.")
+            raise RuntimeError(
+                "A group of the re-shard is incomplete: this is a bug in hfshard. Nothing was removed for it."
+            )
         raw = index.to_json()
         kept_shards = frozenset(self.files) - frozenset(staged)
         new = NewCheckpoint(

@@ -1,4 +1,4 @@
-"""A checkpoint that stands in files as what is to be saved: its tensors as they are, or cast, and what goes along."""
+"""Makes a save request from a checkpoint in files: its tensors as they are, or cast, and what goes with them."""
 
 from __future__ import annotations
 
@@ -28,24 +28,26 @@ _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 """Where a config says in which dtype a model is loaded: transformers' key, and its older one."""
 
 _OWN_KEYS: Final = frozenset({METADATA_KEY, COMPLEX_AS_REAL_KEY, "format"})
-"""Of a file's `__metadata__`: made anew for each file."""
+"""Keys of a file's `__metadata__` that a save writes itself."""
 
 _Value = TypeVar("_Value")
 
 
 def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint) -> SaveRequest:
-    """A request for all that stands in a checkpoint, as it is.
+    """Fill a request with all that a checkpoint holds, as it is.
 
     Args:
-        request: How to save it; what to save is filled in.
-        checkpoint: Open, and to stay open until it is saved.
+        request: How to save it.
+        checkpoint: Open; it must stay open until it is saved.
     """
-    index, tensors = checkpoint.index, raw_tensors(checkpoint)
+    index = checkpoint.index
+    tensors = raw_tensors(checkpoint)
     tied_names = find_shared_tensors(tensors) if checkpoint.pickles else index.tied_names
     file_metadata: dict[str, str] = {}
     for shard in checkpoint.shards.values():
         file_metadata = shard.header.metadata | file_metadata
-    config, directory = read_config(checkpoint.directory), checkpoint.directory
+    directory = checkpoint.directory
+    config = read_config(directory)
     generation = os.path.join(directory, GENERATION_CONFIG_NAME)
     model_files = {}
     if os.path.lexists(generation):
@@ -64,16 +66,17 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint) -> SaveReques
     )
     if checkpoint.pickles or plan_request(request).weight_map == index.weight_map:
         return request
-    return replace(request, tensors={name: tensors[name] for name in likely_order(checkpoint)})
+    return replace(request, tensors={name: tensors[name] for name in guess_order(checkpoint)})
 
 
-def likely_order(checkpoint: OpenCheckpoint) -> list[str]:
-    """The names in the order of the state dict that was saved, as far as files of safetensors tell.
+def guess_order(checkpoint: OpenCheckpoint) -> list[str]:
+    """Put the names into the order of the state dict that was saved, as far as safetensors files tell.
 
-    Files are filled in that order, but a tensor that is too large for one gets a file of its own before the one that
-    is being filled. Where a file has one tensor, and more bytes than any with several, its tensor came after the first
-    of those in the next file: here it comes after the last, as an output layer does. The first files may have been
-    made when none was being filled, as for an embedding, and stay the first.
+    1. Files are filled in that order, but a tensor that is too large gets its own file, before the file that is being
+       filled. So where a file has one tensor, and more bytes than any file with several, its tensor came after the
+       first tensor of the next file. It is put after the last, where an output layer is.
+    2. Large files at the beginning, such as that of an embedding, may have been written when none was being filled.
+       They stay first.
     """
     files = [list(shard.header.tensors) for shard in checkpoint.shards.values()]
     sizes = [shard.size for shard in checkpoint.shards.values()]
@@ -96,12 +99,13 @@ def _without(values: Mapping[str, _Value], keys: frozenset[str]) -> dict[str, _V
 
 
 def with_dtype(request: SaveRequest, dtype: torch.dtype, directory: str) -> SaveRequest:
-    """The same request with floating tensors cast when they are written, and a config that says so.
+    """Change a request so that floating tensors are cast when they are written, and the config says so.
 
     Raises:
-        InvalidArgumentError: The checkpoint is quantized: its floats are no weights without their scales.
+        InvalidArgumentError: The checkpoint is quantized: its floats mean nothing without their scales.
     """
-    path, raw = os.path.join(directory, CONFIG_NAME), request.config
+    path = os.path.join(directory, CONFIG_NAME)
+    raw = request.config
     config = None if raw is None else parse_json_object(raw, path=path, what="Config", remedy="Save the model again.")
     packed = [name for name, value in request.tensors.items() if is_packed(value)]
     if packed or (config is not None and config.get("quantization_config")):

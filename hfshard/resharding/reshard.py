@@ -1,4 +1,4 @@
-"""A re-shard from end to end: open the source, copy its tensors into files of another size, check it again, commit."""
+"""Re-shards from end to end: opens the source, copies its tensors into other files, checks it again, commits."""
 
 from __future__ import annotations
 
@@ -40,18 +40,19 @@ _FLOATS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ReshardResult:
-    """What came of it."""
+    """What a re-shard read and wrote."""
 
     directory: str
+    """The directory that was written."""
     index: CheckpointIndex
     source: str
     """The directory that the tensors were read from."""
     files_before: dict[str, int]
-    """The source's files of weights, and their bytes."""
+    """The source's files of weights -> bytes."""
     is_compared: bool
-    """Whether every byte that was copied was compared with a checksum on the way; else the source has none."""
+    """Whether every byte was compared with a checksum while it was copied; else the source has none."""
     companion_files: tuple[str, ...]
-    """Files that were copied along."""
+    """Names of the files that were copied too."""
 
 
 def reshard_source(
@@ -92,10 +93,11 @@ def reshard_source(
         if floating is not None:
             request = with_dtype(request, floating, checkpoint.directory)
         if not is_in_place:
-            beside = find_companion_files(checkpoint.directory, {CONFIG_NAME, *request.model_files})
-            refuse_conflicts(beside, dst)
-            request = replace(request, companion_files=beside)
-        identities, is_compared = identities_of(checkpoint), has_checksums(checkpoint)
+            companions = find_companion_files(checkpoint.directory, {CONFIG_NAME, *request.model_files})
+            refuse_conflicts(companions, dst)
+            request = replace(request, companion_files=companions)
+        identities = identities_of(checkpoint)
+        is_compared = has_checksums(checkpoint)
         if not is_compared:
             logger.info(
                 "'%s' has no checksums: its structure was checked, its bytes can't be.", checkpoint.weights_path
@@ -111,5 +113,5 @@ def _floating_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         return None
     name = str(dtype).removeprefix("torch.")
     if name not in _FLOATS:
-        raise InvalidArgumentError(f"dtype must be one of {', '.join(_FLOATS)}, or None to leave it, and is {dtype!r}.")
+        raise InvalidArgumentError(f"dtype must be one of {', '.join(_FLOATS)}, or None to leave it, got {dtype!r}.")
     return _FLOATS[name]

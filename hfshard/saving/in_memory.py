@@ -1,4 +1,4 @@
-"""A save that goes nowhere: the files of a request as streams from memory, to be sent without a copy on disk."""
+"""Saves into memory: the files of a request as streams, to be sent without a copy on disk."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hfshard.storage.weights.safetensors_writer import WriteJob, digest_shard, w
 
 
 def stream_request(request: SaveRequest) -> tuple[dict[str, ByteSource], CheckpointIndex]:
-    """The files that a save of this request into an empty directory would write, bit for bit.
+    """Stream the files that a save of this request into an empty directory would write, bit for bit.
 
-    Each tensor is read once to make the hashes, and again when its file is read; those of a single file twice for the
-    hashes, as it holds its own.
+    Each tensor is read once for the hashes, and again when its file is read. The tensors of a single file are read
+    twice for the hashes, because the file holds its own.
 
     Args:
         request: Its tensors must not change until the files are read.
@@ -35,12 +35,12 @@ def stream_request(request: SaveRequest) -> tuple[dict[str, ByteSource], Checkpo
     jobs = shard_jobs(plan, request, [""] * len(plan.shards))
     with bytes_bar("Hashing", plan.total_size, request.options.progress) as progress_callback:
         digested = in_threads(partial(_digest, progress_callback=progress_callback), jobs, writer_threads())
-    index = index_of(plan, request, [record for record, _ in digested])
+    index = index_of(plan, request, [digest for digest, _ in digested])
     contents: dict[str, ByteSource] = {}
-    for shard, job, (record, header) in zip(plan.shards, jobs, digested, strict=True):
+    for shard, job, (digest, header) in zip(plan.shards, jobs, digested, strict=True):
         opener = partial(SafetensorsStream, header, list(job.tensors.values()))
-        sha256 = record.sha256 if plan.is_sharded and record.sha256 is not None else sha256_of_reader(opener())
-        contents[shard.file] = StreamSource(record.size or 0, sha256, opener)
+        sha256 = digest.sha256 if plan.is_sharded and digest.sha256 is not None else sha256_of_reader(opener())
+        contents[shard.file] = StreamSource(digest.size or 0, sha256, opener)
     if plan.is_sharded:
         contents[request.options.names.index] = BytesSource(index.to_json())
     return contents | {name: BytesSource(raw) for name, raw in request.small_files.items()}, index

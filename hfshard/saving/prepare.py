@@ -1,4 +1,4 @@
-"""One save on its way to the commit: the request, a plan with free names, the staged files and their index."""
+"""One save on its way to the commit: a plan with free names, the staged files and their index."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from hfshard.storage.weights.safetensors_writer import (
 )
 
 _OWN_DIGEST_BYTES: Final = 256
-"""The digests that a single file states of itself, with their names, without those of its tensors."""
+"""Bytes of the digests that a single file holds of itself, with their names, without those of its tensors."""
 
 
 def plan_request(request: SaveRequest) -> ShardPlan:
     """Plan the files of a request, with room in their headers for the metadata that they will carry.
 
     Raises:
-        UnstorableTensorError: A value that the format has no bytes for.
-        InvalidArgumentError: Metadata that are no JSON, or a packing that nobody knows.
+        UnstorableTensorError: A value can't be stored in the format.
     """
-    specs, room = tensor_specs(request.tensors), shard_room(request)
+    specs = tensor_specs(request.tensors)
+    room = shard_room(request)
     own = build_hfshard_metadata(request.model_file_digests, request.tied_names, request.undeclared_ties)
     digests = _OWN_DIGEST_BYTES + TENSOR_DIGEST_HEX * len(specs)
     return plan_specs(
@@ -53,12 +53,12 @@ def plan_request(request: SaveRequest) -> ShardPlan:
 
 
 def shard_room(request: SaveRequest) -> int:
-    """The most bytes that the metadata of one of several files take in its header."""
+    """The most bytes that the metadata of one of several files takes in its header."""
     return _json_bytes(shard_metadata(request.tensors, request.file_metadata))
 
 
 def with_free_names(plan: ShardPlan, session: SaveSession, request: SaveRequest) -> ShardPlan:
-    """Take names that no file has, unless the files there look like the ones that are to be written."""
+    """Change a plan to names that no file has, unless the files there look like the ones to be written."""
     if not plan.is_sharded or _matches_existing(plan, session, request):
         return plan
     return avoid_taken_names(plan, session, request.options.names)
@@ -73,26 +73,26 @@ def avoid_taken_names(plan: ShardPlan, session: SaveSession, names: WeightNames)
 
 
 def _json_bytes(value: Any) -> int:
-    """The most bytes that a value takes as JSON that stands as a string in other JSON."""
+    """The most bytes that a value takes as JSON inside a JSON string."""
     return len(json.dumps(json.dumps(value))) + len('"__metadata__":{},')
 
 
 def _matches_existing(plan: ShardPlan, session: SaveSession, request: SaveRequest) -> bool:
-    """Whether the index that stands there lists these very files, by their fingerprints."""
+    """Whether the index in the directory lists these very files, by their fingerprints."""
     index = session.state.index
     if index is None or index.weight_map != plan.weight_map:
         return False
     for shard in plan.shards:
         tensors = file_order({name: request.tensors[name] for name in shard.names})
         header = shard_header(tensors, shard_metadata(tensors, request.file_metadata))
-        record = index.files.get(shard.file)
-        if record is None or record.fingerprint != fingerprint_of(header, list(tensors.values())):
+        digest = index.files.get(shard.file)
+        if digest is None or digest.fingerprint != fingerprint_of(header, list(tensors.values())):
             return False
     return True
 
 
 def needs_new_names(plan: ShardPlan, new: NewCheckpoint, index: CheckpointIndex, session: SaveSession) -> bool:
-    """Whether files that looked the same turned out to differ, or a single file needs links that there are none of."""
+    """Whether files that looked the same turned out to differ, or a single file needs links and can't have them."""
     old = session.state
     if plan.is_sharded:
         taken = [shard.file for shard in plan.shards if shard.file in old.listing]
@@ -104,17 +104,24 @@ def needs_new_names(plan: ShardPlan, new: NewCheckpoint, index: CheckpointIndex,
 def write_staged(
     plan: ShardPlan, session: SaveSession, request: SaveRequest, progress_callback: Callable[[int], object] | None
 ) -> tuple[NewCheckpoint, CheckpointIndex]:
-    """Write the weights into the staging directory, and make the index."""
+    """Write the weights into the staging directory, and make the index.
+
+    Args:
+        plan: Which tensor goes into which file.
+        session: Of the locked directory.
+        request: What to save.
+        progress_callback: Gets the bytes that were written, from any thread.
+    """
     staged = {shard.file: f"{number:05d}.weights" for number, shard in enumerate(plan.shards)}
     paths = [os.path.join(session.staging, name) for name in staged.values()]
-    records = write_shards(
+    digests = write_shards(
         shard_jobs(plan, request, paths, session.replaced),
         checksum=request.options.checksum,
         progress_callback=progress_callback,
     )
-    index = index_of(plan, request, records)
+    index = index_of(plan, request, digests)
     index_json = index.to_json() if plan.is_sharded else None
-    files = {shard.file: record for shard, record in zip(plan.shards, records, strict=True)}
+    files = {shard.file: digest for shard, digest in zip(plan.shards, digests, strict=True)}
     digest = content_digest([index_json] if index_json is not None else [repr(files).encode()])
     new = NewCheckpoint(
         shards=staged,
@@ -143,7 +150,7 @@ def _stage_companion_files(
 def shard_jobs(
     plan: ShardPlan, request: SaveRequest, paths: Sequence[str], like: os.stat_result | None = None
 ) -> list[WriteJob]:
-    """What is to be written for each file of a plan, into these paths."""
+    """Describe what to write for each file of a plan, into these paths."""
     own = (
         None
         if plan.is_sharded
@@ -160,9 +167,9 @@ def shard_jobs(
     return jobs
 
 
-def index_of(plan: ShardPlan, request: SaveRequest, records: Sequence[FileDigest]) -> CheckpointIndex:
-    """The index of a plan whose files have these records."""
-    files = {shard.file: record for shard, record in zip(plan.shards, records, strict=True)}
+def index_of(plan: ShardPlan, request: SaveRequest, digests: Sequence[FileDigest]) -> CheckpointIndex:
+    """Make the index of a plan whose files have these digests."""
+    files = {shard.file: digest for shard, digest in zip(plan.shards, digests, strict=True)}
     return CheckpointIndex(
         weight_map=plan.weight_map,
         total_size=plan.total_size,

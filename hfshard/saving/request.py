@@ -1,4 +1,4 @@
-"""What is to be saved: tensors by name, what goes along with them, and how; of a state dict or of a plain module."""
+"""What a save writes and how; made from a state dict or a plain module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A save into a directory: plan, write, index, commit."""
+"""Saves into a directory: plan, write, index, commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check of a whole checkpoint found."""
+"""The report of a check of a whole checkpoint."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong."""
+    """One thing that is wrong with a checkpoint."""
 
     file: str
     """Path of the file."""
     tensor: str | None
-    """FQN, where it is about one tensor."""
+    """FQN, if it is about one tensor."""
     message: str
     """What, where, and what to do."""
 
@@ -26,7 +26,7 @@ class VerifyReport:
     """Names of the files that were checked."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
-    """What could not be checked, and files that belong to nothing."""
+    """What could not be checked, and files that belong to no checkpoint."""
     checked_bytes: int
     """Bytes whose checksum was compared."""
 

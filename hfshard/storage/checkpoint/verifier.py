@@ -23,28 +23,28 @@ from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 @dataclass
 class _Findings:
-    """What was found in one file, or in all."""
+    """The problems and warnings of one file, or of all."""
 
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     checked_bytes: int = 0
     data_bytes: int = 0
-    """Of tensors, whether they were checked or not."""
+    """Bytes of tensor data, whether they were checked or not."""
 
-    def add(self, shard: SafetensorsFile, tensor: str, what: str) -> None:
-        """A tensor is not as it should be."""
+    def add_tensor(self, shard: SafetensorsFile, tensor: str, what: str) -> None:
+        """Add a problem with one tensor."""
         message = readable(f"Tensor '{tensor}' {what}. Download or save it again.")
         self.problems.append(Problem(shard.path, tensor, message))
 
-    def found(self, error: HfshardError, directory: str) -> None:
-        """A check failed."""
+    def add_error(self, error: HfshardError, directory: str) -> None:
+        """Add a check that failed."""
         path = error.path if error.path is not None else directory
-        # Its last words may be to run what is running.
+        # The message may end with the advice to run this very check.
         message = error.message.replace(f", or run 'hfshard verify {directory}'", "")
         self.problems.append(Problem(path, error.fqn, message))
 
-    def take(self, other: _Findings) -> None:
-        """Have what another one found too."""
+    def add_all(self, other: _Findings) -> None:
+        """Add the findings of a file."""
         self.problems += other.problems
         self.warnings += other.warnings
         self.checked_bytes += other.checked_bytes
@@ -52,105 +52,111 @@ class _Findings:
 
 
 class Verifier:
-    """Collects problems file by file, several at once, then those that only the whole shows."""
+    """Collects problems file by file, several at once, then those that only all files together show."""
 
     def __init__(self, directory: str, names: WeightNames, level: str) -> None:
-        self.directory, self.names, self.level = directory, names, level
+        self.directory = directory
+        self.names = names
+        self.level = level
         self.files: list[str] = []
         self.findings = _Findings()
         self.names_in: dict[str, list[str]] = defaultdict(list)
         """File -> the tensors that the index names for it."""
 
     def report(self) -> VerifyReport:
-        """What was found."""
-        found = self.findings
-        problems = tuple(dict.fromkeys(found.problems))
-        return VerifyReport(self.directory, tuple(self.files), problems, tuple(found.warnings), found.checked_bytes)
+        """Return what was found."""
+        return VerifyReport(
+            directory=self.directory,
+            files=tuple(self.files),
+            problems=tuple(dict.fromkeys(self.findings.problems)),
+            warnings=tuple(self.findings.warnings),
+            checked_bytes=self.findings.checked_bytes,
+        )
 
     def run(self, progress_callback: Callable[[int], object]) -> None:
         """Check everything."""
         try:
-            located = locate_checkpoint(self.directory, self.names)
+            weights = locate_checkpoint(self.directory, self.names)
         except CheckpointNotFoundError:
             raise
         except HfshardError as error:
-            self.findings.found(error, self.directory)
+            self.findings.add_error(error, self.directory)
             return
-        index = self._index(located.name) if located.kind == "index" else None
-        if located.kind == "single":
-            self._check_files(None, [located.name], progress_callback)
+        index = self._read_index(weights.name) if weights.kind == "index" else None
+        if weights.kind == "single":
+            self._check_files(None, [weights.name], progress_callback)
         elif index is not None:
-            # A file without tensors, as of an empty state dict, has a record too.
+            # A file without tensors, such as that of an empty state dict, has a digest too.
             listed = {name for name in index.files if name.endswith(SAFETENSORS_SUFFIX)}
             self._check_files(index, sorted(listed | set(index.weight_map.values())), progress_callback)
             if not self.findings.problems:
-                self._check_total(located.name, index)
-        elif located.kind != "index":
+                self._check_total(weights.name, index)
+        elif weights.kind != "index":
             self._check_pickles()
-        self._note_strays(index)
+        self._warn_of_strays(index)
 
-    def _index(self, name: str) -> CheckpointIndex | None:
+    def _read_index(self, name: str) -> CheckpointIndex | None:
         path = os.path.join(self.directory, name)
         self.files.append(name)
         try:
             raw, _ = read_small(path, self.directory, MAX_INDEX_BYTES)
             return CheckpointIndex.from_json(raw, path)
         except HfshardError as error:
-            self.findings.found(error, self.directory)
+            self.findings.add_error(error, self.directory)
             return None
 
     def _check_files(
         self, index: CheckpointIndex | None, names: list[str], progress_callback: Callable[[int], object]
     ) -> None:
-        records = dict(index.files) if index is not None else {}
+        digests = dict(index.files) if index is not None else {}
         for tensor, file in index.weight_map.items() if index is not None else ():
             self.names_in[file].append(tensor)
         self.files += names
         largest_first = sorted(names, key=lambda name: -_size(os.path.join(self.directory, name)))
         checked = in_threads(
-            lambda name, stop: self._check_file(name, index, records, stoppable(progress_callback, stop)),
+            lambda name, stop: self._check_file(name, index, digests, stoppable(progress_callback, stop)),
             largest_first,
             FILES_AT_ONCE,
         )
         for findings, _ in sorted(zip(checked, largest_first, strict=True), key=lambda pair: pair[1]):
-            self.findings.take(findings)
-        for name in sorted(records):
+            self.findings.add_all(findings)
+        for name in sorted(digests):
             if name.endswith(".json"):
-                self._check_small_file(name, records[name])
+                self._check_small_file(name, digests[name])
 
-    def _check_small_file(self, name: str, record: FileDigest) -> None:
+    def _check_small_file(self, name: str, digest: FileDigest) -> None:
         self.files.append(name)
         try:
-            check_small_file(self.directory, name, record)
+            check_small_file(self.directory, name, digest)
         except HfshardError as error:
             if isinstance(error, IntegrityError) and self.level != "full":
                 self.findings.warnings.append(error.message)  # people edit configs by hand
             else:
-                self.findings.found(error, self.directory)
+                self.findings.add_error(error, self.directory)
 
     def _check_file(
         self,
         name: str,
         index: CheckpointIndex | None,
-        records: dict[str, FileDigest],
+        digests: dict[str, FileDigest],
         progress_callback: Callable[[int], object],
     ) -> _Findings:
         findings = _Findings()
         try:
             shard = SafetensorsFile(os.path.join(self.directory, name), self.directory)
         except HfshardError as error:
-            findings.found(error, self.directory)
+            findings.add_error(error, self.directory)
             return findings
         try:
             findings.data_bytes = shard.data_bytes
             if index is None:
-                records |= {**shard.hfshard_metadata.files, name: shard.hfshard_metadata.digests}  # it is the only one
-                self._check_aliases(shard, findings)
+                digests |= {**shard.hfshard_metadata.files, name: shard.hfshard_metadata.digests}  # it is the only one
+                self._check_tied_names(shard, findings)
             else:
                 self._check_names(shard, index, findings)
-            self._check_bytes(shard, records.get(name, FileDigest()), findings, progress_callback)
-            if self.level == "full" and not records.get(name, FileDigest()).is_verifiable:
-                self._note_unverifiable(shard, index, findings)
+            self._check_bytes(shard, digests.get(name, FileDigest()), findings, progress_callback)
+            if self.level == "full" and not digests.get(name, FileDigest()).is_verifiable:
+                self._note_no_checksum(shard, index, findings)
         finally:
             shard.close()
         return findings
@@ -158,24 +164,26 @@ class Verifier:
     def _check_bytes(
         self,
         shard: SafetensorsFile,
-        record: FileDigest,
+        digest: FileDigest,
         findings: _Findings,
         progress_callback: Callable[[int], object],
     ) -> None:
         try:
-            shard.check_size_and_fingerprint(record, with_fingerprint=True)
-            if self.level == "full" and record.is_verifiable:
+            shard.check_size_and_fingerprint(digest, with_fingerprint=True)
+            if self.level == "full" and digest.is_verifiable:
                 shard.check_contents(
-                    replace(record, tensor_digests=None), progress_callback
-                )  # which of them they are is found below
+                    replace(digest, tensor_digests=None), progress_callback
+                )  # which tensors are damaged is found below
                 findings.checked_bytes += shard.size
         except HfshardError as error:
-            damaged = shard.damaged_tensors(record)
+            damaged = shard.damaged_tensors(digest)
             for tensor in damaged:
-                findings.add(shard, tensor, f"of '{shard.path}' is damaged: its bytes are not those that were saved")
+                findings.add_tensor(
+                    shard, tensor, f"of '{shard.path}' is damaged: its bytes are not those that were saved"
+                )
             if not damaged:
-                findings.found(error, self.directory)
-        except InterruptedError:  # Ctrl-C, or another file's end
+                findings.add_error(error, self.directory)
+        except InterruptedError:  # Ctrl-C, or another file failed
             raise
         except OSError as error:  # a bad sector
             message = readable(f"'{shard.path}' can't be read: {error.strerror}. Download or save it again.")
@@ -185,17 +193,17 @@ class Verifier:
         name = os.path.relpath(shard.path, self.directory)
         for tensor in shard.header.tensors:
             if (where := index.weight_map.get(tensor, "no file")) != name:
-                findings.add(shard, tensor, f"lies in '{shard.path}', and the index names {where} for it")
+                findings.add_tensor(shard, tensor, f"is in '{shard.path}', but the index says that it is in {where}")
         for tensor in self.names_in[name]:
             if tensor not in shard.header.tensors:
-                findings.add(shard, tensor, f"is missing in '{shard.path}', where the index says that it is")
+                findings.add_tensor(shard, tensor, f"is not in '{shard.path}', where the index says that it is")
 
-    def _note_unverifiable(self, shard: SafetensorsFile, index: CheckpointIndex | None, findings: _Findings) -> None:
+    def _note_no_checksum(self, shard: SafetensorsFile, index: CheckpointIndex | None, findings: _Findings) -> None:
         name = os.path.relpath(shard.path, self.directory)
         # Checksums are written for all files or for none, and a shard says by itself that hfshard wrote it.
-        records = index.files if index is not None else {}
-        others = any(record.is_verifiable for file, record in records.items() if file.endswith(SAFETENSORS_SUFFIX))
-        if index is not None and (others or (shard.written_by_hfshard and name not in records)):
+        digests = index.files if index is not None else {}
+        others = any(digest.is_verifiable for file, digest in digests.items() if file.endswith(SAFETENSORS_SUFFIX))
+        if index is not None and (others or (shard.written_by_hfshard and name not in digests)):
             message = f"'{shard.path}' was saved with a checksum, and the index has none. {remedy(shard.path)}"
             findings.problems.append(Problem(shard.path, None, message))
         else:
@@ -203,26 +211,26 @@ class Verifier:
                 f"'{name}' carries no checksum (hfshard writes them): only its structure was checked."
             )
 
-    def _check_aliases(self, shard: SafetensorsFile, findings: _Findings) -> None:
+    def _check_tied_names(self, shard: SafetensorsFile, findings: _Findings) -> None:
         try:
             check_tied_names(shard.hfshard_metadata.tied_names, shard.header.tensors, shard.path)
         except HfshardError as error:
-            findings.found(error, self.directory)
+            findings.add_error(error, self.directory)
 
     def _check_total(self, name: str, index: CheckpointIndex) -> None:
         try:
             check_total(os.path.join(self.directory, name), index, self.findings.data_bytes)
         except HfshardError as error:
-            self.findings.found(error, self.directory)
+            self.findings.add_error(error, self.directory)
 
     def _check_pickles(self) -> None:
         try:
             with open_checkpoint(self.directory, variant=self.names.variant) as checkpoint:
-                self._note_pickles(checkpoint)
+                self._warn_of_unchecked_pickles(checkpoint)
         except HfshardError as error:
-            self.findings.found(error, self.directory)
+            self.findings.add_error(error, self.directory)
 
-    def _note_pickles(self, checkpoint: OpenCheckpoint) -> None:
+    def _warn_of_unchecked_pickles(self, checkpoint: OpenCheckpoint) -> None:
         self.files.extend(checkpoint.pickles)
         for name, pickled in checkpoint.pickles.items():
             if self.level != "full" or not check_every_byte(pickled.path, self.directory):
@@ -230,7 +238,7 @@ class Verifier:
                     f"'{name}' is a pickle whose bytes were not verified: only that it loads."
                 )
 
-    def _note_strays(self, index: CheckpointIndex | None) -> None:
+    def _warn_of_strays(self, index: CheckpointIndex | None) -> None:
         used = set(self.files) | (set(index.weight_map.values()) | set(index.files) if index is not None else set())
         for name in sorted(entry.name for entry in _weights(self.directory)):
             if name not in used and (

@@ -1,0 +1,215 @@
+"""Builds one transformers model: passes the tensors of an open checkpoint to its from_pretrained, checks the result."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hfshard.errors import StateDictMismatchError
+from hfshard.loading.options import LoadOptions
+from hfshard.loading.source import LocalCheckpoint
+from hfshard.pretrained.arguments import (
+    CONFIG_ATTRIBUTES,
+    MODEL_ARGUMENTS,
+    SOURCE_ARGUMENTS,
+    commit_argument,
+    device_of,
+)
+from hfshard.state_dicts.keys import KeyMismatch, compare
+from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, strip_compiled, strip_wrappers
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.checkpoint.locate import check_generation_config
+
+_building_lock = threading.RLock()
+"""transformers builds models under settings of the whole process (default dtype and device, no initialisation): two
+threads that load at once would lose ties. Re-entrant, for models that load a part of themselves."""
+
+
+def _renew_lock() -> None:
+    """Renew the lock in a forked child, where nobody builds, whatever the threads of its parent did."""
+    global _building_lock
+    _building_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+class ModelBuilder:
+    """One call of transformers' from_pretrained, with an open checkpoint in place of its files."""
+
+    def __init__(
+        self,
+        build: Callable[..., Any],
+        model_class: type[PreTrainedModel],
+        name: str,
+        local: LocalCheckpoint,
+        checkpoint: OpenCheckpoint,
+        options: LoadOptions,
+    ) -> None:
+        self.call = build
+        self.model_class = model_class
+        self.name = name
+        self.local = local
+        self.checkpoint = checkpoint
+        self.options = options
+
+    def build(
+        self, model_args: tuple[Any, ...], config: Any, model_kwargs: dict[str, Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Build the model.
+
+        Args:
+            model_args: For the model's constructor.
+            config: The model's.
+            model_kwargs: For the model's constructor.
+            kwargs: All keyword arguments of `from_pretrained`.
+
+        Returns:
+            The model; or (model, info), where `output_loading_info` asks for it.
+
+        Raises:
+            StateDictMismatchError: No name fits, a shape differs, or strict and any name differs.
+        """
+        if self.model_class.can_generate() and kwargs.get("generation_config") is None:
+            check_generation_config(self.checkpoint.directory)
+        tensors = self._tensors(config, kwargs)
+        arguments = {key: value for key, value in kwargs.items() if key in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
+        for key in ("config", "output_loading_info", "use_safetensors", "variant", "disable_mmap", *SOURCE_ARGUMENTS):
+            arguments.pop(key, None)
+        arguments |= {"config": config, "state_dict": tensors, "output_loading_info": True}
+        try:
+            with _building_lock, _load_report_names(self.name):
+                model, info = self.call(None, *model_args, **arguments, **model_kwargs)
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" in str(error):
+                raise self._shapes_differ(config, tensors) from error
+            raise
+        self._check(model, info, len(tensors))
+        self._name(model)
+        self._tie(model)
+        self._load_generation_config(model, kwargs)
+        return (model, info) if kwargs.get("output_loading_info") else model
+
+    def _shapes_differ(self, config: Any, tensors: Mapping[str, torch.Tensor]) -> StateDictMismatchError:
+        """Say which shapes differ: transformers' error names neither the file nor the tensors."""
+        with torch.device("meta"):
+            model_state = self.model_class(copy.deepcopy(config)).state_dict()
+        prefix = self.model_class.base_model_prefix
+        model_state |= {name.removeprefix(f"{prefix}."): tensor for name, tensor in model_state.items()}
+        mismatched = compare(tensors, model_state).mismatched
+        shown = KeyMismatch((), (), mismatched).summary() if mismatched else "shapes differ, see the report above"
+        return StateDictMismatchError(
+            f"The checkpoint '{self.name}' does not fit {self.model_class.__name__}: {shown}. "
+            "Load it into the class and config that it was saved with, or pass ignore_mismatched_sizes=True.",
+            path=self.name,
+            mismatched_keys=mismatched,
+        )
+
+    def _tensors(self, config: Any, kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        index = self.checkpoint.index
+        tensors = self.checkpoint.read(self._keys(), self.options.read, device_of(self.checkpoint, config, kwargs))
+        # What the config ties, transformers ties itself; to pass it twice would cost a comparison of the values.
+        tensors |= {name: tensors[index.tied_names[name]] for name in index.undeclared_ties}
+        if has_wrapper_prefix(tensors):
+            names = _names_for(self.model_class, config, tensors)
+            tensors = {names[name]: tensor for name, tensor in tensors.items()}
+        return tensors
+
+    def _keys(self) -> list[str]:
+        """The names in transformers' order: where the config has no dtype, the first tensor's is the model's."""
+        if self.checkpoint.pickles:
+            return self.checkpoint.keys
+        weight_map = self.checkpoint.index.weight_map
+        return sorted(self.checkpoint.keys, key=lambda name: (weight_map[name], name))
+
+    def _check(self, model: PreTrainedModel, info: dict[str, Any], tensor_count: int) -> None:
+        missing, unexpected = info["missing_keys"], info["unexpected_keys"]
+        model_names = model.state_dict().keys()
+        difference = KeyMismatch(tuple(sorted(missing)), tuple(sorted(unexpected)), tuple(info["mismatched_keys"]))
+        nothing = bool(model_names) and (len(unexpected) >= tensor_count or set(missing) >= set(model_names))
+        if nothing or (self.options.strict and (missing or unexpected or info["mismatched_keys"])):
+            raise StateDictMismatchError(
+                f"The checkpoint '{self.name}' does not fit {type(model).__name__}: {difference.summary()}. "
+                f"Compare the names with: hfshard inspect --tensors {self.local.directory}",
+                path=self.name,
+                missing_keys=difference.missing,
+                unexpected_keys=difference.unexpected,
+                mismatched_keys=difference.mismatched,
+            )
+
+    def _name(self, model: PreTrainedModel) -> None:
+        # transformers was given no name, and wrote "None" in its place.
+        for module in model.modules():
+            if getattr(module, "name_or_path", None) == "None":
+                module.name_or_path = self.name  # type: ignore[assignment]
+            config = getattr(module, "config", None)
+            if isinstance(config, PreTrainedConfig) and config.name_or_path == "None":
+                config.name_or_path = self.name
+
+    def _tie(self, model: PreTrainedModel) -> None:
+        index = self.checkpoint.index
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for tied_name in index.undeclared_ties:
+            tied_path, _, tied_attribute = tied_name.rpartition(".")
+            path, _, attribute = index.tied_names[tied_name].rpartition(".")
+            target, origin = modules.get(tied_path), modules.get(path)
+            if hasattr(target, tied_attribute) and hasattr(origin, attribute):
+                setattr(target, tied_attribute, getattr(origin, attribute))
+
+    def _load_generation_config(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+        if not (model.can_generate() and hasattr(model, "adjust_generation_fn")):
+            return
+        where = {key: kwargs.get(key) for key in SOURCE_ARGUMENTS}
+        rest = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
+        where["force_download"] = bool(where["force_download"])
+        where["local_files_only"] = bool(where["local_files_only"])
+        where["revision"] = where["revision"] or "main"
+        where["subfolder"] = where["subfolder"] or ""
+        cast(Any, model).adjust_generation_fn(
+            kwargs.get("generation_config"),
+            kwargs.get("_from_auto", False),
+            kwargs.get("_from_pipeline"),
+            self.local.path,
+            **where,
+            trust_remote_code=kwargs.get("trust_remote_code"),
+            **commit_argument(self.local),
+            **rest,
+        )
+
+
+@contextmanager
+def _load_report_names(name: str) -> Iterator[None]:
+    """Let transformers' load report, which was given no name, say what was loaded."""
+    thread = threading.get_ident()
+
+    def give_name(record: logging.LogRecord) -> bool:
+        if record.thread == thread and isinstance(record.msg, str):
+            record.msg = record.msg.replace("from: None\n", f"from: {name}\n", 1)
+        return True
+
+    report_logger = logging.getLogger("transformers.modeling_utils")
+    report_logger.addFilter(give_name)
+    try:
+        yield
+    finally:
+        report_logger.removeFilter(give_name)
+
+
+def _names_for(model_class: type[PreTrainedModel], config: Any, names: Mapping[str, Any]) -> dict[str, str]:
+    """Strip wrappers' prefixes from the file's names where that makes them this model's."""
+    with torch.device("meta"):
+        expected = set(model_class(copy.deepcopy(config)).state_dict())  # some constructors change their config
+    prefix = model_class.base_model_prefix
+    expected |= {f"{prefix}.{name}" for name in expected} | {name.removeprefix(f"{prefix}.") for name in expected}
+    result = match_prefixes(names, expected)
+    if expected.isdisjoint(result.values()):
+        return {name: strip_wrappers(name) for name in names}  # all are names from before a conversion
+    return {name: short if short in expected else strip_compiled(short) for name, short in result.items()}
