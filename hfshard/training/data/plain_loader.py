@@ -54,6 +54,9 @@ def plain_loader(loader: ResumableDataLoader[Any]) -> DataLoader[Any]:
 
     Args:
         loader: Used for its parts; its own position neither matters nor moves, but for the epoch to begin with.
+
+    Example:
+        batches = list(plain_loader(loader))
     """
     return DataLoader(
         SeededDataset(loader.dataset, loader.collate_fn, loader.batch_sampler is not None, loader.seed),  # type: ignore[arg-type]

@@ -91,6 +91,10 @@ def enable_gradient_checkpointing(
     Raises:
         InvalidArgumentError: The model has no such blocks, or can't recompute them; nothing was changed. Later, when
             the block is called: it changes its input or a parameter in place; see `recomputation.py`.
+
+    Example:
+        handle = enable_gradient_checkpointing(bert)
+        handle.remove()
     """
     model = unwrap(model)
     if modules is None:
