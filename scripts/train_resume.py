@@ -195,7 +195,7 @@ class Process:
         self.child = subprocess.Popen([sys.executable, __file__, *arguments])
 
     def is_running(self) -> bool:
-        """Whether it is; shows how far it has come."""
+        """Whether the process runs; shows how far it has come."""
         done = read_losses(self.plan.run)[self.before :]
         if done:
             self.bar.n = done[-1][0]

@@ -11,7 +11,7 @@ from typing import Any, Final
 from hfshard.cli.inspection import Inspection, TensorEntry, inspect_checkpoint
 from hfshard.cli.output import (
     bar,
-    checksum_of,
+    checksum_text,
     count_of,
     print_json,
     print_message,
@@ -116,7 +116,7 @@ def _files_table(found: Inspection) -> str:
             format_size(file.nbytes),
             bar(file.nbytes, largest),
             "" if file.tensors is None else f"{file.tensors:,}",
-            checksum_of(file.digest.sha256, file.digest.xxh3),
+            checksum_text(file.digest.sha256, file.digest.xxh3),
         ]
         for file in found.files
     ]

@@ -54,7 +54,7 @@ def short_hash(digest: str) -> str:
     return digest[:_HASH_DIGITS]
 
 
-def checksum_of(sha256: str | None, xxh3: str | None) -> str:
+def checksum_text(sha256: str | None, xxh3: str | None) -> str:
     """The checksum that was recorded of a file, as a table shows it; "" where there is none."""
     for kind, digest in (("sha256", sha256), ("xxh3", xxh3)):
         if digest is not None:

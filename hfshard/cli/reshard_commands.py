@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from hfshard.cli.output import checksum_of, count_of, print_json, print_message, print_text, printable, table
+from hfshard.cli.output import checksum_text, count_of, print_json, print_message, print_text, printable, table
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource
@@ -23,14 +23,14 @@ from hfshard.storage.format.names import WeightNames
 
 def reshard(arguments: argparse.Namespace) -> int:
     """Write a checkpoint in files of another size, and show them."""
-    result = _write(arguments, use_safetensors=None, low_disk=arguments.low_disk)
+    result = _rewrite(arguments, use_safetensors=None, low_disk=arguments.low_disk)
     return _print_result(result, arguments)
 
 
 def convert(arguments: argparse.Namespace) -> int:
     """Write pickled weights as safetensors, and show the files."""
     try:
-        result = _write(arguments, use_safetensors=False, low_disk=False)
+        result = _rewrite(arguments, use_safetensors=False, low_disk=False)
     except CheckpointNotFoundError as error:
         if _has_safetensors(arguments):
             raise InvalidArgumentError(
@@ -42,7 +42,7 @@ def convert(arguments: argparse.Namespace) -> int:
     return _print_result(result, arguments)
 
 
-def _write(arguments: argparse.Namespace, *, use_safetensors: bool | None, low_disk: bool) -> ReshardResult:
+def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None, low_disk: bool) -> ReshardResult:
     query = CheckpointQuery(
         subfolder=arguments.subfolder,
         variant=arguments.variant,
@@ -87,7 +87,7 @@ def _print_result(result: ReshardResult, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _weights(result: ReshardResult) -> dict[str, FileDigest]:
+def _weights_files(result: ReshardResult) -> dict[str, FileDigest]:
     """The files of weights that were written, those that hold no tensor too, with what is recorded of them."""
     found = {name: digest for name, digest in result.index.files.items() if not name.endswith(".json")}
     return dict(sorted(found.items()))
@@ -102,7 +102,7 @@ def _result_as_json(result: ReshardResult) -> dict[str, Any]:
         "total_size": result.index.total_size,
         "files_before": [{"name": name, "size": size} for name, size in sorted(result.files_before.items())],
         "files": [
-            {"name": name, **asdict(digest), "tensors": counts[name]} for name, digest in _weights(result).items()
+            {"name": name, **asdict(digest), "tensors": counts[name]} for name, digest in _weights_files(result).items()
         ],
         "tied_names": result.index.tied_names,
         "copied": list(result.companion_files),
@@ -111,7 +111,7 @@ def _result_as_json(result: ReshardResult) -> dict[str, Any]:
 
 def _result_as_text(result: ReshardResult, variant: str | None) -> str:
     counts = Counter(result.index.weight_map.values())
-    weights = _weights(result)
+    weights = _weights_files(result)
     before = sum(result.files_before.values())
     after = sum(digest.size or 0 for digest in weights.values())
     compared = ", every copied byte compared with its checksum" if result.is_compared else ""
@@ -122,7 +122,7 @@ def _result_as_text(result: ReshardResult, variant: str | None) -> str:
     if result.companion_files:
         rows.append(["copied", ", ".join(result.companion_files)])
     files = [
-        [name, format_size(digest.size or 0), f"{counts[name]:,}", checksum_of(digest.sha256, digest.xxh3)]
+        [name, format_size(digest.size or 0), f"{counts[name]:,}", checksum_text(digest.sha256, digest.xxh3)]
         for name, digest in weights.items()
     ]
     parts = [table(["", ""], rows).lstrip("\n"), table(["file", ">size", ">tensors", "checksum"], files)]

@@ -50,7 +50,7 @@ def checkpoints(arguments: argparse.Namespace) -> int:
     if arguments.format == "json":
         print_json({"directory": arguments.directory, "checkpoints": [_listed_as_json(entry) for entry in listed]})
     else:
-        print_text(_table(listed))
+        print_text(_listed_table(listed))
         if problems := [problem for entry in listed for problem in entry.problems]:
             print_text()
             print_problems(problems)
@@ -114,7 +114,7 @@ def _list_one(
     )
 
 
-def _table(listed: Sequence[_ListedCheckpoint]) -> str:
+def _listed_table(listed: Sequence[_ListedCheckpoint]) -> str:
     rows = [
         [
             str(entry.step),

@@ -55,19 +55,21 @@ def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyR
     total = sum(digest.size or 0 for digest in manifest.files.values())
     with bytes_bar("Verifying", total, progress if level == "full" else False) as progress_callback:
         errors = checkpoint_problems(RunCheckpoint(directory, manifest.step, manifest), level, progress_callback)
-    problems = _with_tensors(as_problems(errors, directory), directory, manifest, level)
+    problems = _name_damaged_tensors(as_problems(errors, directory), directory, manifest, level)
     damaged = {os.path.basename(problem.file) for problem in problems}
     warnings = tuple(
         f"'{name}' in '{directory}' belongs to no checkpoint: its manifest does not name it."
         for name in sorted(set(os.listdir(directory)) - manifest.files.keys() - damaged)
-        if _is_weights(name)
+        if _is_weights_file(name)
     )
     compared = sum(digest.size or 0 for name, digest in manifest.files.items() if name not in damaged)
     files = (*sorted(manifest.files), MANIFEST)
     return VerifyReport(directory, files, tuple(problems), warnings, compared if level == "full" else 0)
 
 
-def _with_tensors(problems: list[Problem], directory: str, manifest: CheckpointManifest, level: Level) -> list[Problem]:
+def _name_damaged_tensors(
+    problems: list[Problem], directory: str, manifest: CheckpointManifest, level: Level
+) -> list[Problem]:
     """Add the damaged tensors that the model's own index can name."""
     model = WeightNames(base=MODEL_BASE)
     if model.index not in manifest.files or not any(model.is_shard(os.path.basename(one.file)) for one in problems):
@@ -85,5 +87,5 @@ def as_problems(errors: Sequence[HfshardError], directory: str) -> list[Problem]
     ]
 
 
-def _is_weights(name: str) -> bool:
+def _is_weights_file(name: str) -> bool:
     return name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) or INDEX_FILE.fullmatch(name) is not None

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
-"""No place for a measurement of the disk."""
+"""File systems on which the disk cannot be measured."""
 PACKAGES = ("torch", "transformers", "huggingface_hub", "safetensors", "xxhash")
 OPTIONAL = ("fastsafetensors", "runai-model-streamer")
 

@@ -99,7 +99,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LRSched
 
 
 def sizes_with_hfshard(build: Build, run: Path) -> list[int]:
-    """Bytes of the checkpoint's directory after each cycle of: build anew, restore, train, save."""
+    """Bytes of the checkpoint's directory after each cycle: build, restore, train, save."""
     sizes = []
     for cycle in range(CYCLES):
         model, optimizer, scheduler = new_run(build)

@@ -27,7 +27,7 @@ def train(run: Path, killed_at: int | None) -> None:
     from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
 
     class Noisy(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-        """Points and their product, with noise that is drawn anew whenever a point is read."""
+        """Points and their product, with noise that is drawn again whenever a point is read."""
 
         def __len__(self) -> int:
             return SAMPLES

@@ -16,7 +16,7 @@ from bench.harness.question import Context, Question, SkipPeer
 def main(name: str, peer_name: str, raw_context: str) -> None:
     """Prepare, wait for the parent's word, measure, answer; each answer is a line of JSON."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print is not an answer
 
     def answer(value: dict[str, Any]) -> None:
         answers.write(json.dumps(value) + "\n")

@@ -28,12 +28,12 @@ def ranges_of(files: Sequence[tuple[Path, int]], block: int) -> list[Range]:
 
 
 def aligned(length: int) -> int:
-    """Rounded up to a sector."""
+    """Round up to a sector."""
     return -(-length // SECTOR) * SECTOR
 
 
 def anonymous(length: int) -> mmap.mmap:
-    """Page-aligned memory, in huge pages where there are some."""
+    """Map page-aligned memory, in huge pages where there are some."""
     memory = mmap.mmap(-1, aligned(length), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
@@ -86,7 +86,7 @@ def copy_files(files: Sequence[tuple[Path, int]], targets: Sequence[tuple[Path, 
     order = iter(range(10**9))
 
     def pass_on(path: Path, at: int, length: int, descriptor: int) -> None:
-        # Which block goes where is of no matter to the time, nor that a few at the files' ends are shorter.
+        # The time does not depend on which block goes where, nor on a few shorter ones at the files' ends.
         source, source_at, _ = sources[next(order) % len(sources)]
         buffer = buffers.get()
         view = memoryview(buffer)[: aligned(length)]

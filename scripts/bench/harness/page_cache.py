@@ -21,7 +21,7 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
 
 def resident_fraction(paths: Iterable[Path]) -> float:
-    """Which part of the files' pages are in the page cache, as mincore says."""
+    """The part of the files' pages that is in the page cache, as mincore says."""
     resident = total = 0
     for path in paths:
         size = path.stat().st_size
@@ -44,9 +44,9 @@ def resident_fraction(paths: Iterable[Path]) -> float:
 
 
 def drop(paths: Iterable[Path]) -> float:
-    """Drop the files' pages; the part that stayed, which is 0 where all went well.
+    """Drop the files' pages; return the part that stayed, which should be 0.
 
-    By posix_fadvise on each file; where pages stay (a file system may ignore it), by drop_caches where that is allowed.
+    posix_fadvise drops each file's. If pages stay (a file system may ignore it), drop_caches does where it is allowed.
     """
     files = list(paths)
     for path in files:
@@ -62,7 +62,7 @@ def drop(paths: Iterable[Path]) -> float:
 
 
 def fill(paths: Iterable[Path]) -> float:
-    """Drop the files' pages and read the files once; the part of their pages that is in the cache then.
+    """Drop the files' pages and read the files once; return the part of their pages that is then in the cache.
 
     Dropped first, as how a page came into the cache (alone by a fault, or with its neighbours in one large folio by a
     read) makes mapping it 2 to 5 times faster or slower, and each peer must find the same.

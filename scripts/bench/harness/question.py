@@ -11,7 +11,7 @@ from typing import Any
 from bench.harness.models import SIZES, Size
 
 SIDE = 3
-"""Peers beside the point run in every third round only."""
+"""Peers that matter less run in every third round only."""
 
 
 class SkipPeer(Exception):
@@ -48,12 +48,12 @@ class Context:
         return self.directory / "source"
 
     def as_json(self) -> dict[str, Any]:
-        """For a child's command line."""
+        """Write it as JSON, for a child's command line."""
         return {**asdict(self), "directory": str(self.directory), "target": str(self.target)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Context:
-        """What `as_json` gave."""
+        """Read what `as_json` wrote."""
         return cls(**{**value, "directory": Path(value["directory"]), "target": Path(value["target"])})
 
 
@@ -85,7 +85,7 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """Unique in the question."""
+        """A name that no other peer of the question has."""
         return f"{self.key}/{self.state}" if self.state else self.key
 
     @property
@@ -119,6 +119,6 @@ class Question:
     """The section of RESULTS.md, from the raw figures."""
     targets: Callable[[dict[str, Any]], list[Target]]
     max_rounds: int = 99
-    """More tell nothing, or take too long."""
+    """More rounds tell nothing, or take too long."""
     around: Callable[[Context], AbstractContextManager[Context]] | None = None
-    """What has to stand while it runs, such as a server."""
+    """What has to be there while it runs, such as a server."""

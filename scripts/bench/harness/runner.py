@@ -26,7 +26,7 @@ def question_of(name: str) -> Question:
 
 
 def say(text: str) -> None:
-    """Progress, on stderr."""
+    """Show progress on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -54,20 +54,7 @@ def run_question(question: Question, context: Context, rounds: int, *, with_side
         say(f"{question.name}: making the inputs ({context.params})")
         run_child(question.name, "", context, lambda: None, context.environment)
         peers = [peer for peer in question.peers(context) if with_side or peer.every == 1]
-        runs: dict[str, list[Data]] = {peer.name: [] for peer in peers}
-        skipped: dict[str, str] = {}
-        for number in range(rounds):
-            due = [peer for peer in peers if number % peer.every == 0 and peer.name not in skipped]
-            turn = number % len(due) if due else 0
-            for peer in due[turn:] + due[:turn]:
-                found = run_peer(question, peer, context)
-                if "skipped" in found:
-                    skipped[peer.name] = found["skipped"]
-                    say(f"  skipped: {peer.title} {peer.state}: {found['skipped']}")
-                    continue
-                runs[peer.name].append({"round": number, **found})
-                shown = ", ".join(f"{phase} {taken:.2f}" for phase, taken in found["seconds"].items())
-                say(f"  {number + 1}/{rounds} {peer.name}: {shown} s, {found['peak'] / 2**20:.0f} MiB")
+        runs, skipped = _run_rounds(question, peers, context, rounds)
         say(f"{question.name}: {time.monotonic() - begin:.0f} s in all")
         _check_results(question, runs)
         return {
@@ -80,6 +67,27 @@ def run_question(question: Question, context: Context, rounds: int, *, with_side
                 for peer in peers
             },
         }
+
+
+def _run_rounds(
+    question: Question, peers: list[Peer], context: Context, rounds: int
+) -> tuple[dict[str, list[Data]], dict[str, str]]:
+    """Run the peers in turns; what each run gave, and why peers were skipped."""
+    runs: dict[str, list[Data]] = {peer.name: [] for peer in peers}
+    skipped: dict[str, str] = {}
+    for number in range(rounds):
+        due = [peer for peer in peers if number % peer.every == 0 and peer.name not in skipped]
+        turn = number % len(due) if due else 0
+        for peer in due[turn:] + due[:turn]:
+            found = run_peer(question, peer, context)
+            if "skipped" in found:
+                skipped[peer.name] = found["skipped"]
+                say(f"  skipped: {peer.title} {peer.state}: {found['skipped']}")
+                continue
+            runs[peer.name].append({"round": number, **found})
+            shown = ", ".join(f"{phase} {taken:.2f}" for phase, taken in found["seconds"].items())
+            say(f"  {number + 1}/{rounds} {peer.name}: {shown} s, {found['peak'] / 2**20:.0f} MiB")
+    return runs, skipped
 
 
 def run_peer(question: Question, peer: Peer, context: Context) -> dict[str, Any]:
@@ -113,7 +121,7 @@ def run_peer(question: Question, peer: Peer, context: Context) -> dict[str, Any]
 
 
 def _check_results(question: Question, runs: dict[str, list[Data]]) -> None:
-    """Peers that say what they read ("sum" in their result) must have read the same."""
+    """Check that all peers that say what they read ("sum" in their result) read the same."""
     sums: dict[Any, str] = {}
     for name, found in runs.items():
         for run in found:

@@ -1,4 +1,4 @@
-"""How long a load to a GPU and a save from it take; asked for with `--device cuda`, skipped aloud without CUDA."""
+"""How long a load to a GPU and a save from it take; for `--device cuda`, and skipped without CUDA."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def load_with_hfshard(context: Context) -> Job:
 
 
 def pinned_copy(context: Context) -> Job:
-    """As many bytes as the model has."""
+    """Copy as many bytes as the model has."""
     torch = _torch(context)
     total = total_bytes(context.specs)
     buffer = torch.ones(min(PINNED_BYTES, total), dtype=torch.uint8).pin_memory()

@@ -17,7 +17,7 @@ BATCH = 4
 """Samples, which are ints: next to nothing, so that what is measured is the loader."""
 WARM_UP, BATCHES = 100, 1_000
 RESUMED_AT = 0.9
-"""Of the epoch, so that much is skipped."""
+"""The part of the epoch that is done, so that much is skipped."""
 LIMIT_MICROSECONDS = 100
 MICRO, MILLI = 1e6, 1e3
 
@@ -121,7 +121,7 @@ def _resuming(count: int) -> Callable[[Context], Job]:
 
 
 def microseconds(run: Data) -> float:
-    """A batch's, after the first."""
+    """Microseconds that a batch took, after the first."""
     return float((run["seconds"]["rest"] - run["seconds"]["first"]) / run["result"]["batches"] * MICRO)
 
 

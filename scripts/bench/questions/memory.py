@@ -19,7 +19,7 @@ PEAK_MIB = 64
 MOST_GIB = 24
 LARGE = "3b"
 LARGE_FROM = "1b"
-"""Whoever measures with this or more has the room for the large one."""
+"""Whoever measures with this size has room for the large one."""
 
 
 def peers(context: Context) -> list[Peer]:
@@ -52,7 +52,7 @@ def _with_total(job: Job) -> Job:
 
 @contextmanager
 def around(context: Context) -> Iterator[Context]:
-    """Another model in a directory of its own, and its files are removed at once."""
+    """Give it another model in a directory of its own, which is removed at once."""
     directory = context.directory / "memory"
     directory.mkdir()
     try:

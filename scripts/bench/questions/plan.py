@@ -42,12 +42,12 @@ def peers(context: Context) -> list[Peer]:
 
 
 def our_key(count: int) -> str:
-    """Of our line for so many tensors."""
+    """The key of hfshard's line for that many tensors."""
     return f"hfshard {count}"
 
 
 def hub_key(count: int) -> str:
-    """Of huggingface_hub's."""
+    """The key of huggingface_hub's line for that many tensors."""
     return f"huggingface_hub {count}"
 
 

@@ -38,7 +38,7 @@ def peers(context: Context) -> list[Peer]:
 
 
 def with_transformers(context: Context) -> Job:
-    """The way without hfshard: load, save, and flush what was saved."""
+    """Load, save, and flush what was saved: the way without hfshard."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -69,7 +69,7 @@ def with_hfshard(context: Context, checksum: Any) -> Job:
 
 
 def at_the_limit(context: Context) -> Job:
-    """As many bytes read from the shards and written into files of the new size."""
+    """Read as many bytes from the shards and write them into files of the new size."""
     from hfshard.planning.size import parse_size
 
     total, file_bytes = total_bytes(context.specs), parse_size(context.size.reshard_size)

@@ -116,7 +116,7 @@ def with_safetensors(context: Context) -> Job:
 
 
 def with_torch(context: Context) -> Job:
-    """A pickle."""
+    """`torch.save` of the same tensors."""
     import torch
 
     tensors = make_tensors(context.specs)
@@ -133,7 +133,7 @@ def with_dcp(context: Context) -> Job:
 
 
 def at_the_limit(context: Context) -> Job:
-    """As many bytes, from aligned memory, into files of the shards' size."""
+    """Write as many bytes from aligned memory into files of the shards' size."""
     from numpy import frombuffer, random, uint64
 
     from hfshard.planning.size import parse_size

@@ -100,7 +100,7 @@ def with_async(context: Context) -> Job:
 
 
 def with_first_async(context: Context) -> Job:
-    """The same where the buffers have to be made."""
+    """The same, but the buffers have to be made."""
     manager, state = _manager(context, _run(context))
     return Job(
         [("call", lambda: manager.save(1, state, blocking=False)), ("done", manager.wait_until_finished)],
@@ -124,7 +124,7 @@ def with_torch_load(context: Context) -> Job:
 
 
 def with_restore(context: Context) -> Job:
-    """From files that the save left on the disk, beside the page cache."""
+    """Restore from files that the save left on the disk, not in the page cache."""
     manager, state = _manager(context, _run(context))
     manager.save(1, state)
     return Job([("done", lambda: manager.restore_latest(state))])

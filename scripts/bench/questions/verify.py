@@ -63,7 +63,7 @@ def files(context: Context, peer: Peer) -> list[Path]:
 
 
 def with_hashlib(context: Context) -> Job:
-    """What anybody would write."""
+    """A plain loop over the files."""
 
     def verify() -> None:
         for path in shards_of(context.source):

@@ -1,4 +1,4 @@
-"""The cases of the comparison of resumes: what the training is like, and what befalls its checkpoints."""
+"""The cases of the comparison of resumes: what the training is like, and what happens to its checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Damage = Callable[[Path], None]
-"""What befalls the newest checkpoint, a directory or (torch.save's) a file."""
+"""What happens to the newest checkpoint, a directory or (torch.save's) a file."""
 
 WAYS = ("torch.save", "Trainer", "Accelerate", "hfshard", "hfshard in Trainer", "hfshard in Accelerate")
 
@@ -52,7 +52,7 @@ def _flip_in_weights(newest: Path) -> None:
 
 
 def _partial(newest: Path) -> None:
-    """As a kill amid the optimizer's file leaves what is written file by file: half of it, and no later ones."""
+    """Leave half of the optimizer's file and none after it, as a kill does where files are written one by one."""
     if newest.is_file():
         _halve(newest)
         return
@@ -73,8 +73,8 @@ def _largest(directory: Path, pattern: str) -> Path:
 
 def _flip(path: Path) -> None:
     raw = bytearray(path.read_bytes())
-    amid = len(raw) * 3 // 5  # in the tensors of each of the formats, which all begin at multiples of 4
-    raw[amid - amid % 4 + 2] ^= FLIPPED
+    middle = len(raw) * 3 // 5  # in the tensors of each of the formats, which all begin at multiples of 4
+    raw[middle - middle % 4 + 2] ^= FLIPPED
     path.write_bytes(raw)
 
 
@@ -87,9 +87,9 @@ IN_ORDER = {"shuffle": False}
 """Where every way is exact but for what the case is about."""
 
 CASES = {
-    "in-order": Case("data in order, saved amid an epoch", IN_ORDER),
+    "in-order": Case("data in order, saved in mid-epoch", IN_ORDER),
     "shuffle": Case("data shuffled, saved at the end of an epoch", times=EPOCH_END),
-    "mid-epoch": Case("data shuffled, saved amid an epoch"),
+    "mid-epoch": Case("data shuffled, saved in mid-epoch"),
     "dropout": Case("dropout, data in order", {"dropout": 0.2, **IN_ORDER}),
     "augmentation": Case("augmentation by Python's, numpy's and torch's RNG", {"augment": True}),
     "workers": Case("the same in 2 workers", {"augment": True, "workers": 2}),

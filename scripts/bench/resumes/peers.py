@@ -15,17 +15,17 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from bench.resumes.task import BATCH_SIZE, DISK_BYTES, STEPS, STEPS_PER_EPOCH, Job, Parts, Record, build
+from bench.resumes.task import BATCH_SIZE, DISK_BYTES, STEPS, STEPS_PER_EPOCH, Parts, Record, TrainingJob, build
 
 
-def run(job: Job) -> None:
+def run(job: TrainingJob) -> None:
     """The body of a process: train, and write down what happened or what was raised."""
     log = os.open(job.directory / f"{job.phase}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     record = Record(job)
     warnings.simplefilter("always")
-    # As in a process that nobody forked; else workers come from a server of their own, which outlives a SIGKILL.
+    # Workers are forked, as is usual; those of a fork server would outlive a SIGKILL.
     multiprocessing.set_start_method("fork", force=True)
     try:
         TRAININGS[job.way](job, record)
@@ -34,7 +34,7 @@ def run(job: Job) -> None:
         record.note(error=f"{type(error).__name__}: {error}")
 
 
-def _torch_save(job: Job, record: Record) -> None:
+def _torch_save(job: TrainingJob, record: Record) -> None:
     # pytorch.org/tutorials: "Saving and loading a general checkpoint".
     parts = build(job)
     loader = DataLoader(parts.data, batch_size=BATCH_SIZE, shuffle=job.shuffle, num_workers=job.workers)
@@ -69,7 +69,7 @@ def _torch_save(job: Job, record: Record) -> None:
     record.finish(parts)
 
 
-def _trainer(job: Job, record: Record, *, ours: bool = False) -> None:
+def _trainer(job: TrainingJob, record: Record, *, ours: bool = False) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Recorder(TrainerCallback):
@@ -119,7 +119,7 @@ def _trainer(job: Job, record: Record, *, ours: bool = False) -> None:
     record.finish(parts)
 
 
-def _accelerate(job: Job, record: Record, *, ours: bool = False) -> None:
+def _accelerate(job: TrainingJob, record: Record, *, ours: bool = False) -> None:
     # huggingface.co/docs/accelerate: "Checkpointing", and complete_nlp_example.py.
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
@@ -160,7 +160,7 @@ def _accelerate(job: Job, record: Record, *, ours: bool = False) -> None:
     record.finish(parts)
 
 
-def _accelerate_ours(job: Job, record: Record, parts: Parts, accelerator: Any) -> None:
+def _accelerate_ours(job: TrainingJob, record: Record, parts: Parts, accelerator: Any) -> None:
     from hfshard.training import CheckpointManager, ResumableDataLoader, prepare_loader, prepared_state
 
     plain = ResumableDataLoader(
@@ -189,7 +189,7 @@ def _accelerate_ours(job: Job, record: Record, parts: Parts, accelerator: Any) -
     record.finish(parts)
 
 
-def _hfshard(job: Job, record: Record) -> None:
+def _hfshard(job: TrainingJob, record: Record) -> None:
     from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
 
     parts = build(job)
@@ -213,11 +213,11 @@ def _hfshard(job: Job, record: Record) -> None:
     record.finish(parts)
 
 
-def _trainer_ours(job: Job, record: Record) -> None:
+def _trainer_ours(job: TrainingJob, record: Record) -> None:
     _trainer(job, record, ours=True)
 
 
-def _accelerate_with_ours(job: Job, record: Record) -> None:
+def _accelerate_with_ours(job: TrainingJob, record: Record) -> None:
     _accelerate(job, record, ours=True)
 
 
@@ -238,7 +238,7 @@ def _train(parts: Parts, batch: dict[str, torch.Tensor]) -> None:
     parts.optimizer.zero_grad()
 
 
-def _is_due(job: Job, step: int) -> bool:
+def _is_due(job: TrainingJob, step: int) -> bool:
     return job.save_every is not None and step % job.save_every == 0
 
 
@@ -250,7 +250,7 @@ def _newest(directory: Path, pattern: str) -> Path:
 
 
 @contextlib.contextmanager
-def _perhaps_full(job: Job, step: int, record: Record) -> Iterator[None]:
+def _perhaps_full(job: TrainingJob, step: int, record: Record) -> Iterator[None]:
     if job.full_from is None or step < job.full_from:
         yield
         return
@@ -268,7 +268,7 @@ def _fill_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (DISK_BYTES, DISK_BYTES))
 
 
-def _note_full(job: Job, record: Record, error: Exception) -> None:
+def _note_full(job: TrainingJob, record: Record, error: Exception) -> None:
     if job.full_from is None:
         raise error
     record.note(full=f"{type(error).__name__}: {error}")

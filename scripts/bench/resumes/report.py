@@ -25,7 +25,7 @@ def render(results: dict[str, Any]) -> str:
     text = paragraphs(
         "# Resumes, measured",
         HEAD.format(date=results["date"]),
-        table(results, WAYS),
+        cases_table(results, WAYS),
         "## What was raised, and sizes",
         "\n".join(_details(results)),
         "## Machine",
@@ -46,7 +46,7 @@ def _details(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def table(results: dict[str, Any], ways: tuple[str, ...]) -> str:
+def cases_table(results: dict[str, Any], ways: tuple[str, ...]) -> str:
     """Cases by ways."""
     shown = [way for way in ways if any(way in cells for cells in results["cells"].values())]
     rows = [
@@ -67,4 +67,4 @@ def readme_table(results: dict[str, Any]) -> str:
         f" {machine['torch']}, transformers {machine['transformers']}, accelerate {machine['accelerate']}; how, and"
         " hfshard inside Trainer and Accelerate: [RESUME.md](../../scripts/bench/RESUME.md)):"
     )
-    return readme_block(README_COMMAND, head, table(results, README_WAYS))
+    return readme_block(README_COMMAND, head, cases_table(results, README_WAYS))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.resumes.cases import CYCLES, MID_EPOCH, Case, NotApplicableError
-from bench.resumes.task import Job
+from bench.resumes.task import TrainingJob
 
 PROCESS_SECONDS = 120
 """A training that takes longer hangs."""
@@ -35,7 +35,7 @@ class Runner:
         self._context.set_forkserver_preload(["transformers.trainer", "accelerate", "bench.resumes.peers"])
 
     def outcome(self, case: Case) -> Outcome:
-        """What comes of a case."""
+        """Run a case, and say what came of it."""
         if case.grows:
             return self._growth(case)
         killed = self._killed_run(case)
@@ -47,15 +47,9 @@ class Runner:
             except NotApplicableError:
                 return Outcome("–", "one file")
         resumed = self._run(case, directory, phase="resumed", resume=True, kill_after=None, full_from=None)
-        outcome = judge(read(directory / "straight.jsonl"), resumed, self._last_save(case), case.damage is not None)
-        if "full_from" not in case.training:
-            return outcome
-        raised = next((line["full"] for line in read(directory / "killed.jsonl") if "full" in line), "raised nothing")
-        raised = first_line(raised)
-        cell = outcome.cell
-        if not cell.startswith("exact"):
-            cell += ", none is left" if len(checkpoints(directory)) == 1 else ", though one is left"
-        return Outcome(cell, f"the save: {raised}; then: {outcome.detail}")
+        straight = read_record(directory / "straight.jsonl")
+        outcome = judge(straight, resumed, self._last_save(case), case.damage is not None)
+        return _with_full_disk(outcome, directory) if "full_from" in case.training else outcome
 
     def _killed_run(self, case: Case) -> Path:
         key = json.dumps([case.training, case.times], sort_keys=True)
@@ -79,7 +73,7 @@ class Runner:
         other.mkdir()
         once: dict[str, Any] = {"save_every": 1, "kill_after": 1}
         self._run(case, other, phase="killed", **once)
-        plain = size(newest(other))
+        plain = checkpoint_bytes(newest(other))
         sizes, refused = [], ""
         for cycle in range(CYCLES):
             times = {**once, "kill_after": cycle + 1, "resume": cycle > 0, "user_schedule": True}
@@ -90,7 +84,7 @@ class Runner:
             if error:
                 refused = error
                 self._run(case, directory, phase=f"cycle-{cycle}", unsafe=True, **times)
-            sizes.append(size(newest(directory)))
+            sizes.append(checkpoint_bytes(newest(directory)))
         detail = f"{plain} bytes with one of torch's; {sizes[0]} after the first save, {sizes[-1]} after {CYCLES}"
         grown = f"× {sizes[-1] / plain:.2f}"
         if refused:
@@ -100,7 +94,7 @@ class Runner:
     def _run(self, case: Case, directory: Path, *, unsafe: bool = False, **fields: Any) -> list[dict[str, Any]]:
         from bench.resumes import peers
 
-        job = replace(Job(self._way, directory, **{**MID_EPOCH, **case.times, **case.training}), **fields)
+        job = replace(TrainingJob(self._way, directory, **{**MID_EPOCH, **case.times, **case.training}), **fields)
         target = _run_trusting if unsafe else peers.run
         process = self._context.Process(target=target, args=(job,))
         process.start()
@@ -108,11 +102,21 @@ class Runner:
         if process.is_alive():
             process.kill()
             raise TimeoutError(f"{job} took more than {PROCESS_SECONDS} s")
-        return read(directory / f"{job.phase}.jsonl")
+        return read_record(directory / f"{job.phase}.jsonl")
 
 
-def _run_trusting(job: Job) -> None:
-    """As `run`, where every torch.load may run the code of a pickle."""
+def _with_full_disk(outcome: Outcome, directory: Path) -> Outcome:
+    """Add what the save on the full disk raised, and what it left."""
+    killed = read_record(directory / "killed.jsonl")
+    raised = first_line(next((line["full"] for line in killed if "full" in line), "raised nothing"))
+    cell = outcome.cell
+    if not cell.startswith("exact"):
+        cell += ", none is left" if len(checkpoints(directory)) == 1 else ", though one is left"
+    return Outcome(cell, f"the save: {raised}; then: {outcome.detail}")
+
+
+def _run_trusting(job: TrainingJob) -> None:
+    """Run a job in which every torch.load may execute the code of a pickle."""
     import torch
 
     from bench.resumes import peers
@@ -122,13 +126,13 @@ def _run_trusting(job: Job) -> None:
     peers.run(job)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_record(path: Path) -> list[dict[str, Any]]:
     """The lines of a process's record."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """All checkpoints of whatever way, whole or not."""
+    """All checkpoints of any way, whole or not."""
     return [path for path in directory.rglob("checkpoint[-_.]*") if path.suffix == ".pt" or path.is_dir()]
 
 
@@ -140,7 +144,7 @@ def newest(directory: Path) -> Path:
     return max(found, key=lambda path: int("".join(filter(str.isdigit, path.name)) or 0))
 
 
-def size(checkpoint: Path) -> int:
+def checkpoint_bytes(checkpoint: Path) -> int:
     """Bytes of a checkpoint's files."""
     files = [checkpoint] if checkpoint.is_file() else [path for path in checkpoint.rglob("*") if path.is_file()]
     return sum(path.stat().st_size for path in files)

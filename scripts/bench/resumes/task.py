@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-SAMPLES, BATCH_SIZE = 24, 4
+SAMPLES = 24
+BATCH_SIZE = 4
 STEPS_PER_EPOCH = SAMPLES // BATCH_SIZE
 STEPS = 27
 """Four epochs and a half."""
@@ -29,7 +30,7 @@ SEED = 17
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainingJob:
     """One process: a training from its start, or resumed from what is in the directory."""
 
     way: str
@@ -101,7 +102,7 @@ class UserSchedule(torch.optim.lr_scheduler.LRScheduler):
         return min(1.0, (step + 1) / 10)
 
     def get_lr(self) -> list[float | Tensor]:
-        """As torch asks for it."""
+        """The learning rate of each group."""
         return [base * self.shape(self.last_epoch) for base in self.base_lrs]
 
 
@@ -115,7 +116,7 @@ class Parts:
     scheduler: torch.optim.lr_scheduler.LRScheduler
 
 
-def build(job: Job) -> Parts:
+def build(job: TrainingJob) -> Parts:
     """Seed everything and build the parts, as a training script does at its start."""
     torch.set_num_threads(1)
     dtype = torch.bfloat16 if job.nadam_bf16 else torch.float32
@@ -134,7 +135,7 @@ def build(job: Job) -> Parts:
 class Record:
     """What one process did, a line of JSON for each step, written before the step's SIGKILL."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingJob) -> None:
         self._job = job
         self._file = os.open(job.directory / f"{job.phase}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
@@ -143,7 +144,7 @@ class Record:
         self.note(step=step, weights=digest(model.state_dict().items()))
 
     def end_of_step(self, step: int) -> None:
-        """Die here, if this is the step."""
+        """Kill this process, if this is the step."""
         if step == self._job.kill_after:
             os.kill(os.getpid(), signal.SIGKILL)
 
