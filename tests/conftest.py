@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before anything imports huggingface_hub, which reads them once. Children inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -17,6 +19,9 @@ os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
 import pytest
 
 from tests import REPOSITORY
+
+if TYPE_CHECKING:
+    from tests.hubserver.hub_server import HubServer
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,6 +49,15 @@ def child_environment() -> dict[str, str]:
     """The environment for a child process: as this one's, with hfshard taken from the checkout."""
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONWARNINGS": "default"}
+
+
+@pytest.fixture
+def hub_server(tmp_path: Path) -> Iterator[HubServer]:
+    """A Hub server without repos, for this test alone."""
+    from tests.hubserver.hub_server import HubServer  # here, because it imports huggingface_hub
+
+    with HubServer(tmp_path / "server") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -94,37 +94,35 @@ def test_failures_are_one_and_say_what_to_do(example: Path, tmp_path: Path, run:
     assert (bad.returncode, bad.stdout) == (2, "")
 
 
-def test_push_and_pull_over_http(example: Path, tmp_path: Path, run: Run) -> None:
-    with HubServer(tmp_path / "server") as server:
-        environment = {"HF_HUB_OFFLINE": "0", **server.environment(home=tmp_path / "home")}
-        pushed = run("push", example, "org/name", "--private", **environment)
-        assert pushed.returncode == 0, pushed.stderr
-        head = server.repo("org/name").commits()[0].oid
-        assert pushed.stdout.startswith(f"{server.endpoint}/org/name/commit/{head}: ")
-        assert server.repo("org/name").private
-        pulled = run("pull", "org/name", tmp_path / "copy", **environment)
-        assert (pulled.returncode, pulled.stdout) == (0, f"{tmp_path}/copy\n"), pulled.stderr
-        assert all((tmp_path / "copy" / name).read_bytes() == (example / name).read_bytes() for name in FILES)
-        refused = run("pull", "org/name", "--token", "hf_wrong", **environment)
-        assert (refused.returncode, refused.stdout) == (1, "")
-        assert "the token '…rong' that was passed" in refused.stderr
+def test_push_and_pull_over_http(example: Path, hub_server: HubServer, tmp_path: Path, run: Run) -> None:
+    environment = {"HF_HUB_OFFLINE": "0", **hub_server.environment(home=tmp_path / "home")}
+    pushed = run("push", example, "org/name", "--private", **environment)
+    assert pushed.returncode == 0, pushed.stderr
+    head = hub_server.repo("org/name").commits()[0].oid
+    assert pushed.stdout.startswith(f"{hub_server.endpoint}/org/name/commit/{head}: ")
+    assert hub_server.repo("org/name").private
+    pulled = run("pull", "org/name", tmp_path / "copy", **environment)
+    assert (pulled.returncode, pulled.stdout) == (0, f"{tmp_path}/copy\n"), pulled.stderr
+    assert all((tmp_path / "copy" / name).read_bytes() == (example / name).read_bytes() for name in FILES)
+    refused = run("pull", "org/name", "--token", "hf_wrong", **environment)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "the token '…rong' that was passed" in refused.stderr
 
 
 def test_damaged_cache_is_told_and_mended_by_the_command_that_the_error_names(
-    example: Path, tmp_path: Path, run: Run
+    example: Path, hub_server: HubServer, tmp_path: Path, run: Run
 ) -> None:
-    with HubServer(tmp_path / "server") as server:
-        environment = {"HF_HUB_OFFLINE": "0", **server.environment(home=tmp_path / "home")}
-        assert run("push", example, "org/name", **environment).returncode == 0
-        where = Path(run("pull", "org/name", "--verify", "full", **environment).stdout.strip())
-        blob = (where / SHARDS[0]).resolve()
-        raw = bytearray(blob.read_bytes())
-        raw[-1] ^= 1
-        blob.write_bytes(raw)
-        damaged = run("pull", "org/name", "--verify", "full", **environment)
-        assert (damaged.returncode, damaged.stdout) == (1, "")
-        assert SHARDS[0] in damaged.stderr
-        command = damaged.stderr.strip().rpartition("run: hfshard ")[2].split()
-        assert command == ["pull", "org/name", "--force-download"]
-        assert run(*command, "--verify", "full", **environment).returncode == 0
-        assert (where / SHARDS[0]).read_bytes() == (example / SHARDS[0]).read_bytes()
+    environment = {"HF_HUB_OFFLINE": "0", **hub_server.environment(home=tmp_path / "home")}
+    assert run("push", example, "org/name", **environment).returncode == 0
+    where = Path(run("pull", "org/name", "--verify", "full", **environment).stdout.strip())
+    blob = (where / SHARDS[0]).resolve()
+    raw = bytearray(blob.read_bytes())
+    raw[-1] ^= 1
+    blob.write_bytes(raw)
+    damaged = run("pull", "org/name", "--verify", "full", **environment)
+    assert (damaged.returncode, damaged.stdout) == (1, "")
+    assert SHARDS[0] in damaged.stderr
+    command = damaged.stderr.strip().rpartition("run: hfshard ")[2].split()
+    assert command == ["pull", "org/name", "--force-download"]
+    assert run(*command, "--verify", "full", **environment).returncode == 0
+    assert (where / SHARDS[0]).read_bytes() == (example / SHARDS[0]).read_bytes()

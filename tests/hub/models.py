@@ -1,9 +1,10 @@
-"""Models that the tests of pushes push: random weights from a seed, and one digest for all of a state dict's bits."""
+"""Models that tests push and pull: random weights from a seed, saved in directories, and digests of state dicts."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,3 +64,19 @@ def digest_of(state_dict: Mapping[str, torch.Tensor]) -> str:
 def digest_of_seed(seed: int, **options: Any) -> str:
     """The digest that a model of this seed must have, wherever it was."""
     return digest_of(make_model(seed, stock=True, **options).state_dict())
+
+
+def saved(folder: Path, seed: int, limit: str | int = "10MB", *, variant: str | None = None, **model: Any) -> Path:
+    """A directory with a checkpoint of `make_model`."""
+    make_model(seed, **model).save_pretrained(folder, max_shard_size=limit, variant=variant)
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Path in a directory -> bytes."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Path in a directory -> bytes, without what hfshard and huggingface_hub keep there for themselves."""
+    return {path: raw for path, raw in files_of(folder).items() if ".cache" not in Path(path).parts}

@@ -11,11 +11,10 @@ import hfshard
 from hfshard.errors import HubNotFoundError, InvalidArgumentError
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.push import push_checkpoint
-from tests.hub.pull.lab import PullLab, cached, files_of, lab, repo, saved
+from tests.hub.models import files_of, saved
+from tests.hub.pull.pull_hub import PullHub, cached
 
 pytestmark = pytest.mark.compat
-__all__ = ["lab", "repo"]
-
 SHARDS, WHOLE = 20_000, "10MB"
 
 
@@ -28,22 +27,22 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_repo_of_the_hub_is_resharded_with_what_lies_beside(
-    lab: PullLab, repo: str, folder: Path, tmp_path: Path
+    hub: PullHub, repo: str, folder: Path, tmp_path: Path
 ) -> None:
-    commit = lab.publish(repo, folder)
+    commit = hub.publish(repo, folder)
     want = saved(tmp_path / "want", 1, WHOLE)
     target, cache = tmp_path / "new", tmp_path / "cache"
-    lab.call("reshard", repo, target, WHOLE, cache_dir=cache)
+    hub.call("reshard", repo, target, WHOLE, cache_dir=cache)
     beside = {"README.md": b"# A model\n", "tokenizer.json": b"{}\n"}
     assert files_of(target) == files_of(want) | beside
-    lab.call("reshard", repo, tmp_path / "again", SHARDS, cache_dir=cache, revision=commit, local_files_only=True)
-    assert lab.kinds() == {}
+    hub.call("reshard", repo, tmp_path / "again", SHARDS, cache_dir=cache, revision=commit, local_files_only=True)
+    assert hub.kinds() == {}
     assert files_of(tmp_path / "again") == files_of(folder)
     snapshot = cached(cache, repo, "snapshots")[0].parent
-    assert lab.refused("reshard", repo, snapshot, WHOLE, cache_dir=cache).error == "InvalidArgumentError"
-    assert lab.refused("reshard", repo, snapshot / "x", WHOLE, cache_dir=cache).error == "InvalidArgumentError"
-    assert lab.refused("reshard", repo, target, WHOLE, cache_dir=cache, low_disk=True).error == "InvalidArgumentError"
-    assert lab.refused("reshard", f"{repo}-x", target, WHOLE, cache_dir=cache).error == HubNotFoundError.__name__
+    assert hub.refused("reshard", repo, snapshot, WHOLE, cache_dir=cache).error == "InvalidArgumentError"
+    assert hub.refused("reshard", repo, snapshot / "x", WHOLE, cache_dir=cache).error == "InvalidArgumentError"
+    assert hub.refused("reshard", repo, target, WHOLE, cache_dir=cache, low_disk=True).error == "InvalidArgumentError"
+    assert hub.refused("reshard", f"{repo}-x", target, WHOLE, cache_dir=cache).error == HubNotFoundError.__name__
 
 
 def test_a_directory_hub_is_resharded_by_revision(folder: Path, tmp_path: Path) -> None:

@@ -5,15 +5,14 @@ of that list have their tests where the part is tested:
 
 - a whole copy in a temporary folder, read again to be hashed; no `parent_commit`; two racing pushes both land; a lost
   answer to a commit raises; uploads fail with hf_xet against a server without Xet; more than one batch of files is not
-  atomic: tests/hub/test_push*.py
+  atomic: tests/hub/push
 - a killed download starts again from zero; a reset raises ReadError; 503 gives up at once; Retry-After is ignored; an
-  expired URL is not asked for again; a corrupt file of the right size is taken: tests/hub/test_pull*.py
+  expired URL is not asked for again; a corrupt file of the right size is taken: tests/hub/pull
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,10 +62,9 @@ class Client:
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[Client]:
+def client(hub_server: HubServer, tmp_path: Path) -> Client:
     """A server without repos, and what runs clients of it."""
-    with HubServer(tmp_path / "hub") as server:
-        yield Client(server, tmp_path)
+    return Client(hub_server, tmp_path)
 
 
 def shards(count: int) -> list[str]:

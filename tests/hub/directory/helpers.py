@@ -1,4 +1,4 @@
-"""What the tests of the directory hub have in common: a fresh hub, a push of bytes, and what lies on disk."""
+"""What the tests of the directory hub have in common: a push of bytes, and what lies on disk."""
 
 from __future__ import annotations
 
@@ -6,15 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
-
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.storage.disk.byte_source import BytesSource
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> DirectoryHub:
-    return DirectoryHub.create(tmp_path / "org" / "name")
 
 
 def push(hub: DirectoryHub, files: Mapping[str, bytes | None], message: str = "push", revision: str = "main") -> str:

@@ -11,9 +11,7 @@ import pytest
 from hfshard.errors import HubError, HubNotFoundError, InvalidArgumentError
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.storage.disk.byte_source import BytesSource
-from tests.hub.directory.helpers import files_at, hub, litter, push
-
-__all__ = ["hub"]  # a fixture
+from tests.hub.directory.helpers import files_at, litter, push
 
 
 @pytest.fixture

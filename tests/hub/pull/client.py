@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import time
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download, snapshot_download
 from transformers import AutoModel, AutoModelForCausalLM, BertModel
 
 import hfshard
-from hfshard.errors import HfshardError
 from hfshard.hub.pull import pull_checkpoint
-from tests.hub.forking import Keep, serve
+from tests.hub.client_process import do_task, prepare, serve
 from tests.hub.models import Bert, digest_of
 
 
@@ -97,22 +93,10 @@ TASKS: dict[str, Callable[..., Any]] = {
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
     """Do one task; gives what came of it."""
-    kept = Keep()
-    logging.getLogger("hfshard").addHandler(kept)
-    for name, value in order["environment"].items():
-        os.environ[name] = value
-    for name, value in order["settings"].items():
-        setattr(constants, name, value)
+    kept = prepare(order, ("hfshard",))
     if not order["task"].startswith(("stock", "load_stock")):
         warnings.simplefilter("error")
-    outcome: dict[str, Any] = {"result": None, "error": None, "message": "", "trace": ""}
-    began = time.monotonic()
-    try:
-        outcome["result"] = TASKS[order["task"]](*order["args"], **order["kwargs"])
-    except Exception as error:
-        outcome |= {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
-        outcome["is_ours"] = isinstance(error, HfshardError)
-    return outcome | {"log": kept.lines, "seconds": time.monotonic() - began}
+    return do_task(order, TASKS) | {"log": kept.lines}
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub.pull.lab import PullLab, cached, lab, repo, saved
+from tests.hub.models import saved
+from tests.hub.pull.pull_hub import PullHub, cached
 from tests.hubserver.hub_server import Fault
 
 pytestmark = pytest.mark.compat
-__all__ = ["lab", "repo"]
-
 OFFLINE = {"HF_HUB_OFFLINE": True}
 
 
@@ -24,24 +23,24 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("task", ["load", "load_auto", "read", "read by ranges"])
-def test_repo_that_is_not_there(task: str, lab: PullLab, tmp_path: Path) -> None:
+def test_repo_that_is_not_there(task: str, hub: PullHub, tmp_path: Path) -> None:
     ranges = {"ranges": True} if "ranges" in task else {}
 
-    outcome = lab.refused(task.split()[0], "org/no-such", tmp_path, **ranges)
+    outcome = hub.refused(task.split()[0], "org/no-such", tmp_path, **ranges)
 
     assert outcome.error == "HubNotFoundError"
-    assert outcome.message.startswith(f"There is no repo 'org/no-such' on {lab.hub.endpoint}, or it is private")
+    assert outcome.message.startswith(f"There is no repo 'org/no-such' on {hub.server.endpoint}, or it is private")
     assert "the token '…rite' of the environment variable HF_TOKEN" in outcome.message
-    assert lab.hub.count() == 1
+    assert hub.server.count() == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_private_repo_and_whose_token_it_was(lab: PullLab, repo: str, weights: Path, tmp_path: Path) -> None:
-    lab.publish(repo, weights, private=True)
+def test_private_repo_and_whose_token_it_was(hub: PullHub, repo: str, weights: Path, tmp_path: Path) -> None:
+    hub.publish(repo, weights, private=True)
 
-    of_nobody = lab.refused("load", repo, tmp_path, token=False)
-    of_another = lab.refused("load", repo, tmp_path, token="hf_read")
-    unknown = lab.refused("load", repo, tmp_path, token="hf_never")
+    of_nobody = hub.refused("load", repo, tmp_path, token=False)
+    of_another = hub.refused("load", repo, tmp_path, token="hf_read")
+    unknown = hub.refused("load", repo, tmp_path, token="hf_never")
 
     assert of_nobody.error == "HubAccessError"
     assert "no token, as token=False was passed" in of_nobody.message
@@ -49,17 +48,17 @@ def test_private_repo_and_whose_token_it_was(lab: PullLab, repo: str, weights: P
     assert "the token '…read' that was passed" in of_another.message
     assert unknown.error == "HubAccessError"
     assert "the token '…ever' that was passed" in unknown.message
-    assert lab.call("load", repo, tmp_path, token="hf_member")
+    assert hub.call("load", repo, tmp_path, token="hf_member")
 
 
-def test_gated_repo_says_where_to_ask(lab: PullLab, repo: str, weights: Path, tmp_path: Path) -> None:
-    lab.publish(repo, weights, gated=True)
+def test_gated_repo_says_where_to_ask(hub: PullHub, repo: str, weights: Path, tmp_path: Path) -> None:
+    hub.publish(repo, weights, gated=True)
 
-    outcome = lab.refused("load", repo, tmp_path, token="hf_read")
+    outcome = hub.refused("load", repo, tmp_path, token="hf_read")
 
     assert outcome.error == "HubAccessError"
     assert f"'{repo}' is gated" in outcome.message
-    assert f"Accept its conditions on {lab.hub.endpoint}/{repo}" in outcome.message
+    assert f"Accept its conditions on {hub.server.endpoint}/{repo}" in outcome.message
 
 
 @pytest.mark.parametrize(
@@ -74,41 +73,41 @@ def test_gated_repo_says_where_to_ask(lab: PullLab, repo: str, weights: Path, tm
     ids=str,
 )
 def test_what_the_repo_has_not(
-    options: dict[str, object], error: str, says: str, lab: PullLab, repo: str, weights: Path, tmp_path: Path
+    options: dict[str, object], error: str, says: str, hub: PullHub, repo: str, weights: Path, tmp_path: Path
 ) -> None:
-    lab.publish(repo, weights)
+    hub.publish(repo, weights)
 
-    outcome = lab.refused("load", repo, tmp_path, **options)
+    outcome = hub.refused("load", repo, tmp_path, **options)
 
     assert (outcome.error, says in outcome.message) == (error, True), outcome.message
-    assert lab.kinds()["storage_get"] == 0
+    assert hub.kinds()["storage_get"] == 0
 
 
-def test_index_that_names_a_shard_that_is_not_there(lab: PullLab, repo: str, weights: Path, tmp_path: Path) -> None:
-    lab.publish(repo, weights)
-    lab.view(repo).commit({"model-00002-of-00009.safetensors": None}, "Lose a shard")
+def test_index_that_names_a_shard_that_is_not_there(hub: PullHub, repo: str, weights: Path, tmp_path: Path) -> None:
+    hub.publish(repo, weights)
+    hub.view(repo).commit({"model-00002-of-00009.safetensors": None}, "Lose a shard")
 
-    outcome = lab.refused("load", repo, tmp_path)
+    outcome = hub.refused("load", repo, tmp_path)
 
     assert outcome.error == "CheckpointNotFoundError"
     assert f"'{repo}' lacks 'model-00002-of-00009.safetensors', which its index names" in outcome.message
-    assert lab.kinds()["storage_get"] == 0
+    assert hub.kinds()["storage_get"] == 0
 
 
 @pytest.mark.parametrize("how", ["offline", "local only"])
-def test_incomplete_cache_is_told_by_name(how: str, lab: PullLab, repo: str, weights: Path, tmp_path: Path) -> None:
-    lab.publish(repo, weights)
+def test_incomplete_cache_is_told_by_name(how: str, hub: PullHub, repo: str, weights: Path, tmp_path: Path) -> None:
+    hub.publish(repo, weights)
     options: dict[str, object] = (
         {"settings": OFFLINE, "environment": {"HF_HUB_OFFLINE": "1"}}
         if how == "offline"
         else {"local_files_only": True}
     )
 
-    nothing = lab.refused("load", repo, tmp_path, **options)
-    lab.call("load", repo, tmp_path)
+    nothing = hub.refused("load", repo, tmp_path, **options)
+    hub.call("load", repo, tmp_path)
     link = next(path for path in cached(tmp_path, repo, "snapshots") if path.name.startswith("model-00004"))
     link.resolve().unlink()
-    a_part = lab.refused("load", repo, tmp_path, **options)
+    a_part = hub.refused("load", repo, tmp_path, **options)
 
     assert nothing.error == a_part.error == "CheckpointNotFoundError"
     assert f"'{repo}' at revision 'main' is not in the cache '{tmp_path}'" in nothing.message
@@ -119,51 +118,51 @@ def test_incomplete_cache_is_told_by_name(how: str, lab: PullLab, repo: str, wei
         assert what in outcome.message
         todo = "with HF_HUB_OFFLINE unset" if how == "offline" else "without local_files_only"
         assert f"Run it once {todo}; to see the files of the repo, run: hf models ls {repo}" in outcome.message
-    assert lab.hub.count() == 0
-    lab.call("load", repo, tmp_path)
-    assert lab.kinds() == {"info": 1, "lfs_batch": 1, "storage_get": 1}
+    assert hub.server.count() == 0
+    hub.call("load", repo, tmp_path)
+    assert hub.kinds() == {"info": 1, "lfs_batch": 1, "storage_get": 1}
 
 
 def test_offline_variable_is_obeyed_by_a_process_of_its_own(
-    lab: PullLab, repo: str, weights: Path, tmp_path: Path
+    hub: PullHub, repo: str, weights: Path, tmp_path: Path
 ) -> None:
-    lab.publish(repo, weights)
-    lab.call("read", repo, tmp_path)
+    hub.publish(repo, weights)
+    hub.call("read", repo, tmp_path)
     code = f"import hfshard; print(len(hfshard.load_state_dict({repo!r}, cache_dir={str(tmp_path)!r})))"
 
-    environment = {**lab.environment, "HF_HUB_OFFLINE": "1"}
+    environment = {**hub.environment, "HF_HUB_OFFLINE": "1"}
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True, check=True
     )
 
     assert run.stdout == "23\n"
-    assert lab.hub.count() == 13  # those of the call before
+    assert hub.server.count() == 13  # those of the call before
 
 
 @pytest.mark.parametrize("failure", ["refused", "busy"])
 def test_complete_cache_serves_where_the_hub_does_not_answer(
-    failure: str, lab: PullLab, repo: str, weights: Path, tmp_path: Path
+    failure: str, hub: PullHub, repo: str, weights: Path, tmp_path: Path
 ) -> None:
-    lab.publish(repo, weights)
-    before = lab.call("load", repo, tmp_path)
-    lab.hub.clear_log()
+    hub.publish(repo, weights)
+    before = hub.call("load", repo, tmp_path)
+    hub.server.clear_log()
     if failure == "busy":
-        lab.hub.fail(Fault(match=f"info .*{repo}", kind="status", status=503, times=99))
+        hub.server.fail(Fault(match=f"info .*{repo}", kind="status", status=503, times=99))
     settings = {"ENDPOINT": "http://127.0.0.1:9"} if failure == "refused" else {}
 
-    outcome = lab.start("load", repo, tmp_path, settings=settings).outcome()
+    outcome = hub.start("load", repo, tmp_path, settings=settings).outcome()
 
     assert (outcome.error, outcome.result) == (None, before)
     (warning,) = outcome.log
     assert "The files in the cache are used: commit " in warning
-    assert lab.hub.count() == (1 if failure == "busy" else 0)
+    assert hub.server.count() == (1 if failure == "busy" else 0)
 
 
-def test_no_right_is_no_failure_of_the_network(lab: PullLab, repo: str, weights: Path, tmp_path: Path) -> None:
-    lab.publish(repo, weights)
-    lab.call("load", repo, tmp_path)
-    lab.view(repo).private = True
+def test_no_right_is_no_failure_of_the_network(hub: PullHub, repo: str, weights: Path, tmp_path: Path) -> None:
+    hub.publish(repo, weights)
+    hub.call("load", repo, tmp_path)
+    hub.view(repo).private = True
 
-    outcome = lab.refused("load", repo, tmp_path, token="hf_read")
+    outcome = hub.refused("load", repo, tmp_path, token="hf_read")
 
     assert outcome.error == "HubNotFoundError"

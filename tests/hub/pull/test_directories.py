@@ -13,12 +13,10 @@ import hfshard
 from hfshard.errors import CheckpointNotFoundError, HubNotFoundError, SaveDirectoryError
 from hfshard.hub.pull import pull_checkpoint
 from hfshard.hub.push import push_checkpoint
-from tests.hub.models import Bert, digest_of, make_model
-from tests.hub.pull.lab import PullLab, files_of, lab, repo, saved
+from tests.hub.models import Bert, digest_of, files_of, make_model, saved
+from tests.hub.pull.pull_hub import PullHub
 
 pytestmark = pytest.mark.compat
-__all__ = ["lab", "repo"]
-
 SHARDS = 10_000
 WHOLE = "10MB"
 
@@ -34,16 +32,16 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_pull_into_a_new_directory_gives_the_very_files(lab: PullLab, repo: str, folder: Path, tmp_path: Path) -> None:
+def test_pull_into_a_new_directory_gives_the_very_files(hub: PullHub, repo: str, folder: Path, tmp_path: Path) -> None:
     before = files_of(folder)
     saved(folder, 2, WHOLE, variant="fp16")
     (folder / "pytorch_model.bin").write_bytes(b"old")
     (folder / "onnx").mkdir()
     (folder / "onnx" / "model.onnx").write_bytes(b"other")
-    lab.publish(repo, folder)
+    hub.publish(repo, folder)
     target = tmp_path / "a" / "b"
 
-    assert lab.call("pull", repo, target, cache_dir=tmp_path / "cache", umask=0o027) == str(target)
+    assert hub.call("pull", repo, target, cache_dir=tmp_path / "cache", umask=0o027) == str(target)
 
     assert files_of(target) == before | {"config.json": (folder / "config.json").read_bytes()}
     modes = {oct(path.stat().st_mode & 0o777) for path in target.rglob("*") if path.is_file()}
@@ -54,29 +52,29 @@ def test_pull_into_a_new_directory_gives_the_very_files(lab: PullLab, repo: str,
     )
     # Again: nothing comes, and nothing is written.
     written = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
-    lab.call("pull", repo, target, cache_dir=tmp_path / "cache")
-    assert lab.kinds() == {"info": 1}
+    hub.call("pull", repo, target, cache_dir=tmp_path / "cache")
+    assert hub.kinds() == {"info": 1}
     assert {path: path.stat().st_mtime_ns for path in target.rglob("*")} == written
 
 
-def test_patterns_choose_among_the_other_files_only(lab: PullLab, repo: str, folder: Path, tmp_path: Path) -> None:
-    lab.publish(repo, folder)
+def test_patterns_choose_among_the_other_files_only(hub: PullHub, repo: str, folder: Path, tmp_path: Path) -> None:
+    hub.publish(repo, folder)
 
-    lab.call("pull", repo, tmp_path / "a", cache_dir=tmp_path / "cache", allow_patterns="*.md")
-    lab.call("pull", repo, tmp_path / "b", cache_dir=tmp_path / "cache", ignore_patterns=["1_*", "*.md"])
+    hub.call("pull", repo, tmp_path / "a", cache_dir=tmp_path / "cache", allow_patterns="*.md")
+    hub.call("pull", repo, tmp_path / "b", cache_dir=tmp_path / "cache", ignore_patterns=["1_*", "*.md"])
 
     weights = {name for name in files_of(folder) if name.startswith("model")} | {"config.json"}
     assert files_of(tmp_path / "a").keys() == weights | {"README.md"}
     assert files_of(tmp_path / "b").keys() == weights | {"tokenizer.json"}
 
 
-def test_subfolder_and_variant_are_pulled_alone(lab: PullLab, repo: str, folder: Path, tmp_path: Path) -> None:
+def test_subfolder_and_variant_are_pulled_alone(hub: PullHub, repo: str, folder: Path, tmp_path: Path) -> None:
     saved(folder / "sub", 3, WHOLE, variant="fp16")
     saved(folder / "sub", 4, WHOLE)
-    lab.publish(repo, folder)
+    hub.publish(repo, folder)
 
-    cached = lab.call("pull", repo, cache_dir=tmp_path / "cache", subfolder="sub", variant="fp16")
-    lab.call("pull", repo, tmp_path / "target", cache_dir=tmp_path / "cache", subfolder="sub", variant="fp16")
+    cached = hub.call("pull", repo, cache_dir=tmp_path / "cache", subfolder="sub", variant="fp16")
+    hub.call("pull", repo, tmp_path / "target", cache_dir=tmp_path / "cache", subfolder="sub", variant="fp16")
 
     assert Path(cached).name == "sub"
     assert files_of(tmp_path / "target").keys() == {"config.json", "model.fp16.safetensors"}
@@ -86,15 +84,15 @@ def test_subfolder_and_variant_are_pulled_alone(lab: PullLab, repo: str, folder:
 
 @pytest.mark.parametrize(("old", "new"), [(WHOLE, WHOLE), (WHOLE, SHARDS), (SHARDS, WHOLE), (SHARDS, 20_000)])
 def test_pull_over_another_checkpoint_replaces_it_whole(
-    old: str | int, new: str | int, lab: PullLab, repo: str, tmp_path: Path
+    old: str | int, new: str | int, hub: PullHub, repo: str, tmp_path: Path
 ) -> None:
     pushed = saved(tmp_path / "pushed", 1, new)
-    lab.publish(repo, pushed)
+    hub.publish(repo, pushed)
     target = saved(tmp_path / "target", 2, old)
     (target / "model_ema-00001-of-00002.safetensors").write_bytes(b"mine")
     (target / "README.md").write_text("mine")
 
-    lab.call("pull", repo, target, cache_dir=tmp_path / "cache")
+    hub.call("pull", repo, target, cache_dir=tmp_path / "cache")
 
     kept = {"model_ema-00001-of-00002.safetensors": b"mine", "README.md": b"mine"}
     assert files_of(target) == files_of(pushed) | kept
@@ -103,13 +101,13 @@ def test_pull_over_another_checkpoint_replaces_it_whole(
 
 
 def test_shards_of_the_same_names_and_other_contents_are_refused(
-    lab: PullLab, repo: str, folder: Path, tmp_path: Path
+    hub: PullHub, repo: str, folder: Path, tmp_path: Path
 ) -> None:
-    lab.publish(repo, folder)
+    hub.publish(repo, folder)
     target = saved(tmp_path / "target", 2, SHARDS)
     before = files_of(target)
 
-    outcome = lab.refused("pull", repo, target, cache_dir=tmp_path / "cache")
+    outcome = hub.refused("pull", repo, target, cache_dir=tmp_path / "cache")
 
     assert outcome.error == "SaveDirectoryError"
     assert "a file of this name with other contents" in outcome.message
@@ -117,28 +115,28 @@ def test_shards_of_the_same_names_and_other_contents_are_refused(
     assert files_of(target) == before
 
 
-def test_pickled_checkpoint_is_pulled_into_an_empty_directory_only(lab: PullLab, repo: str, tmp_path: Path) -> None:
+def test_pickled_checkpoint_is_pulled_into_an_empty_directory_only(hub: PullHub, repo: str, tmp_path: Path) -> None:
     model = make_model(1)
     folder = tmp_path / "pickled"
     folder.mkdir()
     model.config.save_pretrained(folder)
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    lab.publish(repo, folder)
+    hub.publish(repo, folder)
 
-    lab.call("pull", repo, tmp_path / "target", cache_dir=tmp_path / "cache")
-    outcome = lab.refused("pull", repo, saved(tmp_path / "other", 2), cache_dir=tmp_path / "cache")
+    hub.call("pull", repo, tmp_path / "target", cache_dir=tmp_path / "cache")
+    outcome = hub.refused("pull", repo, saved(tmp_path / "other", 2), cache_dir=tmp_path / "cache")
 
     assert files_of(tmp_path / "target") == files_of(folder)
     assert outcome.error == "SaveDirectoryError"
-    ours = lab.call("load", repo, tmp_path / "cache2")
+    ours = hub.call("load", repo, tmp_path / "cache2")
     assert ours["digest"] == digest_of(model.state_dict())
 
 
-def test_target_that_is_a_file_is_refused(lab: PullLab, repo: str, folder: Path, tmp_path: Path) -> None:
-    lab.publish(repo, folder)
+def test_target_that_is_a_file_is_refused(hub: PullHub, repo: str, folder: Path, tmp_path: Path) -> None:
+    hub.publish(repo, folder)
     (tmp_path / "file").write_text("")
 
-    assert lab.refused("pull", repo, tmp_path / "file", cache_dir=tmp_path / "cache").error == "SaveDirectoryError"
+    assert hub.refused("pull", repo, tmp_path / "file", cache_dir=tmp_path / "cache").error == "SaveDirectoryError"
 
 
 @pytest.fixture

@@ -47,11 +47,10 @@ for options in ({}, {"revision": "main"}):
 
 
 @pytest.mark.parametrize("code", [ADAPTER, CONFIG], ids=["adapter", "config"])
-def test_the_other_repo_is_asked_for_its_own_revision(code: str, tmp_path: Path) -> None:
-    with HubServer(tmp_path / "hub") as server:
-        environment = {**server.environment(home=tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-        done = forkserver.run(["-c", SETUP + code], env=environment, timeout=240)
-        assert done.returncode == 0, done.stderr
+def test_the_other_repo_is_asked_for_its_own_revision(code: str, hub_server: HubServer, tmp_path: Path) -> None:
+    environment = {**hub_server.environment(home=tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    done = forkserver.run(["-c", SETUP + code], env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
 
 
 def test_blobs_that_all_repos_of_a_cache_share_are_read(tmp_path: Path) -> None:

@@ -12,103 +12,101 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hfshard
-from tests.hub.models import digest_of, make_model
-from tests.hub.pull.lab import PullLab, cached, files_of, lab, repo, saved
+from tests.hub.models import digest_of, files_of, make_model, saved
+from tests.hub.pull.pull_hub import PullHub, cached
 from tests.pretrained.load.test_custom_code import LAYERS, MODEL
 
 pytestmark = pytest.mark.compat
-__all__ = ["lab", "repo"]
-
 SHARD = 10_000
 """Bytes: the small model of 52,352 bytes of weights then has 9 shards."""
 
 
 @pytest.fixture
-def sharded(lab: PullLab, repo: str, tmp_path: Path) -> str:
+def sharded(hub: PullHub, repo: str, tmp_path: Path) -> str:
     """The commit of a repo with a small model of 9 shards."""
     folder = saved(tmp_path / "saved", 1, SHARD)
     assert len(list(folder.glob("*.safetensors"))) == 9
     (folder / "README.md").write_text("# A model\n")
     (folder / "tokenizer.json").write_text("{}\n")
-    return lab.publish(repo, folder)
+    return hub.publish(repo, folder)
 
 
 def test_cold_load_takes_one_request_a_shard_and_four_more(
-    lab: PullLab, repo: str, sharded: str, tmp_path: Path
+    hub: PullHub, repo: str, sharded: str, tmp_path: Path
 ) -> None:
     weights = sum(path.stat().st_size for path in (tmp_path / "saved").glob("*.safetensors"))
 
-    ours = lab.call("load", repo, tmp_path / "cache")
+    ours = hub.call("load", repo, tmp_path / "cache")
 
     # One tells the commit and its files, one the storage URLs of all shards; config.json and the index.
-    assert lab.kinds() == {"info": 1, "lfs_batch": 1, "resolve_get": 2, "storage_get": 9}
-    assert lab.weights_down(repo) == weights
+    assert hub.kinds() == {"info": 1, "lfs_batch": 1, "resolve_get": 2, "storage_get": 9}
+    assert hub.weights_down(repo) == weights
     assert [path.parent.name for path in cached(tmp_path / "cache", repo, "snapshots")] == [sharded] * 11
-    theirs = lab.call("load_stock", repo, tmp_path / "theirs")
+    theirs = hub.call("load_stock", repo, tmp_path / "theirs")
     assert ours == theirs
-    assert lab.hub.count() >= 26  # of ours it were 13
+    assert hub.server.count() >= 26  # of ours it were 13
 
 
 def test_warm_load_takes_one_request_and_none_for_a_commit(
-    lab: PullLab, repo: str, sharded: str, tmp_path: Path
+    hub: PullHub, repo: str, sharded: str, tmp_path: Path
 ) -> None:
-    first = lab.call("load", repo, tmp_path / "cache")
+    first = hub.call("load", repo, tmp_path / "cache")
 
-    assert lab.call("load", repo, tmp_path / "cache") == first
-    assert lab.kinds() == {"info": 1}
-    assert lab.call("load", repo, tmp_path / "cache", revision=sharded) == first
-    assert lab.kinds() == {}
-    assert lab.call("load_auto", repo, tmp_path / "cache", revision=sharded)["digest"] == first["digest"]
-    assert lab.kinds() == {}
-    assert lab.call("load", repo, tmp_path / "cache", local_files_only=True) == first
-    assert lab.call("load", repo, tmp_path / "cache", settings={"HF_HUB_OFFLINE": True}) == first
-    assert lab.kinds() == {}
+    assert hub.call("load", repo, tmp_path / "cache") == first
+    assert hub.kinds() == {"info": 1}
+    assert hub.call("load", repo, tmp_path / "cache", revision=sharded) == first
+    assert hub.kinds() == {}
+    assert hub.call("load_auto", repo, tmp_path / "cache", revision=sharded)["digest"] == first["digest"]
+    assert hub.kinds() == {}
+    assert hub.call("load", repo, tmp_path / "cache", local_files_only=True) == first
+    assert hub.call("load", repo, tmp_path / "cache", settings={"HF_HUB_OFFLINE": True}) == first
+    assert hub.kinds() == {}
 
 
 @pytest.mark.parametrize("limit", [SHARD, "10MB"])
 def test_what_stock_pulled_is_loaded_without_a_download(
-    limit: int | str, lab: PullLab, repo: str, tmp_path: Path
+    limit: int | str, hub: PullHub, repo: str, tmp_path: Path
 ) -> None:
-    commit = lab.publish(repo, saved(tmp_path / "saved", 1, limit))
-    theirs = lab.call("load_stock", repo, tmp_path / "cache")
+    commit = hub.publish(repo, saved(tmp_path / "saved", 1, limit))
+    theirs = hub.call("load_stock", repo, tmp_path / "cache")
 
-    assert lab.call("load", repo, tmp_path / "cache") == theirs
-    assert lab.kinds() == {"info": 1}
-    assert lab.call("load", repo, tmp_path / "cache", revision=commit) == theirs
-    assert lab.kinds() == {}
+    assert hub.call("load", repo, tmp_path / "cache") == theirs
+    assert hub.kinds() == {"info": 1}
+    assert hub.call("load", repo, tmp_path / "cache", revision=commit) == theirs
+    assert hub.kinds() == {}
 
 
-def test_stock_finds_all_that_was_pulled(lab: PullLab, repo: str, sharded: str, tmp_path: Path) -> None:
-    directory = lab.call("pull", repo, cache_dir=tmp_path / "cache")
+def test_stock_finds_all_that_was_pulled(hub: PullHub, repo: str, sharded: str, tmp_path: Path) -> None:
+    directory = hub.call("pull", repo, cache_dir=tmp_path / "cache")
     names = sorted(["README.md", ".gitattributes", *files_of(tmp_path / "saved")])
     names = sorted(set(names))
     assert Path(directory) == tmp_path / "cache" / ("models--" + repo.replace("/", "--")) / "snapshots" / sharded
     assert sorted(files_of(Path(directory))) == names
 
-    assert lab.call("stock_snapshot", repo, tmp_path / "cache", local_files_only=True) == names
-    sizes = lab.call("stock_files", repo, tmp_path / "cache", names, local_files_only=True)
+    assert hub.call("stock_snapshot", repo, tmp_path / "cache", local_files_only=True) == names
+    sizes = hub.call("stock_files", repo, tmp_path / "cache", names, local_files_only=True)
     assert sizes == [(Path(directory) / name).stat().st_size for name in names]
-    assert lab.kinds() == {}
-    theirs = lab.call("load_stock", repo, tmp_path / "cache", local_files_only=True)
-    assert lab.kinds() == {}
-    assert theirs == lab.call("load_stock", repo, tmp_path / "cache", revision=sharded)
-    assert lab.kinds().keys() <= OLD_STOCK_ASKS
+    assert hub.kinds() == {}
+    theirs = hub.call("load_stock", repo, tmp_path / "cache", local_files_only=True)
+    assert hub.kinds() == {}
+    assert theirs == hub.call("load_stock", repo, tmp_path / "cache", revision=sharded)
+    assert hub.kinds().keys() <= OLD_STOCK_ASKS
 
 
-def test_stock_downloads_nothing_after_our_load(lab: PullLab, repo: str, sharded: str, tmp_path: Path) -> None:
-    ours = lab.call("load", repo, tmp_path / "cache")
+def test_stock_downloads_nothing_after_our_load(hub: PullHub, repo: str, sharded: str, tmp_path: Path) -> None:
+    ours = hub.call("load", repo, tmp_path / "cache")
 
-    assert lab.call("load_stock", repo, tmp_path / "cache", revision=sharded) == ours
-    assert lab.kinds().keys() <= OLD_STOCK_ASKS
-    lab.call("load_stock", repo, tmp_path / "cache")
-    assert lab.weights_down(repo) == 0
+    assert hub.call("load_stock", repo, tmp_path / "cache", revision=sharded) == ours
+    assert hub.kinds().keys() <= OLD_STOCK_ASKS
+    hub.call("load_stock", repo, tmp_path / "cache")
+    assert hub.weights_down(repo) == 0
 
 
 def test_cache_is_laid_out_as_huggingface_hub_lays_it_out(
-    lab: PullLab, repo: str, sharded: str, tmp_path: Path
+    hub: PullHub, repo: str, sharded: str, tmp_path: Path
 ) -> None:
-    lab.call("pull", repo, cache_dir=tmp_path / "ours", umask=0o027)
-    lab.call("stock_snapshot", repo, tmp_path / "theirs", umask=0o027)
+    hub.call("pull", repo, cache_dir=tmp_path / "ours", umask=0o027)
+    hub.call("stock_snapshot", repo, tmp_path / "theirs", umask=0o027)
 
     ours, theirs = (
         {str(path.relative_to(cache)): path for path in cache.rglob("*") if not path.is_dir()}
@@ -137,63 +135,63 @@ MISSING = ("adapter_config.json", "generation_config.json", "model.safetensors")
 """What readers look for and the repo has not."""
 
 
-def test_new_commit_brings_only_what_changed(lab: PullLab, repo: str, sharded: str, tmp_path: Path) -> None:
-    lab.call("load", repo, tmp_path / "cache")
+def test_new_commit_brings_only_what_changed(hub: PullHub, repo: str, sharded: str, tmp_path: Path) -> None:
+    hub.call("load", repo, tmp_path / "cache")
     changed = files_of(saved(tmp_path / "changed", 2, SHARD))
     one = "model-00003-of-00009.safetensors"
-    newer = lab.view(repo).commit({one: changed[one]}, "Another shard")
+    newer = hub.view(repo).commit({one: changed[one]}, "Another shard")
 
-    lab.call("read", repo, tmp_path / "cache", verify="none", revision="main")
+    hub.call("read", repo, tmp_path / "cache", verify="none", revision="main")
 
-    assert lab.kinds() == {"info": 1, "lfs_batch": 1, "storage_get": 1}
-    assert lab.weights_down(repo) == len(changed[one])
+    assert hub.kinds() == {"info": 1, "lfs_batch": 1, "storage_get": 1}
+    assert hub.weights_down(repo) == len(changed[one])
     # Both are there, side by side.
-    before = lab.call("load", repo, tmp_path / "cache", revision=sharded)
+    before = hub.call("load", repo, tmp_path / "cache", revision=sharded)
     assert before["digest"] == digest_of(make_model(1).state_dict())
-    assert lab.kinds() == {}
+    assert hub.kinds() == {}
     assert {path.parent.name for path in cached(tmp_path / "cache", repo, "snapshots")} == {sharded, newer}
 
 
-def test_branch_tag_and_pull_request_are_pulled_by_name(lab: PullLab, repo: str, tmp_path: Path) -> None:
-    old = lab.publish(repo, saved(tmp_path / "old", 1))
-    new = lab.publish(repo, saved(tmp_path / "new", 2))
-    pr = lab.call("stock_refs", repo, old)
+def test_branch_tag_and_pull_request_are_pulled_by_name(hub: PullHub, repo: str, tmp_path: Path) -> None:
+    old = hub.publish(repo, saved(tmp_path / "old", 1))
+    new = hub.publish(repo, saved(tmp_path / "new", 2))
+    pr = hub.call("stock_refs", repo, old)
     assert pr == "refs/pr/1"
     before, after = (digest_of(make_model(seed).state_dict()) for seed in (1, 2))
     at = {"main": after, "feature/x": before, "v1": before, old: before, new: after, pr: after}
     for revision, digest in at.items():
-        assert lab.call("load", repo, tmp_path / "cache", revision=revision)["digest"] == digest
-        ours = lab.call("load", repo, tmp_path / "cache", revision=revision, local_files_only=True)
+        assert hub.call("load", repo, tmp_path / "cache", revision=revision)["digest"] == digest
+        ours = hub.call("load", repo, tmp_path / "cache", revision=revision, local_files_only=True)
         assert ours["digest"] == digest
-    assert "extra.txt" in files_of(Path(lab.call("pull", repo, cache_dir=tmp_path / "cache", revision=pr)))
+    assert "extra.txt" in files_of(Path(hub.call("pull", repo, cache_dir=tmp_path / "cache", revision=pr)))
 
 
-def test_model_that_generates_takes_one_request_more(lab: PullLab, repo: str, tmp_path: Path) -> None:
+def test_model_that_generates_takes_one_request_more(hub: PullHub, repo: str, tmp_path: Path) -> None:
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
     )
     model: Any = LlamaForCausalLM(config)
     model.generation_config.update(do_sample=True, top_k=7)
     model.save_pretrained(tmp_path / "saved")
-    commit = lab.publish(repo, tmp_path / "saved")
+    commit = hub.publish(repo, tmp_path / "saved")
 
-    cold = lab.call("load_causal", repo, tmp_path / "cache")
+    cold = hub.call("load_causal", repo, tmp_path / "cache")
 
     assert cold["top_k"] == 7
-    assert lab.kinds() == {"info": 1, "lfs_batch": 1, "resolve_get": 2, "storage_get": 1}
-    assert lab.call("load_causal", repo, tmp_path / "cache") == cold
-    assert lab.kinds() == {"info": 1}
-    assert lab.call("load_causal", repo, tmp_path / "cache", revision=commit) == cold
-    assert lab.kinds() == {}
+    assert hub.kinds() == {"info": 1, "lfs_batch": 1, "resolve_get": 2, "storage_get": 1}
+    assert hub.call("load_causal", repo, tmp_path / "cache") == cold
+    assert hub.kinds() == {"info": 1}
+    assert hub.call("load_causal", repo, tmp_path / "cache", revision=commit) == cold
+    assert hub.kinds() == {}
     # Without a generation config, too, nobody asks for it twice.
-    bare = lab.view(repo).commit({"generation_config.json": None}, "Generate by the defaults")
-    lab.call("load_causal", repo, tmp_path / "cache")
-    assert lab.kinds() == {"info": 1}
-    lab.call("load_causal", repo, tmp_path / "cache", revision=bare)
-    assert lab.kinds() == {}
+    bare = hub.view(repo).commit({"generation_config.json": None}, "Generate by the defaults")
+    hub.call("load_causal", repo, tmp_path / "cache")
+    assert hub.kinds() == {"info": 1}
+    hub.call("load_causal", repo, tmp_path / "cache", revision=bare)
+    assert hub.kinds() == {}
 
 
-def test_code_of_the_repo_comes_with_the_commit(lab: PullLab, repo: str, tmp_path: Path) -> None:
+def test_code_of_the_repo_comes_with_the_commit(hub: PullHub, repo: str, tmp_path: Path) -> None:
     code = {"AutoConfig": "zoo_model.ZooConfig", "AutoModel": "zoo_model.ZooModel"}
     config = {"model_type": "zoo_custom", "auto_map": code}
     tensors = {"proj.weight": torch.ones(8, 8), "proj.bias": torch.ones(8), "scale.scale": torch.ones(8)}
@@ -201,23 +199,23 @@ def test_code_of_the_repo_comes_with_the_commit(lab: PullLab, repo: str, tmp_pat
     (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
     (tmp_path / "saved" / "zoo_model.py").write_text(MODEL)
     (tmp_path / "saved" / "zoo_layers.py").write_text(LAYERS)
-    commit = lab.publish(repo, tmp_path / "saved")
-    lab.view(repo).commit({"zoo_model.py": MODEL.replace("nn.Linear", "Broken").encode()}, "Break the code")
+    commit = hub.publish(repo, tmp_path / "saved")
+    hub.view(repo).commit({"zoo_model.py": MODEL.replace("nn.Linear", "Broken").encode()}, "Break the code")
 
-    cold = lab.call("load_auto", repo, tmp_path / "cache", revision=commit, trust_remote_code=True)
+    cold = hub.call("load_auto", repo, tmp_path / "cache", revision=commit, trust_remote_code=True)
 
     # One file more for the code, and one for the file beside it.
-    assert lab.kinds() == {"info": 1, "lfs_batch": 1, "resolve_get": 3, "storage_get": 1}
-    assert lab.call("load_auto", repo, tmp_path / "cache", revision=commit, trust_remote_code=True) == cold
-    assert lab.kinds() == {}
+    assert hub.kinds() == {"info": 1, "lfs_batch": 1, "resolve_get": 3, "storage_get": 1}
+    assert hub.call("load_auto", repo, tmp_path / "cache", revision=commit, trust_remote_code=True) == cold
+    assert hub.kinds() == {}
 
 
-def test_two_processes_fetch_every_file_once(lab: PullLab, repo: str, sharded: str, tmp_path: Path) -> None:
+def test_two_processes_fetch_every_file_once(hub: PullHub, repo: str, sharded: str, tmp_path: Path) -> None:
     weights = sum(path.stat().st_size for path in (tmp_path / "saved").glob("*.safetensors"))
-    tasks = [lab.start("load", repo, tmp_path / "cache") for _ in range(3)]
+    tasks = [hub.start("load", repo, tmp_path / "cache") for _ in range(3)]
 
     outcomes = [task.outcome() for task in tasks]
 
     assert [outcome.error for outcome in outcomes] == [None, None, None], outcomes
     assert len({outcome.result["digest"] for outcome in outcomes}) == 1
-    assert lab.weights_down(repo) == weights
+    assert hub.weights_down(repo) == weights

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.hub.models import digest_of, make_model
-from tests.hub.pull.lab import PullLab, lab, repo, saved
+from tests.hub.models import digest_of, make_model, saved
+from tests.hub.pull.pull_hub import PullHub
 from tests.hubserver.hub_server import Fault
 
 pytestmark = pytest.mark.compat
-__all__ = ["lab", "repo"]
-
 LIMIT = 4_300_000
 """Bytes: the large model of 16.9 MB of weights then has 5 shards."""
 
@@ -40,106 +38,106 @@ def digests() -> dict[str, str]:
 
 
 def test_only_the_shards_that_hold_the_names_are_downloaded(
-    lab: PullLab, repo: str, weights: Path, digests: dict[str, str], tmp_path: Path
+    hub: PullHub, repo: str, weights: Path, digests: dict[str, str], tmp_path: Path
 ) -> None:
-    lab.publish(repo, weights)
+    hub.publish(repo, weights)
 
-    found = lab.call("read", repo, tmp_path, keys=[BIAS, "pooler.dense.*"])
+    found = hub.call("read", repo, tmp_path, keys=[BIAS, "pooler.dense.*"])
 
     assert found == {name: digests[name] for name in ("pooler.dense.bias", "pooler.dense.weight")}
-    assert lab.kinds() == {"info": 1, "lfs_batch": 1, "resolve_get": 2, "storage_get": 1}
-    assert lab.weights_down(repo) == (weights / "model-00005-of-00005.safetensors").stat().st_size
+    assert hub.kinds() == {"info": 1, "lfs_batch": 1, "resolve_get": 2, "storage_get": 1}
+    assert hub.weights_down(repo) == (weights / "model-00005-of-00005.safetensors").stat().st_size
     # The same again, and then all: only what lacks.
-    assert lab.call("read", repo, tmp_path, keys=[BIAS], local_files_only=True) == {BIAS: digests[BIAS]}
-    assert lab.call("read", repo, tmp_path) == digests
-    assert lab.kinds()["storage_get"] == 4
+    assert hub.call("read", repo, tmp_path, keys=[BIAS], local_files_only=True) == {BIAS: digests[BIAS]}
+    assert hub.call("read", repo, tmp_path) == digests
+    assert hub.kinds()["storage_get"] == 4
 
 
 def test_only_the_bytes_of_the_tensors_are_downloaded(
-    lab: PullLab, repo: str, weights: Path, digests: dict[str, str], tmp_path: Path
+    hub: PullHub, repo: str, weights: Path, digests: dict[str, str], tmp_path: Path
 ) -> None:
-    lab.publish(repo, weights)
+    hub.publish(repo, weights)
 
-    found = lab.call("read", repo, tmp_path, keys=[BIAS], ranges=True, verify="full")
+    found = hub.call("read", repo, tmp_path, keys=[BIAS], ranges=True, verify="full")
 
     assert found == {BIAS: digests[BIAS]}
-    assert lab.kinds() == {"info": 1, "lfs_batch": 1, "resolve_get": 2, "storage_get": 2}
-    assert lab.weights_down(repo) == HEAD + 2048
+    assert hub.kinds() == {"info": 1, "lfs_batch": 1, "resolve_get": 2, "storage_get": 2}
+    assert hub.weights_down(repo) == HEAD + 2048
     assert list(tmp_path.iterdir()) == []
-    both = lab.call("read", repo, tmp_path, keys=[BIAS, WORDS], ranges=True)
+    both = hub.call("read", repo, tmp_path, keys=[BIAS, WORDS], ranges=True)
     assert both == {name: digests[name] for name in (WORDS, BIAS)}
-    assert lab.weights_down(repo) == 2 * HEAD + 2048 + 2_048_000
-    assert lab.call("read", repo, tmp_path, ranges=True) == digests
+    assert hub.weights_down(repo) == 2 * HEAD + 2048 + 2_048_000
+    assert hub.call("read", repo, tmp_path, ranges=True) == digests
 
 
 @pytest.mark.parametrize("stock", [False, True])
 def test_ranges_of_a_single_file_are_read(
-    stock: bool, lab: PullLab, repo: str, digests: dict[str, str], tmp_path: Path
+    stock: bool, hub: PullHub, repo: str, digests: dict[str, str], tmp_path: Path
 ) -> None:
     model: Any = make_model(1, size="large", stock=stock)
     model.save_pretrained(tmp_path / "saved")
-    lab.publish(repo, tmp_path / "saved")
+    hub.publish(repo, tmp_path / "saved")
 
-    found = lab.call("read", repo, tmp_path / "cache", keys="*.bias", ranges=True)
+    found = hub.call("read", repo, tmp_path / "cache", keys="*.bias", ranges=True)
 
     assert found == {name: digest for name, digest in digests.items() if name.endswith(".bias")}
     assert len(found) == 10
-    assert lab.weights_down(repo) < 300_000
+    assert hub.weights_down(repo) < 300_000
     if stock:
-        outcome = lab.refused("read", repo, tmp_path / "cache", keys="*.bias", ranges=True, verify="full")
+        outcome = hub.refused("read", repo, tmp_path / "cache", keys="*.bias", ranges=True, verify="full")
         assert "has no checksums of its tensors" in outcome.message
 
 
-def test_tied_and_aliased_names_are_read_by_ranges(lab: PullLab, repo: str, tmp_path: Path) -> None:
-    lab.publish(repo, saved(tmp_path / "saved", 1, 20_000, kind="tied"))
+def test_tied_and_aliased_names_are_read_by_ranges(hub: PullHub, repo: str, tmp_path: Path) -> None:
+    hub.publish(repo, saved(tmp_path / "saved", 1, 20_000, kind="tied"))
     alias, stored = "cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"
 
-    found = lab.call("read", repo, tmp_path / "cache", keys=[alias], ranges=True)
+    found = hub.call("read", repo, tmp_path / "cache", keys=[alias], ranges=True)
 
-    whole = lab.call("read", repo, tmp_path / "cache", keys=[alias, stored])
+    whole = hub.call("read", repo, tmp_path / "cache", keys=[alias, stored])
     assert found == {alias: whole[alias]}
     assert whole.keys() == {alias, stored}
 
 
 def test_damaged_tensor_is_named_and_the_others_load(
-    lab: PullLab, repo: str, weights: Path, digests: dict[str, str], tmp_path: Path
+    hub: PullHub, repo: str, weights: Path, digests: dict[str, str], tmp_path: Path
 ) -> None:
-    lab.publish(repo, weights)
+    hub.publish(repo, weights)
     shard = "model-00005-of-00005.safetensors"
-    lab.view(repo).corrupt(shard, at=(weights / shard).stat().st_size - 1)
+    hub.view(repo).corrupt(shard, at=(weights / shard).stat().st_size - 1)
 
-    outcome = lab.refused("read", repo, tmp_path, keys="pooler.*", ranges=True)
+    outcome = hub.refused("read", repo, tmp_path, keys="pooler.*", ranges=True)
 
     assert outcome.error == "IntegrityError"
     assert f"Tensor 'pooler.dense.bias' of '{shard}' in '{repo}' arrived damaged" in outcome.message
-    assert lab.call("read", repo, tmp_path, keys=["pooler.dense.weight"], ranges=True) == {
+    assert hub.call("read", repo, tmp_path, keys=["pooler.dense.weight"], ranges=True) == {
         "pooler.dense.weight": digests["pooler.dense.weight"]
     }
 
 
-def test_ranges_of_a_directory_change_nothing(lab: PullLab, weights: Path, digests: dict[str, str]) -> None:
-    assert lab.call("read", weights, "unused", keys=[BIAS], ranges=True) == {BIAS: digests[BIAS]}
-    assert lab.kinds() == {}
+def test_ranges_of_a_directory_change_nothing(hub: PullHub, weights: Path, digests: dict[str, str]) -> None:
+    assert hub.call("read", weights, "unused", keys=[BIAS], ranges=True) == {BIAS: digests[BIAS]}
+    assert hub.kinds() == {}
 
 
 def test_name_that_is_not_there_is_told_before_any_weights_come(
-    lab: PullLab, repo: str, weights: Path, tmp_path: Path
+    hub: PullHub, repo: str, weights: Path, tmp_path: Path
 ) -> None:
-    lab.publish(repo, weights)
+    hub.publish(repo, weights)
     for ranges in (False, True):
-        outcome = lab.refused("read", repo, tmp_path, keys=["no.such"], ranges=ranges)
+        outcome = hub.refused("read", repo, tmp_path, keys=["no.such"], ranges=ranges)
         assert outcome.error == "StateDictMismatchError"
-        assert lab.kinds()["storage_get"] == 0
+        assert hub.kinds()["storage_get"] == 0
 
 
 def test_broken_connections_do_not_disturb_ranges(
-    lab: PullLab, repo: str, weights: Path, digests: dict[str, str], tmp_path: Path
+    hub: PullHub, repo: str, weights: Path, digests: dict[str, str], tmp_path: Path
 ) -> None:
-    lab.publish(repo, weights)
-    lab.hub.fail(Fault(match=f"storage_get /{repo}/", kind="drop", after_bytes=700_000, how="rst"))
-    lab.hub.fail(Fault(match=f"storage_get /{repo}/", kind="expired", skip=1))
+    hub.publish(repo, weights)
+    hub.server.fail(Fault(match=f"storage_get /{repo}/", kind="drop", after_bytes=700_000, how="rst"))
+    hub.server.fail(Fault(match=f"storage_get /{repo}/", kind="expired", skip=1))
 
-    found = lab.call("read", repo, tmp_path, keys=[WORDS], ranges=True)
+    found = hub.call("read", repo, tmp_path, keys=[WORDS], ranges=True)
 
     assert found == {WORDS: digests[WORDS]}
-    assert lab.weights_down(repo) == HEAD + 2_048_000
+    assert hub.weights_down(repo) == HEAD + 2_048_000

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import resource
 import signal
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,9 +17,8 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 import hfshard
 import hfshard.hub.remote.repo  # before the forks: what each would read and compile again is no part of its push
-from hfshard.errors import HfshardError
 from hfshard.hub.push import push_checkpoint
-from tests.hub.forking import Keep, serve, set_limit
+from tests.hub.client_process import do_task, note_waits, prepare, serve, set_limit
 from tests.hub.models import Bert, digest_of, make_model
 
 
@@ -105,34 +100,21 @@ def moved() -> tuple[int, int]:
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
     """Do one task; gives what came of it."""
-    kept = Keep()
-    waits: list[float] = []
-    for name in ("hfshard", "huggingface_hub", "transformers"):
-        logging.getLogger(name).addHandler(kept)
-    for name, value in order["environment"].items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
+    kept = prepare(order, ("hfshard", "huggingface_hub", "transformers"))
     if order["largest_file"] is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a larger file is an OSError then
         set_limit(resource.RLIMIT_FSIZE, order["largest_file"])
     if order["open_files"] is not None:
         set_limit(resource.RLIMIT_NOFILE, order["open_files"])
-    time.sleep = waits.append  # type: ignore[assignment]  # waits between tries are noted, and not waited
+    waits = note_waits()
     if order["task"] in ("push", "push_model", "save_and_push"):
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)  # huggingface_hub's own, of httpx
-    outcome: dict[str, Any] = {"result": None, "error": None, "message": "", "trace": ""}
     read, written = moved()
-    try:
-        outcome["result"] = TASKS[order["task"]](*order["args"], **order["kwargs"])
-    except Exception as error:
-        outcome |= {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
-        outcome["is_ours"] = isinstance(error, HfshardError)
+    outcome = do_task(order, TASKS)
     read_after, written_after = moved()
-    return outcome | {
-        "log": kept.lines, "waits": waits, "read": read_after - read, "written": written_after - written
-    }  # fmt: skip
+    moved_bytes = {"read": read_after - read, "written": written_after - written}
+    return outcome | moved_bytes | {"log": kept.lines, "waits": waits}
 
 
 if __name__ == "__main__":

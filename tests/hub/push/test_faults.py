@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub.push.lab import PushLab, contents, differences, lab, repo, saved
+from tests.hub.models import contents, saved
+from tests.hub.push.push_hub import PushHub, differences
 from tests.hubserver.hub_server import Fault
-
-__all__ = ["lab", "repo"]
 
 pytestmark = pytest.mark.compat
 
@@ -28,95 +27,95 @@ def shard_bytes(folder: Path) -> int:
 @pytest.mark.parametrize("how", ["fin", "rst"])
 @pytest.mark.parametrize("after", [0, 1, 8_192, 16_000])
 def test_dropped_upload_is_sent_again_and_the_others_are_not(
-    lab: PushLab, repo: str, tmp_path: Path, how: str, after: int
+    hub: PushHub, repo: str, tmp_path: Path, how: str, after: int
 ) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
-    lab.hub.fail(Fault(match=UPLOAD, kind="drop", after_bytes=after, how=how))
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder)) == {}
-    assert lab.kinds()["lfs_put"] == 4 + 1
-    assert lab.hub.bytes_up("lfs_put") == shard_bytes(folder) + after
-    assert len(lab.view(repo).commits()) == 2
+    hub.server.fail(Fault(match=UPLOAD, kind="drop", after_bytes=after, how=how))
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder)) == {}
+    assert hub.kinds()["lfs_put"] == 4 + 1
+    assert hub.server.bytes_up("lfs_put") == shard_bytes(folder) + after
+    assert len(hub.view(repo).commits()) == 2
 
 
-def test_upload_that_is_dropped_five_times_completes(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_upload_that_is_dropped_five_times_completes(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
     for number, after in enumerate((100, 5_000, 3, 16_000, 12_345)):
         how = ("fin", "rst")[number % 2]
-        lab.hub.fail(Fault(match=UPLOAD, kind="drop", after_bytes=after, how=how))
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder)) == {}
-    assert lab.hub.bytes_up("lfs_put") == shard_bytes(folder) + 100 + 5_000 + 3 + 16_000 + 12_345
+        hub.server.fail(Fault(match=UPLOAD, kind="drop", after_bytes=after, how=how))
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder)) == {}
+    assert hub.server.bytes_up("lfs_put") == shard_bytes(folder) + 100 + 5_000 + 3 + 16_000 + 12_345
 
 
 @pytest.mark.parametrize(
     "match", ["POST create_repo", "GET info", "POST preupload", "POST lfs_batch", UPLOAD, "POST lfs_verify"]
 )
-def test_busy_server_is_asked_again(lab: PushLab, repo: str, tmp_path: Path, match: str) -> None:
+def test_busy_server_is_asked_again(hub: PushHub, repo: str, tmp_path: Path, match: str) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
-    lab.hub.fail(Fault(match=match, kind="status", status=503, times=3))
-    outcome = lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder)) == {}
+    hub.server.fail(Fault(match=match, kind="status", status=503, times=3))
+    outcome = hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder)) == {}
     assert len(outcome.waits) == 3
-    assert len(lab.view(repo).commits()) == 2
+    assert len(hub.view(repo).commits()) == 2
 
 
 @pytest.mark.parametrize(
     "match",
     ["POST create_repo", "GET info", "POST preupload", "POST lfs_batch", UPLOAD, "POST lfs_verify", "POST commit"],
 )
-def test_rate_limit_is_kept_to(lab: PushLab, repo: str, tmp_path: Path, match: str) -> None:
+def test_rate_limit_is_kept_to(hub: PushHub, repo: str, tmp_path: Path, match: str) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
-    lab.hub.fail(Fault(match=match, kind="status", status=429, retry_after=2))
-    outcome = lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder)) == {}
+    hub.server.fail(Fault(match=match, kind="status", status=429, retry_after=2))
+    outcome = hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder)) == {}
     assert len(outcome.waits) == 1 and outcome.waits[0] >= 2  # seconds, as the server asked for
-    assert len(lab.view(repo).commits()) == 2
+    assert len(hub.view(repo).commits()) == 2
 
 
 @pytest.mark.parametrize(
     "match", ["POST create_repo", "GET info", "POST preupload", "POST lfs_batch", "POST lfs_verify", "POST commit"]
 )
 def test_connection_that_ends_without_an_answer_is_made_again(
-    lab: PushLab, repo: str, tmp_path: Path, match: str
+    hub: PushHub, repo: str, tmp_path: Path, match: str
 ) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
-    lab.hub.fail(Fault(match=match, kind="drop", how="rst"))
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder)) == {}
-    assert len(lab.view(repo).commits()) == 2
+    hub.server.fail(Fault(match=match, kind="drop", how="rst"))
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder)) == {}
+    assert len(hub.view(repo).commits()) == 2
 
 
-def test_expired_upload_url_is_asked_for_anew(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_expired_upload_url_is_asked_for_anew(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
-    lab.hub.fail(Fault(match=UPLOAD, kind="expired", times=2))
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder)) == {}
-    assert len(lab.view(repo).commits()) == 2
+    hub.server.fail(Fault(match=UPLOAD, kind="expired", times=2))
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder)) == {}
+    assert len(hub.view(repo).commits()) == 2
 
 
-def test_multipart_upload_survives_parts_that_fail(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_multipart_upload_survives_parts_that_fail(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, "5MB", size="large")  # parts of 1 MB
     part = "PUT lfs_part"
-    lab.hub.fail(Fault(match=f"{part}.*partNumber=2", kind="drop", after_bytes=700_000))
-    lab.hub.fail(Fault(match=f"{part}.*partNumber=3", kind="drop", after_bytes=10_000, how="rst"))
-    lab.hub.fail(Fault(match=f"{part}.*partNumber=1", kind="status", status=503, skip=1))
-    lab.hub.fail(Fault(match="lfs_complete", kind="status", status=503))
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder)) == {}
+    hub.server.fail(Fault(match=f"{part}.*partNumber=2", kind="drop", after_bytes=700_000))
+    hub.server.fail(Fault(match=f"{part}.*partNumber=3", kind="drop", after_bytes=10_000, how="rst"))
+    hub.server.fail(Fault(match=f"{part}.*partNumber=1", kind="status", status=503, skip=1))
+    hub.server.fail(Fault(match="lfs_complete", kind="status", status=503))
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder)) == {}
     # a part that fails costs a part, and not its file
-    assert lab.hub.bytes_up("lfs_part") <= shard_bytes(folder) + 700_000 + 10_000 + 1_000_000
+    assert hub.server.bytes_up("lfs_part") <= shard_bytes(folder) + 700_000 + 10_000 + 1_000_000
 
 
-def test_multipart_upload_survives_urls_that_expire(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_multipart_upload_survives_urls_that_expire(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, "5MB", size="large")
-    lab.hub.fail(Fault(match="PUT lfs_part.*partNumber=2", kind="expired"))
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder)) == {}
+    hub.server.fail(Fault(match="PUT lfs_part.*partNumber=2", kind="expired"))
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder)) == {}
 
 
 def test_push_that_is_killed_makes_no_commit_and_the_next_sends_what_is_missing(
-    lab: PushLab, repo: str, tmp_path: Path
+    hub: PushHub, repo: str, tmp_path: Path
 ) -> None:
     folder = saved(tmp_path / "save", 1, "5MB", size="large")
     shards = {name: raw for name, raw in contents(folder).items() if name.endswith(".safetensors")}
@@ -124,100 +123,100 @@ def test_push_that_is_killed_makes_no_commit_and_the_next_sends_what_is_missing(
     # The second part of one shard is held; the other four shards arrive.
     name, gate = sorted(shards)[2], threading.Event()
     sha256 = hashlib.sha256(shards[name]).hexdigest()
-    held = lab.hub.fail(Fault(match=f"{sha256}.*partNumber=2", kind="slow", after_bytes=5_000, gate=gate))
-    arrived = lab.hub.fail(Fault(match="POST lfs_verify", kind="slow", skip=3, after_bytes=1))
-    task = lab.start("push", folder, repo)
+    held = hub.server.fail(Fault(match=f"{sha256}.*partNumber=2", kind="slow", after_bytes=5_000, gate=gate))
+    arrived = hub.server.fail(Fault(match="POST lfs_verify", kind="slow", skip=3, after_bytes=1))
+    task = hub.start("push", folder, repo)
     assert held.reached.wait(60) and arrived.reached.wait(60)
     task.kill()
     gate.set()
-    assert lab.files(repo) == set()
-    assert len(lab.view(repo).commits()) == 1
-    lab.push(folder, repo)
-    assert {one.path.split("?")[0].rpartition("/")[2] for one in lab.hub.log if one.kind == "lfs_part"} == {sha256}
-    assert lab.hub.bytes_up("lfs_part") == len(shards[name])
-    assert differences(lab, repo, contents(folder)) == {}
+    assert hub.files(repo) == set()
+    assert len(hub.view(repo).commits()) == 1
+    hub.push(folder, repo)
+    assert {one.path.split("?")[0].rpartition("/")[2] for one in hub.server.log if one.kind == "lfs_part"} == {sha256}
+    assert hub.server.bytes_up("lfs_part") == len(shards[name])
+    assert differences(hub, repo, contents(folder)) == {}
 
 
-def test_push_that_is_killed_at_the_commit_has_made_it_or_not(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_push_that_is_killed_at_the_commit_has_made_it_or_not(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
     gate = threading.Event()
-    held = lab.hub.fail(Fault(match="POST commit", kind="slow", after_bytes=1_000, gate=gate))
-    task = lab.start("push", folder, repo)
+    held = hub.server.fail(Fault(match="POST commit", kind="slow", after_bytes=1_000, gate=gate))
+    task = hub.start("push", folder, repo)
     assert held.reached.wait(60)
     task.kill()
-    assert len(lab.view(repo).commits()) == 1
+    assert len(hub.view(repo).commits()) == 1
     gate.set()
-    lab.push(folder, repo)
-    assert lab.hub.bytes_up("lfs_put") == 0
-    assert differences(lab, repo, contents(folder)) == {}
+    hub.push(folder, repo)
+    assert hub.server.bytes_up("lfs_put") == 0
+    assert differences(hub, repo, contents(folder)) == {}
 
 
 @pytest.mark.parametrize("at", [5_000, -1])
-def test_shard_with_a_flipped_bit_is_not_committed(lab: PushLab, repo: str, tmp_path: Path, at: int) -> None:
-    lab.push(saved(tmp_path / "old", 2, FOUR), repo)
+def test_shard_with_a_flipped_bit_is_not_committed(hub: PushHub, repo: str, tmp_path: Path, at: int) -> None:
+    hub.push(saved(tmp_path / "old", 2, FOUR), repo)
     folder = saved(tmp_path / "save", 1, FOUR)
     raw = bytearray((folder / SHARD).read_bytes())
     raw[at] ^= 1
     (folder / SHARD).write_bytes(raw)
-    outcome = lab.refused("push", folder, repo)
+    outcome = hub.refused("push", folder, repo)
     assert outcome.error in ("IntegrityError", "DamagedCheckpointError", "ShardMismatchError"), outcome
     assert SHARD in outcome.message
-    assert len(lab.view(repo).commits()) == 2
-    assert differences(lab, repo, contents(tmp_path / "old")) == {}
+    assert len(hub.view(repo).commits()) == 2
+    assert differences(hub, repo, contents(tmp_path / "old")) == {}
     assert outcome.waits == []  # it is not tried again: it would not get better
 
 
-def test_shard_with_a_flipped_bit_far_inside_is_found_while_it_is_sent(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_shard_with_a_flipped_bit_far_inside_is_found_while_it_is_sent(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, "5MB", size="large")
     shard = sorted(folder.glob("model-*"))[2]
     raw = bytearray(shard.read_bytes())
     raw[500_000] ^= 1  # no sample of the structure check holds it
     shard.write_bytes(raw)
-    outcome = lab.refused("push", folder, repo)
+    outcome = hub.refused("push", folder, repo)
     assert outcome.error == "IntegrityError" and shard.name in outcome.message
-    assert lab.files(repo) == set()
+    assert hub.files(repo) == set()
     assert outcome.waits == []
 
 
-def test_storage_that_refuses_for_good_is_an_error_and_no_commit(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_storage_that_refuses_for_good_is_an_error_and_no_commit(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
-    lab.hub.fail(Fault(match=UPLOAD, kind="status", status=403, times=1000))
-    outcome = lab.refused("push", folder, repo)
+    hub.server.fail(Fault(match=UPLOAD, kind="status", status=403, times=1000))
+    outcome = hub.refused("push", folder, repo)
     assert "403" in outcome.message
-    assert len(lab.view(repo).commits()) == 1
-    lab.hub.clear_faults()
-    lab.hub.fail(Fault(match="POST lfs_batch", kind="drop", times=1000))
-    outcome = lab.refused("push", folder, repo)
+    assert len(hub.view(repo).commits()) == 1
+    hub.server.clear_faults()
+    hub.server.fail(Fault(match="POST lfs_batch", kind="drop", times=1000))
+    outcome = hub.refused("push", folder, repo)
     assert outcome.error == "HubConnectionError"
-    assert len(lab.view(repo).commits()) == 1
+    assert len(hub.view(repo).commits()) == 1
 
 
 @pytest.mark.parametrize("limit", [FOUR, "9KB"])
 def test_directory_that_is_saved_over_during_the_push_is_not_committed(
-    lab: PushLab, repo: str, tmp_path: Path, limit: str
+    hub: PushHub, repo: str, tmp_path: Path, limit: str
 ) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
     gate = threading.Event()
-    held = lab.hub.fail(Fault(match="POST preupload", kind="slow", after_bytes=100, gate=gate))
-    task = lab.start("push", folder, repo)
+    held = hub.server.fail(Fault(match="POST preupload", kind="slow", after_bytes=100, gate=gate))
+    task = hub.start("push", folder, repo)
     assert held.reached.wait(60)
     saved(folder, 2, limit)
     gate.set()
     outcome = task.outcome()
     assert outcome.error is not None
-    assert lab.files(repo) == set()
+    assert hub.files(repo) == set()
     assert outcome.is_ours and "No commit was made" in outcome.message, outcome.trace
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder)) == {}
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder)) == {}
 
 
-def test_shard_that_grows_or_shrinks_during_the_push_is_not_committed(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_shard_that_grows_or_shrinks_during_the_push_is_not_committed(hub: PushHub, repo: str, tmp_path: Path) -> None:
     changes: list[Callable[[bytes], bytes]] = [lambda raw: raw + b"x", lambda raw: raw[:-1]]
     for number, change in enumerate(changes):
         folder = saved(tmp_path / f"save-{number}", 1, FOUR)
         gate = threading.Event()
-        held = lab.hub.fail(Fault(match="POST preupload", kind="slow", after_bytes=100, gate=gate))
-        task = lab.start("push", folder, f"{repo}-{number}")
+        held = hub.server.fail(Fault(match="POST preupload", kind="slow", after_bytes=100, gate=gate))
+        task = hub.start("push", folder, f"{repo}-{number}")
         assert held.reached.wait(60)
         (folder / SHARD).write_bytes(change((folder / SHARD).read_bytes()))
         gate.set()
@@ -226,15 +225,15 @@ def test_shard_that_grows_or_shrinks_during_the_push_is_not_committed(lab: PushL
         assert outcome.error == (None if number == 0 else "IntegrityError"), outcome.trace
 
 
-def test_file_that_vanishes_before_it_is_hashed_is_named(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_file_that_vanishes_before_it_is_hashed_is_named(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
     (folder / "notes.txt").write_text("n")
     gate = threading.Event()
-    held = lab.hub.fail(Fault(match="POST create_repo", kind="slow", after_bytes=10, gate=gate))
-    task = lab.start("push", folder, repo)
+    held = hub.server.fail(Fault(match="POST create_repo", kind="slow", after_bytes=10, gate=gate))
+    task = hub.start("push", folder, repo)
     assert held.reached.wait(60)
     (folder / "notes.txt").unlink()
     gate.set()
     outcome = task.outcome()
     assert outcome.error == "IntegrityError" and "'notes.txt' was not pushed: it was removed" in outcome.message
-    assert lab.files(repo) == set()
+    assert hub.files(repo) == set()

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import hfshard
-from tests.hub.push.lab import PushLab, contents, differences, lab, repo
+from tests.hub.models import contents
+from tests.hub.push.push_hub import PushHub, differences
 from tests.hubserver.hub_server import Fault
-
-__all__ = ["lab", "repo"]
 
 pytestmark = pytest.mark.compat
 
@@ -28,10 +27,10 @@ def many(folder: Path, value: float, count: int = SHARDS) -> Path:
     return folder
 
 
-def seen(lab: PushLab, repo: str, commit: str) -> str:
+def seen(hub: PushHub, repo: str, commit: str) -> str:
     """What stock and hfshard read of a commit: the number that it is full of, or the error's name, and both agree."""
-    cache = lab.root / f"cache-{commit}"
-    tasks = [lab.start(task, repo, cache / task, revision=commit) for task in ("read_ours", "read_stock")]
+    cache = hub.root / f"cache-{commit}"
+    tasks = [hub.start(task, repo, cache / task, revision=commit) for task in ("read_ours", "read_stock")]
     ours, stock = (task.outcome() for task in tasks)
     assert (ours.error is None) == (stock.error is None), f"{ours.trace}\n{stock.trace}"
     assert ours.error is None or ours.is_ours, ours.trace
@@ -39,11 +38,11 @@ def seen(lab: PushLab, repo: str, commit: str) -> str:
     return str(ours.error or ours.result)
 
 
-def test_no_commit_of_a_new_repo_is_a_mix(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_no_commit_of_a_new_repo_is_a_mix(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = many(tmp_path / "save", 1)
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder)) == {}
-    commits = list(reversed(lab.view(repo).commits()))
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder)) == {}
+    commits = list(reversed(hub.view(repo).commits()))
     assert [commit.title for commit in commits] == [
         "initial commit",
         "Upload checkpoint (shards, part 1 of 2)",
@@ -52,64 +51,64 @@ def test_no_commit_of_a_new_repo_is_a_mix(lab: PushLab, repo: str, tmp_path: Pat
     ]
     assert [commit.parents for commit in commits[1:]] == [(before.oid,) for before in commits[:-1]]
     assert [len(commit.files) - 1 for commit in commits] == [0, 256, 300, 302]  # and .gitattributes
-    found = [seen(lab, repo, commit.oid) for commit in commits]
+    found = [seen(hub, repo, commit.oid) for commit in commits]
     assert found == ["CheckpointNotFoundError"] * 3 + ["1.0"]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 300), (290, 300), (300, 300), (300, 1)])
-def test_no_commit_of_an_old_repo_is_a_mix(lab: PushLab, repo: str, tmp_path: Path, before: int, after: int) -> None:
-    lab.push(many(tmp_path / "old", 1, before), repo)
-    old = len(lab.view(repo).commits())
+def test_no_commit_of_an_old_repo_is_a_mix(hub: PushHub, repo: str, tmp_path: Path, before: int, after: int) -> None:
+    hub.push(many(tmp_path / "old", 1, before), repo)
+    old = len(hub.view(repo).commits())
     folder = many(tmp_path / "new", 2, after)
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder)) == {}
-    commits = list(reversed(lab.view(repo).commits()))[old - 1 :]
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder)) == {}
+    commits = list(reversed(hub.view(repo).commits()))[old - 1 :]
     # of the same names: all in one commit, or main would be a mix
     assert len(commits) == {(1, 300): 4, (290, 300): 4, (300, 300): 2, (300, 1): 2}[before, after]
-    found = [seen(lab, repo, commit.oid) for commit in commits]
+    found = [seen(hub, repo, commit.oid) for commit in commits]
     assert found == ["1.0"] * (len(commits) - 1) + ["2.0"]
 
 
-def test_push_that_dies_between_its_commits_is_repaired_by_the_next(lab: PushLab, repo: str, tmp_path: Path) -> None:
-    lab.push(many(tmp_path / "old", 1, 290), repo)
+def test_push_that_dies_between_its_commits_is_repaired_by_the_next(hub: PushHub, repo: str, tmp_path: Path) -> None:
+    hub.push(many(tmp_path / "old", 1, 290), repo)
     gate = threading.Event()
-    held = lab.hub.fail(Fault(match="POST commit", kind="slow", skip=1, after_bytes=1_000, gate=gate))
-    task = lab.start("push", many(tmp_path / "dead", 2, 300), repo)
+    held = hub.server.fail(Fault(match="POST commit", kind="slow", skip=1, after_bytes=1_000, gate=gate))
+    task = hub.start("push", many(tmp_path / "dead", 2, 300), repo)
     assert held.reached.wait(60)
     task.kill()
     gate.set()
-    head = lab.view(repo).branches["main"]
-    assert len(lab.files(repo)) >= 290 + 2 + 256
-    assert seen(lab, repo, head) == "1.0"
+    head = hub.view(repo).branches["main"]
+    assert len(hub.files(repo)) >= 290 + 2 + 256
+    assert seen(hub, repo, head) == "1.0"
     folder = many(tmp_path / "next", 3, 280)
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder)) == {}
-    assert seen(lab, repo, lab.view(repo).branches["main"]) == "3.0"
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder)) == {}
+    assert seen(hub, repo, hub.view(repo).branches["main"]) == "3.0"
 
 
-def test_many_shards_that_meet_a_readme_go_on_top(lab: PushLab, repo: str, tmp_path: Path) -> None:
-    lab.hub.create_repo(repo)
+def test_many_shards_that_meet_a_readme_go_on_top(hub: PushHub, repo: str, tmp_path: Path) -> None:
+    hub.server.create_repo(repo)
     theirs: dict[str, bytes | None] = {"README.md": b"# Theirs"}
-    lab.hub.fail(
-        Fault(match="POST commit", kind="race", skip=1, action=lambda: lab.view(repo).commit(theirs, "theirs"))
+    hub.server.fail(
+        Fault(match="POST commit", kind="race", skip=1, action=lambda: hub.view(repo).commit(theirs, "theirs"))
     )
     folder = many(tmp_path / "new", 2)
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder) | {"README.md": b"# Theirs"}) == {}
-    assert lab.kinds()["lfs_put"] == SHARDS + 1  # and the index, which is large enough for LFS
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder) | {"README.md": b"# Theirs"}) == {}
+    assert hub.kinds()["lfs_put"] == SHARDS + 1  # and the index, which is large enough for LFS
 
 
-def test_many_shards_as_a_pull_request_open_one(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_many_shards_as_a_pull_request_open_one(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = many(tmp_path / "new", 2)
-    done = lab.push(folder, repo, create_pr=True).result
-    assert list(lab.view(repo).pull_requests) == [1]
-    assert differences(lab, repo, contents(folder), "refs/pr/1") == {}
-    assert lab.files(repo) == set()
-    assert done["pr_url"].endswith("/discussions/1") and done["commit"] == lab.view(repo).pull_requests[1]
+    done = hub.push(folder, repo, create_pr=True).result
+    assert list(hub.view(repo).pull_requests) == [1]
+    assert differences(hub, repo, contents(folder), "refs/pr/1") == {}
+    assert hub.files(repo) == set()
+    assert done["pr_url"].endswith("/discussions/1") and done["commit"] == hub.view(repo).pull_requests[1]
 
 
-def test_many_shards_need_few_open_files(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_many_shards_need_few_open_files(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = many(tmp_path / "new", 1)
-    lab.push(folder, repo, open_files=400)  # the check before a push holds all shards open at once
-    lab.push(many(tmp_path / "next", 2), repo, open_files=400)
-    assert differences(lab, repo, contents(tmp_path / "next")) == {}
+    hub.push(folder, repo, open_files=400)  # the check before a push holds all shards open at once
+    hub.push(many(tmp_path / "next", 2), repo, open_files=400)
+    assert differences(hub, repo, contents(tmp_path / "next")) == {}

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub.models import digest_of_seed, make_model
-from tests.hub.push.lab import PushLab, contents, differences, lab, repo, saved
+from tests.hub.models import contents, digest_of_seed, make_model, saved
+from tests.hub.push.push_hub import PushHub, differences
 from tests.hubserver.hub_server import Fault
-
-__all__ = ["lab", "repo"]
 
 pytestmark = pytest.mark.compat
 
@@ -23,16 +21,16 @@ def index_of(*files: str) -> bytes:
     return json.dumps({"metadata": {}, "weight_map": {f"w{n}": file for n, file in enumerate(files)}}).encode()
 
 
-def test_names_of_any_kind_arrive_as_they_are(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_names_of_any_kind_arrive_as_they_are(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1)
     names = ("ünï cödé.json", "100%25.txt", "a b/c+d?e#f.json", "語/模型.bin", "[x]{y}&z=1.txt", "'q\".txt", "-of-.txt")
     for number, name in enumerate(names):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"%d" % number)
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder)) == {}
-    lab.push(folder, repo)
-    assert lab.kinds() == {"create_repo": 1, "info": 1}
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder)) == {}
+    hub.push(folder, repo)
+    assert hub.kinds() == {"create_repo": 1, "info": 1}
 
 
 @pytest.mark.parametrize(
@@ -49,36 +47,36 @@ def test_names_of_any_kind_arrive_as_they_are(lab: PushLab, repo: str, tmp_path:
 )
 @pytest.mark.parametrize("path", ["model.safetensors.index.json", "ema.safetensors.index.json"])
 def test_hostile_index_on_the_hub_deletes_nothing_and_stops_nothing(
-    lab: PushLab, repo: str, tmp_path: Path, path: str, index: bytes
+    hub: PushHub, repo: str, tmp_path: Path, path: str, index: bytes
 ) -> None:
     own = {"secret.safetensors": b"secret", "README.md": b"# Mine"}
-    view = lab.hub.create_repo(repo)
+    view = hub.server.create_repo(repo)
     view.commit({**own, path: index, "model-00001-of-00001.safetensors": b"stale"}, "odd")
     folder = saved(tmp_path / "save", 1)
-    outcome = lab.push(folder, repo)
+    outcome = hub.push(folder, repo)
     # Whose the old shard is, only the index could tell that belongs to somebody else.
     kept = own | ({path: index, "model-00001-of-00001.safetensors": b"stale"} if path.startswith("ema") else {})
-    assert differences(lab, repo, contents(folder) | kept) == {}
+    assert differences(hub, repo, contents(folder) | kept) == {}
     assert any("can't be read" in line for line in outcome.log)
-    assert lab.loads(repo) == digest_of_seed(1)
+    assert hub.loads(repo) == digest_of_seed(1)
 
 
-def test_files_that_change_their_kind_are_pushed_and_recognised(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_files_that_change_their_kind_are_pushed_and_recognised(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1)
     for grow in (b"small", b"grown" * 4000, b"small again", b""):  # the Hub of the tests has LFS above 10,000 bytes
         (folder / "vocab.txt").write_bytes(grow)
-        lab.push(folder, repo)
-        assert differences(lab, repo, contents(folder)) == {}
-        assert lab.view(repo).files()["vocab.txt"].is_lfs == (len(grow) > 10_000)
-        assert lab.push(folder, repo).result["is_new"] is False
+        hub.push(folder, repo)
+        assert differences(hub, repo, contents(folder)) == {}
+        assert hub.view(repo).files()["vocab.txt"].is_lfs == (len(grow) > 10_000)
+        assert hub.push(folder, repo).result["is_new"] is False
     # a file of the same bytes that somebody made LFS, and the reverse, is left as it is
-    view = lab.view(repo)
+    view = hub.view(repo)
     view.commit({"note.bin": b"same"}, "by LFS")
     (folder / "note.bin").write_bytes(b"same")
-    assert lab.push(folder, repo).result["is_new"] is False
+    assert hub.push(folder, repo).result["is_new"] is False
 
 
-def test_same_bytes_under_several_names_are_sent_once(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_same_bytes_under_several_names_are_sent_once(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1)
     weights = (folder / "model.safetensors").read_bytes()
     for name in ("copy.safetensors", "sub/copy.safetensors"):
@@ -87,22 +85,22 @@ def test_same_bytes_under_several_names_are_sent_once(lab: PushLab, repo: str, t
     (folder / "copy.json").write_bytes((folder / "config.json").read_bytes())
     (folder / "empty.json").touch()
     (folder / "void.json").touch()
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder)) == {}
-    assert lab.hub.bytes_up("lfs_put") == len(weights)
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder)) == {}
+    assert hub.server.bytes_up("lfs_put") == len(weights)
 
 
-def test_snapshot_of_the_cache_is_pushed_as_the_files_it_links_to(lab: PushLab, repo: str, tmp_path: Path) -> None:
-    lab.push(saved(tmp_path / "save", 1, FOUR), repo)
+def test_snapshot_of_the_cache_is_pushed_as_the_files_it_links_to(hub: PushHub, repo: str, tmp_path: Path) -> None:
+    hub.push(saved(tmp_path / "save", 1, FOUR), repo)
     cache = tmp_path / "cache"
-    lab.call("load_stock", repo, cache)
+    hub.call("load_stock", repo, cache)
     (snapshot,) = cache.glob("models--*/snapshots/*")
     assert (snapshot / "config.json").is_symlink()
-    lab.push(snapshot, f"{repo}-copy")
-    assert differences(lab, f"{repo}-copy", contents(tmp_path / "save")) == {}
+    hub.push(snapshot, f"{repo}-copy")
+    assert differences(hub, f"{repo}-copy", contents(tmp_path / "save")) == {}
 
 
-def test_links_to_nowhere_and_to_folders_and_pipes_are_left_out_aloud(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_links_to_nowhere_and_to_folders_and_pipes_are_left_out_aloud(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1)
     expected = contents(folder)
     (tmp_path / "other").mkdir()
@@ -110,105 +108,105 @@ def test_links_to_nowhere_and_to_folders_and_pipes_are_left_out_aloud(lab: PushL
     (folder / "linked").symlink_to(tmp_path / "other")
     (folder / "dangling.json").symlink_to(tmp_path / "nothing")
     os.mkfifo(folder / "pipe")
-    outcome = lab.push(folder, repo)
-    assert differences(lab, repo, expected) == {}
+    outcome = hub.push(folder, repo)
+    assert differences(hub, repo, expected) == {}
     assert [name for name in ("dangling.json", "linked", "pipe") if not any(name in line for line in outcome.log)] == []
 
 
-def test_pickles_are_pushed_and_replace_safetensors(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_pickles_are_pushed_and_replace_safetensors(hub: PushHub, repo: str, tmp_path: Path) -> None:
     import torch
 
     folder = tmp_path / "bin"
     model = make_model(2, stock=True)
     model.config.save_pretrained(folder)
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    lab.push(saved(tmp_path / "save", 1, FOUR), repo)
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder)) == {}
-    assert lab.loads(repo) == digest_of_seed(2)
+    hub.push(saved(tmp_path / "save", 1, FOUR), repo)
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder)) == {}
+    assert hub.loads(repo) == digest_of_seed(2)
 
 
 def test_directory_without_checkpoint_is_refused_before_anything_is_asked(
-    lab: PushLab, repo: str, tmp_path: Path
+    hub: PushHub, repo: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert lab.refused("push", tmp_path, repo).error == "CheckpointNotFoundError"
-    assert lab.refused("push", tmp_path / "nothing", repo).error == "CheckpointNotFoundError"
-    assert lab.hub.count() == 0
+    assert hub.refused("push", tmp_path, repo).error == "CheckpointNotFoundError"
+    assert hub.refused("push", tmp_path / "nothing", repo).error == "CheckpointNotFoundError"
+    assert hub.server.count() == 0
 
 
-def test_patterns_choose_files_and_never_break_a_checkpoint(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_patterns_choose_files_and_never_break_a_checkpoint(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
     whole = contents(folder)
     (folder / "notes").mkdir()
     (folder / "notes/a.txt").write_text("a")
     (folder / "log.txt").write_text("log")
-    lab.push(folder, repo, ignore_patterns=["*.txt", "notes/*"])
-    assert differences(lab, repo, whole) == {}
-    lab.push(folder, repo, ignore_patterns="log.txt")
-    assert differences(lab, repo, whole | {"notes/a.txt": b"a"}) == {}
-    assert lab.refused("push", folder, repo, allow_patterns="*.txt").error == "InvalidArgumentError"
+    hub.push(folder, repo, ignore_patterns=["*.txt", "notes/*"])
+    assert differences(hub, repo, whole) == {}
+    hub.push(folder, repo, ignore_patterns="log.txt")
+    assert differences(hub, repo, whole | {"notes/a.txt": b"a"}) == {}
+    assert hub.refused("push", folder, repo, allow_patterns="*.txt").error == "InvalidArgumentError"
 
 
 @pytest.mark.parametrize("pattern", ["*00002-of*", "*.index.json"])
 def test_patterns_that_leave_out_a_part_of_the_checkpoint_are_refused(
-    lab: PushLab, repo: str, tmp_path: Path, pattern: str
+    hub: PushHub, repo: str, tmp_path: Path, pattern: str
 ) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
-    outcome = lab.refused("push", folder, repo, ignore_patterns=pattern)
+    outcome = hub.refused("push", folder, repo, ignore_patterns=pattern)
     assert outcome.error == "InvalidArgumentError" and "model" in outcome.message
-    assert lab.hub.count() == 0
+    assert hub.server.count() == 0
 
 
-def test_variant_that_patterns_leave_out_stays_on_the_hub(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_variant_that_patterns_leave_out_stays_on_the_hub(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(saved(tmp_path / "save", 1, FOUR, variant="fp16"), 1, SINGLE)
-    lab.push(folder, repo)
+    hub.push(folder, repo)
     first = contents(folder)
     folder = saved(saved(tmp_path / "next", 2, FOUR, variant="fp16"), 2, SINGLE)
-    lab.push(folder, repo, ignore_patterns="*fp16*")
+    hub.push(folder, repo, ignore_patterns="*fp16*")
     fp16 = {name: raw for name, raw in first.items() if "fp16" in name}
     assert len(fp16) == 5
-    assert differences(lab, repo, {n: raw for n, raw in contents(folder).items() if "fp16" not in n} | fp16) == {}
+    assert differences(hub, repo, {n: raw for n, raw in contents(folder).items() if "fp16" not in n} | fp16) == {}
 
 
-def test_gitignore_in_the_directory_leaves_out_no_shard(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_gitignore_in_the_directory_leaves_out_no_shard(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
     (folder / ".gitignore").write_text("*.safetensors\n")
-    assert "Remove the line from the .gitignore" in lab.refused("push", folder, repo).message
-    assert (lab.kinds()["lfs_put"], lab.kinds()["commit"]) == (0, 0)
+    assert "Remove the line from the .gitignore" in hub.refused("push", folder, repo).message
+    assert (hub.kinds()["lfs_put"], hub.kinds()["commit"]) == (0, 0)
 
 
-def test_very_many_small_files_need_few_open_files(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_very_many_small_files_need_few_open_files(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1)
     (folder / "parts").mkdir()
     for number in range(600):
         (folder / f"parts/{number}.json").write_text(f"{{{number}}}")
-    lab.push(folder, repo, open_files=128)
-    assert differences(lab, repo, contents(folder)) == {}
+    hub.push(folder, repo, open_files=128)
+    assert differences(hub, repo, contents(folder)) == {}
 
 
-def test_strays_of_a_killed_save_stay_at_home(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_strays_of_a_killed_save_stay_at_home(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
     whole = contents(folder)
     (folder / "model-00001-of-00009.safetensors").write_bytes(b"stray")
     (folder / "pytorch_model.bin").write_bytes(b"outranked")
-    outcome = lab.push(folder, repo)
-    assert differences(lab, repo, whole) == {}
+    outcome = hub.push(folder, repo)
+    assert differences(hub, repo, whole) == {}
     assert sorted(line.split("'")[1] for line in outcome.log if "belongs to no checkpoint" in line) == [
         "model-00001-of-00009.safetensors",
         "pytorch_model.bin",
     ]
 
 
-def test_file_that_can_not_be_read_is_an_error_before_the_commit(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_file_that_can_not_be_read_is_an_error_before_the_commit(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1)
     (folder / "tokenizer.json").symlink_to("/proc/self/mem")  # opens, and can't be read, not even by root
-    outcome = lab.start("push", folder, repo).outcome()
+    outcome = hub.start("push", folder, repo).outcome()
     assert outcome.error is not None
-    assert len(lab.view(repo).commits()) == 1
+    assert len(hub.view(repo).commits()) == 1
 
 
-def test_damaged_checkpoints_are_refused_before_anything_is_asked(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_refused_before_anything_is_asked(hub: PushHub, repo: str, tmp_path: Path) -> None:
     def truncate(folder: Path) -> None:
         path = folder / "model-00002-of-00004.safetensors"
         path.write_bytes(path.read_bytes()[:-1])
@@ -223,64 +221,64 @@ def test_damaged_checkpoints_are_refused_before_anything_is_asked(lab: PushLab, 
     for number, damage in enumerate((truncate, mix, lose)):
         folder = saved(tmp_path / f"save-{number}", 1, FOUR)
         damage(folder)
-        outcome = lab.refused("push", folder, repo)
+        outcome = hub.refused("push", folder, repo)
         assert outcome.error in ("DamagedCheckpointError", "TruncatedShardError", "IntegrityError", "MissingShardError")
         assert "0000" in outcome.message
-    assert lab.hub.count() == 0
+    assert hub.server.count() == 0
 
 
-def test_name_that_is_no_utf8_is_an_error_that_shows_it(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_name_that_is_no_utf8_is_an_error_that_shows_it(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1)
     Path(os.fsdecode(os.fsencode(folder) + b"/\xff.json")).touch()
-    outcome = lab.refused("push", folder, repo)
+    outcome = hub.refused("push", folder, repo)
     assert outcome.error == "InvalidArgumentError" and "\\udcff.json" in outcome.message
-    assert lab.hub.count() == 0
+    assert hub.server.count() == 0
 
 
 @pytest.mark.parametrize("card", [b"\xff\xfe no text", b"\0", b"---\n: : [\n---\ntext"], ids=["utf8", "zero", "yaml"])
-def test_card_that_can_not_be_read_is_left_alone_or_an_error(lab: PushLab, repo: str, card: bytes) -> None:
-    lab.hub.create_repo(repo).commit({"README.md": card}, "card")
-    outcome = lab.refused("push_model", 1, repo, tags=["a"])
+def test_card_that_can_not_be_read_is_left_alone_or_an_error(hub: PushHub, repo: str, card: bytes) -> None:
+    hub.server.create_repo(repo).commit({"README.md": card}, "card")
+    outcome = hub.refused("push_model", 1, repo, tags=["a"])
     assert outcome.error == "InvalidArgumentError" and "push without tags" in outcome.message
-    assert lab.files(repo) == {"README.md"}
-    lab.call("push_model", 1, repo)
-    assert lab.view(repo).read("README.md") == card
+    assert hub.files(repo) == {"README.md"}
+    hub.call("push_model", 1, repo)
+    assert hub.view(repo).read("README.md") == card
 
 
-def test_save_that_pushes_is_not_stopped_by_another_variant(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_save_that_pushes_is_not_stopped_by_another_variant(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR, variant="fp16")
     (folder / "model.fp16-00001-of-00004.safetensors").write_bytes(b"damaged")
-    lab.call("save_and_push", 2, folder, repo_id=repo)
-    assert lab.files(repo) == {"README.md", "config.json", "model.safetensors"}
-    assert lab.loads(repo) == digest_of_seed(2)
+    hub.call("save_and_push", 2, folder, repo_id=repo)
+    assert hub.files(repo) == {"README.md", "config.json", "model.safetensors"}
+    assert hub.loads(repo) == digest_of_seed(2)
 
 
-def test_repo_whose_file_is_a_folder_of_ours_is_an_error(lab: PushLab, repo: str, tmp_path: Path) -> None:
-    lab.hub.create_repo(repo).commit({"config.json/x": b"1"}, "odd")
-    outcome = lab.refused("push", saved(tmp_path / "save", 1), repo)
+def test_repo_whose_file_is_a_folder_of_ours_is_an_error(hub: PushHub, repo: str, tmp_path: Path) -> None:
+    hub.server.create_repo(repo).commit({"config.json/x": b"1"}, "odd")
+    outcome = hub.refused("push", saved(tmp_path / "save", 1), repo)
     assert outcome.error == "HubError" and "can't be a file and a folder" in outcome.message
-    assert lab.files(repo) == {"config.json/x"}
+    assert hub.files(repo) == {"config.json/x"}
 
 
 def test_weights_that_config_names_are_pushed_and_nothing_outranks_them(
-    lab: PushLab, repo: str, tmp_path: Path
+    hub: PushHub, repo: str, tmp_path: Path
 ) -> None:
-    lab.push(saved(tmp_path / "old", 5, FOUR), repo)
+    hub.push(saved(tmp_path / "old", 5, FOUR), repo)
     folder = saved(tmp_path / "save", 1)
     (folder / "model.safetensors").rename(folder / "custom.safetensors")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "custom.safetensors"}))
-    lab.push(folder, repo)
-    assert lab.files(repo) == {"config.json", "custom.safetensors"}
-    assert lab.loads(repo) == digest_of_seed(1)
+    hub.push(folder, repo)
+    assert hub.files(repo) == {"config.json", "custom.safetensors"}
+    assert hub.loads(repo) == digest_of_seed(1)
 
 
 def test_repo_or_branch_that_is_deleted_meanwhile_is_an_error_that_says_so(
-    lab: PushLab, repo: str, tmp_path: Path
+    hub: PushHub, repo: str, tmp_path: Path
 ) -> None:
-    lab.push(saved(tmp_path / "old", 1), repo, revision="dev")
-    view = lab.view(repo)
-    lab.hub.fail(Fault(match="POST commit", kind="race", action=lambda: view._repo.set_ref("branches", "dev", None)))
-    outcome = lab.refused("push", saved(tmp_path / "new", 2), repo, revision="dev")
+    hub.push(saved(tmp_path / "old", 1), repo, revision="dev")
+    view = hub.view(repo)
+    hub.server.fail(Fault(match="POST commit", kind="race", action=lambda: view._repo.set_ref("branches", "dev", None)))
+    outcome = hub.refused("push", saved(tmp_path / "new", 2), repo, revision="dev")
     assert outcome.error == "HubNotFoundError" and "no revision 'dev'" in outcome.message
     assert "dev" not in view.branches

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.hub.models import digest_of_seed, make_model
-from tests.hub.push.lab import PushLab, contents, differences, lab, repo, saved
-
-__all__ = ["lab", "repo"]
+from tests.hub.models import contents, digest_of_seed, make_model, saved
+from tests.hub.push.push_hub import PushHub, differences
 
 pytestmark = pytest.mark.compat
 
@@ -36,95 +34,95 @@ USERS_OWN = {
 
 
 def test_each_push_leaves_exactly_the_last_save_and_the_users_own_files(
-    lab: PushLab, repo: str, tmp_path: Path
+    hub: PushHub, repo: str, tmp_path: Path
 ) -> None:
     own = USERS_OWN | {
         name: raw for name, raw in contents(saved(tmp_path / "fp16", 9, FOUR, variant="fp16")).items() if "fp16" in name
     }
     assert len(own) == 8 + 5  # 4 shards and their index
-    view = lab.hub.create_repo(repo)
+    view = hub.server.create_repo(repo)
     view.commit(dict(own), "mine")
     for seed, limit, count in ((1, SINGLE, 1), (2, FOUR, 4 + 1), (3, MANY, 9 + 1), (4, SINGLE, 1)):
         head = view.branches["main"]
         folder = saved(tmp_path / f"save-{seed}", seed, limit)
-        done = lab.push(folder, repo).result
-        assert differences(lab, repo, own | contents(folder)) == {}
-        assert len(lab.files(repo)) == len(own) + 1 + count  # and config.json
-        assert lab.loads(repo) == digest_of_seed(seed)
+        done = hub.push(folder, repo).result
+        assert differences(hub, repo, own | contents(folder)) == {}
+        assert len(hub.files(repo)) == len(own) + 1 + count  # and config.json
+        assert hub.loads(repo) == digest_of_seed(seed)
         assert view.commits()[0].parents == (head,)
         assert (done["commit"], done["is_new"]) == (view.branches["main"], True)
-    assert lab.loads(repo, variant="fp16") == digest_of_seed(9)
+    assert hub.loads(repo, variant="fp16") == digest_of_seed(9)
     assert [commit.title for commit in view.commits()] == ["Upload checkpoint"] * 4 + ["mine", "initial commit"]
 
 
 @pytest.mark.parametrize("limit", [SINGLE, FOUR])
-def test_push_over_a_stock_push_leaves_nothing_of_it(lab: PushLab, repo: str, tmp_path: Path, limit: str) -> None:
-    lab.call("push_stock", 1, repo, max_shard_size="9KB")
-    stocks = lab.files(repo)
+def test_push_over_a_stock_push_leaves_nothing_of_it(hub: PushHub, repo: str, tmp_path: Path, limit: str) -> None:
+    hub.call("push_stock", 1, repo, max_shard_size="9KB")
+    stocks = hub.files(repo)
     assert {"README.md", "config.json", "model.safetensors.index.json"} < stocks and len(stocks) == 3 + 7
     folder = saved(tmp_path / "save", 2, limit)
-    lab.push(folder, repo)
-    readme = {"README.md": lab.view(repo).read("README.md")}
-    assert differences(lab, repo, contents(folder) | readme) == {}
-    assert lab.loads(repo) == digest_of_seed(2)
+    hub.push(folder, repo)
+    readme = {"README.md": hub.view(repo).read("README.md")}
+    assert differences(hub, repo, contents(folder) | readme) == {}
+    assert hub.loads(repo) == digest_of_seed(2)
     # and the other way round: what stock pushes over ours, we clear away again
-    lab.call("push_stock", 3, repo, max_shard_size="9KB")
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder) | {"README.md": lab.view(repo).read("README.md")}) == {}
+    hub.call("push_stock", 3, repo, max_shard_size="9KB")
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder) | {"README.md": hub.view(repo).read("README.md")}) == {}
 
 
 @pytest.mark.parametrize("limit", [SINGLE, FOUR])
-def test_push_clears_pickles_of_the_same_variant_alone(lab: PushLab, repo: str, tmp_path: Path, limit: str) -> None:
+def test_push_clears_pickles_of_the_same_variant_alone(hub: PushHub, repo: str, tmp_path: Path, limit: str) -> None:
     shard = "pytorch_model-00001-of-00001.bin"
     index = json.dumps({"metadata": {}, "weight_map": {"a": shard}}).encode()
     own = {"pytorch_model.fp16.bin": b"fp16", "training_args.bin": b"arguments", "pytorch_model_v2.bin": b"v2"}
     pickles = {"pytorch_model.bin": b"old", shard: b"old", "pytorch_model.bin.index.json": index}
-    lab.hub.create_repo(repo).commit(own | pickles, "old")
+    hub.server.create_repo(repo).commit(own | pickles, "old")
     folder = saved(tmp_path / "save", 2, limit)
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder) | own) == {}
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder) | own) == {}
 
 
-def test_push_clears_what_the_old_index_names_whatever_it_is_called(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_push_clears_what_the_old_index_names_whatever_it_is_called(hub: PushHub, repo: str, tmp_path: Path) -> None:
     old = {"weights/one.safetensors": b"in a folder", "two.safetensors": b"2", "three.safetensors": b"3"}
     index = json.dumps({"metadata": {}, "weight_map": {"a": "two.safetensors", "b": "three.safetensors"}}).encode()
     other = json.dumps({"metadata": {}, "weight_map": {"b": "three.safetensors"}}).encode()
-    lab.hub.create_repo(repo).commit(
+    hub.server.create_repo(repo).commit(
         {**old, "model.safetensors.index.json": index, "other.safetensors.index.json": other}, "odd names"
     )
     folder = saved(tmp_path / "save", 2, FOUR)
-    lab.push(folder, repo)
+    hub.push(folder, repo)
     # three.safetensors is another index's, too
     kept = {path: old[path] for path in ("weights/one.safetensors", "three.safetensors")}
-    assert differences(lab, repo, contents(folder) | kept | {"other.safetensors.index.json": other}) == {}
+    assert differences(hub, repo, contents(folder) | kept | {"other.safetensors.index.json": other}) == {}
 
 
-def test_push_to_a_new_repo_takes_5_requests_and_2_for_each_shard(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_push_to_a_new_repo_takes_5_requests_and_2_for_each_shard(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
-    outcome = lab.push(folder, repo)
-    assert lab.kinds() == {
+    outcome = hub.push(folder, repo)
+    assert hub.kinds() == {
         "create_repo": 1, "info": 1, "preupload": 1, "lfs_batch": 1, "lfs_put": 4, "lfs_verify": 4, "commit": 1
     }  # fmt: skip
-    assert lab.hub.count() == 5 + 2 * 4
+    assert hub.server.count() == 5 + 2 * 4
     sizes = {name: len(raw) for name, raw in contents(folder).items()}
-    assert lab.hub.bytes_up("lfs_put") == sum(size for name, size in sizes.items() if name.endswith(".safetensors"))
+    assert hub.server.bytes_up("lfs_put") == sum(size for name, size in sizes.items() if name.endswith(".safetensors"))
     assert outcome.result["sent"] == sum(sizes.values())
 
 
-def test_unchanged_push_takes_2_requests_and_makes_no_commit(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_unchanged_push_takes_2_requests_and_makes_no_commit(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
-    first = lab.push(folder, repo).result
-    again = lab.push(folder, repo).result
-    assert lab.kinds() == {"create_repo": 1, "info": 1}
-    assert lab.hub.bytes_up() == lab.hub.bytes_up("create_repo") < 100
+    first = hub.push(folder, repo).result
+    again = hub.push(folder, repo).result
+    assert hub.kinds() == {"create_repo": 1, "info": 1}
+    assert hub.server.bytes_up() == hub.server.bytes_up("create_repo") < 100
     assert again == {**first, "is_new": False, "sent": 0}
-    assert len(lab.view(repo).commits()) == 2
+    assert len(hub.view(repo).commits()) == 2
 
 
-def test_push_of_one_changed_tensor_sends_its_shard_and_little_more(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_push_of_one_changed_tensor_sends_its_shard_and_little_more(hub: PushHub, repo: str, tmp_path: Path) -> None:
     model = make_model(1, size="large")
     model.save_pretrained(tmp_path / "save", max_shard_size="5MB")
-    lab.push(tmp_path / "save", repo)
+    hub.push(tmp_path / "save", repo)
     with torch.no_grad():
         model.get_parameter("pooler.dense.bias")[0] += 1
     # into another directory: over itself, a save cuts shards of other names, and so others
@@ -132,68 +130,68 @@ def test_push_of_one_changed_tensor_sends_its_shard_and_little_more(lab: PushLab
     index = json.loads((tmp_path / "next/model.safetensors.index.json").read_bytes())
     assert len(set(index["weight_map"].values())) == 5
     shard = (tmp_path / "next" / index["weight_map"]["pooler.dense.bias"]).stat().st_size
-    assert lab.push(tmp_path / "next", repo).result["is_new"]
-    assert shard < lab.hub.bytes_up() <= shard + 20_000
-    assert differences(lab, repo, contents(tmp_path / "next")) == {}
-    assert (lab.kinds()["lfs_put"], lab.kinds()["lfs_complete"]) == (0, 1)  # it goes up in parts of 1 MB
+    assert hub.push(tmp_path / "next", repo).result["is_new"]
+    assert shard < hub.server.bytes_up() <= shard + 20_000
+    assert differences(hub, repo, contents(tmp_path / "next")) == {}
+    assert (hub.kinds()["lfs_put"], hub.kinds()["lfs_complete"]) == (0, 1)  # it goes up in parts of 1 MB
 
 
-def test_shards_that_only_change_their_names_are_not_sent_again(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_shards_that_only_change_their_names_are_not_sent_again(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
-    lab.push(folder, repo)
+    hub.push(folder, repo)
     for path in folder.glob("model*"):
         path.rename(folder / path.name.replace("model", "model", 1).replace("-of-00004", "-of-00005"))
     index = (folder / "model.safetensors.index.json").read_text().replace("-of-00004", "-of-00005")
     (folder / "model.safetensors.index.json").write_text(index)
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(folder)) == {}
-    assert (lab.kinds()["lfs_put"], lab.kinds()["commit"]) == (0, 1)
-    assert lab.hub.bytes_up() < 20_000
-    assert lab.loads(repo) == digest_of_seed(1)
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(folder)) == {}
+    assert (hub.kinds()["lfs_put"], hub.kinds()["commit"]) == (0, 1)
+    assert hub.server.bytes_up() < 20_000
+    assert hub.loads(repo) == digest_of_seed(1)
 
 
-def test_model_is_pushed_with_a_card_in_as_many_requests(lab: PushLab, repo: str, tmp_path: Path) -> None:
-    lab.call("push_model", 1, repo, max_shard_size=FOUR, tags=["mine"])
-    assert lab.hub.count() == 5 + 2 * 4
-    readme = lab.view(repo).read("README.md")
+def test_model_is_pushed_with_a_card_in_as_many_requests(hub: PushHub, repo: str, tmp_path: Path) -> None:
+    hub.call("push_model", 1, repo, max_shard_size=FOUR, tags=["mine"])
+    assert hub.server.count() == 5 + 2 * 4
+    readme = hub.view(repo).read("README.md")
     assert b"library_name: transformers" in readme and b"tags:\n- mine\n" in readme
-    assert differences(lab, repo, contents(saved(tmp_path / "save", 1, FOUR)) | {"README.md": readme}) == {}
-    assert lab.loads(repo) == digest_of_seed(1)
-    lab.hub.clear_log()
-    lab.call("push_model", 1, repo, max_shard_size=FOUR)
-    assert lab.kinds() == {"create_repo": 1, "info": 1}
+    assert differences(hub, repo, contents(saved(tmp_path / "save", 1, FOUR)) | {"README.md": readme}) == {}
+    assert hub.loads(repo) == digest_of_seed(1)
+    hub.server.clear_log()
+    hub.call("push_model", 1, repo, max_shard_size=FOUR)
+    assert hub.kinds() == {"create_repo": 1, "info": 1}
     # another tag is added to those that are there, and nothing else is sent
-    lab.call("push_model", 1, repo, max_shard_size=FOUR, tags="other")
-    assert b"tags:\n- mine\n- other\n" in lab.view(repo).read("README.md")
-    assert (lab.kinds()["lfs_put"], lab.kinds()["commit"]) == (0, 1)
-    assert len(lab.view(repo).commits()) == 3
+    hub.call("push_model", 1, repo, max_shard_size=FOUR, tags="other")
+    assert b"tags:\n- mine\n- other\n" in hub.view(repo).read("README.md")
+    assert (hub.kinds()["lfs_put"], hub.kinds()["commit"]) == (0, 1)
+    assert len(hub.view(repo).commits()) == 3
 
 
-def test_model_push_keeps_the_card_that_a_user_wrote(lab: PushLab, repo: str) -> None:
+def test_model_push_keeps_the_card_that_a_user_wrote(hub: PushHub, repo: str) -> None:
     card = b"---\nlicense: mit\ntags:\n- one\n---\n\n# My words: \xc3\xa4\n"
-    lab.hub.create_repo(repo).commit({"README.md": card}, "card")
-    lab.call("push_model", 1, repo)
-    assert lab.view(repo).read("README.md") == card
-    lab.call("push_model", 1, repo, tags=["two"])
-    assert lab.view(repo).read("README.md") == (
+    hub.server.create_repo(repo).commit({"README.md": card}, "card")
+    hub.call("push_model", 1, repo)
+    assert hub.view(repo).read("README.md") == card
+    hub.call("push_model", 1, repo, tags=["two"])
+    assert hub.view(repo).read("README.md") == (
         "---\nlicense: mit\ntags:\n- one\n- two\n---\n\n# My words: ä\n".encode()
     )
 
 
-def test_saved_twice_into_one_directory_pushes_like_saved_once(lab: PushLab, repo: str, tmp_path: Path) -> None:
+def test_saved_twice_into_one_directory_pushes_like_saved_once(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(saved(saved(tmp_path / "save", 1, MANY), 2, FOUR), 3, SINGLE)
-    lab.push(folder, repo)
-    assert differences(lab, repo, contents(saved(tmp_path / "once", 3, SINGLE))) == {}
+    hub.push(folder, repo)
+    assert differences(hub, repo, contents(saved(tmp_path / "once", 3, SINGLE))) == {}
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_any_sequence_of_pushes_leaves_the_last_of_each_kind(
-    lab: PushLab, repo: str, tmp_path: Path, seed: int
+    hub: PushHub, repo: str, tmp_path: Path, seed: int
 ) -> None:
     choice = random.Random(seed)
     expected: dict[tuple[str, str | None], dict[str, bytes]] = {}
     configs: dict[str, bytes] = {}
-    view = lab.hub.create_repo(repo)
+    view = hub.server.create_repo(repo)
     view.commit({"README.md": b"# Mine", "sub/notes.txt": b"n"}, "mine")
     for step in range(10):
         variant, folder = choice.choice([None, "fp16"]), choice.choice(["", "sub/"])
@@ -201,13 +199,13 @@ def test_any_sequence_of_pushes_leaves_the_last_of_each_kind(
         head = view.branches["main"]
         if choice.random() < 0.5:
             files = contents(saved(tmp_path / f"{step}", step, limit, variant=variant))
-            lab.push(tmp_path / f"{step}", repo, path_in_repo=folder)
+            hub.push(tmp_path / f"{step}", repo, path_in_repo=folder)
         else:
             files = contents(saved(tmp_path / f"{step}", step, limit, variant=variant))
-            lab.call("push_model", step, repo, variant=variant, max_shard_size=limit, path_in_repo=folder)
+            hub.call("push_model", step, repo, variant=variant, max_shard_size=limit, path_in_repo=folder)
         configs[f"{folder}config.json"] = files.pop("config.json")
         expected[folder, variant] = {f"{folder}{name}": raw for name, raw in files.items()}
         everything = {name: raw for files in expected.values() for name, raw in files.items()}
         own = {"README.md": b"# Mine", "sub/notes.txt": b"n"}
-        assert differences(lab, repo, everything | configs | own) == {}, f"step {step}"
+        assert differences(hub, repo, everything | configs | own) == {}, f"step {step}"
         assert view.commits()[0].parents == (head,)

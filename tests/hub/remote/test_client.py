@@ -1,4 +1,4 @@
-"""Repos of the Hub: what is said when there is nothing to be had."""
+"""What errors say of the Hub and of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import hfshard
-from hfshard.errors import CheckpointNotFoundError
+from hfshard.errors import CheckpointNotFoundError, HubAccessError
+from hfshard.hub.remote.client import translate_hub_errors
 
 
 def test_repo_that_is_not_cached_is_an_error_with_a_command_that_exists(
@@ -23,3 +24,14 @@ def test_repo_that_is_not_cached_is_an_error_with_a_command_that_exists(
     run = subprocess.run(hub, env=child_environment, capture_output=True, text=True, check=False, timeout=60)
     assert run.returncode == 0, run.stderr
     assert "REPO_ID" in run.stdout
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("token", ["hf_SECRETSECRET\n", " hf_SECRETSECRET", "", "hf_SECRETSECRÉT"])
+def test_token_that_can_not_be_one_is_refused_and_not_quoted(token: str) -> None:
+    with (
+        pytest.raises(HubAccessError, match="The token that was passed is empty, or has") as raised,
+        translate_hub_errors("o/n", token),
+    ):
+        pass
+    assert "SECRET" not in str(raised.value)

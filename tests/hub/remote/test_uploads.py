@@ -80,12 +80,13 @@ def test_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:
         reader_of(tmp_path / "f", RAW[:-1], []).read()
 
 
-def test_gitignore_of_the_repo_does_not_make_half_a_checkpoint(tmp_path: Path) -> None:
-    with HubServer(tmp_path / "hub") as server:
-        server.create_repo("org/m")
-        before = server.repo("org/m").commit({".gitignore": b"*-00002-*\n"}, "Ignore")
-        environment = server.environment(home=tmp_path / "home")
-        done = forkserver.run(["-c", PUSH], env=environment, cwd=tmp_path)
-        assert done.returncode == 1
-        assert "HubError: The .gitignore of 'org/m' excludes 'model-00002-of-00002.safetensors'" in done.stderr
-        assert server.repo("org/m").commits()[0].oid == before
+def test_gitignore_of_the_repo_does_not_make_half_a_checkpoint(hub_server: HubServer, tmp_path: Path) -> None:
+    hub_server.create_repo("org/m")
+    before = hub_server.repo("org/m").commit({".gitignore": b"*-00002-*\n"}, "Ignore")
+    environment = hub_server.environment(home=tmp_path / "home")
+
+    done = forkserver.run(["-c", PUSH], env=environment, cwd=tmp_path)
+
+    assert done.returncode == 1
+    assert "HubError: The .gitignore of 'org/m' excludes 'model-00002-of-00002.safetensors'" in done.stderr
+    assert hub_server.repo("org/m").commits()[0].oid == before

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-import os
 import random
-import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import constants
 from transformers import BertModel
 
 import hfshard.hub.remote.repo  # before the forks: what each would read and compile again
 from hfshard.errors import HfshardError
 from hfshard.hub.pull import pull_checkpoint
 from hfshard.training import CheckpointManager, TrainingState
-from tests.hub.forking import Keep, serve
+from tests.hub.client_process import do_task, note_waits, prepare, serve
 from tests.hub.models import digest_of, make_model
 
 STEPS = 4
@@ -118,26 +113,12 @@ TASKS: dict[str, Callable[..., Any]] = {task.__name__: task for task in (train, 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
     """Do one task; gives what came of it."""
-    kept = Keep()
-    logging.getLogger("hfshard").addHandler(kept)
-    for name, value in order["environment"].items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
-    for name, value in order["settings"].items():
-        setattr(constants, name, value)
-    waits: list[Any] = []
-    time.sleep = waits.append  # waits between tries are noted, and not waited
+    kept = prepare(order, ("hfshard",))
+    waits = note_waits()
     if not order["task"].startswith("load_stock"):
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)  # huggingface_hub's own, of httpx
-    outcome: dict[str, Any] = {"result": None, "error": None, "message": "", "trace": ""}
-    try:
-        outcome["result"] = TASKS[order["task"]](*order["args"], **order["kwargs"])
-    except Exception as error:
-        outcome |= {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
-        outcome["is_ours"] = isinstance(error, HfshardError)
-    return outcome | {"log": kept.lines, "waits": waits}
+    return do_task(order, TASKS) | {"log": kept.lines, "waits": waits}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from hfshard.hub.address import split_address
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.storage.format.integrity import Checksum
 from hfshard.training import CheckpointManager, TrainingState
-from tests.hub.push.lab import contents
+from tests.hub.models import contents
 
 
 class Run:

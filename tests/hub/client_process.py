@@ -8,16 +8,24 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
+
+from huggingface_hub import constants
+
+from hfshard.errors import HfshardError
 
 CHILD_SECONDS = 60
 """A task that takes longer hangs, and is killed."""
 
 Run = Callable[[dict[str, Any]], dict[str, Any]]
 """Does one task; gives what came of it."""
+
+Tasks = Mapping[str, Callable[..., Any]]
+"""Name -> what a test can start."""
 
 
 class Keep(logging.Handler):
@@ -35,6 +43,39 @@ class Keep(logging.Handler):
 def set_limit(which: int, value: int) -> None:
     """Set a limit of this process that it may raise again."""
     resource.setrlimit(which, (value, resource.getrlimit(which)[1]))
+
+
+def prepare(order: dict[str, Any], loggers: Collection[str]) -> Keep:
+    """Set the environment and huggingface_hub's constants as a test asks, and keep what these loggers say."""
+    kept = Keep()
+    for name in loggers:
+        logging.getLogger(name).addHandler(kept)
+    for name, value in order["environment"].items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    for name, value in order["settings"].items():
+        setattr(constants, name, value)
+    return kept
+
+
+def note_waits() -> list[Any]:
+    """Have waits between tries noted, and not waited."""
+    waits: list[Any] = []
+    time.sleep = waits.append
+    return waits
+
+
+def do_task(order: dict[str, Any], tasks: Tasks) -> dict[str, Any]:
+    """Do a task; gives its result, or its error."""
+    outcome: dict[str, Any] = {"result": None, "error": None, "message": "", "trace": ""}
+    began = time.monotonic()
+    try:
+        outcome["result"] = tasks[order["task"]](*order["args"], **order["kwargs"])
+    except Exception as error:
+        outcome |= {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
+        outcome["is_ours"] = isinstance(error, HfshardError)
+    return outcome | {"seconds": time.monotonic() - began}
 
 
 def serve(run: Run) -> None:
@@ -56,14 +97,14 @@ def _child(order: dict[str, Any], run: Run) -> NoReturn:
     code = 1
     try:
         signal.alarm(CHILD_SECONDS)
-        words = os.open(order["words"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (0, 1, 2):
-            os.dup2(words if stream else os.open(os.devnull, os.O_RDONLY), stream)
+            os.dup2(output if stream else os.open(os.devnull, os.O_RDONLY), stream)
         os.umask(order["umask"])
         outcome = run(order)
         # The limits of the task are those of its files, not of its report.
         set_limit(resource.RLIMIT_FSIZE, resource.RLIM_INFINITY)
-        Path(order["out"]).write_text(json.dumps(outcome))
+        Path(order["report"]).write_text(json.dumps(outcome))
         code = 0
     except BaseException:
         traceback.print_exc()

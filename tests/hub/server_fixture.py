@@ -1,0 +1,202 @@
+"""A Hub server and a client process for tests: started once per run, and shared by the tests of a folder."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+
+from tests.hubserver.hub_server import HubServer, RepoView
+
+_REPOS = itertools.count(1)
+_KEYS: dict[type, pytest.StashKey[Any]] = {}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a task."""
+
+    result: Any = None
+    error: str | None = None
+    """The name of the exception's class."""
+    message: str = ""
+    trace: str = ""
+    is_ours: bool = True
+    """Whether the exception is hfshard's."""
+    log: list[str] = field(default_factory=list)
+    """At WARNING or above: of hfshard, huggingface_hub and transformers."""
+    waits: list[float] = field(default_factory=list)
+    """Seconds that were to be waited; none was."""
+    seconds: float = 0.0
+    read: int = 0
+    written: int = 0
+    """Bytes, on files and pipes."""
+
+
+class Task:
+    """A task that was started in a child of the client process."""
+
+    def __init__(self, client: ClientProcess, pid: int, report: Path, output: Path) -> None:
+        self.pid = pid
+        self._client = client
+        self._report = report
+        self._output = output
+
+    def kill(self) -> None:
+        """Kill it, at once."""
+        os.kill(self.pid, signal.SIGKILL)
+        self._client.ask({"wait": self.pid})
+
+    def outcome(self) -> Outcome:
+        """Wait for its end."""
+        status = self._client.ask({"wait": self.pid})
+        assert status == 0, f"the client ended with {status}: {self._output.read_text()}"
+        return Outcome(**json.loads(self._report.read_text()))
+
+
+class ClientProcess:
+    """A process that imports everything once, and forks a child for each task."""
+
+    def __init__(self, module: str, environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._answer() == "ready"
+
+    def ask(self, order: dict[str, Any]) -> Any:
+        """Give it an order, and read the answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.communicate(timeout=60)
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+
+class HubServerFixture:
+    """A Hub server, and a client process of it.
+
+    Attributes:
+        server: The server; faults are put into it, and its log is read.
+        root: Directory of all files of both.
+        home: The client's HF_HOME.
+        environment: The client's.
+    """
+
+    client_module = ""
+    """The module that the client process runs; its `TASKS` are what tests can start."""
+    server_options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, root: Path) -> None:
+        """Start both."""
+        self.root = root
+        self.server = HubServer(root / "hub", **self.server_options)
+        self.server.start()
+        self.home = root / "home"
+        self.environment = {**self.server.environment(home=self.home), "OMP_NUM_THREADS": "1"}
+        self._numbers = itertools.count(1)
+        self._client = ClientProcess(self.client_module, self.environment)
+
+    def stop(self) -> None:
+        """End both."""
+        self._client.stop()
+        self.server.__exit__(None, None, None)
+
+    def start(
+        self,
+        task: str,
+        *args: object,
+        environment: dict[str, str | None] | None = None,
+        settings: dict[str, Any] | None = None,
+        umask: int = 0o022,
+        largest_file: int | None = None,
+        open_files: int | None = None,
+        **kwargs: Any,
+    ) -> Task:
+        """Begin a task of the client.
+
+        Args:
+            task: A key of its `TASKS`.
+            args: Of the task; paths become strings.
+            environment: Name -> value, or None for none.
+            settings: Constant of huggingface_hub -> value, as it would have read it from the environment.
+            umask: Of the task.
+            largest_file: Bytes that no file may grow beyond.
+            open_files: So many at once.
+            kwargs: Of the task; paths become strings.
+        """
+        number = next(self._numbers)
+        report = self.root / f"{number}.json"
+        output = self.root / f"{number}.txt"
+        order = {
+            "task": task, "args": [_plain(one) for one in args],
+            "kwargs": {name: _plain(one) for name, one in kwargs.items()},
+            "environment": environment or {}, "settings": settings or {}, "umask": umask,
+            "largest_file": largest_file, "open_files": open_files, "report": str(report), "output": str(output),
+        }  # fmt: skip
+        return Task(self._client, self._client.ask(order), report, output)
+
+    def done(self, task: str, *args: object, **options: Any) -> Outcome:
+        """Do a task that succeeds."""
+        outcome = self.start(task, *args, **options).outcome()
+        assert outcome.error is None, outcome.trace + "\n".join(map(str, self.server.log))
+        return outcome
+
+    def refused(self, task: str, *args: object, **options: Any) -> Outcome:
+        """Do a task that ends with an error of hfshard."""
+        outcome = self.start(task, *args, **options).outcome()
+        assert outcome.error is not None and outcome.is_ours, f"{outcome}\n{outcome.trace}"
+        return outcome
+
+    def kinds(self) -> Counter[str]:
+        """The number of requests of each kind since the log was cleared."""
+        return Counter(request.kind for request in self.server.log)
+
+    def view(self, repo_id: str) -> RepoView:
+        """A repo, seen from inside the server."""
+        return self.server.repo(repo_id)
+
+
+Fixture = TypeVar("Fixture", bound=HubServerFixture)
+
+
+def shared(request: pytest.FixtureRequest, kind: type[Fixture]) -> Iterator[Fixture]:
+    """Start a server and its client once per run, as that takes seconds; each test finds no faults and an empty log."""
+    config = request.config
+    key = _KEYS.setdefault(kind, pytest.StashKey[Any]())
+    if key not in config.stash:
+        root = tempfile.TemporaryDirectory(prefix="hfshard-hub-")
+        config.add_cleanup(root.cleanup)
+        config.stash[key] = kind(Path(root.name))
+        config.add_cleanup(config.stash[key].stop)
+    fixture: Fixture = config.stash[key]
+    fixture.server.clear_faults()
+    fixture.server.clear_log()
+    yield fixture
+    fixture.server.clear_faults()
+
+
+def new_repo_id() -> str:
+    """A name for a repo that no other test uses; the repo does not exist yet."""
+    return f"org/model-{next(_REPOS)}"
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value

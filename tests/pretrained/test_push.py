@@ -1,0 +1,51 @@
+"""Models that are pushed from memory, or by way of upstream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import cpu_offload
+
+from hfshard.errors import InvalidArgumentError, UnknownArgumentError
+from hfshard.hub.directory.hub import DirectoryHub
+from tests.helpers.tiny_bert import Bert, bert, value_of
+
+pytestmark = pytest.mark.compat
+
+
+def test_push_of_a_model_refuses_what_it_does_not_take(argument: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(UnknownArgumentError):
+        bert(1).push_to_hub(str(tmp_path / "hub"), **argument)
+    assert not (tmp_path / "hub").exists()
+
+
+def test_pickles_are_not_pushed_on_request_either(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="writes no pickles"):
+        bert(1).push_to_hub(str(tmp_path / "hub"), safe_serialization=False)
+    bert(1).push_to_hub(str(tmp_path / "hub"), safe_serialization=True)
+
+
+def offloaded(value: float) -> Any:
+    """A model that only upstream can collect: accelerate keeps one of its parts on the CPU, away from the rest."""
+    model: Any = bert(value)
+    cpu_offload(model.pooler)
+    model.hf_device_map = {"embeddings": 0, "encoder": 0, "pooler": "cpu"}
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+def test_model_that_upstream_collects_is_one_commit_with_deletes_and_variant(tmp_path: Path) -> None:
+    hub = tmp_path / "hub"
+    bert(1).push_to_hub(str(hub))
+    first = DirectoryHub.open(hub).resolve()
+    offloaded(2).push_to_hub(str(hub), variant="fp16", max_shard_size=10**9)
+    offloaded(3).push_to_hub(str(hub), max_shard_size=1000)
+    tree = DirectoryHub.open(hub).tree()
+    assert tree is not None
+    assert "model.safetensors" not in tree.files
+    assert {"model.fp16.safetensors", "model.safetensors.index.json", "README.md"} <= tree.files.keys()
+    assert value_of(Bert.from_pretrained(str(hub))) == 3
+    assert value_of(Bert.from_pretrained(str(hub), variant="fp16")) == 2
+    assert value_of(Bert.from_pretrained(str(hub), revision=first)) == 1
