@@ -15,6 +15,9 @@ from tests.helpers.tiny_bert import Bert, bert, value_of
 pytestmark = pytest.mark.compat
 
 
+@pytest.mark.parametrize(
+    "argument", [{"state_dict": {}}, {"is_main_process": False}, {"checksum": None}, {"save_directory": "x"}]
+)
 def test_push_of_a_model_refuses_what_it_does_not_take(argument: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(UnknownArgumentError):
         bert(1).push_to_hub(str(tmp_path / "hub"), **argument)
