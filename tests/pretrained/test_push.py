@@ -25,7 +25,7 @@ def test_push_of_a_model_refuses_what_it_does_not_take(argument: dict[str, objec
 
 
 def test_pickles_are_not_pushed_on_request_either(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="writes no pickles"):
+    with pytest.raises(InvalidArgumentError, match="does not write pickles"):
         bert(1).push_to_hub(str(tmp_path / "hub"), safe_serialization=False)
     bert(1).push_to_hub(str(tmp_path / "hub"), safe_serialization=True)
 
