@@ -34,5 +34,5 @@ def checked_step(step: object) -> int:
     except TypeError:
         number = -1
     if not 0 <= number <= _MAX_STEP:
-        raise InvalidArgumentError(f"step must be a number from 0 on, and is {step!r}.")
+        raise InvalidArgumentError(f"step must be a number of at least 0, got {step!r}.")
     return number

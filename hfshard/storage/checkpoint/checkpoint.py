@@ -177,7 +177,7 @@ def _open_until_whole(
         time.sleep(CHANGED_WAIT_SECONDS)
     raise CheckpointChangedError(
         f"The checkpoint in '{directory}' was replaced {CHANGED_RETRIES} times while it was being opened. "
-        "Load it when the process that saves there is done.",
+        "Load it when that process has finished saving.",
         path=directory,
     ) from last
 

@@ -46,7 +46,7 @@ def check_keys(weights_path: str, weight_map: Mapping[str, str], contents: Mappi
     for name, file in weight_map.items() if len(seen) < len(weight_map) else ():
         if name not in seen:
             path = os.path.join(directory, file)
-            raise _key_error(path, name, f"is missing in it, and the index '{weights_path}' says that it is there")
+            raise _key_error(path, name, f"is missing in it, and the index '{weights_path}' says that it is in it")
 
 
 def check_fingerprints(weights_path: str, index: CheckpointIndex, shards: Mapping[str, SafetensorsFile]) -> None:
@@ -126,7 +126,7 @@ def check_small_file(directory: str, name: str, recorded: FileDigest) -> None:
     found = sha256_of(as_saved(raw) if name == CONFIG_NAME else raw)
     if recorded.sha256 not in (None, found) and found not in _recorded_by_others(directory, name):
         raise IntegrityError(
-            f"'{path}' is not the file that was saved: its sha256 is {found}, and {recorded.sha256} was recorded. "
+            f"'{path}' is not the file that was saved: its sha256 is {found}, but was {recorded.sha256}. "
             "If you edited it on purpose, load with verify='structure', or save again.",
             path=path,
             expected=recorded.sha256,
@@ -154,7 +154,7 @@ def _recorded_by_others(directory: str, name: str) -> set[str | None]:
 
 def _key_error(path: str, name: str, problem: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"Tensor '{name}' of shard '{path}' {problem}: the files are of different saves, or damaged. "
+        f"Tensor '{name}' of shard '{path}' {problem}: the files belong to different saves, or are damaged. "
         f"Download or save the checkpoint again, or run 'hfshard verify {os.path.dirname(path)}'.",
         path=path,
         fqn=name,

@@ -67,7 +67,7 @@ def _blocks(shard: SafetensorsFile, info: TensorInfo, digest: str | None, block_
         yield block
     if (found := hasher.hexdigest()) != digest:
         raise IntegrityError(
-            f"Tensor '{info.name}' of shard '{shard.path}' is damaged: its xxh3 is {found}, and {digest} was recorded "
+            f"Tensor '{info.name}' of shard '{shard.path}' is damaged: its xxh3 is {found}, but was {digest} "
             f"when it was saved. {remedy(shard.path)}",
             path=shard.path,
             fqn=info.name,

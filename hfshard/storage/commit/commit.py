@@ -94,7 +94,9 @@ class SaveSession:
         """Whether a file in the staging directory can get a second name."""
         if can_link(self.staging, os.path.join(self.staging, staged)):
             return True
-        logger.warning("'%s' has no hard links: shards are written in place of one file.", self.directory)
+        logger.warning(
+            "'%s' has no hard links: the checkpoint is written as shards instead of one file.", self.directory
+        )
         return False
 
     def empty_staging(self) -> None:

@@ -75,7 +75,7 @@ def find_companion_files(directory: str, but: Collection[str]) -> dict[str, Comp
         os.close(open_regular(path, directory))
         size = os.stat(path).st_size
         if size > MAX_COMPANION_BYTES:
-            logger.warning("'%s' has %d bytes and is no weights: it is not copied.", path, size)
+            logger.warning("'%s' has %d bytes, too many for a file beside the weights: it is not copied.", path, size)
             continue
         found[name] = CompanionFile(path, directory, size)
     return found
@@ -93,7 +93,7 @@ def refuse_conflicts(files: Mapping[str, CompanionFile], directory: str) -> None
             continue
         if not os.path.isfile(target) or not filecmp.cmp(file.path, target, shallow=False):
             raise SaveDirectoryError(
-                f"'{target}' is there already, and is not the '{name}' that lies beside the checkpoint to be copied. "
-                "Move it away, or give another directory.",
+                f"'{target}' exists already, and differs from the '{name}' beside the checkpoint, "
+                "which would replace it. Move it away, or pass another directory.",
                 path=target,
             )

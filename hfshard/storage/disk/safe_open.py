@@ -55,7 +55,7 @@ def open_regular(path: str, root: str) -> int:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise DamagedCheckpointError(
-            f"'{path}' is no regular file, and a checkpoint has no others. {remedy(path)}", path=path
+            f"'{path}' is not a regular file, and a checkpoint consists of regular files. {remedy(path)}", path=path
         )
     return fd
 
@@ -77,7 +77,7 @@ def read_small(path: str, root: str, limit: int) -> tuple[bytes, Identity]:
         status = os.fstat(fd)
         if status.st_size > limit:
             raise DamagedCheckpointError(
-                f"'{path}' has {status.st_size} bytes, and such a file has at most {limit}. {remedy(path)}", path=path
+                f"'{path}' has {status.st_size} bytes, but such a file has at most {limit}. {remedy(path)}", path=path
             )
         return read_text(fd, limit, path), identity_of(status)
     finally:
@@ -97,7 +97,7 @@ def read_text(fd: int, limit: int, path: str) -> bytes:
     while left and (block := os.read(fd, min(left, COPY_BYTES))):
         if b"\0" in block:
             raise DamagedCheckpointError(
-                f"'{path}' is damaged: it has zero bytes where text must be, as after a power failure. {remedy(path)}",
+                f"'{path}' is damaged: it contains zero bytes, as after a power failure. {remedy(path)}",
                 path=path,
             )
         blocks.append(block)

@@ -172,7 +172,7 @@ def _tensor_info(name: str, entry: Any, path: str) -> TensorInfo:
     begin, end = offsets
     bits = prod(shape) * DTYPE_BITS[dtype]
     if max(bits, prod(size or 1 for size in shape) * DTYPE_BITS[dtype] if bits == 0 else 0) // 8 > _LARGEST_SIZE:
-        raise damaged_header(path, f"tensor '{name}' has a shape that no tensor can have", name)
+        raise damaged_header(path, f"tensor '{name}' has an impossible shape: its size overflows", name)
     if bits % 8 or bits // 8 != end - begin:
         found = f"tensor '{name}' is {dtype} of shape {shape}, {bits / 8:g} bytes, but data_offsets hold {end - begin}"
         raise damaged_header(path, found, name)

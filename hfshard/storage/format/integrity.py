@@ -35,7 +35,7 @@ def check_checksum(checksum: str | None) -> None:
         InvalidArgumentError: It is neither None nor a key of `HASHERS`.
     """
     if checksum is not None and checksum not in HASHERS:
-        raise InvalidArgumentError(f"checksum must be 'sha256', 'xxh3' or None, and is {checksum!r}.")
+        raise InvalidArgumentError(f"checksum must be 'sha256', 'xxh3' or None, got {checksum!r}.")
 
 
 def new_fingerprint() -> Hasher:

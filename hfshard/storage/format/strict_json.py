@@ -36,7 +36,7 @@ def parse_json_object(raw: bytes, *, path: str, what: str, remedy: str) -> dict[
         ) from error
     if not isinstance(value, dict):
         raise DamagedCheckpointError(
-            f"{what} '{path}' must hold a JSON object, and holds a {type(value).__name__}. {remedy}",
+            f"{what} '{path}' must hold a JSON object, got a {type(value).__name__}. {remedy}",
             path=path,
             expected="object",
             actual=type(value).__name__,
@@ -92,9 +92,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:100]!r} stands in it twice")
+        raise ValueError(f"the key {twice[:100]!r} occurs twice")
     return result
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

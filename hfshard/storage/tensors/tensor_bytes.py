@@ -206,13 +206,13 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 def _problem(name: Any, value: Any) -> str | None:
     if not isinstance(name, str):
-        return f"names must be strings, and this is a {type(name).__name__}."
+        return f"names must be strings, got a {type(name).__name__}."
     if name == "__metadata__":
-        return "the format has another use for this name. Rename it."
+        return "the format reserves this name. Rename it."
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
-        return "its name is no valid Unicode. Rename it."
+        return "its name is not valid Unicode. Rename it."
     if isinstance(value, RawTensor):
         return None
     if not isinstance(value, torch.Tensor):
@@ -225,7 +225,7 @@ def _problem(name: Any, value: Any) -> str | None:
     if hasattr(type(value), "__tensor_flatten__") or not _has_memory(value):
         return f"it is a {type(value).__name__}, a wrapper around other tensors. Gather or dequantize it first."
     if value.dim() > MAX_DIMENSIONS:
-        return f"it has {value.dim()} dimensions, and readers take {MAX_DIMENSIONS}. Reshape it."
+        return f"it has {value.dim()} dimensions, and readers accept at most {MAX_DIMENSIONS}. Reshape it."
     if stored_dtype_name(value.dtype) is None:
         return f"the format has no dtype {value.dtype}. Cast or dequantize it first."
     if value.dtype == torch.float4_e2m1fn_x2 and value.dim() == 0:

@@ -78,7 +78,7 @@ def _is_zip(fd: int, path: str) -> bool:
         )
     if not first.startswith(_ZIP_MARK) and _LEGACY_MAGIC not in first:
         raise DamagedCheckpointError(
-            f"'{path}' is no PyTorch checkpoint: it begins neither as a zip nor with PyTorch's magic number. "
+            f"'{path}' is not a PyTorch checkpoint: it begins neither as a zip nor with PyTorch's magic number. "
             f"{remedy(path)}",
             path=path,
         )
@@ -98,8 +98,9 @@ def _load(fd: int, path: str, *, mapped: bool) -> Any:
             raise damaged_pickle(path, _reason(error)) from error
         what = f"'{found.group(1)}'" if found else "something"
         raise UnsafePickleError(
-            f"'{path}' is not loaded: its pickle asks for {what}, and a checkpoint needs only tensors. "
-            "It may run code on your machine. Do not load it, unless you made it; then save it anew as safetensors.",
+            f"'{path}' was not loaded: its pickle asks for {what}, but a checkpoint needs only tensors. "
+            "It may run code on your machine. Do not load it, unless you made it; in that case save it again as "
+            "safetensors.",
             path=path,
             actual=found.group(1) if found else None,
         ) from error
@@ -118,7 +119,8 @@ def _state_dict_of(value: Any, path: str) -> dict[str, torch.Tensor]:
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             kind = type(tensor).__name__
             raise DamagedCheckpointError(
-                f"'{path}' is no state dict: its entry {str(name)[:200]!r} is a {kind}, not a tensor. {remedy(path)}",
+                f"'{path}' is not a state dict: its entry {str(name)[:200]!r} is a {kind}, not a tensor. "
+                f"{remedy(path)}",
                 path=path,
                 fqn=str(name),
             )

@@ -60,7 +60,7 @@ def check_read_mode(read: str, *, disable_mmap: bool | None = None) -> ReadMode:
         InvalidArgumentError: There is no such mode, or they contradict each other.
     """
     if read not in ("auto", "mmap", "pread"):
-        raise InvalidArgumentError(f"read must be 'auto', 'mmap' or 'pread', and is {read!r}.")
+        raise InvalidArgumentError(f"read must be 'auto', 'mmap' or 'pread', got {read!r}.")
     if disable_mmap and read == "mmap":
         raise InvalidArgumentError("read='mmap' and disable_mmap=True contradict each other. Leave one of them out.")
     check_setting()

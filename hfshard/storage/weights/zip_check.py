@@ -39,7 +39,7 @@ def check_archive(fd: int, path: str) -> None:
                 raise damaged_pickle(path, f"its record '{record.filename}' overlaps what follows it")
         bad = _first_bad(archive, (record for record in records if _DATA not in record.filename))
         if bad is not None:
-            raise damaged_pickle(path, f"its record '{bad}' is not what was saved")
+            raise damaged_pickle(path, f"its record '{bad}' does not match its checksum")
 
 
 def damaged_record(fd: int, path: str) -> str | None:

@@ -126,12 +126,12 @@ def _check_form(saved: dict[str, Any]) -> None:
     """
     groups = saved["groups"]
     if not isinstance(groups, list) or not all(isinstance(group["params"], list) for group in groups):
-        raise TypeError("the groups, or the names of a group's parameters, are no list")
+        raise TypeError("the groups, or the names of a group's parameters, must be lists")
     dicts = [saved["state"], saved["others"], saved["more"]]
     dicts += [group["options"] for group in groups]
     names = [name for group in groups for name in group["params"]]
     if not all(isinstance(one, dict) for one in dicts) or not all(isinstance(name, str) for name in names):
-        raise TypeError("a state, a group or its options are no dicts, or a parameter's name is no text")
+        raise TypeError("a state, a group or its options is not a dict, or a parameter's name is not text")
 
 
 def _position_names(

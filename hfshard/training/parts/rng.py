@@ -64,7 +64,7 @@ def check_rng_state(state: Any, file: str) -> None:
         of_devices = [one for states in lists for one in states] + [state[key] for key in state if key == "mps"]
         is_known = all(isinstance(one, torch.Tensor) and one.dtype == torch.uint8 for one in of_devices)
         if not is_known or not all(isinstance(states, list) for states in lists):
-            raise TypeError("the state of a device's generator is no tensor of bytes")
+            raise TypeError("the state of a device's generator is not a tensor of bytes")
     except StateDictMismatchError:
         raise
     except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:

@@ -74,7 +74,7 @@ def plan_scheduler(scheduler: Any, saved: dict[str, Any], name: str, path: str) 
         StateDictMismatchError: It is of another class, or lacks an object that was marked.
     """
     if not isinstance(saved["state"], dict):
-        raise TypeError("the state of a scheduler is no dict")
+        raise TypeError("the state of a scheduler is not a dict")
     check_class(saved["class"], scheduler, "scheduler", name, path)
     fresh = scheduler.state_dict()
     held: list[tuple[Any, dict[str, Any]]] = []

@@ -69,7 +69,7 @@ def push_run(
         Everything that `push_found` and `push_all` raise.
     """
     if isinstance(step, str) and step not in ("best", "all"):
-        raise InvalidArgumentError(f"step must be a number, 'best', 'all' or None, and is {step!r}.")
+        raise InvalidArgumentError(f"step must be a number, 'best', 'all' or None, got {step!r}.")
     found = checkpoints_in(root)
     if not found:
         raise CheckpointNotFoundError(f"There is no checkpoint in '{root}'. Check the path.", path=root)

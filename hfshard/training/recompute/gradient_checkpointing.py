@@ -120,8 +120,8 @@ def _children_with_children(model: nn.Module) -> dict[str, nn.Module]:
     hint = f" For example modules='{lists[0]}.*'." if lists else ""
     if not isinstance(model, nn.Sequential):
         raise InvalidArgumentError(
-            f"A {type(model).__name__} is no transformers model and no Sequential: name the blocks whose activations "
-            f"are to be recomputed, enable_gradient_checkpointing(model, modules=...).{hint}"
+            f"A {type(model).__name__} is neither a transformers model nor a Sequential: name the blocks whose "
+            f"activations are to be recomputed, enable_gradient_checkpointing(model, modules=...).{hint}"
         )
     blocks = {name: child for name, child in model.named_children() if next(child.children(), None) is not None}
     if not blocks:

@@ -58,7 +58,7 @@ def check_run_checkpoint(checkpoint: RunCheckpoint, verify: Level, progress: boo
         DamagedCheckpointError, UnsafePathError: They are not.
     """
     if verify not in ("structure", "full"):
-        raise InvalidArgumentError(f"verify must be 'structure' or 'full', and is {verify!r}.")
+        raise InvalidArgumentError(f"verify must be 'structure' or 'full', got {verify!r}.")
     if checkpoint.manifest is None:
         raise checkpoint.problem or RuntimeError(f"'{checkpoint.path}' has no manifest.")
     total = sum(record.size or 0 for record in checkpoint.manifest.files.values())

@@ -179,8 +179,7 @@ def _check_small(path: str, directory: str, record: FileDigest) -> None:
         found = sha256_of_reader(reader) if size == record.size else f"that of {size} bytes"
     if found != record.sha256:
         raise IntegrityError(
-            f"'{path}' is not the file that was saved: its sha256 is {found}, and {record.sha256} was recorded. "
-            f"{remedy(path)}",
+            f"'{path}' is not the file that was saved: its sha256 is {found}, but was {record.sha256}. {remedy(path)}",
             path=path,
             expected=record.sha256,
             actual=found,
@@ -211,7 +210,7 @@ def plain_metrics(metric: float | Mapping[str, float] | None, name: str | None) 
         try:
             metrics[str(key)] = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise InvalidArgumentError(f"The metric {str(key)!r} must be a number, and is {value!r:.100}.") from error
+            raise InvalidArgumentError(f"The metric {str(key)!r} must be a number, got {value!r:.100}.") from error
     return metrics
 
 

@@ -47,13 +47,13 @@ class Rotation:
         """
         for name, value in (("max_to_keep", self.max_to_keep), ("keep_every", self.keep_every)):
             if value is not None and (type(value) is not int or value < 1):
-                raise InvalidArgumentError(f"{name} must be a number of at least 1, or None, and is {value!r}.")
+                raise InvalidArgumentError(f"{name} must be a number of at least 1, or None, got {value!r}.")
         if self.keep_best is not None and not (isinstance(self.keep_best, str) and self.keep_best):
             raise InvalidArgumentError(
-                f"keep_best is the name of a metric, such as 'eval_loss', or None, and is {self.keep_best!r}."
+                f"keep_best must be the name of a metric, such as 'eval_loss', or None, got {self.keep_best!r}."
             )
         if self.metric_mode not in ("min", "max"):
-            raise InvalidArgumentError(f"metric_mode must be 'min' or 'max', and is {self.metric_mode!r}.")
+            raise InvalidArgumentError(f"metric_mode must be 'min' or 'max', got {self.metric_mode!r}.")
 
     def steps_to_remove(self, manifests: Sequence[CheckpointManifest]) -> list[int]:
         """The steps whose checkpoints go, of all whole ones of a run, in any order."""

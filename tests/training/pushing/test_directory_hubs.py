@@ -133,7 +133,7 @@ def test_directories_that_hold_no_checkpoint_are_told(tmp_path: Path, losses: li
         CheckpointManager(tmp_path / "run", keep_best="loss").push(tmp_path / "hub", "best")
     with pytest.raises(InvalidArgumentError, match="pull request is for one checkpoint"):
         CheckpointManager(tmp_path / "run").push(tmp_path / "hub", "all", create_pr=True)
-    with pytest.raises(InvalidArgumentError, match=r"'best', 'all' or None, and is 'latest'\."):
+    with pytest.raises(InvalidArgumentError, match=r"'best', 'all' or None, got 'latest'\."):
         CheckpointManager(tmp_path / "run").push(tmp_path / "hub", "latest")  # type: ignore[call-overload]
     with pytest.raises(InvalidArgumentError, match=r"give a step as a number, 1\."):
         resumed(tmp_path, "1", losses)

@@ -54,7 +54,7 @@ class Named(nn.Module):
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        (None, "A Named is no transformers model and no Sequential: name the blocks .* modules='blocks.*'"),
+        (None, "A Named is neither a transformers model nor a Sequential: name the blocks .* modules='blocks.*'"),
         ("blcks.0", "no module of this Named is called so: the nearest names are 'blocks.0'"),
         ("*.*.*.*.*", "no module of this Named is called so: see model.named_modules"),
         ("blocks", "names 'blocks', a ModuleList, which is never called itself: name what is in it, 'blocks.*'"),

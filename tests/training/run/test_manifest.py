@@ -151,5 +151,5 @@ def test_metrics_are_numbers_by_name() -> None:
     assert plain_metrics(0.5, "loss") == {"loss": 0.5}
     assert plain_metrics(0.5, None) == {"metric": 0.5}
     assert plain_metrics({"a": 1, "b": math.inf}, "loss") == {"a": 1.0, "b": math.inf}
-    with pytest.raises(InvalidArgumentError, match="The metric 'loss' must be a number, and is 'low'"):
+    with pytest.raises(InvalidArgumentError, match="The metric 'loss' must be a number, got 'low'"):
         plain_metrics("low", "loss")  # type: ignore[arg-type]
