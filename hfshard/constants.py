@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Final
 
 FORMAT_VERSION: Final = 1
-"""Of what hfshard adds to an index or to a file's metadata."""
+"""The version of what hfshard adds to an index or to a file's metadata."""
 
 DEFAULT_MAX_SHARD_SIZE: Final = "5GB"
-"""Small enough for one Hub upload to be retried, large enough that a 70B model has few dozen files."""
+"""Small enough for one Hub upload to be retried, large enough that a 70B model has a few dozen files."""
 
 DATA_ALIGNMENT: Final = 4096
-"""Bytes: the tensor data of a file begin at a multiple of it (a page: direct I/O and mmap can use it)."""
+"""Bytes: the tensor data of a file begin at a multiple of it, a page, so that direct I/O and mmap can be used."""
 
 MAX_HEADER_BYTES: Final = 100_000_000
-"""The largest header that stock safetensors reads (its MAX_HEADER_SIZE)."""
+"""The largest header that the safetensors library reads (its MAX_HEADER_SIZE)."""
 
 MAX_INDEX_BYTES: Final = 512 * 1024 * 1024
 """The largest index that we read or write: four million tensors of 120 bytes an entry."""
@@ -23,29 +23,29 @@ MAX_CONFIG_BYTES: Final = 64 * 1024 * 1024
 """The largest config.json that we read: the largest known (label maps of 20k classes) is under 2 MB."""
 
 MAX_DIMENSIONS: Final = 1024
-"""Of a tensor: torch needs a quarter of a second to look at one with 10,000, and models have six."""
+"""Dimensions of a tensor: torch needs a quarter of a second to look at one with 10,000, and models have six."""
 
 MAX_JSON_DEPTH: Final = 64
-"""Nesting that an index or header may have; real ones have four levels."""
+"""Levels of nesting that an index or header may have; real ones have four."""
 
 LFS_POINTER_MARK: Final = b"version https://git-lfs"
-"""How the small text file begins that git leaves in the place of a file that git-lfs did not fetch."""
+"""The beginning of the small text file that git leaves in place of a file that git-lfs did not fetch."""
 
 COPY_BYTES: Final = 4 * 1024 * 1024
 """Bytes that are written, read or hashed at once: large for the disk, and a few of them stay under 64 MiB."""
 
 FILES_AT_ONCE: Final = 8
-"""Files that are written or hashed at once: a few MiB each. More than most machines need to be busy: so the cores are
-to the end, where the number of files is no multiple of theirs."""
+"""Files that are written or hashed at once, with a few MiB each. This is more than most machines need to be busy, so that
+the cores are busy to the end if the number of files is not a multiple of theirs."""
 
 FINGERPRINT_BYTES: Final = 4096
 """Bytes of each tensor that go into a file's `fingerprint`."""
 
 FINGERPRINT_TENSORS: Final = 1024
-"""At most so many tensors of a file go into its `fingerprint`, evenly chosen."""
+"""The most tensors of a file that go into its `fingerprint`, evenly chosen."""
 
 MAX_COMPANION_BYTES: Final = 256 * 1024 * 1024
-"""The largest file beside the weights that comes with a checkpoint: tokenizers have up to 35 MB; a data set stays."""
+"""The largest file beside the weights that goes along with a checkpoint: tokenizers have up to 35 MB, data sets more."""
 
 SAFETENSORS_SUFFIX: Final = ".safetensors"
 BIN_SUFFIX: Final = ".bin"
@@ -53,7 +53,7 @@ WEIGHTS_SUFFIXES: Final = (
     SAFETENSORS_SUFFIX, BIN_SUFFIX, ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".onnx", ".onnx_data", ".h5", ".msgpack",
     ".tflite", ".ot", ".pkl", ".mlmodel", ".mlpackage", ".npz", ".llamafile", ".engine",
 )  # fmt: skip
-"""Of files that hold weights, of whatever library."""
+"""Suffixes of files that hold weights, of any library."""
 CONFIG_NAME: Final = "config.json"
 GENERATION_CONFIG_NAME: Final = "generation_config.json"
 ADAPTER_CONFIG_NAME: Final = "adapter_config.json"
@@ -67,10 +67,10 @@ METADATA_KEY: Final = "hfshard"
 
 STAGING_DIRECTORY: Final = ".cache/huggingface/hfshard"
 """Where a save writes before it commits: `upload_folder` and `snapshot_download` leave `.cache/huggingface` alone,
-and no tool that globs `*.safetensors` sees a file that is not yet whole."""
+and no tool that globs `*.safetensors` sees an unfinished file."""
 
 CHANGED_RETRIES: Final = 400
-"""Times that a reader starts again when a writer moves the checkpoint under it."""
+"""Times that a reader starts again when a save replaces the checkpoint meanwhile."""
 
 CHANGED_WAIT_SECONDS: Final = 0.005
 """Seconds between two such tries."""

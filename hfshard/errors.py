@@ -1,29 +1,29 @@
-"""Every error that hfshard raises on purpose: what happened, where, and what to do next.
+"""Every error that hfshard raises on purpose. A message says what happened, where, and what to do about it.
 
 HfshardError
-├── InvalidSizeError (ValueError)              a size that the grammar does not know
-├── InvalidSizeTypeError (TypeError)           a size that is no int and no str
-├── InvalidArgumentError (ValueError)          an argument that can't be served
-├── UnknownArgumentError (TypeError)           a keyword that nobody takes; names the nearest
+├── InvalidSizeError (ValueError)              a size that `parse_size` can't parse
+├── InvalidSizeTypeError (TypeError)           a size that is neither an int nor a str
+├── InvalidArgumentError (ValueError)          an argument with a value that is not allowed
+├── UnknownArgumentError (TypeError)           an unknown keyword; suggests the nearest one
 ├── SaveDirectoryError (NotADirectoryError)    the place to save to is a file
-├── UnstorableTensorError (ValueError)         a value that the format has no bytes for
-├── NotEnoughSpaceError (OSError)              the disk can't hold the save; nothing was written
-├── CommitUnfinishedError (OSError)            saved and committed, but tidying up failed
+├── UnstorableTensorError (ValueError)         a value that the format can't store
+├── NotEnoughSpaceError (OSError)              the disk is too full for the save; nothing was written
+├── CommitUnfinishedError (OSError)            saved and committed, but cleaning up failed
 ├── DirectoryLockedError (BlockingIOError)     another process is saving there
 ├── CheckpointNotFoundError (FileNotFoundError)  no weights where they were looked for
-├── HubError (OSError)                         a hub did not do what it was asked for
+├── HubError (OSError)                         a hub refused, or failed
 │   ├── HubAccessError (PermissionError)       the token is wrong, missing, or may not do that
-│   ├── HubNotFoundError (FileNotFoundError)   no such repo, revision or file; or not for this token
+│   ├── HubNotFoundError (FileNotFoundError)   no such repo, revision or file for this token
 │   ├── HubConnectionError (ConnectionError)   it can't be reached, or stopped answering
-│   └── RemoteChangedError                     somebody else pushed to the same files meanwhile
+│   └── RemoteChangedError                     somebody else pushed to the same files
 ├── CheckpointChangedError (RuntimeError)      it kept changing while it was being read
-├── DamagedCheckpointError (ValueError)        a file is not what a checkpoint needs
-│   ├── MissingShardError (FileNotFoundError)  a file that the index names is not there
-│   └── IntegrityError                         bytes differ from those that were saved
+├── DamagedCheckpointError (ValueError)        a file is not valid
+│   ├── MissingShardError (FileNotFoundError)  a file that the index names is missing
+│   └── IntegrityError                         the bytes are not those that were saved
 ├── UnsafePathError (ValueError)               a name that leaves the checkpoint's directory
 ├── UnsafePickleError (ValueError)             a pickle that asks for more than tensors
 ├── StateDictMismatchError (RuntimeError)      names, shapes or dtypes do not fit the model
-└── StaleIteratorError (RuntimeError)          an iterator of a loader that has gone elsewhere since
+└── StaleIteratorError (RuntimeError)          an iterator of a loader that a newer one replaced
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import re
 from typing import Any, Final
 
 _LONG_WORD: Final = re.compile(r"\S{1200,}")
-"""A name that no tensor and no path of a sane checkpoint has: it would flood a terminal."""
+"""A name longer than any of a sane checkpoint, which would flood a terminal."""
 _LONGEST_MESSAGE: Final = 4000
 """Characters."""
 
@@ -43,10 +43,10 @@ class HfshardError(Exception):
     """The base of all of hfshard's own errors.
 
     Attributes:
-        path: The file or directory that it is about, or None.
+        path: The file or directory in question, or None.
         fqn: The tensor's dotted name, or None.
-        expected: What had to be there, or None.
-        actual: What was found, or None.
+        expected: The value that was expected, or None.
+        actual: The value that was found, or None.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class HfshardError(Exception):
 
 
 def readable(message: str) -> str:
-    """A message fit to be shown, whatever names a hostile file put into it.
+    """Make a message fit to be shown, whatever names a hostile file put into it.
 
-    Control and other unprintable characters (a terminal's escape codes, lone surrogates) are escaped, and names of
-    unheard-of length are cut in the middle.
+    Unprintable characters (escape codes of a terminal, lone surrogates) are escaped, and extremely long names are cut
+    in the middle.
     """
     message = _LONG_WORD.sub(lambda word: f"{word.group()[:200]}…{word.group()[-100:]}", message)
     if len(message) > _LONGEST_MESSAGE:
@@ -83,7 +83,7 @@ def readable(message: str) -> str:
 
 
 def escaped(text: str, *, keep: str) -> str:
-    """Escape every character that does not print, but those to keep."""
+    """Escape every character that does not print, except those to keep."""
     if text.isprintable():
         return text
     return "".join(
@@ -93,7 +93,7 @@ def escaped(text: str, *, keep: str) -> str:
 
 
 class InvalidSizeError(HfshardError, ValueError):
-    """A size that the grammar of `parse_size` does not know."""
+    """A size that `parse_size` can't parse."""
 
 
 class InvalidSizeTypeError(HfshardError, TypeError):
@@ -101,11 +101,11 @@ class InvalidSizeTypeError(HfshardError, TypeError):
 
 
 class InvalidArgumentError(HfshardError, ValueError):
-    """An argument with a value that can't be served."""
+    """An argument with a value that is not allowed."""
 
 
 class UnknownArgumentError(HfshardError, TypeError):
-    """A keyword argument that nobody takes; the message names the nearest one."""
+    """An unknown keyword argument; the message suggests the nearest one."""
 
 
 class SaveDirectoryError(HfshardError, NotADirectoryError):
@@ -113,11 +113,11 @@ class SaveDirectoryError(HfshardError, NotADirectoryError):
 
 
 class UnstorableTensorError(HfshardError, ValueError):
-    """A value in a state dict that the format has no bytes for."""
+    """A value in a state dict that the format can't store."""
 
 
 class NotEnoughSpaceError(HfshardError, OSError):
-    """The disk has not the space for the save; nothing was written. `errno` is ENOSPC."""
+    """The disk is too full for the save; nothing was written. `errno` is ENOSPC."""
 
     def __init__(self, message: str, **data: Any) -> None:
         super().__init__(message, **data)
@@ -125,7 +125,7 @@ class NotEnoughSpaceError(HfshardError, OSError):
 
 
 class CommitUnfinishedError(HfshardError, OSError):
-    """The new checkpoint is committed and loads, but a step of tidying up failed."""
+    """The new checkpoint is committed and loads, but a step of cleaning up failed."""
 
 
 class DirectoryLockedError(HfshardError, BlockingIOError):
@@ -137,7 +137,7 @@ class CheckpointNotFoundError(HfshardError, FileNotFoundError):
 
 
 class HubError(HfshardError, OSError):
-    """A hub, on the network or in a directory, did not do what it was asked for."""
+    """A hub, on the network or in a directory, refused a request or failed."""
 
 
 class HubAccessError(HubError, PermissionError):
@@ -145,7 +145,7 @@ class HubAccessError(HubError, PermissionError):
 
 
 class HubNotFoundError(HubError, FileNotFoundError):
-    """No such repo, revision or file; for a private repo, the Hub says so to everybody who may not see it."""
+    """No such repo, revision or file; the Hub says the same about a private repo to users who may not see it."""
 
 
 class HubConnectionError(HubError, ConnectionError):
@@ -153,7 +153,7 @@ class HubConnectionError(HubError, ConnectionError):
 
 
 class RemoteChangedError(HubError):
-    """Somebody else pushed to the same files meanwhile; nothing was pushed."""
+    """Somebody else pushed to the same files in the meantime; nothing was pushed."""
 
 
 class CheckpointChangedError(HfshardError, RuntimeError):
@@ -161,15 +161,15 @@ class CheckpointChangedError(HfshardError, RuntimeError):
 
 
 class DamagedCheckpointError(HfshardError, ValueError):
-    """A file of the checkpoint is not what a checkpoint needs."""
+    """A file of the checkpoint is not valid."""
 
 
 class MissingShardError(DamagedCheckpointError, FileNotFoundError):
-    """A file that the index names is not there."""
+    """A file that the index names is missing."""
 
 
 class IntegrityError(DamagedCheckpointError):
-    """The bytes of a file differ from those that were saved."""
+    """The bytes of a file are not those that were saved."""
 
 
 class UnsafePathError(HfshardError, ValueError):
@@ -181,15 +181,15 @@ class UnsafePickleError(HfshardError, ValueError):
 
 
 class StaleIteratorError(HfshardError, RuntimeError):
-    """An iterator of a loader that a newer iterator, or a restore, has taken elsewhere."""
+    """An iterator of a loader that a newer iterator or a restore has replaced."""
 
 
 class StateDictMismatchError(HfshardError, RuntimeError):
     """Names, shapes or dtypes of the checkpoint do not fit the model.
 
     Attributes:
-        missing_keys: Names that the model has and the checkpoint has not.
-        unexpected_keys: Names that the checkpoint has and the model has not.
+        missing_keys: Names that are in the model, but not in the checkpoint.
+        unexpected_keys: Names that are in the checkpoint, but not in the model.
         mismatched_keys: (name, shape in the checkpoint, shape in the model).
     """
 
@@ -209,6 +209,6 @@ class StateDictMismatchError(HfshardError, RuntimeError):
 
 
 def remedy(path: str) -> str:
-    """What to do about a damaged file: the last sentence of its error."""
+    """What to do about a damaged file: the last sentence of an error."""
     folder = path.rsplit("/", 1)[0] if "/" in path else "."
     return f"Download or save it again, or run 'hfshard verify {folder}'."
