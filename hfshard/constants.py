@@ -35,8 +35,8 @@ COPY_BYTES: Final = 4 * 1024 * 1024
 """Bytes that are written, read or hashed at once: large for the disk, and a few of them stay under 64 MiB."""
 
 FILES_AT_ONCE: Final = 8
-"""Files that are written or hashed at once, with a few MiB each. This is more than most machines need to be busy, so that
-the cores are busy to the end if the number of files is not a multiple of theirs."""
+"""Files that are written or hashed at once, with a few MiB each. More than most machines need to be busy, so that the
+cores are busy to the end if the number of files is not a multiple of theirs."""
 
 FINGERPRINT_BYTES: Final = 4096
 """Bytes of each tensor that go into a file's `fingerprint`."""
@@ -45,7 +45,7 @@ FINGERPRINT_TENSORS: Final = 1024
 """The most tensors of a file that go into its `fingerprint`, evenly chosen."""
 
 MAX_COMPANION_BYTES: Final = 256 * 1024 * 1024
-"""The largest file beside the weights that goes along with a checkpoint: tokenizers have up to 35 MB, data sets more."""
+"""The largest file beside the weights that goes along with a checkpoint: tokenizers have up to 35 MB."""
 
 SAFETENSORS_SUFFIX: Final = ".safetensors"
 BIN_SUFFIX: Final = ".bin"
