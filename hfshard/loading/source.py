@@ -85,7 +85,7 @@ def open_source(
     Args:
         source: Where it comes from.
         options: How it is checked.
-        local: Where it lies, if that is known.
+        local: Where it is, if that is known.
 
     Raises:
         Everything that `open_checkpoint` raises, and a pull.

@@ -135,20 +135,17 @@ def plan_specs(
     check_packing(packing)
     sizes = _entry_sizes(specs)
     whole = _file_bytes(sum(sizes) + single_metadata_bytes, sum(spec.nbytes for spec in specs))
-    groups: list[list[int]]
+    groups = [list(range(len(specs)))]
     separate = set(separate_names)
     together = [i for i, spec in enumerate(specs) if spec.name not in separate]
     parts = [together, [i for i, spec in enumerate(specs) if spec.name in separate]]
     if all(parts) or (whole > max_shard_bytes and len(specs) > 1):
         pack = _pack_greedy if packing == "greedy" else _pack_balanced
         room = _Room(max_shard_bytes, shard_metadata_bytes)
-        groups = [
-            [part[i] for i in group]
-            for part in parts
-            for group in pack([specs[i].nbytes for i in part], [sizes[i] for i in part], room)
-        ]
-    else:
-        groups = [list(range(len(specs)))]
+        groups = []
+        for part in parts:
+            packed = pack([specs[i].nbytes for i in part], [sizes[i] for i in part], room)
+            groups += [[part[i] for i in group] for group in packed]
     if len(groups) == 1 and whole > max_shard_bytes and len(specs) > 1:
         groups = [groups[0][:1], groups[0][1:]]  # it fits as a shard, but not with the metadata of a single file
     files = [names.single] if len(groups) == 1 else names.shards(len(groups))

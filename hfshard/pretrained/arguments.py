@@ -25,6 +25,9 @@ from hfshard.storage.tensors.dtypes import TORCH_DTYPES
 _SPARE_DEVICE_BYTES: Final = 2 * 1024**3
 """Of a GPU's memory: left free beside the model and what transformers reserves for it (it leaves 1.2 GiB itself)."""
 
+_PLACED_BY_TRANSFORMERS: Final = ("quantization_config", "tp_plan", "distributed_config")
+"""Arguments with which transformers itself decides where tensors go."""
+
 SOURCE_ARGUMENTS: Final = {
     "cache_dir",
     "force_download",
@@ -153,13 +156,21 @@ def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]
     device_map = kwargs.get("device_map")
     name = device_map[""] if isinstance(device_map, dict) and set(device_map) == {""} else device_map
     name = f"cuda:{name}" if isinstance(name, int) else str(name)
-    placed_by_transformers = ("quantization_config", "tp_plan", "distributed_config")
-    if re.fullmatch(r"cuda(:\d+)?", name) is None:
+    if re.fullmatch(r"cuda(:\d+)?", name) is None or getattr(config, "quantization_config", None):
         return cpu
-    if getattr(config, "quantization_config", None) or any(
-        kwargs.get(key) is not None for key in placed_by_transformers
-    ):
+    if any(kwargs.get(key) is not None for key in _PLACED_BY_TRANSFORMERS):
         return cpu
+    if not _is_stored_as_loaded(checkpoint, config, kwargs):
+        return cpu
+    device = torch.device(name)
+    stored_bytes = sum(shard.data_bytes for shard in checkpoint.shards.values())
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return device if 2 * stored_bytes + _SPARE_DEVICE_BYTES <= free_bytes else cpu
+
+
+def _is_stored_as_loaded(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether all floating tensors are stored with the dtype that the model is to have."""
     dtypes = [kwargs[key] for key in ("dtype", "torch_dtype") if kwargs.get(key) not in (None, "auto")]
     model_dtype = dtypes[0] if dtypes else config.dtype
     if isinstance(model_dtype, str):
@@ -167,13 +178,7 @@ def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]
     infos = (info for shard in checkpoint.shards.values() for info in shard.header.tensors.values())
     stored = {TORCH_DTYPES.get(dtype) for dtype in {info.dtype for info in infos}}
     floats = {dtype for dtype in stored if dtype is None or dtype.is_floating_point}
-    if not isinstance(model_dtype, torch.dtype) or floats != {model_dtype}:
-        return cpu
-    device = torch.device(name)
-    stored_bytes = sum(shard.data_bytes for shard in checkpoint.shards.values())
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return device if 2 * stored_bytes + _SPARE_DEVICE_BYTES <= free_bytes else cpu
+    return isinstance(model_dtype, torch.dtype) and floats == {model_dtype}
 
 
 def class_of_auto(

@@ -80,7 +80,7 @@ def load_pretrained(
         model_args: Positional arguments for the model.
         kwargs: Keyword arguments of `from_pretrained`.
         options: hfshard's own arguments.
-        local: Where the checkpoint lies, if that is known.
+        local: Where the checkpoint is, if that is known.
 
     Returns:
         What `build` returns.

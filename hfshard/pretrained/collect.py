@@ -47,14 +47,8 @@ def request_from_pretrained(
             "The model is spread over several ranks, and hfshard.save_model would save the part of one. "
             "Call save_pretrained of the model on every rank: it gathers the whole."
         )
-    quantizer = getattr(model, "hf_quantizer", None)
-    metadata: dict[str, str] = {}
-    if quantizer is not None:
-        if not quantizer.is_serializable():
-            method = getattr(quantizer.quantization_config, "quant_method", "this method")
-            raise InvalidArgumentError(f"A model that is quantized with {method} can't be saved. Dequantize it first.")
-        quantized, metadata = quantizer.get_state_dict_and_metadata(model)
-        state_dict = quantized if quantized is not None else state_dict
+    quantized, metadata = _quantized_state(model)
+    state_dict = quantized if quantized is not None else state_dict
     collected = dict(state_dict) if state_dict is not None else collect_state_dict(model)
     for name in model._keys_to_ignore_on_save or ():
         collected.pop(name, None)
@@ -75,6 +69,18 @@ def request_from_pretrained(
     )
 
 
+def _quantized_state(model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The state dict that the model's quantizer saves, if it has one, and metadata for every file."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        return None, {}
+    if not quantizer.is_serializable():
+        method = getattr(quantizer.quantization_config, "quant_method", "this method")
+        raise InvalidArgumentError(f"A model that is quantized with {method} can't be saved. Dequantize it first.")
+    state_dict, metadata = quantizer.get_state_dict_and_metadata(model)
+    return state_dict, metadata
+
+
 def _model_files(model: PreTrainedModel) -> dict[str, bytes]:
     """config.json, generation_config.json and custom code, as transformers writes them for its own class."""
     architecture = architecture_of(type(model))
@@ -92,11 +98,11 @@ def _model_files(model: PreTrainedModel) -> dict[str, bytes]:
         for name in sorted(os.listdir(folder)):
             with open(os.path.join(folder, name), "rb") as file:
                 files[name] = file.read()
-    files[CONFIG_NAME] = _without_weights_override(files[CONFIG_NAME])
+    files[CONFIG_NAME] = _under_usual_names(files[CONFIG_NAME])
     return files
 
 
-def _without_weights_override(config: bytes) -> bytes:
+def _under_usual_names(config: bytes) -> bytes:
     # A model that was loaded while a commit was under way, or by an override, is saved under the usual names.
     value = json.loads(config)
     if WEIGHTS_OVERRIDE_KEY not in value:

@@ -52,7 +52,7 @@ def needs_transformers_saver(model: Any, *, distributed_checkpoint: bool) -> boo
 
 
 def is_spread(model: Any) -> bool:
-    """Whether the model's weights lie on several ranks (tensor parallel, FSDP), so that each has only a part."""
+    """Whether the weights are spread over several ranks (tensor parallel, FSDP), so that each has only a part."""
     return bool(getattr(model, "tp_size", None)) or getattr(model.config, "distributed_config", None) is not None
 
 

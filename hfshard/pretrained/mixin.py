@@ -123,8 +123,7 @@ class ShardedModelMixin:
             if push_to_hub and is_main_process:
                 repo_id = kwargs.pop("repo_id", None) or default_repo_id(save_directory)
                 self.push_to_hub(repo_id, token=token, max_shard_size=max_shard_size, variant=variant, **kwargs)
-            return
-        if is_main_process:
+        elif is_main_process:
             request = request_from_model(self, state_dict, options)  # type: ignore[arg-type]
             index = save_request(request, save_directory)
             if push_to_hub:

@@ -30,7 +30,7 @@ _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 _OWN_KEYS: Final = frozenset({METADATA_KEY, COMPLEX_AS_REAL_KEY, "format"})
 """Keys of a file's `__metadata__` that a save writes itself."""
 
-_Value = TypeVar("_Value")
+_MetadataValue = TypeVar("_MetadataValue")
 
 
 def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint) -> SaveRequest:
@@ -46,12 +46,6 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint) -> SaveReques
     file_metadata: dict[str, str] = {}
     for shard in checkpoint.shards.values():
         file_metadata = shard.header.metadata | file_metadata
-    directory = checkpoint.directory
-    config = read_config(directory)
-    generation = os.path.join(directory, GENERATION_CONFIG_NAME)
-    model_files = {}
-    if os.path.lexists(generation):
-        model_files = {GENERATION_CONFIG_NAME: read_small(generation, directory, MAX_CONFIG_BYTES)[0]}
     metadata = _without(index.metadata, _OWN_KEYS if checkpoint.weights.kind == "single" else frozenset())
     request = replace(
         request,
@@ -61,12 +55,26 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint) -> SaveReques
         options=replace(request.options, metadata=metadata),
         file_metadata=_without(file_metadata, _OWN_KEYS),
         total_parameters=index.total_parameters,
-        config=config if config is None or weights_override_of(config) is None else without_weights_override(config),
-        model_files=model_files,
+        config=_config_of(checkpoint.directory),
+        model_files=_model_files_of(checkpoint.directory),
     )
     if checkpoint.pickles or plan_request(request).weight_map == index.weight_map:
         return request
     return replace(request, tensors={name: tensors[name] for name in guess_order(checkpoint)})
+
+
+def _config_of(directory: str) -> bytes | None:
+    """The config, without the weights that it may name while a commit is under way."""
+    config = read_config(directory)
+    return config if config is None or weights_override_of(config) is None else without_weights_override(config)
+
+
+def _model_files_of(directory: str) -> dict[str, bytes]:
+    path = os.path.join(directory, GENERATION_CONFIG_NAME)
+    if not os.path.lexists(path):
+        return {}
+    raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
+    return {GENERATION_CONFIG_NAME: raw}
 
 
 def guess_order(checkpoint: OpenCheckpoint) -> list[str]:
@@ -94,7 +102,7 @@ def guess_order(checkpoint: OpenCheckpoint) -> list[str]:
     return order + waiting
 
 
-def _without(values: Mapping[str, _Value], keys: frozenset[str]) -> dict[str, _Value]:
+def _without(values: Mapping[str, _MetadataValue], keys: frozenset[str]) -> dict[str, _MetadataValue]:
     return {key: value for key, value in values.items() if key not in keys}
 
 

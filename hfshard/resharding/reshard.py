@@ -93,9 +93,7 @@ def reshard_source(
         if floating is not None:
             request = with_dtype(request, floating, checkpoint.directory)
         if not is_in_place:
-            companions = find_companion_files(checkpoint.directory, {CONFIG_NAME, *request.model_files})
-            refuse_conflicts(companions, dst)
-            request = replace(request, companion_files=companions)
+            request = _with_companion_files(request, checkpoint.directory, dst)
         identities = identities_of(checkpoint)
         is_compared = has_checksums(checkpoint)
         if not is_compared:
@@ -106,6 +104,13 @@ def reshard_source(
         index = save(request, dst, partial(check_unchanged, checkpoint, identities))
     files = {os.path.relpath(path, local.directory): size for path, (_, _, size, _) in identities.items()}
     return ReshardResult(dst, index, local.directory, files, is_compared, tuple(request.companion_files))
+
+
+def _with_companion_files(request: SaveRequest, directory: str, dst: str) -> SaveRequest:
+    """Add the files beside the checkpoint, which `dst` must not have with other contents."""
+    companions = find_companion_files(directory, {CONFIG_NAME, *request.model_files})
+    refuse_conflicts(companions, dst)
+    return replace(request, companion_files=companions)
 
 
 def _floating_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

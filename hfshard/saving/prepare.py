@@ -38,15 +38,17 @@ def plan_request(request: SaveRequest) -> ShardPlan:
     """
     specs = tensor_specs(request.tensors)
     room = shard_room(request)
-    own = build_hfshard_metadata(request.model_file_digests, request.tied_names, request.undeclared_ties)
+    hfshard_metadata = build_hfshard_metadata(request.model_file_digests, request.tied_names, request.undeclared_ties)
     digests = _OWN_DIGEST_BYTES + TENSOR_DIGEST_HEX * len(specs)
+    single_metadata_bytes = room + digests + _json_bytes(hfshard_metadata)
+    single_metadata_bytes += _json_bytes(dict(request.options.metadata))
     return plan_specs(
         specs,
         request.options.max_shard_bytes,
         packing=request.options.packing,
         names=request.options.names,
         tied_names=request.tied_names,
-        single_metadata_bytes=room + digests + _json_bytes(own) + _json_bytes(dict(request.options.metadata)),
+        single_metadata_bytes=single_metadata_bytes,
         shard_metadata_bytes=room,
         separate_names=request.separate_names,
     )
@@ -151,11 +153,11 @@ def shard_jobs(
     plan: ShardPlan, request: SaveRequest, paths: Sequence[str], like: os.stat_result | None = None
 ) -> list[WriteJob]:
     """Describe what to write for each file of a plan, into these paths."""
-    own = (
-        None
-        if plan.is_sharded
-        else build_hfshard_metadata(request.model_file_digests, request.tied_names, request.undeclared_ties)
-    )
+    hfshard_metadata = None
+    if not plan.is_sharded:
+        hfshard_metadata = build_hfshard_metadata(
+            request.model_file_digests, request.tied_names, request.undeclared_ties
+        )
     extra = dict(request.file_metadata)
     if not plan.is_sharded:
         for key, value in request.options.metadata.items():
@@ -163,7 +165,7 @@ def shard_jobs(
     jobs = []
     for shard, path in zip(plan.shards, paths, strict=True):
         tensors = file_order({name: request.tensors[name] for name in shard.names})
-        jobs.append(WriteJob(path, tensors, shard_metadata(tensors, extra), own, like))
+        jobs.append(WriteJob(path, tensors, shard_metadata(tensors, extra), hfshard_metadata, like))
     return jobs
 
 
@@ -173,7 +175,7 @@ def index_of(plan: ShardPlan, request: SaveRequest, digests: Sequence[FileDigest
     return CheckpointIndex(
         weight_map=plan.weight_map,
         total_size=plan.total_size,
-        total_parameters=_parameters(request),
+        total_parameters=_total_parameters(request),
         metadata=dict(request.options.metadata),
         files={**files, **request.model_file_digests},
         tied_names=dict(request.tied_names),
@@ -181,7 +183,7 @@ def index_of(plan: ShardPlan, request: SaveRequest, digests: Sequence[FileDigest
     )
 
 
-def _parameters(request: SaveRequest) -> int:
+def _total_parameters(request: SaveRequest) -> int:
     if request.total_parameters is not None:
         return request.total_parameters
     return sum(tensor_layout(tensor).parameters for tensor in request.tensors.values())

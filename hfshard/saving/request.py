@@ -24,7 +24,7 @@ class SaveRequest:
     """What is to be saved, collected and checked, and how."""
 
     tensors: Mapping[str, TensorLike] = field(default_factory=dict)
-    """FQN -> tensor, or bytes that lie in a file; each is stored once."""
+    """FQN -> tensor, or bytes in a file; each is stored once."""
     options: SaveOptions
     tied_names: Mapping[str, str] = field(default_factory=dict)
     """Name -> the stored name that shares its tensor."""
@@ -41,7 +41,7 @@ class SaveRequest:
     companion_files: Mapping[str, CompanionFile] = field(default_factory=dict)
     """Files of another directory that are copied along, and are not part of the checkpoint."""
     separate_names: frozenset[str] = frozenset()
-    """Tensors that share no file with the others, because only these or only the others change from save to save."""
+    """Tensors that get files of their own, because they change more or less often than the rest."""
 
     @property
     def small_files(self) -> dict[str, bytes]:

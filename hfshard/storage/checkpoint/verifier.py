@@ -202,8 +202,8 @@ class Verifier:
         name = os.path.relpath(shard.path, self.directory)
         # Checksums are written for all files or for none, and a shard says by itself that hfshard wrote it.
         digests = index.files if index is not None else {}
-        others = any(digest.is_verifiable for file, digest in digests.items() if file.endswith(SAFETENSORS_SUFFIX))
-        if index is not None and (others or (shard.written_by_hfshard and name not in digests)):
+        has_others = any(digest.is_verifiable for file, digest in digests.items() if file.endswith(SAFETENSORS_SUFFIX))
+        if index is not None and (has_others or (shard.written_by_hfshard and name not in digests)):
             message = f"'{shard.path}' was saved with a checksum, and the index has none. {remedy(shard.path)}"
             findings.problems.append(Problem(shard.path, None, message))
         else:
@@ -240,7 +240,7 @@ class Verifier:
 
     def _warn_of_strays(self, index: CheckpointIndex | None) -> None:
         used = set(self.files) | (set(index.weight_map.values()) | set(index.files) if index is not None else set())
-        for name in sorted(entry.name for entry in _weights(self.directory)):
+        for name in sorted(entry.name for entry in _weights_files(self.directory)):
             if name not in used and (
                 self.names.is_shard(name) or self.names.is_transient(name) or name == self.names.single
             ):
@@ -249,7 +249,7 @@ class Verifier:
                 )
 
 
-def _weights(directory: str) -> list[os.DirEntry[str]]:
+def _weights_files(directory: str) -> list[os.DirEntry[str]]:
     if not os.path.isdir(directory):
         raise directory_not_found(directory)
     with os.scandir(directory) as entries:
