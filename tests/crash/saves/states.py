@@ -8,7 +8,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +65,14 @@ def _reshard(save: Save, directory: Path) -> None:
     hfshard.reshard_checkpoint(source, directory, limit, low_disk=save.by == "regroup")
 
 
+def _make_source(save: Save, root: Path, target: Target) -> None:
+    """Make the directory that is re-sharded, for all transitions; another process may make it at the same time."""
+    made = _source_of(save, root)
+    perform(replace(save, by="target", layout="two"), made, target)
+    with suppress(OSError):  # the other process was faster
+        made.rename(_source_of(save, root.parent))
+
+
 def _source_of(save: Save, place: Path) -> Path:
     content = save.content
     return place / f"source-{content.arch}-{content.generation}"
@@ -101,7 +109,7 @@ def build(transition: Transition, directory: Path, target: Target, perform_kille
     root = directory.parent
     for save in (transition.new, transition.next):
         if save.by == "reshard-from" and not _source_of(save, root.parent).exists():
-            perform(replace(save, by="target", layout="two"), _source_of(save, root.parent), target)
+            _make_source(save, root, target)
     if transition.before or transition.is_made:
         directory.mkdir()
     for name in transition.bystanders if directory.exists() else ():
