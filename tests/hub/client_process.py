@@ -1,4 +1,4 @@
-"""A client process that forks a child for each task: what was imported once is there, and a child can be killed."""
+"""What a child of a client process does: one task, during which a test may kill it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import logging
 import os
 import resource
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from huggingface_hub import constants
 
@@ -78,35 +78,16 @@ def do_task(order: dict[str, Any], tasks: Tasks) -> dict[str, Any]:
     return outcome | {"seconds": time.monotonic() - began}
 
 
-def serve(run: Run) -> None:
-    """Take orders, one a line, until there are no more."""
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        if "wait" in order:
-            print(json.dumps(os.waitpid(order["wait"], 0)[1]), flush=True)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            _child(order, run)
-        print(json.dumps(pid), flush=True)
+def perform(client: str, order: dict[str, Any]) -> None:
+    """Do one task of a client in this fork, and leave what came of it in a file.
 
-
-def _child(order: dict[str, Any], run: Run) -> NoReturn:
-    """Do one task in this fork, and leave."""
-    code = 1
-    try:
-        signal.alarm(CHILD_SECONDS)
-        output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for stream in (0, 1, 2):
-            os.dup2(output if stream else os.open(os.devnull, os.O_RDONLY), stream)
-        os.umask(order["umask"])
-        outcome = run(order)
-        # The limits of the task are those of its files, not of its report.
-        set_limit(resource.RLIMIT_FSIZE, resource.RLIM_INFINITY)
-        Path(order["report"]).write_text(json.dumps(outcome))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+    Args:
+        client: The name of the module whose `run` does it.
+        order: For `run`; its `report` is the file.
+    """
+    signal.alarm(CHILD_SECONDS)
+    run: Run = import_module(client).run
+    outcome = run(order)
+    # The limits of the task are those of its files, not of its report.
+    set_limit(resource.RLIMIT_FSIZE, resource.RLIM_INFINITY)
+    Path(order["report"]).write_text(json.dumps(outcome))

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +13,8 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
+from tests.helpers.forkserver import Child, ForkServer
+from tests.hub.client_process import perform
 from tests.hubserver.hub_server import HubServer, RepoView
 
 _REPOS = itertools.count(1)
@@ -47,47 +45,21 @@ class Outcome:
 class Task:
     """A task that was started in a child of the client process."""
 
-    def __init__(self, client: ClientProcess, pid: int, report: Path, output: Path) -> None:
-        self.pid = pid
-        self._client = client
+    def __init__(self, child: Child, report: Path, output: Path) -> None:
+        self._child = child
         self._report = report
         self._output = output
 
     def kill(self) -> None:
         """Kill it, at once."""
-        os.kill(self.pid, signal.SIGKILL)
-        self._client.ask({"wait": self.pid})
+        self._child.kill()
+        self._child.wait()
 
     def outcome(self) -> Outcome:
         """Wait for its end."""
-        status = self._client.ask({"wait": self.pid})
+        status = self._child.wait()
         assert status == 0, f"the client ended with {status}: {self._output.read_text()}"
         return Outcome(**json.loads(self._report.read_text()))
-
-
-class ClientProcess:
-    """A process that imports everything once, and forks a child for each task."""
-
-    def __init__(self, module: str, environment: dict[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self._answer() == "ready"
-
-    def ask(self, order: dict[str, Any]) -> Any:
-        """Give it an order, and read the answer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def stop(self) -> None:
-        """End it."""
-        self._process.communicate(timeout=60)
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
 
 
 class HubServerFixture:
@@ -101,7 +73,7 @@ class HubServerFixture:
     """
 
     client_module = ""
-    """The module that the client process runs; its `TASKS` are what tests can start."""
+    """The module that the client process imports; its `TASKS` are what tests can start in forks of it."""
     server_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, root: Path) -> None:
@@ -112,11 +84,11 @@ class HubServerFixture:
         self.home = root / "home"
         self.environment = {**self.server.environment(home=self.home), "OMP_NUM_THREADS": "1"}
         self._numbers = itertools.count(1)
-        self._client = ClientProcess(self.client_module, self.environment)
+        self._client = ForkServer(self.client_module, environment=self.environment)
 
     def stop(self) -> None:
         """End both."""
-        self._client.stop()
+        self._client.close()
         self.server.__exit__(None, None, None)
 
     def start(
@@ -148,10 +120,14 @@ class HubServerFixture:
         order = {
             "task": task, "args": [_plain(one) for one in args],
             "kwargs": {name: _plain(one) for name, one in kwargs.items()},
-            "environment": environment or {}, "settings": settings or {}, "umask": umask,
-            "largest_file": largest_file, "open_files": open_files, "report": str(report), "output": str(output),
+            "environment": environment or {}, "settings": settings or {},
+            "largest_file": largest_file, "open_files": open_files, "report": str(report),
         }  # fmt: skip
-        return Task(self._client, self._client.ask(order), report, output)
+        with open(output, "w") as said:
+            child = self._client.call(
+                perform, self.client_module, order, env=self.environment, stdout=said, stderr=said, umask=umask
+            )
+        return Task(child, report, output)
 
     def done(self, task: str, *args: object, **options: Any) -> Outcome:
         """Do a task that succeeds."""

@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, BertModel
 
 import hfshard
 from hfshard.hub.pull import pull_checkpoint
-from tests.hub.client_process import do_task, prepare, serve
+from tests.hub.client_process import do_task, prepare
 from tests.hub.models import Bert, digest_of
 
 
@@ -97,7 +97,3 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     if not order["task"].startswith(("stock", "load_stock")):
         warnings.simplefilter("error")
     return do_task(order, TASKS) | {"log": kept.lines}
-
-
-if __name__ == "__main__":
-    serve(run)

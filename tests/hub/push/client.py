@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 import hfshard
 import hfshard.hub.remote.repo  # before the forks: what each would read and compile again is no part of its push
 from hfshard.hub.push import push_checkpoint
-from tests.hub.client_process import do_task, note_waits, prepare, serve, set_limit
+from tests.hub.client_process import do_task, note_waits, prepare, set_limit
 from tests.hub.models import Bert, digest_of, make_model
 
 
@@ -115,7 +115,3 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     read_after, written_after = moved()
     moved_bytes = {"read": read_after - read, "written": written_after - written}
     return outcome | moved_bytes | {"log": kept.lines, "waits": waits}
-
-
-if __name__ == "__main__":
-    serve(run)

@@ -17,7 +17,7 @@ import hfshard.hub.remote.repo  # before the forks: what each would read and com
 from hfshard.errors import HfshardError
 from hfshard.hub.pull import pull_checkpoint
 from hfshard.training import CheckpointManager, TrainingState
-from tests.hub.client_process import do_task, note_waits, prepare, serve
+from tests.hub.client_process import do_task, note_waits, prepare
 from tests.hub.models import digest_of, make_model
 
 STEPS = 4
@@ -119,7 +119,3 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)  # huggingface_hub's own, of httpx
     return do_task(order, TASKS) | {"log": kept.lines, "waits": waits}
-
-
-if __name__ == "__main__":
-    serve(run)
