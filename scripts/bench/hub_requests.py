@@ -13,8 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path[:0] = [str(REPOSITORY / "scripts"), str(REPOSITORY)]
 
+from bench.markdown import markdown_table
 from tests.hubserver.hub_server import HubServer
 
 SETUP = """
@@ -28,8 +29,12 @@ config = BertConfig(hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
 model = {class_name}(config).eval()
 """
 CHANGED = "with torch.no_grad(): model.pooler.dense.bias += 1\n"
-EIGHT, FOUR, ONE = 550_000, 1_200_000, 10**9
-"""Limits that give 8 shards (of hfshard; stock's plan of the same limit differs by the headers), 4, and a file."""
+EIGHT = 550_000
+"""A limit that gives 8 shards (of hfshard; stock's plan with the same limit differs by the headers)."""
+FOUR = 1_200_000
+"""A limit that gives 4 shards."""
+ONE = 10**9
+"""A limit that gives a single file."""
 
 
 @dataclass(frozen=True)
@@ -67,19 +72,24 @@ def main() -> int:
     names = ("torch", "transformers", "huggingface_hub")
     print(f"Python {platform.python_version()}, " + ", ".join(f"{name} {version(name)}" for name in names))
     print("Stock runs with HF_HUB_DISABLE_XET=1: with hf_xet its uploads to a server without Xet fail.\n")
-    rows = {name: measured(name) for name in ("BertModel", "Bert")}
-    print(
-        "| | stock: requests | bytes up | bytes down | weights there | hfshard: requests | up | down | weights there |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
-    for action, stock, ours in zip(ACTIONS, rows["BertModel"], rows["Bert"], strict=True):
-        print(f"| {action.title} | {stock} | {ours} |")
+    titles = [
+        "stock: requests",
+        "bytes up",
+        "bytes down",
+        "weights there",
+        "hfshard: requests",
+        "up",
+        "down",
+        "weights",
+    ]
+    rows = zip(ACTIONS, measured("BertModel"), measured("Bert"), strict=True)
+    print(markdown_table(["", *titles], [[action.title, *stock, *ours] for action, stock, ours in rows]))
     return 0
 
 
-def measured(class_name: str) -> list[str]:
-    """The cells of one column of clients."""
-    cells: list[str] = []
+def measured(class_name: str) -> list[list[str]]:
+    """The cells of each action for the clients that use one class."""
+    cells: list[list[str]] = []
     with tempfile.TemporaryDirectory(prefix="hfshard-bench-") as temporary, HubServer(Path(temporary) / "hub") as hub:
         for action in ACTIONS:
             head = hub.repo("org/m").commits()[0].oid if cells else ""
@@ -93,7 +103,7 @@ def measured(class_name: str) -> list[str]:
             )
             weights = sum(path.endswith(".safetensors") for path in hub.repo("org/m").files())
             shown = f"{weights} files" if action.shows_weights else ""
-            cells.append(f"{len(hub.log)} | {hub.bytes_up():,} | {hub.bytes_down():,} | {shown}")
+            cells.append([str(len(hub.log)), f"{hub.bytes_up():,}", f"{hub.bytes_down():,}", shown])
     return cells
 
 

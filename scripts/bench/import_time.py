@@ -12,6 +12,11 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+if __name__ == "__main__":  # `bench` is a package of scripts/
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from bench.markdown import markdown_table
+
 LIMIT_SECONDS = 0.2
 """What `import hfshard` may take over `import torch`."""
 
@@ -46,9 +51,11 @@ def main() -> int:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "huggingface_hub"))
     print(f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, {versions}")
     print(f"`python scripts/bench/import_time.py --runs {runs}`: seconds in a new process, files cached\n")
-    print("| imports | median | spread | over torch |\n|---|---|---|---|")
-    for name, times in seconds.items():
-        print(f"| {name} | {medians[name]:.3f} | {min(times):.3f}–{max(times):.3f} | {medians[name] - base:+.3f} |")
+    rows = [
+        [name, f"{medians[name]:.3f}", f"{min(times):.3f}–{max(times):.3f}", f"{medians[name] - base:+.3f}"]
+        for name, times in seconds.items()
+    ]
+    print(markdown_table(["imports", "median", "spread", "over torch"], rows))
     over = medians["torch, hfshard"] - base
     print(f"\nimport hfshard: {over:+.3f} s over import torch (limit {LIMIT_SECONDS} s)")
     return int(over > LIMIT_SECONDS)

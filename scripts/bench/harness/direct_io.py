@@ -32,6 +32,16 @@ def aligned(length: int) -> int:
     return -(-length // SECTOR) * SECTOR
 
 
+def starts_of(files: Sequence[tuple[Path, int]]) -> dict[Path, int]:
+    """Where each file begins in memory that holds one after another, each at a sector."""
+    starts = {}
+    start = 0
+    for path, size in files:
+        starts[path] = start
+        start += aligned(size)
+    return starts
+
+
 def anonymous(length: int) -> mmap.mmap:
     """Map page-aligned memory, in huge pages where there are some."""
     memory = mmap.mmap(-1, aligned(length), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -41,10 +51,8 @@ def anonymous(length: int) -> mmap.mmap:
 
 def write_files(memory: mmap.mmap, files: Sequence[tuple[Path, int]]) -> None:
     """Write memory into new files one after another, durably: allocated, O_DIRECT, truncated to size, fsynced."""
-    view, starts, start = memoryview(memory), {}, 0
-    for path, size in files:
-        starts[path] = start
-        start += aligned(size)
+    view = memoryview(memory)
+    starts = starts_of(files)
 
     def put(path: Path, at: int, length: int, descriptor: int) -> None:
         begin = starts[path] + at
@@ -56,10 +64,7 @@ def write_files(memory: mmap.mmap, files: Sequence[tuple[Path, int]]) -> None:
 def read_files(memory: mmap.mmap | None, files: Sequence[tuple[Path, int]]) -> None:
     """Read files with O_DIRECT into memory one after another, or (None) into the same few blocks again and again."""
     view = memoryview(memory) if memory is not None else None
-    starts, start = {}, 0
-    for path, size in files:
-        starts[path] = start
-        start += aligned(size)
+    starts = starts_of(files)
     buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
     for _ in range(THREADS):
         buffers.put(anonymous(READ_BLOCK))
