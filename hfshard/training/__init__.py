@@ -1,4 +1,4 @@
-"""Training checkpoints with exact resume: model, optimizer, scheduler, RNG and data position; imported when used."""
+"""Training checkpoints with exact resume: model, optimizer, scheduler, RNG and data position; all imported lazily."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one save of a training state writes: three sets of tensors, and a tree of everything else."""
+"""Collects what one save writes: three sets of tensors, and one JSON file of everything else."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ from hfshard.training.parts.scheduler import encode_scheduler
 from hfshard.training.state import PartKind, TrainingState
 
 TRAINING_STATE_FORMAT: Final = 1
-"""Of `training_state.json`."""
+"""The format of `training_state.json`."""
 
 PARTS: Final = (MODEL_BASE, "optimizer", "state")
-"""The sets of tensors, by how the names of their files begin."""
-
+"""The sets of tensors, by the first word of their files' names."""
 
 _FROZEN_SHARE: Final = 0.1
-"""Of a model's bytes: with less there is nothing to be had from files of their own."""
+"""The share of a model's bytes from which frozen weights get files of their own; below it there is little to save."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavePayload:
-    """All that one save writes."""
+    """Everything that one save writes."""
 
     requests: dict[str, SaveRequest]
-    """By part; those that hold tensors, or the model's config."""
+    """By set of tensors; sets without tensors and config are left out."""
     training_state: bytes
     """The contents of `training_state.json`."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensors."""
+        """Bytes of all tensors."""
         return sum(tensor_nbytes(tensor) for request in self.requests.values() for tensor in request.tensors.values())
 
 
@@ -59,10 +58,10 @@ class RankState:
 
 
 def collect_rank(state: TrainingState, rank: int) -> RankState:
-    """Look at what this rank has for itself; nothing is changed, drawn or copied.
+    """Collect what belongs to this rank alone; nothing is changed, drawn or copied.
 
     Raises:
-        UnstorableTensorError: As `collect`.
+        UnstorableTensorError: A value can't be stored; the message says where it is.
     """
     tensors: dict[str, torch.Tensor] = {}
     prefix = f"rank{rank}"
@@ -81,18 +80,18 @@ def collect(
     checksum: Checksum | None,
     progress: bool | None,
 ) -> SavePayload:
-    """Look at every part of a training state; nothing is changed, drawn or copied.
+    """Collect every part of a training state; nothing is changed, drawn or copied.
 
     Args:
         state: The parts.
-        ranks: What each rank has for itself.
-        extra: More to be stored: what `nested.encode` takes.
-        max_shard_size: Of each set of tensors.
-        checksum: Of each file.
-        progress: For the bar.
+        ranks: What belongs to each rank alone.
+        extra: More to store: anything that `nested.encode` takes.
+        max_shard_size: The size of files, for each set of tensors.
+        checksum: The kind of checksum of the files.
+        progress: Whether to show a bar.
 
     Raises:
-        UnstorableTensorError: A value has no form in a file; the message says where it stands.
+        UnstorableTensorError: A value can't be stored; the message says where it is.
         InvalidArgumentError: An optimizer has a parameter without a name.
     """
     options = SaveOptions(
@@ -120,7 +119,7 @@ def collect(
         if part_tensors:
             requests[base] = request_from_state_dict(part_tensors, replace(options, base=base, progress=None))
     for request in requests.values():
-        tensor_specs(request.tensors)  # refuses what has no bytes, before anything is copied
+        tensor_specs(request.tensors)  # refuses tensors without bytes, before anything is copied
     return SavePayload(requests, raw)
 
 
@@ -155,15 +154,15 @@ def _model_request(model: torch.nn.Module, options: SaveOptions) -> SaveRequest:
 
 
 def _frozen(model: torch.nn.Module, request: SaveRequest) -> frozenset[str]:
-    """The weights that are not trained, if they are a good part of all: their files are linked, not written again."""
+    """The weights that are not trained, if they are a large part: their files are linked and not written again."""
     names = parameter_names(model)
-    frozen = frozenset(names[id(one)] for one in model.parameters() if not one.requires_grad) & request.tensors.keys()
-    total = sum(map(tensor_nbytes, request.tensors.values()))
-    return (
-        frozen if sum(tensor_nbytes(request.tensors[name]) for name in frozen) >= _FROZEN_SHARE * total else frozenset()
-    )
+    not_trained = {names[id(parameter)] for parameter in model.parameters() if not parameter.requires_grad}
+    frozen = frozenset(not_trained & request.tensors.keys())
+    total_bytes = sum(map(tensor_nbytes, request.tensors.values()))
+    frozen_bytes = sum(tensor_nbytes(request.tensors[name]) for name in frozen)
+    return frozen if frozen_bytes >= _FROZEN_SHARE * total_bytes else frozenset()
 
 
 def _no_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """What a module's `get_extra_state` returned that is no tensor."""
+    """What a module's `get_extra_state` returned that is not a tensor."""
     return {name: value for name, value in state_dict.items() if not isinstance(value, torch.Tensor)}

@@ -1,4 +1,4 @@
-"""The processes of a run that hold the same model (DDP): what each adds to a checkpoint, and one outcome for all."""
+"""The processes of a run that hold the same model (DDP): values gathered and shared, and one outcome for all."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among those of its run; alone, all calls are local."""
+    """This process among those of its run. Where it is alone, all calls are local."""
 
     rank: int = 0
     world_size: int = 1
 
     @classmethod
     def current(cls) -> Ranks:
-        """Of torch.distributed's default group, if there is one."""
+        """The ranks of torch.distributed's default group, or a single one."""
         distributed = torch.distributed
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
@@ -34,7 +34,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: _Value) -> list[_Value]:
-        """The values of all ranks, in their order, on the first; an empty list on the others. Every rank must call."""
+        """Return the values of all ranks in order on the first rank, an empty list on others. Every rank must call."""
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.is_first else None
@@ -42,7 +42,7 @@ class Ranks:
         return values or []
 
     def share(self, value: _Value) -> _Value:
-        """The first rank's value, on every rank. Every rank must call."""
+        """Return the first rank's value on every rank. Every rank must call."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -50,36 +50,36 @@ class Ranks:
         return box[0]
 
     def first(self, work: Callable[[], _Value]) -> _Value:
-        """Do something on the first rank, and have what it returns on every one. Every rank must call.
+        """Call a function on the first rank, and return its result on every rank. Every rank must call.
 
         Raises:
-            What it raises; on the other ranks a HfshardError that tells of it.
+            HfshardError: On the other ranks, when the function failed. On the first rank its own error.
         """
         value: Any = None
         error: BaseException | None = None
         if self.is_first:
             try:
                 value = work()
-            except BaseException as caught:  # noqa: BLE001 - raised below: the others wait for a word
+            except BaseException as caught:  # noqa: BLE001 - raised below: the other ranks wait for the outcome
                 error = caught
         value, told = self.share((value, None if error is None else f"{type(error).__name__}: {error}"))
         if error is not None:
             raise error
         if told is not None:
-            raise HfshardError(f"Rank 0 of {self.world_size} failed, and so did all: {told}")
+            raise HfshardError(f"Rank 0 of {self.world_size} failed, so all ranks stop: {told}")
         return value  # type: ignore[no-any-return]
 
     def agree(self, error: BaseException | None) -> None:
-        """Go on only where no rank has an error. Every rank must call.
+        """Go on only if no rank has an error. Every rank must call.
 
         Raises:
-            The rank's own error; where it has none, but another has, a HfshardError that tells of it.
+            HfshardError: Another rank has an error. A rank with an error of its own raises that.
         """
         if self.world_size > 1:
             told = self.share(_first_of(self.gather(None if error is None else f"{type(error).__name__}: {error}")))
             if error is None and told is not None:
                 rank, text = told
-                raise HfshardError(f"Rank {rank} of {self.world_size} failed, and so did all: {text}")
+                raise HfshardError(f"Rank {rank} of {self.world_size} failed, so all ranks stop: {text}")
         if error is not None:
             raise error
 

@@ -1,4 +1,4 @@
-"""Writes the checkpoints of one run: the directory's lock, the way to the one rename, and what goes after it."""
+"""Writes the checkpoints of one run: locks its directory, writes, renames, and removes old checkpoints."""
 
 from __future__ import annotations
 
@@ -30,23 +30,25 @@ logger = logging.getLogger(__name__)
 
 
 class RunWriter:
-    """The one writer of a run directory, which it locks from the first save on."""
+    """The only writer of a run directory, which it locks at the first save."""
 
     def __init__(self, root: str, rotation: Rotation, pusher: BackgroundPusher | None, progress: bool | None) -> None:
         self.root = root
-        self._rotation, self._pusher, self._progress = rotation, pusher, progress
+        self._rotation = rotation
+        self._pusher = pusher
+        self._progress = progress
         self._lock: RunLock | None = None
         self._background = Background()
         self._host_copies = HostCopies()
         self._is_clean = False
-        """Whether nothing is left of saves that were killed or failed; Ctrl-C may end one anywhere."""
+        """Whether nothing is left of saves that failed or were killed; Ctrl-C may end one anywhere."""
         self._save_number = 0
-        """The highest of the run, as far as it was seen: a manifest that can't be read for a moment has one, too."""
+        """The highest number that was seen: a manifest that can't be read for a moment has one, too."""
 
     def save(
         self, step: int, payload: SavePayload, metrics: dict[str, float], files: dict[str, bytes], *, blocking: bool
     ) -> None:
-        """Write a checkpoint; where it does not block, of a copy, by a thread. None may be under way."""
+        """Write a checkpoint; if it does not block, from a copy in a thread. No other save may be under way."""
         self._begin()
         if blocking:
             self._write(step, payload, metrics, files, self._progress, blocking=True)
@@ -67,16 +69,16 @@ class RunWriter:
             if self._pusher is not None:
                 self._pusher.join()
                 if self._lock is not None and self._lock.is_held:
-                    self._rotate(checkpoints_in(self.root))  # what was being pushed stayed
+                    self._rotate(checkpoints_in(self.root))  # a checkpoint stays while it is being pushed
 
     def wait_until_finished(self) -> None:
-        """As `wait_for_all`, and raise the last push's error, once."""
+        """Wait as `wait_for_all` does, and raise the last push's error, once."""
         self.wait_for_all()
         if self._pusher is not None:
             self._pusher.wait()
 
     def close(self) -> None:
-        """As `wait_until_finished`, and give the lock back."""
+        """Wait as `wait_until_finished` does, and release the lock."""
         try:
             self.wait_until_finished()
         finally:
@@ -85,8 +87,8 @@ class RunWriter:
                 self._lock = None
 
     def _begin(self) -> None:
-        """At the first save: make the directory, lock it, remove what killed saves left."""
-        if self._lock is None or not self._lock.is_held:  # a forked process has to ask for itself
+        """At the first save: create the directory, lock it, and remove what killed saves left."""
+        if self._lock is None or not self._lock.is_held:  # a forked process needs a lock of its own
             make_directories(self.root)
             self._lock = RunLock(self.root)
             weakref.finalize(self, self._lock.release)

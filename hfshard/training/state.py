@@ -1,4 +1,4 @@
-"""`TrainingState`: everything that a training run is made of, by name."""
+"""`TrainingState`: the parts of a training run by name."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.scheduler import is_scheduler
 
 PartKind = Literal["module", "optimizer", "scheduler", "loader", "stateful"]
-"""Of a part. In a run of several ranks each saves its own of the kind "loader" (data positions, gradients that are
-accumulating); all else is the same on every rank."""
+"""What a part is. Each rank saves its own parts of the kind "loader" (data positions, gradients that are accumulating);
+parts of the other kinds are the same on every rank."""
 
 _RESERVED: Final = re.compile(r"rng|extra|rank\d+")
-"""Names under which a checkpoint keeps what is no component."""
+"""Names that a checkpoint uses for what is not a component."""
 
 
 class TrainingState:
-    """What is saved and restored together; the objects themselves, not copies.
+    """The parts of a run that are saved and restored together; the objects themselves, not copies.
 
         state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, ema=ema)
 
-    The state of python's, numpy's and torch's random number generators belongs to it without being named.
+    Python's, numpy's and torch's random number generators belong to it without being named.
     """
 
     def __init__(
@@ -45,32 +45,35 @@ class TrainingState:
 
         Args:
             model: Any module; wrappers (DataParallel, DistributedDataParallel, torch.compile) are looked through.
-            optimizer: Any of torch's, or derived from one, or prepared by Accelerate.
-            scheduler: Any of torch's, or derived from one, or prepared by Accelerate, or with a state_dict.
-            loader: A `ResumableDataLoader`, or what has state_dict and load_state_dict.
+            optimizer: One of torch's, one derived from these, or one prepared by Accelerate.
+            scheduler: One of torch's, one derived from these, one prepared by Accelerate, or one with a state_dict.
+            loader: A `ResumableDataLoader`, or another loader with state_dict and load_state_dict.
             scaler: A GradScaler.
-            stateful: More, under names of your own: modules (an EMA), optimizers, schedulers, and whatever has
-                state_dict and load_state_dict.
+            stateful: More parts under names of your own: modules (an EMA), optimizers, schedulers, and other objects
+                with state_dict and load_state_dict.
 
         Raises:
-            InvalidArgumentError: A part has no state_dict. (An optimizer that trains parameters of no module here is
-                refused when it is saved or restored.)
+            InvalidArgumentError: A part has no state_dict. (An optimizer with parameters of a module that is not part
+                of the state is refused when it is saved or restored.)
         """
-        given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "scaler": scaler}
-        given |= stateful
-        parts = {name: unwrapped(part) for name, part in given.items() if part is not None}
+        named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "scaler": scaler}
+        named |= stateful
+        parts = {name: unwrapped(part) for name, part in named.items() if part is not None}
         self.kinds: dict[str, PartKind] = {name: _kind_of(name, part) for name, part in parts.items()}
         self.components: dict[str, Any] = {
             name: track(part) if self.kinds[name] == "loader" else part for name, part in parts.items()
         }
-        """By name; a loader that is not ours is followed from now on (see `foreign_loader.py`)."""
+        """The parts by name; a loader of another library is tracked from now on (see `external_loader.py`)."""
 
     def of_kind(self, kind: PartKind) -> dict[str, Any]:
-        """The parts of one kind, by name."""
+        """Return the parts of one kind, by name.
+
+        modules = state.of_kind("module")
+        """
         return {name: part for name, part in self.components.items() if self.kinds[name] == kind}
 
     def parameter_names(self) -> dict[int, str]:
-        """The id of every parameter of every module -> its name; those of others than the model: "component:name"."""
+        """Return the id of every parameter -> its name, which is "component:name" outside of the model."""
         names: dict[int, str] = {}
         modules = self.of_kind("module")
         for component in sorted(modules, key=lambda name: name != "model"):
@@ -81,7 +84,7 @@ class TrainingState:
 
 
 def unwrapped(part: Any) -> Any:
-    """What Accelerate has wrapped, or the object itself; Accelerate is not imported to find out."""
+    """Return what Accelerate has wrapped, or the object itself, without importing Accelerate."""
     for module, name, attribute in (
         ("accelerate.optimizer", "AcceleratedOptimizer", "optimizer"),
         ("accelerate.scheduler", "AcceleratedScheduler", "scheduler"),
@@ -94,11 +97,11 @@ def unwrapped(part: Any) -> Any:
 
 def _kind_of(name: str, part: Any) -> PartKind:
     if _RESERVED.fullmatch(name):
-        raise InvalidArgumentError(f"'{name}' is what hfshard calls a part of its own: give yours another name.")
+        raise InvalidArgumentError(f"'{name}' is a name that hfshard uses itself: give the part another name.")
     if isinstance(part, nn.Module):
         return "module"
     if name == "model":
-        raise InvalidArgumentError(f"model must be an nn.Module, and is a {type(part).__name__}.")
+        raise InvalidArgumentError(f"model must be an nn.Module, got a {type(part).__name__}.")
     if isinstance(part, Optimizer):
         return "optimizer"
     if is_scheduler(part):
@@ -107,7 +110,7 @@ def _kind_of(name: str, part: Any) -> PartKind:
         if name == "loader" or isinstance(part, DataLoader | Gradients):
             return "loader"
         return "scheduler" if name == "scheduler" else "stateful"
-    hint = " hfshard.training.ResumableDataLoader takes the same arguments, and has." if name == "loader" else ""
+    hint = " Use hfshard.training.ResumableDataLoader, which takes the same arguments." if name == "loader" else ""
     raise InvalidArgumentError(
         f"'{name}' is a {type(part).__name__}, which has no state_dict and load_state_dict to save and restore it by."
         + hint

@@ -1,4 +1,4 @@
-"""A step of a run: as it is named in a save, and as a restore returns it."""
+"""A step of a run: checked when it is saved, and with what was saved beside it when it is restored."""
 
 from __future__ import annotations
 
@@ -8,31 +8,35 @@ from typing import Any, Final
 from hfshard.errors import InvalidArgumentError
 
 _MAX_STEP: Final = 10**18 - 1
-"""Of a directory's name."""
+"""The highest step that the name of a directory has room for."""
 
 
 class RestoredStep(int):
-    """The step that was restored, as an int, with what else was saved with it."""
+    """The step that was restored, as an int, with what was saved beside the state.
+
+    restored = manager.restore_latest(state)
+    print(restored + 1, restored.metrics["eval_loss"])
+    """
 
     path: str
     """The checkpoint's directory."""
     extra: Any
-    """What was passed to `save`."""
+    """What was passed to `save` as `extra`."""
     metrics: dict[str, float]
     differences: tuple[str, ...]
-    """With strict=False: what did not fit and was left as it was built, in words."""
+    """With strict=False: what did not fit and stayed as it was built, in words."""
 
 
 def checked_step(step: object) -> int:
-    """The number of a step.
+    """Return a step as a plain int.
 
     Raises:
-        InvalidArgumentError: It is none, or is too large for a directory's name.
+        InvalidArgumentError: It is not a number from 0, or is too large for the name of a directory.
     """
     try:
         number = operator.index(step) if not isinstance(step, bool) else -1  # type: ignore[arg-type]
     except TypeError:
         number = -1
     if not 0 <= number <= _MAX_STEP:
-        raise InvalidArgumentError(f"step must be a number of at least 0, got {step!r}.")
+        raise InvalidArgumentError(f"step must be an integer from 0 to {_MAX_STEP}, got {step!r}.")
     return number

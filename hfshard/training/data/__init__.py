@@ -1,1 +1,1 @@
-"""Data loaders: the order of an epoch, the seeds of each batch, and the position in it."""
+"""Data loaders: the order of each epoch, the seeds of each batch, and the position that is saved."""

@@ -1,4 +1,4 @@
-"""A DataLoader that resumes at the next batch, with the same order and the same augmentation as if never stopped."""
+"""A DataLoader that resumes at the next batch, with the same order and augmentation as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -19,43 +19,44 @@ _END = (-1, None)
 
 
 class ResumableDataLoader(DataLoader[_T_co]):
-    """A `torch.utils.data.DataLoader` with a position, which `state_dict` gives and `load_state_dict` goes back to.
+    """A `torch.utils.data.DataLoader` with a position, which `state_dict` returns and `load_state_dict` restores.
 
         loader = ResumableDataLoader(dataset, batch_size=8, shuffle=True, seed=1)
         for epoch in range(loader.epoch, epochs):
             for batch in loader:
                 ...
 
-    resumes exactly at the batch after the last one that the loop was handed; skipping loads nothing. A checkpoint of
-    the last batch of an epoch resumes behind it: the rest of that epoch is then empty, and what the loop does at an
-    epoch's end is done as it would have been.
+    This resumes exactly at the batch after the last one that the loop received; skipping loads nothing. A checkpoint
+    that was saved at the last batch of an epoch resumes after it: the rest of that epoch is empty, so the loop does
+    what it does at the end of an epoch.
 
-    The order depends on seed and epoch alone. Before each batch is loaded, python's, numpy's and torch's RNGs are
-    seeded from seed, epoch and batch, in the worker or, with `num_workers=0`, here, where they are put back
-    afterwards. So what a dataset or `collate_fn` draws from them is the same for any number of workers, also if that
-    changes in between; and iterating changes no RNG of the training loop. An RNG of the dataset's own
+    The order depends only on the seed and the epoch. Before each batch is loaded, Python's, numpy's and torch's RNGs
+    are seeded from seed, epoch and batch: in the worker or, with `num_workers=0`, in this process, where they are
+    restored afterwards. So whatever a dataset or `collate_fn` draws from them is the same for any number of workers,
+    even if that changes in between, and iterating changes no RNG of the training loop. An RNG of the dataset's own
     (`self.rng = numpy.random.default_rng()`) is not seen: draw from the global ones instead.
 
-    A `sampler` or `batch_sampler` is told each epoch by `set_epoch`, if it has that, and is otherwise run as it is,
-    with the global RNGs, and with a `torch.Generator` that it holds, seeded from seed and epoch, and put back. One
-    whose order depends on anything else is found out when it is resumed: the indexes are compared. It is asked for up
-    to 64 batches ahead. With several ranks use a `DistributedSampler`; for other augmentation on each rank, another
-    seed on each.
+    The `set_epoch` method of a `sampler` or `batch_sampler` is called for each epoch, if there is one. While it runs,
+    the global RNGs, and a `torch.Generator` that it holds, are seeded from seed and epoch, and restored afterwards. An
+    order that depends on anything else is noticed at a resume, which compares the indexes. It is asked for up to 64
+    batches ahead. With several ranks use a `DistributedSampler`; for different augmentation on each rank, give each
+    another seed.
 
     A loop that is left early keeps its position for `state_dict`; the next `iter()` begins the next epoch, except
-    after `load_state_dict`, which continues, and after `set_epoch`, which begins that epoch. There is one position,
-    and so only the newest iterator can be used. Code that builds a loader of its own from this one's parts, as
-    `Accelerator.prepare` does, is to be given `plain_loader(loader)` (see there).
+    after `load_state_dict`, which continues, and after `set_epoch`, which begins that epoch. There is only one
+    position, so only the newest iterator can be used. Give `plain_loader(loader)` to code that builds a loader of its
+    own from this one's parts, as `Accelerator.prepare` does.
 
     Args:
         generator: Only its `initial_seed()` is used, as the seed.
-        in_order: True; without order there is no position.
-        seed: Any int; the seed of the order and of what is drawn while loading.
+        in_order: Must be True; without order there is no position.
+        seed: Any int; determines the order and what is drawn while data are loaded.
 
     All other arguments are those of torch's DataLoader.
 
     Raises:
-        InvalidArgumentError: An `IterableDataset`, which has no positions to go to; `in_order=False`; two seeds.
+        InvalidArgumentError: The dataset is an `IterableDataset`, which has no positions; or `in_order=False`; or there
+            are two seeds.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
             )
         if not in_order:
             raise InvalidArgumentError(
-                "A ResumableDataLoader gives batches in order, or 'batch 7' would have no meaning: in_order=True."
+                "A ResumableDataLoader gives batches in order, or 'batch 7' would have no meaning. Pass in_order=True."
             )
         own_shuffle = bool(shuffle) and sampler is None and batch_sampler is None
         self._is_own_order = sampler is None and batch_sampler is None
@@ -115,34 +116,38 @@ class ResumableDataLoader(DataLoader[_T_co]):
         self._epoch = 0
         self._batch = 0
         self._checksum: int | None = None
-        """Of the indexes of the epoch so far."""
+        """The checksum of the indexes of the epoch so far."""
         self._next_start: tuple[int, int] | None = None
-        """Where the next iterator begins; None: at the position if no batch was consumed, else at the next epoch."""
+        """Where the next iterator begins; None: here if no batch of the epoch was used, else at the next epoch."""
         self._turn = 0
-        """Counts the moves, each of which ends the use of older iterators."""
+        """Counts changes of the position; after each one, older iterators can't be used."""
         self._tasks = TaskSampler()
         self._inner: DataLoader[Any] | None = None
-        """What iterates; kept only with persistent workers, so that other attributes may be set later, as in torch."""
+        """The loader that iterates; kept only with persistent workers, so that attributes may be set later."""
 
     @property
     def epoch(self) -> int:
-        """The epoch of the position, from 0; that of the next batch, unless the last one's end was not yet seen."""
+        """The epoch of the position, from 0."""
         return self._epoch
 
     @property
     def batch(self) -> int:
-        """How many batches of the epoch the loop has been handed."""
+        """How many batches of the epoch the loop has received."""
         return self._batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of another epoch. Of the same one: stay, but do not leave the epoch at the next `iter()`.
+        """Go to the beginning of another epoch. For the current one: stay, and do not leave it at the next `iter()`.
+
+            loader.set_epoch(loader.epoch + 1)
 
         Args:
             epoch: From 0.
         """
         epoch = checked_int(epoch, "epoch")
         if epoch < 0:
-            raise InvalidArgumentError(f"The epoch of a ResumableDataLoader is from 0 on, not {epoch}.", actual=epoch)
+            raise InvalidArgumentError(
+                f"The epoch of a ResumableDataLoader must be 0 or more, got {epoch}.", actual=epoch
+            )
         if epoch != self._epoch:
             self._go_to(epoch, 0)
             self._next_start = None
@@ -150,7 +155,10 @@ class ResumableDataLoader(DataLoader[_T_co]):
             self._next_start = (epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and the settings without which it means nothing: ints, bools and a str."""
+        """Return the position, and the settings that it depends on: ints, bools and a str.
+
+        position = loader.state_dict()
+        """
         return {
             "format": STATE_FORMAT,
             "epoch": self._epoch,
@@ -160,18 +168,22 @@ class ResumableDataLoader(DataLoader[_T_co]):
         }
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that a state fits this loader; changes nothing.
+        """Check that a state fits this loader; nothing is changed.
+
+            loader.check_state_dict(position)
 
         Raises:
-            StateDictMismatchError: It says which value was and is, and what to do.
+            StateDictMismatchError: A setting differs; the message says which, and what to do.
         """
         check_state(state_dict, settings_of(self, self.seed))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to the position of a `state_dict`; the next `iter()` continues there.
 
+            loader.load_state_dict(position)
+
         Raises:
-            StateDictMismatchError: The state does not fit; nothing was changed. See `check_state_dict`.
+            StateDictMismatchError: The state does not fit, as in `check_state_dict`; nothing was changed.
         """
         self.check_state_dict(state_dict)
         self._go_to(state_dict["epoch"], state_dict["batch"])
@@ -196,10 +208,15 @@ class ResumableDataLoader(DataLoader[_T_co]):
 
     def _go_to(self, epoch: int, batch: int) -> None:
         self._turn += 1
-        self._epoch, self._batch, self._checksum = epoch, batch, None
+        self._epoch = epoch
+        self._batch = batch
+        self._checksum = None
 
     def order(self, epoch: int, start: int = 0) -> BatchOrder:
-        """The indexes of the batches of an epoch, from one on; moves nothing but the sampler's epoch."""
+        """Return the indexes of the batches of an epoch, from a given one; only the sampler's epoch is changed.
+
+        first_indexes = next(loader.order(epoch=0))
+        """
         if not self._is_own_order:
             sampler = self.sampler if self.batch_sampler is None else self.batch_sampler
             return sampler_order(sampler, self.seed, epoch, start)
@@ -210,15 +227,15 @@ class ResumableDataLoader(DataLoader[_T_co]):
         if None not in (self._checksum, order.checksum) and self._checksum != order.checksum:
             raise StateDictMismatchError(
                 f"The data loader can't resume in the middle of epoch {self._epoch}: the {self._batch} batches before"
-                f" the checkpoint had other samples than {type(self.sampler).__name__} and the dataset give now. Make"
-                " its order a function of set_epoch() or of the global RNGs, and its arguments those of then; or begin"
-                f" an epoch: loader.set_epoch({self._epoch + 1}).",
+                f" the checkpoint had other samples than {type(self.sampler).__name__} and the dataset give now. Let"
+                " the order depend only on set_epoch() or the global RNGs, and build it with the same arguments; or"
+                f" begin an epoch: loader.set_epoch({self._epoch + 1}).",
                 expected=self._checksum,
                 actual=order.checksum,
             )
 
     def _make_inner(self) -> DataLoader[Any]:
-        """A plain loader of our tasks: with its own generator, it draws from nobody's RNG."""
+        """A plain loader of tasks; with a generator of its own, it does not draw from the global RNGs."""
         return DataLoader(
             SeededDataset(self.dataset, self.collate_fn, self.batch_sampler is not None, self.seed),  # type: ignore[arg-type]
             batch_size=None,
@@ -229,7 +246,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
             timeout=self.timeout,
             worker_init_fn=self.worker_init_fn,
             multiprocessing_context=self.multiprocessing_context,
-            generator=torch.Generator(torch.get_default_device()),  # where torch draws the workers' seed
+            generator=torch.Generator(torch.get_default_device()),  # the device where torch draws the workers' seed
             prefetch_factor=self.prefetch_factor,
             persistent_workers=self.persistent_workers,
             pin_memory_device=self.pin_memory_device,
@@ -237,7 +254,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
 
 
 class _EpochIterator:
-    """One iteration: hands out batches and moves the loader's position."""
+    """One iteration over an epoch: gives the batches and moves the loader's position."""
 
     def __init__(self, loader: ResumableDataLoader[Any], batches: Iterator[Any], pending: PendingBatches) -> None:
         self._loader = loader
@@ -272,16 +289,17 @@ class _EpochIterator:
             raise StopIteration
         while self._pending:
             pending, checksum = self._pending.popleft()
-            if pending == number:  # those before it have failed, and the loop went on
+            if pending == number:  # those before it failed, and the loop went on
                 break
-        loader._batch, loader._checksum = number + 1, checksum
+        loader._batch = number + 1
+        loader._checksum = checksum
         return data
 
     def _finish(self) -> None:
         if self._pending and not self._has_failed:
             raise HfshardError(
                 f"The dataset raised StopIteration in batch {self._loader.batch} of epoch {self._loader.epoch}, which"
-                " would end the epoch unseen. Let it raise IndexError, or what went wrong."
+                " would end the epoch silently. Let it raise IndexError, or the error that occurred."
             )
         self._batches = None
         self._loader._go_to(self._loader.epoch + 1, 0)

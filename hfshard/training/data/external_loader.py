@@ -1,9 +1,9 @@
-"""Loaders that are not ours: when their iterators begin and end, and the RNG states that a resume needs around that.
+"""Tracks loaders of other libraries: when their iterators begin and end, and which RNG states a resume needs then.
 
-`iter()` of torch's DataLoader, and so of most others, draws a seed from the global RNG, and a shuffling sampler draws
-its order there. In the middle of an epoch a straight run has that behind it, and a resumed one has it before it: so the
-states at the time of the save have to be put back after the first `iter()`, and not before it; and for the same order,
-that `iter()` has to begin with the states that the first one began with. Between two epochs, nothing is to be done.
+`iter()` of torch's DataLoader, and of most others, draws a seed from the global RNG, and a shuffling sampler draws its
+order from it. In the middle of an epoch, a straight run has already drawn them, and a resumed run still has to. So the
+states at the time of the save must be restored after the first `iter()`, not before it; and to get the same order, that
+`iter()` must begin with the states that the original one began with. Between two epochs there is nothing to do.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from hfshard.training.parts.rng import check_rng_state, rng_state, set_rng_state
 
 _TORCHDATA: Final = "torchdata.stateful_dataloader"
 _FINISHED: Final = "_iterator_finished"
-"""What torchdata's state calls it that the epoch is over."""
+"""The key by which torchdata's state says that the epoch is over."""
 _TRACKER: Final = "_hfshard_tracker"
 
 
 def track(loader: Any) -> Any:
-    """What a TrainingState keeps for a loader: a `LoaderTracker` that stands for it, or itself if it needs none.
+    """Return what a TrainingState keeps for a loader: a `LoaderTracker`, or the loader itself if it needs none.
 
     Raises:
-        InvalidArgumentError: It was prepared by Accelerate, and so reads a batch ahead of what it hands out.
+        InvalidArgumentError: Accelerate prepared the loader, which therefore reads a batch ahead.
     """
     if isinstance(loader, (ResumableDataLoader, LoaderTracker)) or not hasattr(type(loader), "__iter__"):
         return loader
     if "base_dataloader" in vars(loader):
         raise InvalidArgumentError(
-            f"The loader is a {type(loader).__name__} of Accelerate, which fetches a batch more than it hands out, so"
-            " that no state of it is exact. Prepare hfshard.training.plain_loader(resumable_loader)"
-            " instead, or leave the loader out of the TrainingState."
+            f"The loader is a {type(loader).__name__} of Accelerate, which fetches a batch more than it gives, so no"
+            " state of it is exact. Prepare hfshard.training.plain_loader(resumable_loader) instead, or leave the"
+            " loader out of the TrainingState."
         )
     return getattr(type(loader), _TRACKER, None) or LoaderTracker(loader)
 
@@ -48,14 +48,14 @@ def track(loader: Any) -> Any:
 def reset_after_iter(
     loader: Any, restore_rng: Callable[[], None], rng_at_iter: Mapping[str, Any] | None = None
 ) -> None:
-    """Put the RNG states back once more, after the next `iter(loader)`; later ones are left alone.
+    """Restore the RNG states once more after the next `iter(loader)`, but not after later ones.
 
-    Where `__iter__` is a generator function, which does nothing before its first batch is asked for, it is after that.
+    If `__iter__` is a generator function, which does nothing before its first batch is fetched, it happens after that.
 
     Args:
-        loader: Any but a `ResumableDataLoader`, which draws from no RNG, and for which nothing is done.
-        restore_rng: Puts them back.
-        rng_at_iter: What to begin that `iter()` with, of `rng_state`; None: whatever is there.
+        loader: Any loader. For a `ResumableDataLoader`, which draws from no RNG, nothing is done.
+        restore_rng: Restores the states.
+        rng_at_iter: The states to begin that `iter()` with, from `rng_state`; None: the current ones.
     """
     tracker = track(loader)
     if isinstance(tracker, LoaderTracker):
@@ -63,21 +63,21 @@ def reset_after_iter(
 
 
 class LoaderTracker:
-    """Stands for a foreign loader in a checkpoint: its state, and whether and how an epoch of it has begun.
+    """Stands for a loader of another library in a checkpoint: its state, and how its current epoch began.
 
-    The loader's class is replaced by a subclass that reports `iter()` and the end of iterators; all else is as it was.
+    The loader's class is replaced by a subclass that reports `iter()` and the end of iterators; nothing else changes.
 
-    Exact are then torchdata's StatefulDataLoader and loaders of the user's own, with these exceptions, of which all
-    but the last are a warning when a checkpoint is saved:
+    torchdata's StatefulDataLoader and loaders of the user's own then resume exactly, with these exceptions. All but the
+    last cause a warning when a checkpoint is saved:
 
     - A loader with worker processes, in the middle of an epoch: what its workers draw is not restored.
-    - A loader whose `__iter__` is a generator function, in the middle of an epoch, where fetching a batch draws in the
-      main process: what the first batch after the resume draws is not restored.
-    - One whose class can't be replaced (of an extension, with slots of its own).
-    - An iterator that was made before the TrainingState: whether it has ended is not seen.
+    - A loader whose `__iter__` is a generator function that draws in the main process while it fetches a batch, in the
+      middle of an epoch: what the first batch after the resume draws is not restored.
+    - A loader whose class can't be replaced (that of an extension, or one with slots).
+    - An iterator that was made before the TrainingState: its end is not noticed.
 
     Attributes:
-        loader: The user's.
+        loader: The user's loader.
         pending: What the next `iter()` has to do, once.
     """
 
@@ -94,9 +94,9 @@ class LoaderTracker:
         self._can_follow = _replace_class(loader, self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state, whether it is within an epoch, and the RNG states with which that epoch began."""
+        """Return the loader's state, whether it is within an epoch, and the RNG states with which that epoch began."""
         if _is_torchdata(self.loader) and getattr(self.loader, "_iterator", None) is None:
-            # Its state_dict() would make an iterator, which draws, and which the next iter() would use.
+            # Its state_dict() would make an iterator, which draws random numbers, and which the next iter() would use.
             return {"loader": None, "is_within": False} if self._loaded is None else dict(self._loaded)
         before = rng_state()
         state = self.loader.state_dict()
@@ -108,11 +108,11 @@ class LoaderTracker:
         return {"loader": state, "is_within": is_within, "rng_at_iter": self._rng_at_iter if is_within else None}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse what is no state of a tracker.
+        """Refuse what is not the state of a tracker.
 
         Raises:
-            StateDictMismatchError: It was saved with a loader of ours, or with something else.
-            DamagedCheckpointError: The RNG states in it are none.
+            StateDictMismatchError: It was saved with a ResumableDataLoader or another object.
+            DamagedCheckpointError: The RNG states in it are not valid.
         """
         if not isinstance(state_dict, Mapping) or not {"loader", "is_within"} <= state_dict.keys():
             raise StateDictMismatchError(
@@ -124,16 +124,18 @@ class LoaderTracker:
             check_rng_state(state_dict["rng_at_iter"], "the data loader's state")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the loader's state; the RNG states are to be restored after this, and then `reset` called."""
+        """Load the loader's state. The caller then restores the RNG states and calls `reset`."""
         self.check_state_dict(state_dict)
-        self._loaded, self.pending = state_dict, None
-        # As before the save, until the next iter(): a save before that is to be the same.
-        self._is_running, self._rng_at_iter = state_dict["is_within"], state_dict.get("rng_at_iter")
+        self._loaded = state_dict
+        self.pending = None
+        # As at the time of the save until the next iter(), so that a save before that is the same.
+        self._is_running = state_dict["is_within"]
+        self._rng_at_iter = state_dict.get("rng_at_iter")
         state = state_dict["loader"]
         if state is None:
             return
         if _is_torchdata(self.loader) and not state_dict["is_within"]:
-            # Of a state that has ended, its iter() makes two iterators and draws twice; one that ends here does not.
+            # With the state of an ended epoch, iter() makes two iterators and draws twice; ending it here avoids it.
             self.loader.load_state_dict({**state, _FINISHED: False})
             for _ in self.loader:
                 raise StateDictMismatchError(
@@ -145,17 +147,19 @@ class LoaderTracker:
             self.loader.load_state_dict(state)
 
     def reset(self, restore_rng: Callable[[], None]) -> None:
-        """After a restore: see to it that the states are put back after the next `iter()`, where that is needed."""
+        """After a restore: let the next `iter()` restore the RNG states once more, if the loader needs that."""
         if self._loaded is not None and self._loaded["is_within"]:
             self.pending = (restore_rng, self._loaded.get("rng_at_iter"))
 
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Called for `iter(loader)`."""
-        pending, self.pending = self.pending, None
+        """Make an iterator, for `iter(loader)`."""
+        pending = self.pending
+        self.pending = None
         if pending is not None and pending[1] is not None:
             set_rng_state(dict(pending[1]))
         self._turn += 1
-        self._rng_at_iter, self._is_running = rng_state(), True
+        self._rng_at_iter = rng_state()
+        self._is_running = True
         iterator = make()
         is_late = inspect.isgenerator(iterator)
         if pending is not None and not is_late:
@@ -165,16 +169,17 @@ class LoaderTracker:
         )
 
     def end(self, turn: int) -> None:
-        """Called when an iterator has ended; only the newest counts."""
+        """Note that an iterator has ended; only the newest counts."""
         if turn == self._turn:
             self._is_running = False
 
     def note_late_draws(self) -> None:
-        """Called when fetching a batch has drawn from the RNGs here, in a generator that can't be resumed before it."""
+        """Note that a generator function draws random numbers here while it fetches a batch."""
         self._draws_late = True
 
     def _warn(self, is_within: bool) -> None:
-        name, reasons = type(self.loader).__name__, {}
+        name = type(self.loader).__name__
+        reasons: dict[str, str] = {}
         if not self._can_follow:
             reasons["follow"] = (
                 "can't be followed (its class has a layout of its own), so that the random numbers after"
@@ -188,15 +193,15 @@ class LoaderTracker:
                 self._warned.add(key)
                 warnings.warn(
                     f"The {name} {reason} a resume in the middle of an epoch are not those of a run that was never"
-                    " stopped. hfshard.training.ResumableDataLoader has no such limit; nothing is to be done where"
-                    " loading draws none.",
+                    " stopped. hfshard.training.ResumableDataLoader has no such limit. Ignore this if loading draws no"
+                    " random numbers.",
                     UserWarning,
                     stacklevel=3,
                 )
 
 
 class _TrackedIterator:
-    """An iterator that tells when it ends, and has all else of the one within."""
+    """An iterator that reports its end to the tracker; in all else it is the one that it wraps."""
 
     def __init__(
         self,
@@ -211,7 +216,7 @@ class _TrackedIterator:
         self._turn = turn
         self._restore_rng = restore_rng
         self._look = 2 if is_late else 0
-        """Batches until the second, whose fetching is looked at."""
+        """Batches until the second one, which is checked for draws."""
 
     def __iter__(self) -> _TrackedIterator:
         return self
@@ -221,7 +226,8 @@ class _TrackedIterator:
             self._look -= 1
             if not self._look:
                 return self._fetch_and_compare()
-        restore_rng, self._restore_rng = self._restore_rng, None
+        restore_rng = self._restore_rng
+        self._restore_rng = None
         try:
             return next(self._iterator)
         except StopIteration:
@@ -243,14 +249,14 @@ class _TrackedIterator:
 
 
 def _comparable(state: Any) -> Any:
-    """A state of RNGs as something that can be compared."""
+    """RNG states as values that can be compared."""
     if isinstance(state, dict):
         return {key: _comparable(value) for key, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else repr(state)
 
 
 def _replace_class(loader: Any, tracker: LoaderTracker) -> bool:
-    """Give the loader a class of its own that reports `iter()`; False where Python does not allow it."""
+    """Give the loader a class of its own that reports `iter()`; return False if Python does not allow it."""
     base: Any = type(loader)
 
     def __iter__(self: Any) -> Iterator[Any]:

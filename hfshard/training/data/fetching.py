@@ -1,4 +1,4 @@
-"""What the loader within a ResumableDataLoader iterates: tasks, and a dataset that does each under its own seeds."""
+"""The sampler and dataset within a ResumableDataLoader: tasks, and a dataset that loads each under its own seeds."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Task = tuple[int, int, Any]
 """Epoch, batch, and the indexes of its samples."""
 
 PendingBatches = deque[tuple[int, int | None]]
-"""Numbers of the batches that were fed and not yet handed out, each with the checksum of the indexes up to it."""
+"""Numbers of the batches that are being loaded, each with the checksum of the indexes up to it."""
 
 _OWN = frozenset({"_dataset", "_collate", "_is_batched", "_seed", "_numpy_bits"})
 
 
 def identity(batch: Any) -> Any:
-    """The `collate_fn` of a loader whose batches are collated already."""
+    """Return a batch as it is: the `collate_fn` of a loader whose batches are collated already."""
     return batch
 
 
 class TaskSampler:
-    """What the inner loader's workers are given to do; the sampler of a plain DataLoader."""
+    """The tasks of the inner loader's workers, as the sampler of a plain DataLoader."""
 
     def __init__(self) -> None:
         self._tasks: Iterator[Task] = iter(())
 
     def begin(self, order: BatchOrder, epoch: int, start: int) -> PendingBatches:
-        """Feed another epoch; who hands out the batches pops what is returned."""
+        """Begin another epoch; whoever gives out its batches pops them from the deque that is returned."""
         pending: PendingBatches = deque()
 
         def tasks() -> Iterator[Task]:
@@ -49,15 +49,15 @@ class TaskSampler:
 
 
 class SeededDataset:
-    """Takes a task, gives (number of the batch, collated batch); all other attributes are those of the dataset.
+    """Maps a task to (number of the batch, collated batch); all other attributes are those of the dataset.
 
-    In the main process the RNGs are put back after each batch. In a worker nobody else draws from them.
+    In the main process the RNGs are restored after each batch. In a worker nobody else draws from them.
 
     Args:
         dataset: The user's.
         collate: The user's `collate_fn`.
-        is_batched: False: the indexes are one index.
-        seed: What the batch's seeds depend on, beside epoch and batch.
+        is_batched: Whether the indexes are several; False: a single index.
+        seed: Determines the seeds of a batch, together with epoch and batch.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], is_batched: bool, seed: int) -> None:
@@ -65,7 +65,7 @@ class SeededDataset:
         self._collate = collate
         self._is_batched = is_batched
         self._seed = seed
-        self._numpy_bits = np.random.MT19937(0)  # one for each, so that a loader within a dataset is no trouble
+        self._numpy_bits = np.random.MT19937(0)  # one for each, so that a dataset may itself use a loader
 
     def __getitem__(self, task: Task) -> tuple[int, Any]:
         epoch, batch, indexes = task
@@ -92,10 +92,12 @@ class SeededDataset:
             items = [self._dataset[index] for index in indexes]
         return self._collate(items)
 
-    # A `worker_init_fn` finds this at `get_worker_info().dataset`: what it reads and sets there is the dataset's.
+    # A `worker_init_fn` sees this as `get_worker_info().dataset`: the attributes here are the dataset's.
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OWN or (name.startswith("__") and name.endswith("__")):  # asked for by pickle before there is state
+        if name in _OWN or (
+            name.startswith("__") and name.endswith("__")
+        ):  # pickle asks for these before there is state
             raise AttributeError(name)
         return getattr(self._dataset, name)
 

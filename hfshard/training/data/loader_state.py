@@ -1,4 +1,4 @@
-"""What a ResumableDataLoader's state holds beside the position, and whether a state and numbers fit a loader."""
+"""The settings in a ResumableDataLoader's state, and checks that a state and numbers fit a loader."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SETTINGS: Final = {
     "drop_last": "drop_last",
     "batches": "number of batches in an epoch",
 }
-"""What has to be the same again, and what a message calls it."""
+"""Settings that must be the same at a resume -> what messages call them."""
 
 
 def settings_of(loader: DataLoader[Any], seed: int) -> dict[str, Any]:
-    """The settings that a position depends on: ints, bools and a str."""
+    """Return the settings that a position depends on: ints, bools and a str."""
     is_users_batches = loader.batch_size is None and loader.batch_sampler is not None
     by = loader.batch_sampler if is_users_batches else loader.sampler
     return {
@@ -40,15 +40,15 @@ def settings_of(loader: DataLoader[Any], seed: int) -> dict[str, Any]:
 
 
 def check_state(state_dict: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Check that a state fits a loader of these settings.
+    """Check that a state fits a loader with these settings.
 
     Raises:
-        StateDictMismatchError: It says which value was and is, and what to do.
+        StateDictMismatchError: A value differs; the message says which, and what to do.
     """
     if not isinstance(state_dict, Mapping) or state_dict.get("format") != STATE_FORMAT:
         found = state_dict.get("format") if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise StateDictMismatchError(
-            f"This is no state of a ResumableDataLoader of format {STATE_FORMAT} (found: {found!r}). Resume with"
+            f"This is not a ResumableDataLoader's state of format {STATE_FORMAT} (found: {found!r}). Resume with"
             " the loader that the checkpoint was saved with, or without the loader's state.",
             expected=STATE_FORMAT,
             actual=found,
@@ -59,19 +59,20 @@ def check_state(state_dict: Mapping[str, Any], settings: Mapping[str, Any]) -> N
             missing_keys=tuple(missing),
         )
     for name, title in _SETTINGS.items():
-        was, now = state_dict[name], settings[name]
+        was = state_dict[name]
+        now = settings[name]
         if was != now:
             raise StateDictMismatchError(
                 f"The data loader can't resume: the checkpoint was saved with {title} {was!r}, and this loader has"
                 f" {now!r}. Build the loader as it was then; or leave it out of the restore and begin an epoch"
-                f" with it: loader.set_epoch({state_dict['epoch']}).",
+                f" with loader.set_epoch({state_dict['epoch']}).",
                 expected=was,
                 actual=now,
             )
     for name in _PLACES:
         if type(state_dict[name]) is not int or state_dict[name] < 0:
             raise StateDictMismatchError(
-                f"The data loader's state has {name} {state_dict[name]!r}, which is no position. Resume from"
+                f"The data loader's state has {name} {state_dict[name]!r}, which is not a position. Resume from"
                 " another checkpoint.",
                 actual=state_dict[name],
             )
@@ -85,7 +86,7 @@ def check_state(state_dict: Mapping[str, Any], settings: Mapping[str, Any]) -> N
 
 
 def length_of(sized: Any) -> int | None:
-    """None where it has none."""
+    """Return the length of an object; None if it has none."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -93,7 +94,7 @@ def length_of(sized: Any) -> int | None:
 
 
 def checked_seed(seed: int, generator: torch.Generator | None) -> int:
-    """The seed as a plain int; a generator's where there is one."""
+    """Return the seed as a plain int; the generator's if there is one."""
     seed = checked_int(seed, "seed")
     if generator is None:
         return seed
@@ -106,8 +107,8 @@ def checked_seed(seed: int, generator: torch.Generator | None) -> int:
 
 
 def checked_int(value: Any, name: str) -> int:
-    """Numbers of numpy and tensors, too, as plain ints: they are stored."""
+    """Return a number, which may be numpy's or a tensor, as a plain int that can be stored."""
     if not isinstance(value, bool):
         with suppress(TypeError):
             return operator.index(value)
-    raise InvalidArgumentError(f"The {name} of a ResumableDataLoader is an int, not {value!r}.", actual=value)
+    raise InvalidArgumentError(f"The {name} of a ResumableDataLoader must be an int, got {value!r}.", actual=value)

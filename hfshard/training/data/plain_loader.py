@@ -13,15 +13,15 @@ from hfshard.training.data.fetching import SeededDataset, Task
 
 
 class TaskBatches:
-    """A batch sampler of batches with one task each: whoever shards or skips batches, each keeps its own seeds.
+    """A batch sampler whose batches are one task each, so that batches keep their seeds when they are split or skipped.
 
-    `Accelerator.prepare`, `skip_first_batches` and Trainer build a new loader of another's dataset, batch sampler and
-    collate_fn. All that makes a batch what it is, is in these here.
+    `Accelerator.prepare`, `skip_first_batches` and Trainer build a new loader from the dataset, batch sampler and
+    collate_fn of another. Everything that determines a batch is in these three here.
 
     Attributes:
-        batch_size: 1, the tasks of a batch, so that all batches are full for those who count.
-        drop_last: False; the last one was dropped before.
-        epoch: Of the next iteration, which counts it on; `set_epoch` sets it.
+        batch_size: 1, the number of tasks in a batch, so that every batch counts as full.
+        drop_last: False; an incomplete last batch was dropped before.
+        epoch: The epoch of the next iteration, which increments it; `set_epoch` sets it.
     """
 
     batch_size = 1
@@ -33,27 +33,30 @@ class TaskBatches:
         self.sampler = self  # Accelerate calls set_epoch of this
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[list[Task]]:
-        epoch = self.epoch  # when the first one is asked for: torch makes two iterators, and uses one
+        epoch = self.epoch  # read at the first batch: torch makes two iterators, and uses one
         self.epoch += 1
         for batch, indexes in enumerate(self._loader.order(epoch)):
             yield [(epoch, batch, indexes)]
 
 
 def plain_loader(loader: ResumableDataLoader[Any]) -> DataLoader[Any]:
-    """A plain DataLoader with the same batches in the same epochs, which draws from no RNG of the process, either.
+    """Make a plain DataLoader with the same batches in the same epochs, which draws from no global RNG either.
 
     It has no position: the caller counts the batches of the epoch and skips them (`accelerate.skip_first_batches`,
     Trainer's own resume), which loads nothing and changes no batch.
 
     Args:
-        loader: Used for its parts; its own position neither matters nor moves, but for the epoch to begin with.
+        loader: Its parts are used, and its epoch is the first one; its position is not used or changed.
+
+    Returns:
+        The plain loader.
 
     Example:
         batches = list(plain_loader(loader))
@@ -75,6 +78,6 @@ def plain_loader(loader: ResumableDataLoader[Any]) -> DataLoader[Any]:
 
 
 def only_batch(done: list[tuple[int, Any]]) -> Any:
-    """The collated batch of the one task."""
+    """Return the collated batch of the only task."""
     [(_, batch)] = done
     return batch

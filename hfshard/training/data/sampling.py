@@ -1,4 +1,4 @@
-"""Which samples each batch of an epoch has: a function of the seed and the epoch, started at any batch."""
+"""The samples of each batch of an epoch: a function of the seed and the epoch, which can start at any batch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hfshard.errors import StateDictMismatchError
 from hfshard.training.data.seeding import PrivateRng, seeds_for
 
 _BURST: Final = 64
-"""Batches that a sampler is asked for at a time, so that exchanging the RNG states costs 2 us a batch and not 150."""
+"""Batches that are drawn from a sampler at a time, so that swapping the RNG states costs 2 us a batch, not 150."""
 _CHUNK: Final = 4096
 """Indexes that become Python's ints at a time."""
 
 
 class EpochSampler(Sampler[int]):
-    """All indexes, shuffled anew for each epoch: the order is a function of seed and epoch, and draws from no RNG.
+    """All indexes in an order for each epoch that depends on seed and epoch only; it draws from no global RNG.
 
-    It is `loader.sampler` of a `ResumableDataLoader` that shuffles, so that code which builds another loader of that
+    It is `loader.sampler` of a `ResumableDataLoader` that shuffles, so that code which builds another loader from that
     one's parts, as Accelerate does, keeps the order. Without `set_epoch`, each iteration is the next epoch.
 
     Args:
-        data_source: Only its length is asked for.
+        data_source: Only its length is used.
         seed: Any int.
     """
 
@@ -37,11 +37,11 @@ class EpochSampler(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch
 
     def order(self, epoch: int) -> Any:
-        """The indexes of an epoch: an int64 array of numpy, 8 bytes a sample."""
+        """Return the indexes of an epoch as an int64 array of numpy, 8 bytes a sample."""
         generator = torch.Generator().manual_seed(seeds_for("order", self.seed, epoch).torch)
         return torch.randperm(len(self.data_source), generator=generator, device="cpu").numpy()
 
@@ -49,22 +49,22 @@ class EpochSampler(Sampler[int]):
         return len(self.data_source)
 
     def __iter__(self) -> Iterator[int]:
-        order = self.order(self.epoch)  # when the first one is asked for: torch makes two iterators, and uses one
+        order = self.order(self.epoch)  # read at the first index: torch makes two iterators, and uses one
         self.epoch += 1
         for begin in range(0, len(order), _CHUNK):
             yield from order[begin : begin + _CHUNK].tolist()
 
 
 class BatchOrder:
-    """The batches of one epoch, from the first that was not consumed yet on; an iterator.
+    """An iterator over the batches of one epoch, from the first that was not used yet.
 
     Attributes:
-        checksum: CRC-32 of all indexes up to and with the last batch that was given, without those that are no ints;
-            None where it could only ever be right.
+        checksum: CRC-32 of all indexes up to the last batch that was given, without those that are not ints; None where
+            the order can't change.
 
     Args:
-        batches: Those that are still to be given.
-        checksum: Of the indexes before.
+        batches: The batches that remain.
+        checksum: The checksum of the indexes before them.
     """
 
     def __init__(self, batches: Iterator[Any], checksum: int | None = 0) -> None:
@@ -76,13 +76,13 @@ class BatchOrder:
 
     def __next__(self) -> Any:
         indexes = next(self._batches)
-        if isinstance(indexes, Iterator):  # can be read once only, and workers can't be sent one
+        if isinstance(indexes, Iterator):  # it can be read only once, and can't be sent to workers
             indexes = list(indexes)
         if self.checksum is not None:
             try:
                 numbers = array("q", (indexes,) if isinstance(indexes, int) else indexes)
             except (TypeError, ValueError, OverflowError):
-                return indexes  # keys of another kind, such as names
+                return indexes  # keys that are not numbers, such as names
             self.checksum = zlib.crc32(numbers, self.checksum)
         return indexes
 
@@ -90,14 +90,14 @@ class BatchOrder:
 def own_order(
     sampler: EpochSampler | range, batch_size: int | None, drop_last: bool, epoch: int, start: int
 ) -> BatchOrder:
-    """The batches of our own order. Skipping costs a CRC of 8 bytes a sample, and nothing without shuffling.
+    """Return the batches of an order of ours. Skipping costs a CRC of 8 bytes a sample, and nothing without shuffling.
 
     Args:
-        sampler: What to shuffle, or the indexes in their order.
+        sampler: A sampler that shuffles, or the indexes in order.
         batch_size: None gives single indexes.
-        drop_last: Leave out a last batch with too few.
-        epoch: From 0.
-        start: The first batch that is wanted.
+        drop_last: Leave out an incomplete last batch.
+        epoch: The epoch, from 0.
+        start: The first batch to return.
     """
     order = sampler if isinstance(sampler, range) else sampler.order(epoch)
     size = batch_size or 1
@@ -111,10 +111,10 @@ def own_order(
 
 
 def sampler_order(sampler: Iterable[Any], seed: int, epoch: int, start: int) -> BatchOrder:
-    """The batches of a sampler of the user's, which draws from RNG states of its own that seed and epoch determine.
+    """Return the batches of a sampler of the user's; it draws from RNG states that seed and epoch determine.
 
-    It is told the epoch where it can be, as are the samplers within it. Where one holds a `torch.Generator`, that is
-    seeded for the epoch while the sampler runs, too. The first batches are drawn again and thrown away.
+    `set_epoch` is called on it and on the samplers within it, where they have it. A `torch.Generator` that one of them
+    holds is seeded for the epoch as well. The first batches are drawn again and discarded.
 
     Raises:
         StateDictMismatchError: It ends before the batch to start at.
@@ -148,7 +148,7 @@ def _in_bursts(sampler: Iterable[Any], rng: PrivateRng) -> Iterator[Any]:
 
 
 def _samplers_within(sampler: Any) -> Iterator[Any]:
-    """A sampler and those that it wraps, by the two names that torch and Accelerate use."""
+    """A sampler and those that it wraps, by the two attribute names that torch and Accelerate use."""
     seen: set[int] = set()
     waiting = [sampler]
     while waiting:

@@ -1,4 +1,4 @@
-"""RNG states that are a function of a seed and a place, and their exchange with the process's own."""
+"""RNG states that are a function of a seed and a place, and swapping them with those of the process."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ _numpy_singleton: Any = np.random.get_state.__self__  # type: ignore[attr-define
 
 
 class Seeds(NamedTuple):
-    """A seed for each of the RNGs that Python code draws from."""
+    """Seeds for the three RNGs that Python code draws from."""
 
     python: int
     torch: int
     numpy: int
-    """32 bits: all that `numpy.random.seed` takes as one number."""
+    """32 bits, the most that `numpy.random.seed` takes as one number."""
 
 
 class RngStates(NamedTuple):
-    """What `random`, `numpy.random` and torch's CPU generator draw from."""
+    """The states of `random`, `numpy.random` and torch's CPU generator."""
 
     python: tuple[Any, ...]
     numpy_bits: Any
-    """numpy's bit generator itself: exchanging the objects costs 2 us, copying their states 60."""
+    """numpy's bit generator itself: swapping the objects costs 2 us, copying their states 60."""
     numpy_normal: dict[str, Any] | None
-    """All of numpy's state where it keeps a normal number for the next call, which an exchange drops; else None."""
+    """All of numpy's state if it keeps a normal number for the next call, which swapping would drop; else None."""
     torch: Tensor
 
 
 def seeds_for(*place: int | str) -> Seeds:
-    """Seeds that depend on the place alone, and of which neighbours have nothing in common.
+    """Return seeds that depend only on a place; those of neighbouring places have nothing in common.
 
     Args:
-        place: Such as seed, epoch, batch.
+        place: For example seed, epoch, batch.
 
     Returns:
         64, 64 and 32 bits of its BLAKE2b hash.
@@ -55,8 +55,8 @@ def seed_generators(seeds: Seeds, numpy_bits: np.random.MT19937) -> None:
     """Seed the RNGs of the process, CPU only: what an accelerator draws belongs to the training loop.
 
     Args:
-        seeds: Of `seeds_for`.
-        numpy_bits: Becomes numpy's bit generator: the one that is there may be of a kind that takes no seed.
+        seeds: From `seeds_for`.
+        numpy_bits: Becomes numpy's bit generator: the current one may be of a kind that takes no seed.
     """
     random.seed(seeds.python)
     _set_numpy_bits(numpy_bits)
@@ -65,13 +65,13 @@ def seed_generators(seeds: Seeds, numpy_bits: np.random.MT19937) -> None:
 
 
 def current_states() -> RngStates:
-    """The states of the process, to be put back; numpy's is in its bit generator, so exchange that before drawing."""
+    """Return the states of the process; numpy's is its bit generator itself, so replace that before drawing."""
     numpy_state: Any = np.random.get_state(legacy=False) if _keeps_a_normal() else None
     return RngStates(random.getstate(), _numpy_bits(), numpy_state, torch.default_generator.get_state())
 
 
 class _NoBits:
-    """Stands in for a bit generator whose state is not asked for."""
+    """Takes the place of a bit generator whose state is not needed."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -84,8 +84,8 @@ _NO_BITS = _NoBits()
 def _keeps_a_normal() -> bool:
     """Whether numpy keeps the second of a pair of normal numbers for the next call.
 
-    Only get_state() tells, and 29 of its 30 us go into 624 words that nobody asked for here. So it is called without
-    them, by way of an attribute that is numpy's own.
+    Only get_state() tells, and 29 of its 30 us go into 624 words that are not needed here. So it is called without
+    them, by way of a private attribute of numpy.
     """
     bits = getattr(_numpy_singleton, "_bit_generator", None)
     if bits is None:
@@ -98,7 +98,7 @@ def _keeps_a_normal() -> bool:
 
 
 def restore_states(states: RngStates) -> None:
-    """Make the process draw from these states."""
+    """Let the process draw from these states."""
     random.setstate(states.python)
     _set_numpy_bits(states.numpy_bits)
     if states.numpy_normal is not None:
@@ -107,11 +107,11 @@ def restore_states(states: RngStates) -> None:
 
 
 class PrivateRng:
-    """States of its own for somebody who draws from the process's RNGs again and again: `with` exchanges the two.
+    """Private RNG states for code that draws from the global RNGs again and again: `with` swaps the two.
 
     Args:
-        place: What they are seeded by, as in `seeds_for`.
-        generators: More generators, which are seeded by the place and by their own seed, and are put back as well.
+        place: Determines the seeds, as in `seeds_for`.
+        generators: More generators, which are seeded from the place and their own seed, and restored as well.
     """
 
     def __init__(self, *place: int | str, generators: Sequence[torch.Generator] = ()) -> None:
@@ -135,9 +135,10 @@ class PrivateRng:
         self._exchange()
 
     def _exchange(self) -> None:
-        mine, theirs = self._states, current_states()
-        restore_states(mine)
-        self._states = theirs
+        current = current_states()
+        restore_states(self._states)
+        self._states = current
         for number, generator in enumerate(self._generators):
-            mine_too, self._generator_states[number] = self._generator_states[number], generator.get_state()
-            generator.set_state(mine_too)
+            current_state = generator.get_state()
+            generator.set_state(self._generator_states[number])
+            self._generator_states[number] = current_state

@@ -1,1 +1,1 @@
-"""What a training state is made of, each as tensors and plain values that go into files without pickle."""
+"""The parts of a training state, each turned into tensors and plain values that are stored without pickle."""

@@ -1,4 +1,4 @@
-"""The gradients of a model, for checkpoints that are taken between the micro-batches of one step."""
+"""The gradients of a model, for checkpoints between the micro-batches of one step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Gradients:
 
         state = TrainingState(model=model, optimizer=optimizer, gradients=Gradients(model))
 
-    Only who saves while gradients accumulate needs it: after `optimizer.step()` the next backward begins anew. It makes
-    a checkpoint larger by the gradients that there are.
+    It is needed only for saves while gradients accumulate: after `optimizer.step()` there are none to save. It makes a
+    checkpoint larger by the size of the gradients.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Watch a model.
+        """Name the model.
 
         Args:
             model: Any module; wrappers are looked through.
@@ -29,14 +29,14 @@ class Gradients:
         self._model = model
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Name -> gradient, of the parameters that have one; the tensors themselves."""
+        """Return name -> gradient of the parameters that have one; the tensors themselves."""
         return {name: one.grad for name, one in self._parameters().items() if one.grad is not None}
 
     def check_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Refuse gradients of another model; nothing is changed.
 
         Raises:
-            StateDictMismatchError: A parameter is not there, or has another shape.
+            StateDictMismatchError: A parameter is missing, or has another shape.
         """
         parameters = self._parameters()
         for name, gradient in state_dict.items():
@@ -50,10 +50,10 @@ class Gradients:
                 )
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Give each parameter its gradient back, and none to those that had none.
+        """Restore the gradient of each parameter, and remove the gradients of those that had none.
 
         Raises:
-            StateDictMismatchError: As `check_state_dict`.
+            StateDictMismatchError: As in `check_state_dict`.
         """
         self.check_state_dict(state_dict)
         for name, parameter in self._parameters().items():

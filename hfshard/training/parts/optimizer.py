@@ -1,4 +1,4 @@
-"""An optimizer's state by the names of its parameters, with the dtypes that it had; restored whole or refused."""
+"""An optimizer's state by parameter name, in the dtypes that it had; it is restored completely or refused."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ Names = Mapping[int, str]
 """id of a parameter -> its name."""
 
 _SHOWN = 5
-"""Names that a message lists."""
+"""How many names a message lists."""
 
 
 def encode_optimizer(
     optimizer: Optimizer, names: Names, component: str, tensors: dict[str, torch.Tensor], prefix: str = ""
 ) -> dict[str, Any]:
-    """The state of an optimizer as JSON (see `nested.encode`): its tensors are called "<name of parameter>/<slot>".
+    """Encode the state of an optimizer (see `nested.encode`); its tensors are named "<parameter>/<slot>".
 
     Args:
-        optimizer: Any; not changed.
-        names: Of all parameters that it may have.
+        optimizer: Any optimizer; it is not changed.
+        names: The names of all parameters that it may have.
         component: Its name in the training state, for messages.
-        tensors: Given the tensors.
-        prefix: Begins the names of the tensors.
+        tensors: Receives its tensors by name.
+        prefix: Put before the names of the tensors.
 
     Raises:
         InvalidArgumentError: A parameter has no name.
-        UnstorableTensorError: A value in its state has no form in a file.
+        UnstorableTensorError: A value in its state can't be stored.
     """
     state_dict = optimizer.state_dict()
     position_names = _position_names(optimizer, state_dict, names, component)
@@ -69,12 +69,12 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
     """Check a state against an optimizer, and return what loads it.
 
     Args:
-        optimizer: Built as for the run that was saved; the order of parameters and groups may be another one. Not
-            changed before the update is called.
-        saved: What `encode_optimizer` returned, unpacked.
-        names: Of the parameters that it has now.
+        optimizer: Built as for the run that was saved; parameters and groups may be in another order. It is not changed
+            before the load.
+        saved: What `encode_optimizer` returned, decoded.
+        names: The names of the parameters that it has now.
         component: Its name in the training state, for messages.
-        path: Of the checkpoint, for messages.
+        path: The checkpoint's, for messages.
 
     Raises:
         StateDictMismatchError: It is of another class, or its groups have other parameters.
@@ -101,7 +101,7 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
     ]
     loaded = {**saved["more"], "state": state, "param_groups": groups}
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-        copy.copy(optimizer).load_state_dict(loaded)  # a twin: it has the parameters, and a state of its own
+        copy.copy(optimizer).load_state_dict(loaded)  # on a copy, with the same parameters and a state of its own
 
     before = dict(vars(optimizer))
 
@@ -119,7 +119,7 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
 
 
 def _check_form(saved: dict[str, Any]) -> None:
-    """Refuse what `encode_optimizer` does not write, before anything is changed by it.
+    """Refuse what `encode_optimizer` does not write, before it changes anything.
 
     Raises:
         TypeError, KeyError: It is something else.
@@ -137,7 +137,7 @@ def _check_form(saved: dict[str, Any]) -> None:
 def _position_names(
     optimizer: Optimizer, state_dict: Mapping[str, Any], names: Names, component: str
 ) -> dict[Any, str]:
-    """The key of a parameter in an optimizer's state dict -> its name."""
+    """Map the keys of parameters in an optimizer's state dict to their names."""
     return {
         key: _name_of(parameter, names, component, number)
         for number, (packed, group) in enumerate(zip(state_dict["param_groups"], optimizer.param_groups))
@@ -157,13 +157,14 @@ def _name_of(parameter: torch.Tensor, names: Names, component: str, group: int) 
 def _matched_groups(
     optimizer: Optimizer, saved: list[dict[str, Any]], names: Names, component: str, path: str
 ) -> list[dict[str, Any]]:
-    """The saved group of each of the optimizer's groups: the one with the same parameters, in whatever order."""
+    """Find the saved group for each of the optimizer's groups: the one with the same parameters, in any order."""
     current = [
         [_name_of(one, names, component, i) for one in group["params"]] for i, group in enumerate(_groups(optimizer))
     ]
     before = {name: number for number, group in enumerate(saved) for name in group["params"]}
     now = {name: number for number, group in enumerate(current) for name in group}
-    missing, unexpected = [name for name in now if name not in before], [name for name in before if name not in now]
+    missing = [name for name in now if name not in before]
+    unexpected = [name for name in before if name not in now]
     left = list(saved)
     matched = []
     for group in current:
@@ -188,7 +189,7 @@ def _matched_groups(
         parts.append(f"{shown} {_were(moved)} in another group ({change})")
     raise StateDictMismatchError(
         f"The groups of '{component}' are not those of the checkpoint '{path}': {'; '.join(parts)}. "
-        "Build the optimizer with the same parameters in the same groups, or pass strict=False to start it anew.",
+        "Build the optimizer with the same parameters in the same groups, or pass strict=False to let it start afresh.",
         path=path,
         missing_keys=tuple(missing),
         unexpected_keys=tuple(unexpected),
@@ -205,12 +206,12 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _kept_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that belong to the order of the parameters as it is now."""
+    """Options that depend on the current order of the parameters."""
     return {"param_names": group["param_names"]} if "param_names" in group else {}
 
 
 def _moved_like(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved options; tensors (a learning rate) on the devices where they are now."""
+    """The saved options, with tensors (a learning rate) on the devices of the current ones."""
     moved = {}
     for key, value in options.items():
         now = group.get(key)
@@ -220,7 +221,7 @@ def _moved_like(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[st
 
 
 def _exact(loaded: Any, saved: Any) -> Any:
-    """What `load_state_dict` made of a state, with the dtypes that were saved: torch casts it to the parameter's."""
+    """Undo what `load_state_dict` did to dtypes: torch casts a state to the dtype of its parameter."""
     if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if isinstance(loaded, dict) and isinstance(saved, dict):
@@ -235,7 +236,7 @@ def _exact(loaded: Any, saved: Any) -> Any:
 
 
 def _lying_like(parameter: torch.Tensor, value: Any) -> Any:
-    """A state as large as its parameter in the same memory format: fused optimizers go by memory, not by indexes."""
+    """Give a state the memory format of its parameter: fused optimizers go through memory, not through indexes."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
         return value
     alike = torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)

@@ -1,4 +1,4 @@
-"""JSON whose size does not depend on its numbers: no file grows because a step or a learning rate has more digits."""
+"""JSON whose size does not depend on its numbers: no file grows when a step or a learning rate gets more digits."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import re
 from typing import Any, Final
 
 _BLOCK_BYTES: Final = 4096
-"""What a file takes of a disk is a multiple of it."""
+"""Files take multiples of this on a disk."""
 
 _STRING_OR_NUMBER: Final = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d[0-9.eE+-]*')
 
 _NUMBER_WIDTH: Final = 24
-"""Characters of the longest number that is written plainly: -1.2345678901234567e-308."""
+"""Characters of the longest number: -1.2345678901234567e-308."""
 
 _OPEN_LEVELS: Final = 4
-"""Levels whose members have a line each; what is deeper stands on one line: there may be a million of them."""
+"""Levels whose members have a line each; deeper values share one line, as there may be a million of them."""
 
 
 def padded_json(value: Any) -> bytes:
-    """UTF-8, in the order of the dicts, with blanks after each number, and at the end."""
+    """Write a value as UTF-8, in the order of its dicts, with blanks after each number and at the end.
+
+    assert len(padded_json({"step": 1})) == len(padded_json({"step": 1000}))
+    """
     raw = _STRING_OR_NUMBER.sub(_padded, _text(value, 0)).encode()
     return raw + b" " * (-(len(raw) + 1) % _BLOCK_BYTES) + b"\n"
 

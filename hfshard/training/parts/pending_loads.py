@@ -1,4 +1,4 @@
-"""Objects of the user's own, which load themselves and may refuse: then all that were loaded before get theirs back."""
+"""Loads that were planned and may still fail: then every part that was loaded before gets its old state back."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StatefulLoad:
-    """One object, and the state that it is to load."""
+    """An object of the user's own, and the state that it is to load."""
 
     name: str
     part: Any
     state: Any
     directory: str
-    """Of the checkpoint, for messages."""
+    """The checkpoint's, for messages."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensors in the state."""
+        """Bytes of the tensors in the state."""
         tensors: dict[str, torch.Tensor] = {}
         encode(self.state, self.name, tensors)
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def load(self) -> None:
-        """Load it.
+        """Load the state.
 
         Raises:
-            StateDictMismatchError: The object raised anything at all.
+            StateDictMismatchError: The object raised an error, whatever it was.
         """
         try:
             self.part.load_state_dict(self.state)
@@ -51,39 +51,39 @@ class StatefulLoad:
             ) from error
 
     def now(self) -> Any:
-        """A copy of the state that the object has."""
+        """Copy the state that the object has now."""
         tensors: dict[str, torch.Tensor] = {}
         nested = encode(self.part.state_dict(), self.name, tensors)
         return decode(nested, {name: tensor.clone() for name, tensor in tensors.items()}, self.name)
 
     def put_back(self, before: Any) -> None:
-        """Load what `now` returned; an object that refuses that, too, is left as it is, and it is logged."""
+        """Load what `now` returned; if the object refuses that too, it stays as it is, which is logged."""
         try:
             self.part.load_state_dict(before)
-        except Exception as error:  # noqa: BLE001 - what it refused before is being raised
+        except Exception as error:  # noqa: BLE001 - the first refusal is being raised
             logger.error("'%s' (%s) can't be put back as it was: %s", self.name, type(self.part).__name__, error)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingLoad:
-    """What is checked already, but may still raise: a hook or a load_state_dict of the user's own."""
+    """A load that was checked but may still raise, in a hook or a load_state_dict of the user's own."""
 
     name: str
-    """Of the part."""
+    """The part's."""
     load: Callable[[], None]
     undo: Callable[[], None] | None = None
-    """Puts the part back as it was, whether it was loaded or not; None: it can't be, as of a model's weights."""
+    """Puts the part back as it was, whether it was loaded or not; None where that is impossible (a model's weights)."""
 
 
 def load_all(objects: Sequence[StatefulLoad], pending_loads: Sequence[PendingLoad], directory: str) -> None:
     """Load everything, or nothing.
 
-    What comes last is what nothing is kept of, as it is large: the largest of the objects, and the models' weights.
+    Parts of which no copy is kept, because they are large, come last: the largest object, and the models' weights.
 
     Args:
-        objects: Of the user's own.
-        pending_loads: What was checked; of models those without an undo.
-        directory: Of the checkpoint, for messages.
+        objects: The user's own objects.
+        pending_loads: The checked loads; those of models have no undo.
+        directory: The checkpoint's, for messages.
 
     Raises:
         StateDictMismatchError: One refused.

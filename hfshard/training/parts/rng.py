@@ -1,4 +1,4 @@
-"""The state of every random number generator of the process: python, numpy, torch on the CPU and on accelerators."""
+"""The state of every random number generator of the process: Python, numpy, torch on the CPU and on accelerators."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ from hfshard.errors import DamagedCheckpointError, StateDictMismatchError
 logger = logging.getLogger(__name__)
 
 _MERSENNE_TWISTER: Final = "MT19937"
-"""numpy's own choice for its global generator; whoever wants another sets it."""
+"""What numpy uses for its global generator unless another is set."""
 
 _DEVICES: Final = ("cuda", "xpu")
-"""Kinds of devices that have a generator each; MPS has one in all."""
+"""Kinds of devices with a generator for each device; MPS has a single one."""
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of all generators, of tensors and plain values (see `nested.py`); nothing is drawn."""
+    """Return the state of all generators as tensors and plain values (see `nested.py`); nothing is drawn.
+
+    state = rng_state()
+    torch.rand(3)
+    set_rng_state(state)  # as if nothing had been drawn
+    """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": {
@@ -36,7 +41,7 @@ def rng_state() -> dict[str, Any]:
         state["numpy"] = numpy.random.get_state(legacy=False)
     for kind in _DEVICES:
         device = getattr(torch, kind)
-        if device.is_available() and device.is_initialized():  # else nothing was drawn there
+        if device.is_available() and device.is_initialized():  # otherwise nothing was drawn there
             state[kind] = device.get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
@@ -44,11 +49,11 @@ def rng_state() -> dict[str, Any]:
 
 
 def check_rng_state(state: Any, file: str) -> None:
-    """Refuse what `set_rng_state` could not take.
+    """Refuse a state that `set_rng_state` can't use.
 
     Raises:
         DamagedCheckpointError: It is not what `rng_state` returns.
-        StateDictMismatchError: numpy's global generator is of another kind.
+        StateDictMismatchError: numpy's global generator is another kind here.
     """
     try:
         probe = random.Random()
@@ -69,7 +74,7 @@ def check_rng_state(state: Any, file: str) -> None:
         raise
     except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise DamagedCheckpointError(
-            f"'{file}' is damaged: its state of the random number generators is not one ({error!r:.200}). "
+            f"'{file}' is damaged: its random number generator states are not valid ({error!r:.200}). "
             "Restore another checkpoint, or download it again.",
             path=file,
         ) from error
@@ -78,7 +83,8 @@ def check_rng_state(state: Any, file: str) -> None:
 def _refuse_other_generator(state: dict[str, Any], file: str) -> None:
     import numpy
 
-    saved, here = state["bit_generator"], numpy.random.get_state(legacy=False)["bit_generator"]
+    saved = state["bit_generator"]
+    here = numpy.random.get_state(legacy=False)["bit_generator"]
     if saved != here:
         raise StateDictMismatchError(
             f"numpy's global random numbers came from {saved!r:.50} when '{file}' was saved, and come from {here} "
@@ -90,7 +96,7 @@ def _refuse_other_generator(state: dict[str, Any], file: str) -> None:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put all generators back to a state of `rng_state`; a warning where the devices are others."""
+    """Set all generators to a state of `rng_state`; warns if there are fewer devices than in the state."""
     random.setstate(_python_state(state))
     if "numpy" in state:
         import numpy
@@ -101,7 +107,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
             numpy.random.get_bit_generator().state = state["numpy"]  # type: ignore[attr-defined]
     torch.set_rng_state(state["torch"])
     for kind in _DEVICES:
-        saved, device = state.get(kind, []), getattr(torch, kind)
+        saved = state.get(kind, [])
+        device = getattr(torch, kind)
         count = device.device_count() if device.is_available() else 0
         if len(saved) > count:
             logger.warning(
@@ -114,7 +121,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def seed_from_state(state: dict[str, Any], rank: int, world_size: int) -> None:
-    """Seed all generators by a state of another number of ranks: the same for the same state, another on each rank."""
+    """Seed all generators from a state of another number of ranks: always the same, and different on each rank."""
     word = hashlib.sha256(f"{rank} of {world_size}".encode() + state["torch"].numpy().tobytes()).digest()
     seed = int.from_bytes(word[:8], "little") >> 1  # what torch takes: 63 bits
     random.seed(seed)

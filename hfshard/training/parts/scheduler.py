@@ -1,4 +1,4 @@
-"""A learning rate scheduler's state: its numbers, and never the functions, optimizers and modules that it holds."""
+"""A learning rate scheduler's state: its numbers, but not the functions, optimizers and modules that it holds."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ _NEVER_STORED: Final = (
     LRScheduler,
     ReduceLROnPlateau,
 )
-"""What a scheduler gets from its constructor, and keeps when it is restored into: torch's own rule for LambdaLR."""
+"""What a scheduler gets from its constructor and keeps when its state is restored: torch's own rule for LambdaLR."""
 
 _BUILTIN_VALUES: Final = (enum.Enum, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, BaseException)
-"""A subclass of one has a value besides its attributes."""
+"""Instances of their subclasses have a value besides their attributes."""
 
 _MISSING: Final = object()
 
 
 def is_scheduler(value: object) -> bool:
-    """Whether it is one of torch's schedulers, or derived from one."""
+    """Whether an object is one of torch's schedulers, or derived from one."""
     return isinstance(value, LRScheduler | ReduceLROnPlateau)
 
 
 def encode_scheduler(scheduler: Any, path: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The state of a scheduler as JSON (see `nested.encode`).
+    """Encode the state of a scheduler (see `nested.encode`).
 
-    Functions, lambdas, bound methods, optimizers and modules in it are marked, not stored. Of any other object, a
-    callable with state of its own for example, the attributes are stored.
+    Functions, lambdas, bound methods, optimizers and modules in it are marked as not stored. For any other object, such
+    as a callable with state of its own, the attributes are stored.
 
     Raises:
-        UnstorableTensorError: There is something in it that has neither a form nor attributes.
+        UnstorableTensorError: It contains an object that is more than its attributes.
     """
     held = scheduler.state_dict()
     if not isinstance(held, dict):
@@ -65,13 +65,13 @@ def plan_scheduler(scheduler: Any, saved: dict[str, Any], name: str, path: str) 
     """Check a state against a freshly built scheduler, and return what loads it.
 
     Args:
-        scheduler: Built as for the run that was saved; not changed before the update is called.
-        saved: {"class", "state"}, unpacked.
-        name: Of the scheduler in the training state, for messages.
-        path: Of the checkpoint, for messages.
+        scheduler: Built as for the run that was saved; it is not changed before the load.
+        saved: What `encode_scheduler` returned, decoded.
+        name: The scheduler's name in the training state, for messages.
+        path: The checkpoint's, for messages.
 
     Raises:
-        StateDictMismatchError: It is of another class, or lacks an object that was marked.
+        StateDictMismatchError: It has another class, or lacks an object that was marked as not stored.
     """
     if not isinstance(saved["state"], dict):
         raise TypeError("the state of a scheduler is not a dict")
@@ -89,7 +89,7 @@ def plan_scheduler(scheduler: Any, saved: dict[str, Any], name: str, path: str) 
         scheduler.load_state_dict(merged)
 
     def undo() -> None:
-        if not before:  # it has no attributes of its own
+        if not before:  # the scheduler has no attributes
             scheduler.load_state_dict(fresh)
         for one, attributes in before:
             vars(one).clear()
@@ -105,7 +105,7 @@ def _stand_in(value: Any) -> NotStored | ObjectState | None:
 
 
 def _collect_owners(value: Any, owners: dict[int, Any]) -> None:
-    """The scheduler, those within it, and the objects that they hold and load: all whose attributes a load changes."""
+    """Collect all objects whose attributes a load changes: the scheduler, those in it, and the objects they hold."""
     if isinstance(value, list | tuple):
         for item in value:
             _collect_owners(item, owners)
@@ -117,7 +117,7 @@ def _collect_owners(value: Any, owners: dict[int, Any]) -> None:
 
 
 def _is_its_attributes(value: Any) -> bool:
-    """Whether the attributes are all that an object holds: not of an enum, a random.Random, or a dict's subclass."""
+    """Whether an object is no more than its attributes, unlike an enum, a random.Random or a subclass of dict."""
     kind = type(value)
     has_own_state = any(
         getattr(kind, method, default) is not default
@@ -132,7 +132,7 @@ def _is_its_attributes(value: Any) -> bool:
 
 
 class _Merging:
-    """Puts the fresh scheduler's own objects where the saved state has marks."""
+    """Puts the built scheduler's own objects where the saved state marks one as not stored."""
 
     def __init__(self, name: str, path: str, held: list[tuple[Any, dict[str, Any]]]) -> None:
         self.name, self.path, self.held = name, path, held

@@ -202,7 +202,7 @@ def _read_training_state(path: str, directory: str) -> dict[str, Any]:
     )
     if saved_state.get("format") != TRAINING_STATE_FORMAT:
         raise DamagedCheckpointError(
-            f"'{path}' is of format {saved_state.get('format')!r:.50}, and this hfshard reads {TRAINING_STATE_FORMAT}. "
+            f"'{path}' has format {saved_state.get('format')!r:.50}, and this hfshard reads {TRAINING_STATE_FORMAT}. "
             "Run: pip install --upgrade hfshard",
             path=path,
         )
@@ -244,10 +244,9 @@ def _check_components(
                 "leave it as it was built."
             )
         elif saved[name].get("kind") != state.kinds[name]:
-            kind, now = saved[name].get("kind"), state.kinds[name]
             restoration.differences.append(
-                f"'{name}' was of the kind {kind!r:.50} in '{directory}', and is a {now}. Pass what it was, or "
-                "strict=False to leave it as it was built."
+                f"'{name}' has the kind {saved[name].get('kind')!r:.50} in '{directory}', and is a {state.kinds[name]} "
+                "here. Pass the kind of object that was saved, or strict=False to leave it as it was built."
             )
     for name in saved:
         if name not in state.components:

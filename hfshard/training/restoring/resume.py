@@ -1,4 +1,4 @@
-"""Resumes a run from one checkpoint: the first rank chooses and checks it, and all ranks restore it, or none does."""
+"""Resumes from one checkpoint: the first rank chooses and checks it, and either all ranks restore it or none does."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from hfshard.training.step import RestoredStep
 logger = logging.getLogger(__name__)
 
 _TRIES: Final = 50
-"""Beside a run that saves every moment and keeps one checkpoint."""
+"""How often a checkpoint is chosen again that was replaced while it was read."""
+
+ChosenCheckpoint = tuple[RunCheckpoint, CheckpointManifest]
 
 
 def choose_checkpoint(
     root: str, step: int | str | os.PathLike[str], verify: Level, token: str | bool | None, progress: bool | None
-) -> tuple[RunCheckpoint, CheckpointManifest]:
-    """The checkpoint that was asked for, checked: of a step of the run, or from elsewhere.
+) -> ChosenCheckpoint:
+    """Find and check the checkpoint that was asked for: of a step of the run, or from elsewhere.
 
     Raises:
-        CheckpointNotFoundError: It is not there.
-        HubError: It can't be fetched.
+        CheckpointNotFoundError: There is no such checkpoint.
+        HubError: It could not be downloaded.
         DamagedCheckpointError: It is damaged.
     """
     if isinstance(step, str | os.PathLike):
@@ -41,27 +43,28 @@ def choose_checkpoint(
     return checkpoint, check_run_checkpoint(checkpoint, verify, progress)
 
 
-def resume(
-    state: TrainingState, choose: Callable[[], tuple[RunCheckpoint, CheckpointManifest] | None], *, strict: bool
-) -> RestoredStep | None:
-    """Restore a checkpoint; every rank calls, and sees its directory.
+def resume(state: TrainingState, choose: Callable[[], ChosenCheckpoint | None], *, strict: bool) -> RestoredStep | None:
+    """Restore a checkpoint. Every rank must call, and must see the checkpoint's directory or be able to fetch it.
 
     Args:
-        state: Changed, if nothing is in the way on any rank.
-        choose: Called on the first rank; None: there is no checkpoint.
+        state: It is changed if every rank can restore it.
+        choose: Called on the first rank; it returns None if there is no checkpoint.
         strict: Refuse any difference.
+
+    Returns:
+        The step; None if there is no checkpoint.
 
     Raises:
         StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
     """
     ranks = Ranks.current()
-    with torch.inference_mode(False):  # what is restored is to be trained
+    with torch.inference_mode(False):  # what is restored will be trained
         return _resume(state, choose, ranks, strict=strict)
 
 
 def _resume(
     state: TrainingState,
-    choose: Callable[[], tuple[RunCheckpoint, CheckpointManifest] | None],
+    choose: Callable[[], ChosenCheckpoint | None],
     ranks: Ranks,
     *,
     strict: bool,
@@ -71,15 +74,16 @@ def _resume(
         if chosen_checkpoint is None:
             return None
         checkpoint, manifest = chosen_checkpoint
-        restoration, error = Restoration(), None
+        restoration = Restoration()
+        error = None
         try:
             if not ranks.is_first:
                 checkpoint, manifest = _local_checkpoint(checkpoint, manifest, choose)
             restoration = plan_restoration(state, checkpoint.path, manifest, strict=strict, ranks=ranks)
-        except Exception as caught:  # noqa: BLE001 - raised by what follows, when all ranks know
+        except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
             error = caught
         if not ranks.share(has_changed(checkpoint)):
-            break  # else a run that is saving there has removed or replaced it while it was read
+            break  # otherwise a run that is saving has removed or replaced it meanwhile
     else:
         error = error or CheckpointChangedError(f"'{checkpoint.path}' was replaced while it was read. Try again.")
     ranks.agree(error)
@@ -91,7 +95,9 @@ def _resume(
         error = caught
     ranks.agree(error)
     restored = RestoredStep(manifest.step)
-    restored.path, restored.extra, restored.metrics = checkpoint.path, restoration.extra, manifest.metrics
+    restored.path = checkpoint.path
+    restored.extra = restoration.extra
+    restored.metrics = manifest.metrics
     restored.differences = tuple(restoration.differences)
     if ranks.is_first:
         logger.info("Restored the checkpoint of step %d from '%s'.", manifest.step, checkpoint.path)
@@ -101,19 +107,19 @@ def _resume(
 def _local_checkpoint(
     checkpoint: RunCheckpoint,
     manifest: CheckpointManifest,
-    choose: Callable[[], tuple[RunCheckpoint, CheckpointManifest] | None],
-) -> tuple[RunCheckpoint, CheckpointManifest]:
-    """The first rank's checkpoint as this rank sees it: in the same directory, or fetched to this machine."""
-    here: tuple[RunCheckpoint, CheckpointManifest] | None
+    choose: Callable[[], ChosenCheckpoint | None],
+) -> ChosenCheckpoint:
+    """Find the first rank's checkpoint from this rank: in the same directory, or fetched to this machine."""
+    here: ChosenCheckpoint | None
     if os.path.isdir(checkpoint.path):
         local = read_run_checkpoint(checkpoint.path, checkpoint.step)
         here = local, check_run_checkpoint(local, "structure")
     else:
         here = choose()
-    if here is None or here[1].to_json() != manifest.to_json():  # a metric that is NaN is no other one
+    if here is None or here[1].to_json() != manifest.to_json():  # compared as JSON, as NaN does not equal itself
         what = "no checkpoint" if here is None else f"another one, of step {here[1].step}, in '{here[0].path}'"
         raise CheckpointChangedError(
-            f"The first rank restores '{checkpoint.path}', and this rank finds {what}. Let all ranks see the run's "
+            f"The first rank restores '{checkpoint.path}', but this rank finds {what}. Let all ranks see the run's "
             "directory; or name a commit: manager.restore(state, 'org/name@commit').",
             path=checkpoint.path,
         )

@@ -1,1 +1,1 @@
-"""The directory of a run: its checkpoints as they are written, found, rotated and sent to hubs."""
+"""The directory of a run: how its checkpoints are written, found, checked and rotated."""

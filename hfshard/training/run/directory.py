@@ -1,4 +1,4 @@
-"""A run directory: one directory for each step, which comes by one rename and goes by another."""
+"""A run directory: one directory for each step, which appears by one rename and disappears by another."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 _CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")
 _WRITING: Final = re.compile(r"\.tmp-(\d+)-(\d+)")
 _REPLACED: Final = re.compile(r"\.replaced-(\d+)-(\d+)")
-"""A checkpoint that another save of the same step is taking the place of; it counts until that one is there."""
+"""A checkpoint that another save of the same step is replacing; it counts until the new one is in place."""
 _REMOVED: Final = re.compile(r"\.removed-(\d+)-(\d+)")
 
 _LOOKS: Final = 100
-"""How often a run is looked at anew, at most, while another process saves into it."""
+"""How often a run is listed again, at most, while another process saves into it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +34,24 @@ class RunCheckpoint:
     step: int
     manifest: CheckpointManifest | None
     problem: HfshardError | None = None
-    """Why its manifest can't be read."""
+    """Why its manifest can't be read; None where it can."""
 
 
 def checkpoint_path(root: str, step: int) -> str:
-    """Where the checkpoint of a step lies."""
+    """The path of the checkpoint of a step."""
     return os.path.join(root, f"checkpoint-{step:08d}")
 
 
 def writing_path(root: str, step: int) -> str:
-    """Where a checkpoint is written before it is whole."""
+    """The path where a checkpoint is written until it is complete."""
     return os.path.join(root, f".tmp-{step}-{os.getpid()}")
 
 
 def checkpoints_in(root: str) -> list[RunCheckpoint]:
-    """Every checkpoint in a run directory, damaged ones too, the one that was saved last first.
+    """List every checkpoint in a run directory, damaged ones too; the one that was saved last comes first.
 
-    Where a manifest can't be read, nothing tells when it was saved: such a checkpoint comes before all others, so that
-    it is never passed over without a word.
+    Checkpoints whose manifest can't be read come before all others: nothing says when they were saved, and they must
+    not be passed over silently.
     """
     names: list[str] = []
     found: list[RunCheckpoint] = []
@@ -64,7 +64,7 @@ def checkpoints_in(root: str) -> list[RunCheckpoint]:
 
 
 def has_changed(checkpoint: RunCheckpoint) -> bool:
-    """Whether something else, or nothing, stands now where a checkpoint was found: a run that saves has removed it."""
+    """Whether a checkpoint is no longer where it was found, or is another one: a run that saves has removed it."""
     now = read_run_checkpoint(checkpoint.path, checkpoint.step).manifest
     if now is None or checkpoint.manifest is None:
         return now is not checkpoint.manifest or not os.path.isdir(checkpoint.path)
@@ -77,7 +77,7 @@ def _names_in(root: str) -> list[str]:
 
 
 def _checkpoints(root: str, names: list[str]) -> Iterator[tuple[str, int]]:
-    """Name and step of each directory among some names; what was moved aside only where nothing has its place."""
+    """The name and step of each directory among some names; of those moved aside only where nothing replaced them."""
     steps = {int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))}
     for name in names:
         match = _CHECKPOINT.fullmatch(name) or _REPLACED.fullmatch(name)
@@ -92,12 +92,12 @@ def _age(one: RunCheckpoint) -> tuple[bool, int, int]:
 
 
 def read_run_checkpoint(path: str, step: int) -> RunCheckpoint:
-    """One checkpoint, by its manifest, which must be of the step that the directory is called by."""
+    """Read the manifest of one checkpoint, which must be of the step in the directory's name."""
     try:
         manifest = read_checkpoint_manifest(path)
         if manifest.step != step:
             raise DamagedCheckpointError(
-                f"'{path}' holds the checkpoint of step {manifest.step}. Give it its name back: "
+                f"'{path}' holds the checkpoint of step {manifest.step}. Rename it to "
                 f"'{os.path.basename(checkpoint_path('', manifest.step))}', or move it elsewhere.",
                 path=path,
                 expected=step,
@@ -109,8 +109,8 @@ def read_run_checkpoint(path: str, step: int) -> RunCheckpoint:
 
 
 def clean_up_run(root: str) -> None:
-    """Remove what killed saves left, and put back what they had moved aside; the caller has the run's lock."""
-    for one in checkpoints_in(root):  # of several of one step the one that was saved last
+    """Remove what killed saves left, and put back what they had moved aside; the caller holds the run's lock."""
+    for one in checkpoints_in(root):  # of several of one step, the one that was saved last
         target = checkpoint_path(root, one.step)
         if _REPLACED.fullmatch(os.path.basename(one.path)) and not os.path.lexists(target):
             logger.info("Putting '%s' back, which a killed save was about to replace.", target)
@@ -120,19 +120,22 @@ def clean_up_run(root: str) -> None:
         if any(pattern.fullmatch(name) for pattern in (_WRITING, _REPLACED, _REMOVED)):
             path = os.path.join(root, name)
             logger.info("Removing '%s', left by a save that was killed.", path)
-            if (replaced := _REPLACED.fullmatch(name)) is not None:  # it must not come back when its successor goes
+            if (
+                replaced := _REPLACED.fullmatch(name)
+            ) is not None:  # it must not come back when its successor is removed
                 _remove(path, root, int(replaced[1]))
             else:
                 _remove_tree(path)
 
 
 def put_in_place(written: str, root: str, step: int) -> str:
-    """Make a written checkpoint the one of its step, by one rename; what was there before goes then.
+    """Make a written checkpoint the one of its step, by one rename; then remove the one that was there before.
 
     Returns:
-        Where it lies.
+        The path of the checkpoint.
     """
-    target, aside = checkpoint_path(root, step), None
+    target = checkpoint_path(root, step)
+    aside: str | None = None
     try:
         if os.path.lexists(target):
             aside = _free_name(root, "replaced", step)
@@ -150,8 +153,8 @@ def put_in_place(written: str, root: str, step: int) -> str:
 
 
 def remove_checkpoint(checkpoint: RunCheckpoint, root: str) -> None:
-    """Remove a checkpoint: it is out of sight at once, and its files go then. What can't be removed is warned of."""
-    for name in _names_in(root):  # what it replaced, and nobody could remove, must not come back in its place
+    """Remove a checkpoint: first by one rename, then its files. What can't be removed is logged as a warning."""
+    for name in _names_in(root):  # what it replaced must not come back in its place
         replaced = _REPLACED.fullmatch(name)
         if replaced is not None and int(replaced[1]) == checkpoint.step:
             _remove(os.path.join(root, name), root, checkpoint.step)
@@ -162,7 +165,7 @@ def _remove(path: str, root: str, step: int) -> None:
     aside = _free_name(root, "removed", step)
     try:
         os.rename(path, aside)
-        sync_directory(root)  # else a power cut could leave it in its place with half of its files
+        sync_directory(root)  # or a power cut could leave it in place with half of its files
     except OSError as error:
         logger.warning("'%s' can't be removed (%s); the next save tries again.", path, error)
         return
@@ -170,7 +173,7 @@ def _remove(path: str, root: str, step: int) -> None:
 
 
 def _free_name(root: str, what: str, step: int) -> str:
-    """A name that nothing has: what could not be removed may still be there from before."""
+    """A name that is free: what could not be removed before may still be there."""
     number = os.getpid()
     while os.path.lexists(path := os.path.join(root, f".{what}-{step}-{number}")):
         number += 1

@@ -1,4 +1,4 @@
-"""Finds the checkpoints of a run, and tells the whole ones from the damaged ones."""
+"""Finds the checkpoints of a run, and tells whole ones from damaged ones."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from hfshard.training.run.manifest import CheckpointManifest, check_files
 logger = logging.getLogger(__name__)
 
 _TRIES: Final = 50
-"""Beside a run that saves every moment and keeps one checkpoint."""
+"""How often a run is read again whose checkpoints are replaced meanwhile: one may save all the time and keep one."""
 
 Level = Literal["structure", "full"]
 
 
 def manifests_in(root: str) -> list[CheckpointManifest]:
-    """Of all checkpoints that were finished, the one that was saved last first."""
+    """The manifests of all finished checkpoints; the one that was saved last comes first."""
     return [one.manifest for one in checkpoints_in(root) if one.manifest is not None]
 
 
 def checkpoint_of_step(root: str, step: int) -> RunCheckpoint:
-    """The checkpoint of a step, damaged or not.
+    """Find the checkpoint of a step, damaged or not.
 
     Raises:
         CheckpointNotFoundError: There is none.
     """
     found = checkpoints_in(root)
     if candidates := [one for one in found if one.step == step]:
-        return max(candidates, key=lambda one: one.manifest is not None)  # another tool's may lie beside it
+        return max(candidates, key=lambda one: one.manifest is not None)  # another tool's directory may be beside it
     steps = ", ".join(str(one.step) for one in found) or "none"
     raise CheckpointNotFoundError(f"There is no checkpoint of step {step} in '{root}'. It has: {steps}.", path=root)
 
 
 def check_run_checkpoint(checkpoint: RunCheckpoint, verify: Level, progress: bool | None = None) -> CheckpointManifest:
-    """The manifest of a checkpoint whose files are those that were saved.
+    """Check that the files of a checkpoint are those that were saved, and return its manifest.
 
     Args:
         found: The checkpoint.
         verify: "structure": sizes, headers and fingerprints; "full": every byte.
-        progress: A bar, for "full".
+        progress: Whether to show a bar with "full".
 
     Raises:
-        DamagedCheckpointError, UnsafePathError: They are not.
+        DamagedCheckpointError, UnsafePathError: A file is missing or not the one that was saved.
     """
     if verify not in ("structure", "full"):
         raise InvalidArgumentError(f"verify must be 'structure' or 'full', got {verify!r}.")
@@ -70,7 +70,7 @@ def check_run_checkpoint(checkpoint: RunCheckpoint, verify: Level, progress: boo
 def newest_whole(
     root: str, verify: Level, progress: bool | None = None
 ) -> tuple[RunCheckpoint, CheckpointManifest] | None:
-    """The whole checkpoint that was saved last, with a warning for each that is passed over; None in an empty run.
+    """Find the whole checkpoint that was saved last, with a warning for each that is passed over; None in an empty run.
 
     Raises:
         DamagedCheckpointError: All of them are damaged.
@@ -96,7 +96,7 @@ def newest_whole(
                 return None
             raise DamagedCheckpointError(
                 f"None of the {len(found)} checkpoints in '{root}' is whole: see the warnings for what is wrong "
-                "with each. To start anew, give the manager another directory.",
+                "with each. To train from the beginning, give the manager another directory.",
                 path=root,
             )
     raise CheckpointChangedError(
@@ -112,7 +112,7 @@ def _warn_of(damaged: list[tuple[RunCheckpoint, HfshardError]]) -> None:
 def checkpoint_problems(
     checkpoint: RunCheckpoint, level: Level, progress_callback: Callable[[int], object] | None = None
 ) -> list[HfshardError]:
-    """All that is wrong with a checkpoint; `progress_callback` is told the bytes that were hashed, from any thread."""
+    """List what is wrong with a checkpoint; `progress_callback` gets the bytes that were hashed."""
     problems: list[HfshardError] = []
     if checkpoint.manifest is not None:
         check_files(
@@ -129,7 +129,7 @@ def checkpoint_problems(
 
 
 def _strays(directory: str, manifest: CheckpointManifest) -> list[HfshardError]:
-    """Files that are not the checkpoint's, and that other tools would load in its place; a restore does not."""
+    """Files in a checkpoint that other tools would load instead of its own."""
     problems: list[HfshardError] = []
     for base in PARTS:
         names = WeightNames(base=base)
@@ -137,8 +137,8 @@ def _strays(directory: str, manifest: CheckpointManifest) -> list[HfshardError]:
         if names.single not in manifest.files and os.path.lexists(path):
             problems.append(
                 DamagedCheckpointError(
-                    f"'{path}' is not of the checkpoint, and other tools load it in place of the files that are. "
-                    "Move it elsewhere.",
+                    f"'{path}' does not belong to the checkpoint, and other tools load it instead of the files that "
+                    "do. Move it elsewhere.",
                     path=path,
                 )
             )

@@ -1,4 +1,4 @@
-"""Copies of a state's tensors in host memory that is used again: training goes on while they are written."""
+"""Copies the tensors of a state into reused host memory, so that training goes on while they are written."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from hfshard.storage.tensors.tensor_layout import TensorLike
 from hfshard.training.collecting import SavePayload
 
 _THREADS: Final = 4
-"""Copies at a time, at most: two saturate a desktop's memory, and new pages, which the kernel clears, take more."""
+"""Copies at a time, at most: two saturate a desktop's memory; new pages, which the kernel clears, need more."""
 
 
 class HostCopies:
-    """Buffers as large as the state, made at the first save and filled at each."""
+    """Buffers as large as the state, made at the first save and filled at each one."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
 
     def copy_of(self, payload: SavePayload) -> SavePayload:
-        """The same with copies of all tensors, made now; what was copied before is overwritten.
+        """Return the payload with copies of all tensors; earlier copies are overwritten.
 
-        Buffers of tensors that the state does not have any more are freed. Tensors of an accelerator are copied to
-        page-locked memory, side by side.
+        Buffers of tensors that are no longer part of the state are freed. Tensors of an accelerator are copied into
+        page-locked memory, several at once.
         """
-        with torch.inference_mode(False), torch.no_grad():  # buffers of a save within it are used after it, too
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # buffers that are made in inference mode are used outside of it, too
             return self._copied(payload)
 
     def _copied(self, payload: SavePayload) -> SavePayload:
@@ -41,10 +44,10 @@ class HostCopies:
             if isinstance(tensor, torch.Tensor)
         }
         old = {key: buffer for key, buffer in self._buffers.items() if key in tensors}
-        self._buffers = {}  # freed, those that nobody wants: the copies must not come on top of them
+        self._buffers = {}  # free unused ones first: the copies must not come on top of them
         self._buffers = {key: _buffer_for(tensor, old.pop(key, None)) for key, tensor in tensors.items()}
         devices = {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
-        for device in devices:  # what was begun there on any stream
+        for device in devices:  # work that was started on any stream
             torch.accelerator.synchronize(device)
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="hfshard-copy") as pool:
             pairs = [(self._buffers[key], tensor) for key, tensor in tensors.items()]
@@ -70,7 +73,7 @@ def _buffer_for(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
 def _copy(buffer: torch.Tensor, tensor: torch.Tensor) -> None:
     is_plain = is_plain_type(tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
     is_plain = is_plain and not (tensor.is_conj() or tensor.is_neg())
-    if is_plain:  # as it lies, past the caches: torch's own copy takes half as long again
+    if is_plain:  # bytes as they are, past the caches: torch's own copy takes half as long again
         ctypes.memmove(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)
         return
     with torch.no_grad():

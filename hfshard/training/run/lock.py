@@ -1,4 +1,4 @@
-"""The lock of a run directory: held by one manager as long as it lives, and never by the processes that it forks."""
+"""The lock of a run directory: held by one manager while it lives, and never by the processes that it forks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hfshard.errors import DirectoryLockedError
 from hfshard.storage.disk.fsops import lock, unlock
 
 _WAIT_SECONDS: Final = 5.0
-"""How long a manager waits for another one: as long as a process that is being killed may take to be gone."""
+"""How long a manager waits for another one: a killed process may take as long to disappear."""
 
 _held: Final[weakref.WeakSet[RunLock]] = weakref.WeakSet()
 
 
 class RunLock:
-    """A directory's own lock (flock on its descriptor: no lock file, and it dies with the process)."""
+    """The lock of a directory (flock on its descriptor: there is no lock file, and it dies with the process)."""
 
     def __init__(self, directory: str) -> None:
         """Take the lock.
 
         Raises:
-            DirectoryLockedError: Another manager, of this process or another one, has it.
+            DirectoryLockedError: Another manager, in this process or another one, holds it.
         """
         self.directory = directory
         self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -42,11 +42,11 @@ class RunLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this process has it: one that was forked has not."""
+        """Whether this process holds the lock; a forked one does not."""
         return self._fd >= 0
 
     def release(self) -> None:
-        """Give it back; nothing where that was done, or in a process that was forked."""
+        """Release the lock; a second call does nothing, nor does one in a forked process."""
         if self._fd >= 0:
             unlock(self._fd, self.directory)
             self._close()
@@ -58,7 +58,7 @@ class RunLock:
 
 
 def _close_in_child() -> None:
-    # A worker of a DataLoader outlives a killed trainer for seconds, and with the descriptor the lock would too.
+    # A worker of a DataLoader outlives a killed trainer by seconds; with its descriptor the lock would, too.
     for one in list(_held):
         one._close()
 

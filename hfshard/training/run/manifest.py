@@ -1,4 +1,4 @@
-"""`checkpoint.json`: the last file of a checkpoint, which makes it whole; it tells every other one by its checksum."""
+"""`checkpoint.json`: the last file of a checkpoint, which makes it whole; it has the checksum of every other file."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class CheckpointManifest:
 
     step: int
     save_number: int
-    """Number of this save in its run: of two checkpoints the one with the higher number was saved later."""
+    """Counts the saves of a run: of two checkpoints, the one with the higher number was saved later."""
     metrics: dict[str, float] = field(default_factory=dict)
     files: dict[str, FileDigest] = field(default_factory=dict)
-    """Every file but this one."""
+    """Every file of the checkpoint except the manifest."""
 
     def to_json(self) -> bytes:
-        """The bytes of the file, with a checksum of themselves."""
+        """The bytes of the file, with a checksum of its contents."""
         body = {
             "format": MANIFEST_FORMAT,
             "step": self.step,
@@ -53,22 +53,22 @@ class CheckpointManifest:
 
     @classmethod
     def from_json(cls, raw: bytes, path: str) -> CheckpointManifest:
-        """Read a manifest without trust.
+        """Parse a manifest that is not trusted.
 
         Raises:
-            DamagedCheckpointError: It is not one, or is torn, or a newer hfshard wrote it.
+            DamagedCheckpointError: It is not a manifest, is damaged, or was written by a newer hfshard.
             UnsafePathError: It names a file outside the checkpoint's directory.
         """
         body = parse_json_object(raw, path=path, what="Manifest", remedy=_REMEDY)
         checksum = body.pop("checksum", None)
         if body.get("format") != MANIFEST_FORMAT:
             raise DamagedCheckpointError(
-                f"'{path}' is of format {body.get('format')!r:.50}, and this hfshard reads {MANIFEST_FORMAT}. "
+                f"'{path}' has format {body.get('format')!r:.50}, and this hfshard reads {MANIFEST_FORMAT}. "
                 "Run: pip install --upgrade hfshard",
                 path=path,
             )
         if checksum != _checksum_of(body):
-            raise IntegrityError(f"'{path}' is damaged: its checksum is not that of its contents. {_REMEDY}", path=path)
+            raise IntegrityError(f"'{path}' is damaged: its checksum does not match its contents. {_REMEDY}", path=path)
         if "sequence" in body and "save_number" not in body:
             raise DamagedCheckpointError(
                 f"'{path}' was written by a version of hfshard before the first release, which called the number of a "
@@ -91,10 +91,10 @@ class CheckpointManifest:
 
 
 def read_checkpoint_manifest(directory: str) -> CheckpointManifest:
-    """Read the manifest of a checkpoint; the other files are not looked at.
+    """Read the manifest of a checkpoint; the other files are not checked.
 
     Raises:
-        MissingShardError: It has none: it was never finished, or is another tool's.
+        MissingShardError: There is none: the checkpoint was never finished, or is another tool's.
         DamagedCheckpointError, UnsafePathError: It is damaged.
     """
     path = os.path.join(directory, MANIFEST)
@@ -109,14 +109,14 @@ def check_files(
     progress_callback: Callable[[int], object] | None = None,
     on_problem: Callable[[DamagedCheckpointError], object] | None = None,
 ) -> None:
-    """Compare every file with what the manifest says, several at once.
+    """Compare every file of a checkpoint with its manifest, several at once.
 
     Args:
         directory: The checkpoint's.
-        manifest: Its own.
+        manifest: The checkpoint's.
         is_full: Compare checksums of all bytes; else sizes and fingerprints.
-        progress_callback: Told the bytes that were hashed, from any thread.
-        on_problem: Told of each damaged file; None: the first one is raised.
+        progress_callback: Gets the bytes that were hashed, from any thread.
+        on_problem: Gets the error of each damaged file; None: the first one is raised.
 
     Raises:
         DamagedCheckpointError, UnsafePathError: A file is missing, or not the one that was saved.
@@ -160,12 +160,13 @@ def _check_file(
 
 
 def _check_own_digests(shard: SafetensorsFile, record: FileDigest) -> None:
-    """Compare what a single file says of itself: its checksum is made without that, and readers rely on it."""
+    """Compare the digests that a single file holds itself: its checksum leaves them out, and readers rely on them."""
     for kind in ("fingerprint", "xxh3", "sha256"):
-        stated, expected = getattr(shard.hfshard_metadata.digests, kind), getattr(record, kind)
+        stated = getattr(shard.hfshard_metadata.digests, kind)
+        expected = getattr(record, kind)
         if stated is not None and stated != expected:
             raise IntegrityError(
-                f"'{shard.path}' is not the file that was saved: it says that its {kind} is {stated}, and {expected} "
+                f"'{shard.path}' is not the file that was saved: it states the {kind} {stated}, and {expected} "
                 f"was recorded. {remedy(shard.path)}",
                 path=shard.path,
                 expected=expected,
@@ -174,7 +175,9 @@ def _check_own_digests(shard: SafetensorsFile, record: FileDigest) -> None:
 
 
 def _check_small(path: str, directory: str, record: FileDigest) -> None:
-    with os.fdopen(open_regular(path, directory), "rb") as reader:  # of any size, and no text: a tokenizer's model
+    with os.fdopen(
+        open_regular(path, directory), "rb"
+    ) as reader:  # of any size, and not always text: a tokenizer's model
         size = os.fstat(reader.fileno()).st_size
         found = sha256_of_reader(reader) if size == record.size else f"that of {size} bytes"
     if found != record.sha256:
@@ -192,15 +195,15 @@ def small_record(raw: bytes) -> FileDigest:
 
 
 def shard_record(record: FileDigest) -> FileDigest:
-    """Of what an index records of a shard, what the manifest repeats."""
+    """The part of an index's record of a shard that the manifest repeats."""
     return FileDigest(record.size, record.sha256, record.xxh3, record.fingerprint)
 
 
 def plain_metrics(metric: float | Mapping[str, float] | None, name: str | None) -> dict[str, float]:
-    """The metrics of a save by name; one number is the metric that the best checkpoint is chosen by.
+    """Return the metrics of a save by name; a single number is the metric that the best checkpoint is chosen by.
 
     Raises:
-        InvalidArgumentError: A value is no number.
+        InvalidArgumentError: A value is not a number.
     """
     if metric is None:
         return {}
@@ -217,7 +220,7 @@ def plain_metrics(metric: float | Mapping[str, float] | None, name: str | None) 
 def _checksum_of(body: dict[str, object]) -> str | None:
     try:
         return sha256_of(dump_json(body))
-    except ValueError:  # a number such as 1e999, which is none in JSON
+    except ValueError:  # a number such as 1e999, which JSON does not have
         return None
 
 

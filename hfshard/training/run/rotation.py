@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay: the last ones, the best one, and every so many steps; a pure function."""
+"""Which checkpoints of a run stay: the newest, the best, and one every so many steps; a pure function."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MetricMode = Literal["min", "max"]
 
 
 def best_of(manifests: Sequence[CheckpointManifest], metric: str, mode: MetricMode) -> CheckpointManifest | None:
-    """The checkpoint with the best value of a metric: of equal ones the earliest, and never one without it, or NaN.
+    """Find the checkpoint with the best value of a metric: the earliest of equal ones, never one without it or NaN.
 
     Args:
-        manifests: Of the whole checkpoints, in any order.
-        metric: Its name.
-        mode: "min": the lower the better; "max": the higher.
+        manifests: The manifests of the whole checkpoints, in any order.
+        metric: The name of the metric.
+        mode: "min": lower is better; "max": higher is better.
     """
     known = [one for one in manifests if not math.isnan(one.metrics.get(metric, math.nan))]
     sign = 1 if mode == "min" else -1
@@ -31,19 +31,19 @@ class Rotation:
     """Which checkpoints of a run stay."""
 
     max_to_keep: int | None = None
-    """How many of the last ones; None: all."""
+    """How many of the newest; None: all."""
     keep_best: str | None = None
     """A metric: the checkpoint with its best value stays too."""
     metric_mode: MetricMode = "min"
     """As in `best_of`."""
     keep_every: int | None = None
-    """Checkpoints of steps that it divides stay too, and do not count."""
+    """Checkpoints whose step is a multiple of it stay too, and do not count."""
 
     def __post_init__(self) -> None:
-        """Refuse what would keep nothing, or what nobody knows.
+        """Check the fields.
 
         Raises:
-            InvalidArgumentError: The first of them that is wrong.
+            InvalidArgumentError: A field would keep nothing, or is not one of the known values.
         """
         for name, value in (("max_to_keep", self.max_to_keep), ("keep_every", self.keep_every)):
             if value is not None and (type(value) is not int or value < 1):
@@ -56,10 +56,10 @@ class Rotation:
             raise InvalidArgumentError(f"metric_mode must be 'min' or 'max', got {self.metric_mode!r}.")
 
     def steps_to_remove(self, manifests: Sequence[CheckpointManifest]) -> list[int]:
-        """The steps whose checkpoints go, of all whole ones of a run, in any order."""
+        """List the steps whose checkpoints are to be removed, given all whole ones of a run in any order."""
         if self.max_to_keep is None:
             return []
         in_order = sorted(manifests, key=lambda one: one.save_number)
         best = best_of(manifests, self.keep_best, self.metric_mode) if self.keep_best is not None else None
-        passing = [one for one in in_order if not (self.keep_every and one.step % self.keep_every == 0)]
-        return [one.step for one in passing[: -self.max_to_keep] if one is not best and one is not in_order[-1]]
+        counted = [one for one in in_order if not (self.keep_every and one.step % self.keep_every == 0)]
+        return [one.step for one in counted[: -self.max_to_keep] if one is not best and one is not in_order[-1]]

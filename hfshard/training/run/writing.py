@@ -1,4 +1,4 @@
-"""Writes one checkpoint into a directory of its own: shards that did not change are linked, all others written."""
+"""Writes one checkpoint into a new directory: shards that did not change are linked, all others are written."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _OWN_SUFFIXES: Final = (SAFETENSORS_SUFFIX, INDEX_SUFFIX)
 
 @dataclass
 class ReusableShards:
-    """Files of the checkpoint before, by their fingerprints: what was frozen since need not be written again."""
+    """Files of the checkpoint before, by fingerprint: weights that did not change need not be written again."""
 
     files: dict[str, tuple[str, FileDigest]] = field(default_factory=dict)
 

@@ -244,9 +244,9 @@ def test_set_epoch_goes_to_the_beginning_of_an_epoch() -> None:
     loader.set_epoch(2)  # the one that was left: from its beginning, but a checkpoint before is where it was left
     assert (loader.epoch, loader.batch) == (2, 1)
     assert as_lists(loader) == whole[2]
-    with pytest.raises(InvalidArgumentError, match="epoch of a ResumableDataLoader is from 0 on, not -1"):
+    with pytest.raises(InvalidArgumentError, match="epoch of a ResumableDataLoader must be 0 or more, got -1"):
         loader.set_epoch(-1)
-    with pytest.raises(InvalidArgumentError, match=r"epoch of a ResumableDataLoader is an int, not 1\.0"):
+    with pytest.raises(InvalidArgumentError, match=r"epoch of a ResumableDataLoader must be an int, got 1\.0"):
         loader.set_epoch(1.0)  # type: ignore[arg-type]
     loader.set_epoch(np.int64(7))  # type: ignore[arg-type]
     assert type(loader.state_dict()["epoch"]) is int
@@ -471,10 +471,10 @@ def test_a_sampler_of_another_length_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, r"no state of a ResumableDataLoader of format 1 \(found: 2\)"),
+        ({"format": 2}, r"not a ResumableDataLoader's state of format 1 \(found: 2\)"),
         ({"batch": 4}, "at batch 4 of 3"),
-        ({"batch": -1}, "batch -1, which is no position"),
-        ({"epoch": 1.0}, "epoch 1.0, which is no position"),
+        ({"batch": -1}, "batch -1, which is not a position"),
+        ({"epoch": 1.0}, "epoch 1.0, which is not a position"),
     ],
 )
 def test_a_damaged_state_is_refused(change: dict[str, Any], message: str) -> None:
@@ -512,7 +512,7 @@ def test_the_seed_of_a_generator_is_the_seed() -> None:
     assert [int(index) for index in loader] == ORDER_3_0
     with pytest.raises(InvalidArgumentError, match="takes seed=4 or a generator, whose seed here is 3, not both"):
         ResumableDataLoader(Numbers(), generator=generator, seed=4)
-    with pytest.raises(InvalidArgumentError, match="seed of a ResumableDataLoader is an int, not '1'"):
+    with pytest.raises(InvalidArgumentError, match="seed of a ResumableDataLoader must be an int, got '1'"):
         ResumableDataLoader(Numbers(), seed="1")  # type: ignore[arg-type]
 
 

@@ -340,7 +340,7 @@ def test_the_state_of_another_kind_of_loader_is_refused() -> None:
     with pytest.raises(StateDictMismatchError, match="is a Skipping, and the checkpoint has the state of another kind"):
         watch.check_state_dict(ResumableDataLoader(Indexes(), 2).state_dict())
     ours = ResumableDataLoader(Indexes(), 2)
-    with pytest.raises(StateDictMismatchError, match="no state of a ResumableDataLoader"):
+    with pytest.raises(StateDictMismatchError, match="not a ResumableDataLoader's state"):
         ours.check_state_dict(watch.state_dict())
 
 

@@ -290,5 +290,7 @@ def test_a_single_file_beside_the_shards_is_not_restored_and_is_told_of(tmp_path
         manager.restore(TrainingState(model=model), 1)
         [problem] = manager.verify(1)[1]
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
-    words = "model.safetensors' is not of the checkpoint, and other tools load it in place of the files that are. "
+    words = (
+        "model.safetensors' does not belong to the checkpoint, and other tools load it instead of the files that do. "
+    )
     assert str(problem).endswith(f"{words}Move it elsewhere.")
