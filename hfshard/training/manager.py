@@ -275,14 +275,18 @@ class CheckpointManager(RunReader):
     def wait_until_finished(self) -> None:
         """Wait for a save and a push that are under way, and raise the error of the one that failed.
 
-        manager.wait_until_finished()
+        Example:
+            manager.save(step, state, blocking=False)
+            manager.wait_until_finished()
         """
         self._writer.wait_until_finished()
 
     def close(self) -> None:
         """Wait as `wait_until_finished` does, and let other managers save into the directory.
 
-        manager.close()
+        Example:
+            manager.save(step, state, blocking=False)
+            manager.close()
         """
         self._writer.close()
 

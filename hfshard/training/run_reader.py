@@ -66,9 +66,10 @@ class RunReader:
         return sorted(manifest.step for manifest in manifests_in(self.root))
 
     def path_of(self, step: int) -> str:
-        """Name the directory of a step's checkpoint, whether it exists or not.
+        """Return the directory of a step's checkpoint, whether it exists or not.
 
-        model = AutoModel.from_pretrained(manager.path_of(1200))
+        Example:
+            weights = hfshard.load_state_dict(manager.path_of(1200))
         """
         return checkpoint_path(self.root, step)
 

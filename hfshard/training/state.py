@@ -68,7 +68,8 @@ class TrainingState:
     def of_kind(self, kind: PartKind) -> dict[str, Any]:
         """Return the parts of one kind, by name.
 
-        modules = state.of_kind("module")
+        Example:
+            modules = state.of_kind("module")
         """
         return {name: part for name, part in self.components.items() if self.kinds[name] == kind}
 

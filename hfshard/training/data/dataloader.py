@@ -157,7 +157,8 @@ class ResumableDataLoader(DataLoader[_T_co]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the settings that it depends on: ints, bools and a str.
 
-        position = loader.state_dict()
+        Example:
+            position = loader.state_dict()
         """
         return {
             "format": STATE_FORMAT,
@@ -170,7 +171,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Check that a state fits this loader; nothing is changed.
 
-            loader.check_state_dict(position)
+            loader.check_state_dict(loader.state_dict())
 
         Raises:
             StateDictMismatchError: A setting differs; the message says which, and what to do.
@@ -180,7 +181,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to the position of a `state_dict`; the next `iter()` continues there.
 
-            loader.load_state_dict(position)
+            loader.load_state_dict(loader.state_dict())
 
         Raises:
             StateDictMismatchError: The state does not fit, as in `check_state_dict`; nothing was changed.
@@ -215,7 +216,8 @@ class ResumableDataLoader(DataLoader[_T_co]):
     def order(self, epoch: int, start: int = 0) -> BatchOrder:
         """Return the indexes of the batches of an epoch, from a given one; only the sampler's epoch is changed.
 
-        first_indexes = next(loader.order(epoch=0))
+        Example:
+            first_indexes = next(loader.order(epoch=0))
         """
         if not self._is_own_order:
             sampler = self.sampler if self.batch_sampler is None else self.batch_sampler

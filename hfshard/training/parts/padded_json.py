@@ -21,7 +21,8 @@ _OPEN_LEVELS: Final = 4
 def padded_json(value: Any) -> bytes:
     """Write a value as UTF-8, in the order of its dicts, with blanks after each number and at the end.
 
-    assert len(padded_json({"step": 1})) == len(padded_json({"step": 1000}))
+    Example:
+        assert len(padded_json({"step": 1})) == len(padded_json({"step": 1000}))
     """
     raw = _STRING_OR_NUMBER.sub(_padded, _text(value, 0)).encode()
     return raw + b" " * (-(len(raw) + 1) % _BLOCK_BYTES) + b"\n"

@@ -24,9 +24,10 @@ _DEVICES: Final = ("cuda", "xpu")
 def rng_state() -> dict[str, Any]:
     """Return the state of all generators as tensors and plain values (see `nested.py`); nothing is drawn.
 
-    state = rng_state()
-    torch.rand(3)
-    set_rng_state(state)  # as if nothing had been drawn
+    Example:
+        state = rng_state()
+        torch.rand(3)
+        set_rng_state(state)  # as if nothing had been drawn
     """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
