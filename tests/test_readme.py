@@ -18,6 +18,7 @@ TOP = REPOSITORY / "README.md"
 TRAINING = REPOSITORY / "hfshard" / "training" / "README.md"
 ROOMS = ("hfshard", "scripts", "tests")
 READMES = [TOP, *sorted(readme for room in ROOMS for readme in (REPOSITORY / room).rglob("README.md"))]
+PAGES = [*READMES, REPOSITORY / ".github" / "CONTRIBUTING.md", REPOSITORY / "CHANGELOG.md"]
 BASH_EXAMPLES = blocks_of(TOP, "bash")
 
 
@@ -25,9 +26,19 @@ def name_of(readme: Path) -> str:
     return str(readme.relative_to(REPOSITORY))
 
 
+def headings_of(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them of its headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_readme_has_examples_and_two_commands() -> None:
-    assert len(blocks_of(TOP, "python")) == 5
+    assert len(blocks_of(TOP, "python")) == 1
     assert [block.count("\n") for block in BASH_EXAMPLES[:2]] == [1, 1]
+
+
+def test_top_readme_is_read_in_a_minute() -> None:
+    assert TOP.read_text(encoding="utf-8").count("\n") <= 150
 
 
 def saved_shards_of_the_size_that_is_named(directory: Path) -> None:
@@ -67,6 +78,15 @@ def test_commands_name_scripts_that_are_there(readme: Path) -> None:
         lines = command_lines(example) if example.language == "bash" else []
         for word in (word for words in lines for word in words if word.startswith("scripts/")):
             assert (REPOSITORY / word).exists(), word
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    for path, _, anchor in (link.partition("#") for link in links if "://" not in link):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in headings_of(target), f"{path}#{anchor}"
 
 
 @pytest.mark.parametrize("command", ["quickstart.py", "test"])
