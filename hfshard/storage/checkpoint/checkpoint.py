@@ -1,4 +1,4 @@
-"""A checkpoint in a directory, opened for reading: checked whole, and of one save from first byte to last."""
+"""A checkpoint in a directory, opened for reading: checked as a whole, and all of one save."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from hfshard.storage.weights.tensor_reader import ReadMode, read_from
 Verify = Literal["none", "structure", "full", "sha256"]
 
 FilesOf = Callable[[CheckpointIndex], Collection[str]]
-"""Of the files that an index names, those that are needed."""
+"""Chooses the files that are needed, of those that an index names."""
 
 
 def check_verify_level(verify: str) -> None:
@@ -55,9 +55,9 @@ class OpenCheckpoint:
     """A checkpoint whose files are open and checked.
 
     Attributes:
-        directory: Where it lies.
-        weights: The file that it was entered by.
-        index: Which file holds which tensor; for a single file, what the file says of itself.
+        directory: Where it is.
+        weights: The file by which it was entered.
+        index: Which file holds which tensor; for a single file, what the file says about itself.
         shards: File -> open safetensors file.
         pickles: File -> tensors of a pickled file.
     """
@@ -69,13 +69,13 @@ class OpenCheckpoint:
     shards: dict[str, SafetensorsFile] = field(default_factory=dict)
     pickles: dict[str, PickleFile] = field(default_factory=dict)
     weights_override: str | None = None
-    """The weights that config.json names, if it does."""
+    """The weights file that config.json names, if it names one."""
     state_token: tuple[Identity | None, ...] = ()
-    """The identities of the files that tell that it was replaced."""
+    """The identities of the files by which a replaced checkpoint is noticed."""
 
     @property
     def weights_path(self) -> str:
-        """Path of the file that it was entered by."""
+        """The path of the file by which it was entered."""
         return os.path.join(self.directory, self.weights.name)
 
     @property
@@ -87,7 +87,7 @@ class OpenCheckpoint:
     def read(
         self, names: Collection[str], read: ReadMode = "auto", device: str | torch.device = "cpu"
     ) -> dict[str, torch.Tensor]:
-        """Stored tensors by their FQNs, in the order of the names (see `tensor_reader.read_from`)."""
+        """Read stored tensors, in the order of the names (see `tensor_reader.read_from`)."""
         device, wanted = torch.device(device), set(names)
         held = [(shard, [name for name in shard.header.tensors if name in wanted]) for shard in self.shards.values()]
         tensors = read_from(held, read, device)
@@ -117,23 +117,23 @@ def open_checkpoint(
     base: str = MODEL_BASE,
     weights_name: str | None = None,
 ) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint: everything that costs nothing is checked, and with verify="full" every byte.
+    """Open a checkpoint: its structure is checked, and with verify="full" every byte.
 
-    A writer may replace the checkpoint meanwhile: then it is opened anew, until all its files are of one save.
+    If a save replaces it meanwhile, it is opened again, until all its files belong to one save.
 
     Args:
-        directory: Where it lies.
-        variant: As in `from_pretrained`.
+        directory: Where it is.
+        variant: Which variant; see `from_pretrained`.
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
         verify: "none": only what reading needs; "structure": sizes, fingerprints and the total too; "full" (or
             "sha256"): the checksums of all files too.
-        progress_callback: Told the bytes that were checked, from any thread.
-        files_of: Where there is an index: which of its files to open and check; the others need not be there.
-        base: Begins the names of its files.
+        progress_callback: Called from any thread with numbers of bytes that were checked.
+        files_of: Chooses which files of an index to open and check; the others may be missing.
+        base: The beginning of the names of its files.
         weights_name: The index or single file to open, whatever else lies there. None: the one that transformers finds.
 
     Raises:
-        CheckpointNotFoundError: No weights there.
+        CheckpointNotFoundError: There are no weights.
         CheckpointChangedError: It kept changing.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Something is wrong with a file.
     """

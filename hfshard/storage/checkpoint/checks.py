@@ -1,4 +1,4 @@
-"""What must hold between an index and its files: every key in its file, every file the one that was saved."""
+"""Check an index against its files: every key is in its file, every file is the one that was saved."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 def check_keys(weights_path: str, weight_map: Mapping[str, str], contents: Mapping[str, Collection[str]]) -> None:
-    """Every key in exactly the file that the index names.
+    """Check that every key is in exactly the file that the index names.
 
     Args:
         weights_path: Path of the index.
-        weight_map: What it says: name -> file.
-        contents: What is: file -> names in it.
+        weight_map: What the index says: name -> file.
+        contents: What the files hold: file -> names.
 
     Raises:
-        DamagedCheckpointError: A key is in two files, in another one, in none, or not in the index.
+        DamagedCheckpointError: A key is in two files, in a wrong one, in none, or not in the index.
     """
     directory = os.path.dirname(weights_path)
     seen: dict[str, str] = {}
@@ -50,10 +50,10 @@ def check_keys(weights_path: str, weight_map: Mapping[str, str], contents: Mappi
 
 
 def check_fingerprints(weights_path: str, index: CheckpointIndex, shards: Mapping[str, SafetensorsFile]) -> None:
-    """Every file of the size and fingerprint that were recorded when it was saved, and all of them of the total size.
+    """Check the size and the fingerprint of every file, and the total size.
 
     Raises:
-        IntegrityError: A file is another one.
+        IntegrityError: A file is not the one that was saved.
         DamagedCheckpointError: The total is wrong.
     """
     for file, shard in shards.items():
@@ -63,12 +63,12 @@ def check_fingerprints(weights_path: str, index: CheckpointIndex, shards: Mappin
 
 
 def check_total(weights_path: str, index: CheckpointIndex, actual: int) -> None:
-    """The tensors of all files together as large as the index says.
+    """Check that the tensors of all files are together as large as the index says.
 
     Raises:
         DamagedCheckpointError: They are not.
     """
-    # Foreign indexes count views and ties in their own ways: theirs is not compared.
+    # Other libraries count views and ties in their own ways: their totals are not compared.
     if index.files and index.total_size is not None and index.total_size != actual:
         raise DamagedCheckpointError(
             f"Index '{weights_path}' is damaged: its total_size is {index.total_size}, "
@@ -86,7 +86,7 @@ def check_checksums(
     shards: Mapping[str, SafetensorsFile],
     progress_callback: Callable[[int], object] | None,
 ) -> None:
-    """Every byte of every file against its checksum, several files at once.
+    """Check every byte of every file against its checksum, several files at once.
 
     Raises:
         DamagedCheckpointError: There are no checksums.
@@ -96,7 +96,7 @@ def check_checksums(
         lacking = sorted(file for file in shards if file not in index.files or not index.files[file].is_verifiable)
         of_which = f" of '{lacking[0]}'" if 0 < len(lacking) < len(shards) else "s"
         raise DamagedCheckpointError(
-            f"'{weights_path}' can't be verified in full: it carries no checksum{of_which} (hfshard writes them). "
+            f"'{weights_path}' can't be verified in full: it has no checksum{of_which} (hfshard writes them). "
             "Load it with verify='structure', or save it once with hfshard.",
             path=weights_path,
         )
@@ -135,7 +135,7 @@ def check_small_file(directory: str, name: str, recorded: FileDigest) -> None:
 
 
 def _recorded_by_others(directory: str, name: str) -> set[str | None]:
-    """The sha256 of a small file that the checkpoints in a directory recorded; damaged ones are passed over."""
+    """The sha256 values that the checkpoints in a directory recorded for a small file; damaged ones are skipped."""
     found: set[str | None] = set()
     for file in os.listdir(directory):
         path = os.path.join(directory, file)

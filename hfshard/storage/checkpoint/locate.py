@@ -1,4 +1,4 @@
-"""Finds the file that a checkpoint is entered by, as transformers does, and notices when it is replaced."""
+"""Find the file by which a checkpoint is entered, as transformers does, and notice when it is replaced."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _not_found(directory: str, names: WeightNames, looked_for: list[str]) -> Che
 
 
 def weights_bytes(directory: str, suffixes: tuple[str, ...] = (SAFETENSORS_SUFFIX, BIN_SUFFIX)) -> int:
-    """Bytes of the weights in a directory, of whatever checkpoint; none where there is no directory."""
+    """The size of all files of weights in a directory, in bytes; 0 where there is no directory."""
     if not os.path.isdir(directory):
         return 0
     paths = [os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(suffixes)]
@@ -119,10 +119,10 @@ def read_config(directory: str) -> bytes | None:
 
 
 def check_generation_config(directory: str) -> None:
-    """Refuse a generation_config.json that upstream would hang on, follow outside, or pass over in silence.
+    """Refuse a generation_config.json that transformers would hang on, follow outside, or silently ignore.
 
     Raises:
-        DamagedCheckpointError, UnsafePathError: It is no JSON object, or no file of the checkpoint's.
+        DamagedCheckpointError, UnsafePathError: It is not a JSON object, or not a file of the checkpoint.
     """
     path = os.path.join(directory, GENERATION_CONFIG_NAME)
     if os.path.lexists(path):
@@ -132,7 +132,7 @@ def check_generation_config(directory: str) -> None:
 
 
 def checked_weights_override(config: bytes | None, directory: str, names: WeightNames) -> str | None:
-    """The weights that config.json tells every reader to load, if it does."""
+    """The weights file that config.json tells every reader to load, if there is one."""
     if config is None or names.base != MODEL_BASE:
         return None
     path = os.path.join(directory, CONFIG_NAME)
@@ -154,7 +154,7 @@ def checked_weights_override(config: bytes | None, directory: str, names: Weight
 
 
 def state_token(directory: str, names: WeightNames, weights_override: str | None) -> tuple[Identity | None, ...]:
-    """The identities of all files that tell whether the checkpoint was replaced."""
+    """The identities of all files by which a replaced checkpoint is noticed."""
     files = [CONFIG_NAME, names.single, names.index, names.bin_single, names.bin_index]
     if weights_override:
         files.append(weights_override)

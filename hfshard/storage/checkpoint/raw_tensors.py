@@ -1,4 +1,4 @@
-"""The tensors of an open checkpoint as a save takes them: bytes, compared on the way with what was recorded of them."""
+"""The tensors of an open checkpoint as bytes for a save, compared with their digests while they are read."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _PACKED_BITS = 8
 def raw_tensors(checkpoint: OpenCheckpoint) -> dict[str, TensorLike]:
     """The stored tensors by name, in the order of the files and of the bytes in them; nothing is read yet.
 
-    The bytes of a safetensors file are read when a block is asked for, past what torch knows of dtypes, and compared
-    with the tensor's recorded digest when the last one was. Those of a pickle are torch's.
+    The bytes of a safetensors file are read when a block is asked for, whether torch knows their dtype or not, and
+    compared with the tensor's digest after the last block. The tensors of a pickle are torch's.
 
     Raises:
-        IntegrityError: Of a file of which only the whole has a checksum: it differs. (While reading: a tensor does.)
+        IntegrityError: A file without tensor digests differs from its checksum. (While reading: a tensor differs.)
     """
     found: dict[str, TensorLike] = {}
     for file, shard in checkpoint.shards.items():
@@ -44,7 +44,7 @@ def raw_tensors(checkpoint: OpenCheckpoint) -> dict[str, TensorLike]:
 
 
 def has_checksums(checkpoint: OpenCheckpoint) -> bool:
-    """Whether there is a checksum of every byte: else only the structure of the checkpoint can be checked."""
+    """Whether there is a checksum of every byte; otherwise only the structure can be checked."""
     return not checkpoint.pickles and checkpoint.index.is_verifiable
 
 
@@ -77,13 +77,13 @@ def _blocks(shard: SafetensorsFile, info: TensorInfo, digest: str | None, block_
 
 
 def is_packed(value: TensorLike) -> bool:
-    """Whether it is a float too small to be a weight by itself (fp8, fp6, fp4)."""
+    """Whether a tensor has floats too small to be weights by themselves (fp8, fp6, fp4)."""
     dtype = tensor_layout(value).dtype
     return dtype.startswith("F") and DTYPE_BITS[dtype] <= _PACKED_BITS
 
 
 def cast(value: TensorLike, dtype: torch.dtype) -> TensorLike:
-    """The same tensor in another floating dtype, cast block by block when it is read; other tensors as they are."""
+    """Cast a floating tensor to another dtype, block by block when it is read; other tensors stay as they are."""
     layout = tensor_layout(value)
     if layout.dtype not in _CAST_DTYPES or layout.complex_as_real or TORCH_DTYPES[layout.dtype] == dtype:
         return value
@@ -95,7 +95,7 @@ def cast(value: TensorLike, dtype: torch.dtype) -> TensorLike:
 def _cast_blocks(
     value: TensorLike, dtype: torch.dtype, new_dtype: torch.dtype, block_bytes: int
 ) -> Iterator[memoryview]:
-    # A block of the old that makes one of the new, or a part of it where the new one's elements are smaller.
+    # An old block makes at most one new block, and less where the new elements are smaller.
     source_bytes = block_bytes * dtype.itemsize // max(dtype.itemsize, new_dtype.itemsize)
     room = own_memory((min(source_bytes, tensor_nbytes(value)) // dtype.itemsize,), new_dtype)
     for block in iter_blocks(value, source_bytes):

@@ -1,4 +1,4 @@
-"""The names that the safetensors format gives to torch's dtypes, and the dtypes that it has no name for."""
+"""The names of torch's dtypes in the safetensors format, and the dtypes that it lacks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DTYPE_BITS: Final[dict[str, int]] = {
 
 
 def stored_shape(tensor: torch.Tensor) -> list[int]:
-    """The shape that the header gives to a tensor: F4 counts nibbles, a real pair has a last dimension of 2."""
+    """The shape of a tensor in the header: F4 counts nibbles, real pairs have a last dimension of 2."""
     shape = list(tensor.shape)
     if tensor.dtype == torch.float4_e2m1fn_x2 and shape:
         shape[-1] *= 2
@@ -62,7 +62,7 @@ def stored_dtype_name(dtype: torch.dtype) -> str | None:
 
 
 def torch_shape(dtype_name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that torch gives to a tensor that the header calls so."""
+    """The shape in torch of a tensor with this dtype and shape in the header."""
     if dtype_name == "F4" and shape:
         return (*shape[:-1], shape[-1] // 2)
     return shape

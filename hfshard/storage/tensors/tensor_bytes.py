@@ -1,4 +1,4 @@
-"""The bytes of a tensor as the format wants them, in bounded blocks and without a copy where none is needed."""
+"""The bytes of a tensor as the format stores them, in bounded blocks and without needless copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INTEGER_OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: to
 """Blocks are copied as integers, so that no copy touches a bit (NaN payloads, fp4 that torch can't copy)."""
 
 _OWN_PAGES_BYTES: Final = 128 * 1024
-"""From this size on a block is mapped: glibc's own first threshold, which it raises as it goes."""
+"""Blocks of at least this size are mapped: glibc's first threshold, which it raises later."""
 
 _PLAIN_TYPES: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -28,11 +28,11 @@ _LARGEST_ELEMENT: Final = 16
 
 
 def check_storable(name: str, value: Any) -> None:
-    """Refuse what the format has no bytes for, before anything is written.
+    """Refuse what the format can't store, before anything is written.
 
     Raises:
         UnstorableTensorError: Not a tensor; sparse, nested, quantized, meta, or a wrapper (DTensor, torchao); a dtype
-            or a name that safetensors does not know.
+            or a name that the format does not have.
     """
     problem = _problem(name, value)
     if problem is not None:
@@ -40,9 +40,9 @@ def check_storable(name: str, value: Any) -> None:
 
 
 def is_plain(value: Any, name: Any) -> TypeGuard[torch.Tensor]:
-    """Whether nothing can be wrong, and torch's shape is the format's.
+    """Whether a tensor is certainly storable, in torch's own shape.
 
-    So it is with most tensors, and this tells them in a fraction of the time that looking for a problem takes.
+    This is true of most tensors, and takes a fraction of the time of looking for a problem.
     """
     return (
         type(name) is str
@@ -57,7 +57,7 @@ def is_plain(value: Any, name: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _has_memory(value: torch.Tensor) -> bool:
-    """Whether a tensor's bytes are where it says; a subclass that wraps others may have none."""
+    """Whether a tensor has memory of its own; a subclass that wraps others may have none."""
     if type(value) in _PLAIN_TYPES or value.numel() == 0:
         return True
     try:
@@ -67,12 +67,12 @@ def _has_memory(value: torch.Tensor) -> bool:
 
 
 def is_plain_type(value: object) -> bool:
-    """Whether it is torch's own tensor, and no wrapper whose memory is elsewhere."""
+    """Whether it is torch's own tensor, not a wrapper whose memory is elsewhere."""
     return type(value) in _PLAIN_TYPES
 
 
 def tensor_nbytes(tensor: TensorLike) -> int:
-    """Bytes that the tensor takes in a file."""
+    """The number of bytes of the tensor in a file."""
     if isinstance(tensor, RawTensor):
         return tensor.layout.nbytes
     return tensor.numel() * tensor.element_size()
@@ -81,11 +81,11 @@ def tensor_nbytes(tensor: TensorLike) -> int:
 def iter_blocks(tensor: TensorLike, block_bytes: int) -> Iterator[memoryview]:
     """Yield the tensor's bytes in row-major order, at most `block_bytes` at a time.
 
-    A contiguous CPU tensor is not copied; of any other (strided, expanded, conjugated, on a device) one block at a
-    time is. A view stays valid until the next one is asked for.
+    A contiguous CPU tensor is not copied; any other (strided, expanded, conjugated, on a device) is copied one block
+    at a time. A view stays valid until the next one is asked for.
 
     Args:
-        tensor: Anything that `check_storable` lets pass.
+        tensor: Anything that `check_storable` accepts.
         block_bytes: At least 16, the largest element.
     """
     if isinstance(tensor, RawTensor):
@@ -107,11 +107,11 @@ def iter_blocks(tensor: TensorLike, block_bytes: int) -> Iterator[memoryview]:
 
 
 def device_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
-    """The blocks of a GPU's tensor, by way of two page-locked buffers: one is filled while the other is used.
+    """Yield the blocks of a GPU's tensor through two page-locked buffers: one is filled while the other is used.
 
     Args:
-        tensor: Of a dtype that is copied as it is, not empty. On the CPU it takes the same way, for tests.
-        block_bytes: As in `iter_blocks`.
+        tensor: Not empty, of a dtype that is copied as it is. Tests pass CPU tensors.
+        block_bytes: See `iter_blocks`.
     """
     stages = [torch.empty(block_bytes, dtype=torch.uint8, pin_memory=tensor.is_cuda) for _ in range(2)]
     before: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
@@ -136,7 +136,7 @@ def _arrived(stage: torch.Tensor, event: torch.cuda.Event | None) -> memoryview:
 
 
 def _device_pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
-    """The bytes of a tensor on its device; where its strides are odd, a contiguous copy of one piece at a time."""
+    """The bytes of a tensor on its device; a contiguous copy of one piece at a time if it is strided."""
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)
     if tensor.is_contiguous():
@@ -164,7 +164,7 @@ def _copied_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryvie
             room = own_memory((block.numel(),), block.dtype)
         copy = room[: block.numel()].view(block.shape)
         if block.dim() == 2 and block.stride(0) < block.stride(1) and not block.is_conj():
-            # Rows of a transposed matrix: torch turns a whole one fast (three times, at least), a part of one slowly.
+            # Rows of a transposed matrix: torch transposes a whole one at least three times as fast as part of one.
             if turned_room.numel() < block.numel():
                 turned_room = own_memory((block.numel(),), block.dtype)
             block = turned_room[: block.numel()].view(block.t().shape).copy_(block.t()).t()
@@ -172,12 +172,12 @@ def _copied_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryvie
 
 
 def _row_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
-    """Parts of a tensor of at most so many bytes, in row-major order."""
+    """Split a tensor into parts of at most `block_bytes`, in row-major order."""
     if tensor.dim() == 0:
         tensor = tensor.reshape(1)
     row_bytes = tensor_nbytes(tensor) // tensor.shape[0]
     if row_bytes > block_bytes:
-        for number in range(tensor.shape[0]):  # not `for row in tensor`, which makes all the views at once
+        for number in range(tensor.shape[0]):  # not `for row in tensor`, which creates all views at once
             yield from _row_blocks(tensor[number], block_bytes)
         return
     rows = block_bytes // row_bytes
@@ -186,9 +186,9 @@ def _row_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor
 
 
 def own_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Contiguous memory for a block; a large one has pages of its own, which go back to the system with it.
+    """Allocate contiguous memory for a block; a large one gets pages of its own, which are freed with it.
 
-    The C library would keep them: two threads that copied a transposed model held 130 MiB.
+    The C library would keep them: two threads that copied a transposed model kept 130 MiB.
     """
     nbytes = prod(shape) * dtype.itemsize
     if nbytes < _OWN_PAGES_BYTES:

@@ -1,4 +1,4 @@
-"""A tensor as a save takes it: one of torch's, or bytes that lie in a file and are copied without being decoded."""
+"""A tensor to save: one of torch's, or bytes in a file that are copied without being decoded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _BITS_OF_A_BYTE = 8
 
 
 class TensorLayout(NamedTuple):
-    """How the format stores one tensor: all that a plan and a header have to know of it.
+    """How the format stores one tensor: all that a plan and a header need.
 
-    A named tuple, which is made in half the time of a data class: a model of experts has a million.
+    A named tuple takes half the time of a data class to create; a model of experts has a million tensors.
     """
 
     dtype: str
@@ -30,7 +30,7 @@ class TensorLayout(NamedTuple):
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element as torch counts them: a file has the largest elements first."""
+        """Bytes of one element as torch counts them; a file has the largest elements first."""
         return -(-DTYPE_BITS[self.dtype] // _BITS_OF_A_BYTE) * (2 if self.complex_as_real else 1)
 
     @property
@@ -41,11 +41,11 @@ class TensorLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor whose bytes are those of the format already; of a dtype, perhaps, that this torch does not know."""
+    """A tensor as the bytes of the format, maybe of a dtype that this torch does not know."""
 
     layout: TensorLayout
     blocks: Callable[[int], Iterator[memoryview]]
-    """Its bytes, at most so many at a time. A block is valid until the next one is asked for."""
+    """Yields its bytes in blocks of at most the given size; each is valid until the next one is asked for."""
 
 
 TensorLike = torch.Tensor | RawTensor
@@ -53,7 +53,7 @@ TensorLike = torch.Tensor | RawTensor
 
 
 def tensor_layout(value: TensorLike) -> TensorLayout:
-    """How the format stores a tensor that `check_storable` lets pass."""
+    """How the format stores a tensor that `check_storable` accepts."""
     if isinstance(value, RawTensor):
         return value.layout
     dtype, nbytes = stored_dtype_name(value.dtype) or "", value.numel() * value.element_size()
