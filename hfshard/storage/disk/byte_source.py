@@ -1,4 +1,4 @@
-"""The contents of one file on its way to somewhere: a file on disk, bytes in memory, or a stream made on demand."""
+"""The contents of a file to be sent or copied: a file on disk, bytes in memory, or a stream made on demand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hfshard.constants import COPY_BYTES
 
 
 class ByteSource(Protocol):
-    """Bytes whose number is known, and whose hash may be."""
+    """Bytes whose number is known, and maybe their hash."""
 
     @property
     def size(self) -> int:
@@ -22,10 +22,10 @@ class ByteSource(Protocol):
 
     @property
     def sha256(self) -> str | None:
-        """In hex, where it is known without reading."""
+        """In hex; None where it is not known without reading."""
 
     def open(self) -> io.BufferedIOBase:
-        """A new reader from the first byte, that can seek."""
+        """Return a new reader at the first byte, which can seek."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +58,20 @@ class BytesSource:
         return hashlib.sha256(self.raw).hexdigest()
 
     def open(self) -> io.BufferedIOBase:
-        """A reader over the bytes."""
+        """Return a reader of the bytes."""
         return io.BytesIO(self.raw)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSource:
-    """Bytes that are made when they are read."""
+    """Bytes that are computed when they are read."""
 
     size: int
     sha256: str
     opener: Callable[[], io.BufferedIOBase]
 
     def open(self) -> io.BufferedIOBase:
-        """A new reader, that can seek."""
+        """Return a new reader, which can seek."""
         return self.opener()
 
 
@@ -81,7 +81,7 @@ def file_source(path: str, sha256: str | None = None) -> FileSource:
 
 
 def sha256_of_source(content: ByteSource, cancelled: threading.Event | None = None) -> str:
-    """The sha256 in hex: as it is known, else by reading all of it once.
+    """The sha256 in hex: the known one, or else computed by reading everything once.
 
     Raises:
         InterruptedError: `cancelled` was set.
@@ -93,7 +93,7 @@ def sha256_of_source(content: ByteSource, cancelled: threading.Event | None = No
 
 
 def sha256_of_reader(reader: io.BufferedIOBase, cancelled: threading.Event | None = None) -> str:
-    """The sha256 in hex of all that is left in a reader; raises as `sha256_of_source`."""
+    """The sha256 in hex of the rest of a reader; raises what `sha256_of_source` raises."""
     hasher = hashlib.sha256()
     while block := reader.read(COPY_BYTES):
         if cancelled is not None and cancelled.is_set():

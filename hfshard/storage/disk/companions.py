@@ -1,4 +1,4 @@
-"""What lies beside the weights of a checkpoint and belongs to who uses it: found without trust, and copied."""
+"""Find and copy the files that go along with a checkpoint: tokenizer, README, code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CompanionFile:
         """Copy it into a new file, durably.
 
         Raises:
-            UnsafePathError, DamagedCheckpointError: It became a link that leaves `root`, or no regular file.
+            UnsafePathError, DamagedCheckpointError: It became a link that leaves `root`, or is not a regular file now.
         """
         fd = open_regular(self.path, self.root)
         try:
@@ -48,18 +48,21 @@ class CompanionFile:
 
 
 def find_companion_files(directory: str, but: Collection[str]) -> dict[str, CompanionFile]:
-    """The files at the top level of a checkpoint's directory that are no weights: tokenizer, README, code, by name.
+    """Find the files at the top level of a checkpoint's directory that are not weights.
 
-    Left out are weights and indexes of whatever library, files over 256 MiB (they are data sets), names with a dot in
-    front (git's, and secrets), folders, and an adapter's config, whose weights do not go along.
+    Left out are weights and indexes of any library, files over 256 MiB (data sets), names that begin with a dot (git's
+    files, secrets), folders, and the config of an adapter, whose weights do not go along.
 
     Args:
-        directory: The checkpoint's.
+        directory: The checkpoint's directory.
         but: Names to leave out.
 
+    Returns:
+        Name -> file, sorted by name.
+
     Raises:
-        UnsafePathError: A link that leaves the directory.
-        DamagedCheckpointError: A link to nothing, or a file that can't be opened.
+        UnsafePathError: A link leaves the directory.
+        DamagedCheckpointError: A link is broken, or a file can't be opened.
     """
     found = {}
     for name in sorted(os.listdir(directory)):
@@ -82,7 +85,7 @@ def find_companion_files(directory: str, but: Collection[str]) -> dict[str, Comp
 
 
 def refuse_conflicts(files: Mapping[str, CompanionFile], directory: str) -> None:
-    """Refuse to copy over what stands in a directory and is another file; a README of its own stays.
+    """Refuse to replace a file of a directory by a different one; a README there is kept, and no conflict.
 
     Raises:
         SaveDirectoryError: A name is taken.

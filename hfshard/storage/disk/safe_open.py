@@ -1,4 +1,4 @@
-"""Opens a file that a stranger named: regular, below the checkpoint's directory, and read within bounds."""
+"""Open files named by untrusted data: only regular files below the checkpoint's directory, read within bounds."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from hfshard.constants import COPY_BYTES
 from hfshard.errors import DamagedCheckpointError, MissingShardError, UnsafePathError, remedy
 
 Identity = tuple[int, int, int, int]
-"""Device, inode, size and mtime (ns) of a file: another one means that it was replaced."""
+"""Device, inode, size and mtime (ns) of a file: if they change, it was replaced."""
 
 _SHARED_BLOBS_MARK: Final = ".huggingface-shared-blobs"
-"""The file by which huggingface_hub 2.4 marks a folder of blobs that all repos of a cache share (of Xet downloads)."""
+"""The file by which huggingface_hub 2.4 marks a folder of blobs that all repos of a cache share (for Xet)."""
 
 _NO_FILES_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE})
-"""What `open` answers when it is not the file's fault."""
+"""What `open` answers if the process or the system has too many files open."""
 
 
 def open_regular(path: str, root: str) -> int:
     """Open a regular file that lies below `root`, for reading.
 
-    A symbolic link may not leave `root`, save for the Hub cache's own: from `snapshots/<commit>/` to `blobs/`.
+    A symbolic link may not leave `root`, except for those of the Hub's cache, from `snapshots/<commit>/` to `blobs/`.
 
     Raises:
-        MissingShardError: There is no such file.
+        MissingShardError: The file does not exist.
         UnsafePathError: A link leads outside.
         DamagedCheckpointError: It is a directory, a FIFO, a socket or a device.
         OSError: The process has too many files open.
@@ -61,15 +61,15 @@ def open_regular(path: str, root: str) -> int:
 
 
 def identity_of(status: os.stat_result) -> Identity:
-    """What tells a file from the one that replaces it."""
+    """What distinguishes a file from one that replaces it."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_small(path: str, root: str, limit: int) -> tuple[bytes, Identity]:
-    """Read a whole text file of at most `limit` bytes, as `open_regular` opens it.
+    """Read a whole text file of at most `limit` bytes, opened by `open_regular`.
 
     Raises:
-        DamagedCheckpointError: It is larger, or no text.
+        DamagedCheckpointError: It is larger, or contains zero bytes.
         Everything that `open_regular` raises.
     """
     fd = open_regular(path, root)
@@ -85,13 +85,13 @@ def read_small(path: str, root: str, limit: int) -> tuple[bytes, Identity]:
 
 
 def read_text(fd: int, limit: int, path: str) -> bytes:
-    """Read a text from where the file stands to its end, at most `limit` bytes, and stop at the first zero byte.
+    """Read text from a file's position to its end, at most `limit` bytes.
 
-    No JSON has one. A file that was made by `truncate`, or lost its blocks in a power failure, has nothing else: a
-    hundred megabytes of them are refused after the first four.
+    JSON has no zero bytes. A file made by `truncate`, or one that lost its blocks in a power failure, has nothing
+    else: a hundred megabytes of them are refused after the first four.
 
     Raises:
-        DamagedCheckpointError: There is a zero byte.
+        DamagedCheckpointError: It contains a zero byte.
     """
     blocks, left = [], limit
     while left and (block := os.read(fd, min(left, COPY_BYTES))):

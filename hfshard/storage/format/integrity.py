@@ -1,4 +1,4 @@
-"""Checksums of files, and the cheap fingerprint that tells the shards of two saves apart."""
+"""Checksums of files, and the cheap fingerprint that distinguishes the shards of two saves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Hasher(Protocol):
 
 
 HASHERS: Final[dict[str, Callable[[], Hasher]]] = {"sha256": hashlib.sha256, "xxh3": xxhash.xxh3_128}
-"""sha256 is the oid of the Hub and anybody can check it; xxh3 runs at the memory's speed."""
+"""sha256 is what the Hub uses, and anybody can check it; xxh3 is as fast as memory."""
 
 
 def check_checksum(checksum: str | None) -> None:
@@ -39,17 +39,17 @@ def check_checksum(checksum: str | None) -> None:
 
 
 def new_fingerprint() -> Hasher:
-    """The hash that a file's fingerprint is made with."""
+    """Create the hasher for the fingerprint of a file."""
     return xxhash.xxh3_128()
 
 
 def tensor_hasher() -> Hasher:
-    """The hash that the digest of one tensor is made with."""
+    """Create the hasher for the digest of one tensor."""
     return xxhash.xxh3_64()
 
 
 def tensor_digest(blocks: Iterable[Any]) -> str:
-    """The digest of one tensor's bytes, by which a damaged one is told from the rest of its file."""
+    """The digest of one tensor's bytes, which tells whether this tensor of a damaged file is damaged."""
     hasher = tensor_hasher()
     for block in blocks:
         hasher.update(block)
@@ -61,7 +61,7 @@ TENSOR_DIGEST_HEX: Final = 16
 
 
 def fingerprint_positions(count: int) -> Sequence[int]:
-    """Which of `count` tensors go into the fingerprint: all, or 1,024 evenly chosen ones."""
+    """The positions of the tensors that go into the fingerprint: all, or 1,024 evenly chosen ones."""
     if count <= FINGERPRINT_TENSORS:
         return range(count)
     return [position * count // FINGERPRINT_TENSORS for position in range(FINGERPRINT_TENSORS)]
@@ -73,14 +73,14 @@ def sha256_of(raw: bytes) -> str:
 
 
 def zeroed(header: bytes, digests: Sequence[tuple[str, str]]) -> bytes:
-    """A single file's header with the digests that it holds of itself replaced by zeros, as they are hashed.
+    """Replace the digests in a single file's header by zeros: these bytes are hashed for the digests.
 
     Args:
         header: Everything before the data.
-        digests: (field, hex digest) as the file states them.
+        digests: (key, hex digest) as the file states them.
 
     Returns:
-        The header to hash; unchanged where a digest does not stand in it.
+        The header to hash. A digest that does not occur in it changes nothing.
     """
     for name, digest in digests:
         stated = f'\\"{name}\\":\\"{digest}\\"'.encode()

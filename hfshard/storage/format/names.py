@@ -1,4 +1,4 @@
-"""The names of a checkpoint's files: weights, shards, indexes, variants, and those of a commit under way."""
+"""The names of a checkpoint's files: weights, shards, indexes, variants, and temporary names of a commit."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hfshard.constants import BIN_SUFFIX, INDEX_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import InvalidArgumentError, UnsafePathError
 
 INDEX_FILE: Final = re.compile(r".+\.(?:safetensors|bin)\.index(?:\.[^/]+)?\.json")
-"""The name of an index, of whatever checkpoint."""
+"""Matches the name of an index, of any checkpoint."""
 
 _BIN_INDEX: Final = re.compile(r"[^.]+\.bin\.index\.")
 
 MODEL_BASE: Final = "model"
-"""Begins the names of a model's files; only a config's own weights are they."""
+"""The beginning of the names of a model's files; config.json refers to these only."""
 
 _VARIANT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class WeightNames:
-    """What the files of one checkpoint are called, for a base name ("model") and a variant ("fp16")."""
+    """The names of the files of one checkpoint, for a base name ("model") and a variant ("fp16")."""
 
     def __init__(self, variant: str | None = None, base: str = MODEL_BASE) -> None:
         if variant is not None and not _VARIANT.fullmatch(variant):
@@ -50,11 +50,11 @@ class WeightNames:
         return [self.shard(number, count) for number in range(1, count + 1)]
 
     def unique_single(self, digest: str) -> str:
-        """A name for one file of weights while a commit is under way; `digest` is hex of its content."""
+        """A temporary name for one file of weights during a commit; `digest` is hex that depends on its content."""
         return f"{self.stem}-hfshard-{digest[:16]}{SAFETENSORS_SUFFIX}"
 
     def unique_index(self, digest: str) -> str:
-        """A name for an index while a commit is under way; `digest` is hex of its content."""
+        """A temporary name for an index during a commit; `digest` is hex that depends on its content."""
         return f"{self.unique_single(digest)}{INDEX_SUFFIX}"
 
     def is_shard(self, name: str) -> bool:
@@ -66,7 +66,7 @@ class WeightNames:
         return self._bin_shard.fullmatch(name) is not None
 
     def is_transient(self, name: str) -> bool:
-        """Whether a file has a name that only a commit under way gives."""
+        """Whether a file has a temporary name, which exists only during a commit."""
         return self._transient.fullmatch(name) is not None
 
 
@@ -76,7 +76,7 @@ def suffix_of_shards(index_name: str) -> str:
 
 
 def check_file_name(name: object, *, index_path: str, suffix: str) -> str:
-    """Let only a name pass that lies below the checkpoint's directory on every system, and has the right suffix.
+    """Accept only a name that stays inside the checkpoint's directory on every system, and has the right suffix.
 
     Raises:
         UnsafePathError: It is absolute, has a drive, `..`, NUL or an empty part, is a URL, or ends in another suffix.

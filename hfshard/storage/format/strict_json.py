@@ -1,4 +1,4 @@
-"""JSON from strangers: parsed strictly, or refused with the name of the file that it stood in."""
+"""Parse untrusted JSON strictly, and write JSON in one form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parse_json_object(raw: bytes, *, path: str, what: str, remedy: str) -> dict[
         remedy: What the reader of the message can do; its last sentence.
 
     Raises:
-        DamagedCheckpointError: They are anything else.
+        DamagedCheckpointError: They are anything else; the message names the file.
     """
     if raw.startswith(LFS_POINTER_MARK):
         raise DamagedCheckpointError(
@@ -45,12 +45,12 @@ def parse_json_object(raw: bytes, *, path: str, what: str, remedy: str) -> dict[
 
 
 def dump_json(value: Any) -> bytes:
-    """The one form in which hfshard writes JSON files: UTF-8, sorted keys, two blanks of indent, newline at the end."""
+    """Encode JSON the way hfshard writes it: UTF-8, sorted keys, an indent of two blanks, a newline at the end."""
     return (_dumped(value) + "\n").encode("utf-8")
 
 
 def _dumped(value: Any, indent: str = "") -> str:
-    """What `json.dumps` makes, whose indented form is pure Python: here the strings come from its compiled part."""
+    """Do what `json.dumps` does; its indented form is pure Python, but here strings are encoded by compiled code."""
     if not (isinstance(value, dict) and value and all(type(key) is str for key in value)):
         text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
         return text.replace("\n", "\n" + indent)
@@ -72,7 +72,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_depth(text: str) -> None:
-    # Brackets in strings are counted too: names with 64 more opening than closing brackets do not occur.
+    # Brackets in strings are counted too, but no name has 64 opening brackets in a row.
     if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
         return
     run = 0

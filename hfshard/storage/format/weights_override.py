@@ -1,7 +1,7 @@
-"""The extra key of config.json by which one rename switches config and weights together, put in and taken out.
+"""Insert and remove the extra key of config.json by which one rename switches config and weights together.
 
-It goes in as a line of its own after the opening brace, so that taking it out gives the very bytes that were saved,
-and their recorded checksum holds while a commit is under way, and after one that was killed.
+It is inserted as a line of its own after the opening brace, so that removing it restores the bytes that were saved, and
+their checksum holds during a commit and after one that was killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LINE = re.compile(
 
 
 def with_weights_override(config: bytes, weights: str) -> bytes:
-    """A config that tells transformers to load the weights file `weights` before all others."""
+    """Insert the key: transformers then loads the file `weights` before all others."""
     key = WEIGHTS_OVERRIDE_KEY.encode()
     if config.startswith(b'{\n  "') and key not in config:
         return b'{\n  "%s": %s,' % (key, json.dumps(weights).encode()) + config[1:]
@@ -26,7 +26,7 @@ def with_weights_override(config: bytes, weights: str) -> bytes:
 
 
 def without_weights_override(config: bytes) -> bytes:
-    """The same config without that key: the bytes that were saved, where a commit of ours put it in."""
+    """Remove the key: gives the bytes that were saved if a commit of hfshard inserted it."""
     if (line := _LINE.match(config)) is not None:
         return b"{" + config[line.end() :]
     value = json.loads(config)
@@ -34,5 +34,5 @@ def without_weights_override(config: bytes) -> bytes:
 
 
 def as_saved(config: bytes) -> bytes:
-    """The bytes of a config.json as its checksum was recorded: without the key that a commit of ours put in."""
+    """The bytes of a config.json as they were saved: without a key that a commit of hfshard inserted."""
     return without_weights_override(config) if _LINE.match(config) is not None else config

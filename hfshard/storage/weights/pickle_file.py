@@ -1,4 +1,4 @@
-"""Reads `pytorch_model.bin` files, zip and older: tensors only, never code."""
+"""Read `pytorch_model.bin` files, zip and older: tensors only, never code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hfshard.storage.weights.zip_check import check_archive, damaged_pickle, dam
 
 _ZIP_MARK = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The number that files of before the zip begin with, pickled. Of other pickles, and of tars, torch reads more."""
+"""The pickled number at the beginning of files older than the zip format. Other pickles and tars are refused."""
 _FIRST_BYTES = 32
 _GLOBAL = re.compile(r"(?:Unsupported global: )?GLOBAL ([\w.]+)")
 
@@ -34,7 +34,7 @@ class PickleFile:
 
         Raises:
             UnsafePickleError: It asks for anything but tensors and plain containers.
-            DamagedCheckpointError: It is no pickle of a state dict.
+            DamagedCheckpointError: It is not a pickle of a state dict.
         """
         self.path = path
         fd = open_regular(path, root)
@@ -49,7 +49,7 @@ class PickleFile:
 
 
 def check_every_byte(path: str, root: str) -> bool:
-    """Compare all bytes of a zip file with the checksums that torch.save wrote into it; False where there are none.
+    """Compare all bytes of a zip file with the checksums that torch.save wrote into it; False if it is not a zip.
 
     Raises:
         IntegrityError: A record differs.
@@ -104,7 +104,7 @@ def _load(fd: int, path: str, *, mapped: bool) -> Any:
             path=path,
             actual=found.group(1) if found else None,
         ) from error
-    except Exception as error:  # torch.load meets a damaged file with any of a dozen kinds
+    except Exception as error:  # torch.load raises a dozen different errors for damaged files
         raise damaged_pickle(path, _reason(error)) from error
 
 

@@ -1,4 +1,4 @@
-"""Has mapped tensors read and their pages mapped by threads, while the model is built that will touch them."""
+"""Read mapped tensors ahead in threads, while the model that will use them is being built."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hfshard.storage.disk.direct_io import LIBRARY
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 _THREADS: Final = 2
-"""With one a disk is not kept busy; more take the cores from who builds the model."""
+"""One does not keep a disk busy; more take cores away from building the model."""
 
 _PIECE_BYTES: Final = 4 * 1024 * 1024
-"""Bytes that are asked for at once. With 16 MiB the first pages came late: 1.2 s for 2.5 GB in place of 1.1."""
+"""Bytes that are requested at once. With 16 MiB the first pages came late: 2.5 GB took 1.2 s instead of 1.1."""
 
 _GAP_BYTES: Final = 128 * 1024
-"""Stretches with fewer bytes between them are read as one: the kernel reads as much around a page by itself."""
+"""Stretches with fewer bytes between them are read as one: the kernel reads that much around a page anyway."""
 
 _POPULATE_READ: Final = 22
 """`madvise`: read the pages and map them, without a page fault for each (Linux 5.14)."""
@@ -32,16 +32,16 @@ _WILL_NEED: Final = 3
 
 
 def read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) -> list[threading.Thread]:
-    """Have what the page cache lacks of some mapped tensors read by threads, in the order of the files.
+    """Let threads read what the page cache lacks of some mapped tensors, in the order of the files.
 
-    At most half of the memory that the system has available is filled. A file that becomes shorter meanwhile is no
-    error here: `madvise` reports it, where a page fault would end the process.
+    They fill at most half of the available memory. A file that is truncated meanwhile is not an error here: `madvise`
+    reports it, where a page fault would end the process.
 
     Args:
         wanted: Files, each with the names of its tensors.
 
     Returns:
-        The threads, none where all is there; they end by themselves, and keep the files mapped until then.
+        The threads, none if everything is cached; they end by themselves, and keep the files mapped until then.
     """
     cold = [
         (shard.mapping, begin, end)
@@ -61,7 +61,7 @@ def read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) -> list[
 
 
 class _Pieces:
-    """What is left to read, which the threads take from."""
+    """The pieces that are left to read, shared by the threads."""
 
     def __init__(self, stretches: Sequence[tuple[torch.UntypedStorage, int, int]]) -> None:
         self._pieces = _cut(stretches, _available_bytes() // 2)
@@ -100,7 +100,7 @@ def _cut(
 
 
 def _stretches(shard: SafetensorsFile, names: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Where the bytes of some tensors lie in their file; those that all but touch are one stretch."""
+    """The stretches of a file that hold some tensors; those that nearly touch are one."""
     begin = end = -1
     for info in sorted((shard.header.tensors[name] for name in names), key=lambda info: info.begin):
         if info.begin - end > _GAP_BYTES or begin < 0:
@@ -113,7 +113,7 @@ def _stretches(shard: SafetensorsFile, names: Sequence[str]) -> Iterator[tuple[i
 
 
 def _available_bytes() -> int:
-    """Memory that can be had without swapping; 0 where the system does not say."""
+    """Memory that is available without swapping; 0 where the system does not say."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -1,4 +1,4 @@
-"""A safetensors file that is nowhere on disk: its bytes are made from a header and tensors when they are read."""
+"""A safetensors file that is not on a disk: its bytes come from a header and tensors when they are read."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hfshard.storage.tensors.tensor_layout import TensorLike
 
 
 class SafetensorsStream(io.BufferedIOBase):
-    """Reads like the file of this header and these tensors; at most one block of a tensor is copied at a time."""
+    """Reads like the file with this header and these tensors; at most one block of a tensor is copied at a time."""
 
     def __init__(self, header: bytes, tensors: Sequence[TensorLike]) -> None:
-        """Take what the file consists of.
+        """Make a reader at the first byte.
 
         Args:
             header: Everything before the data.
@@ -33,18 +33,18 @@ class SafetensorsStream(io.BufferedIOBase):
         self._rest: Iterator[memoryview] = iter(())
         self._block = memoryview(b"")
         self._block_end = -1
-        """Where the block ends that was read last: reading on from there needs no search."""
+        """The end of the block that was read last: reading on from there needs no search."""
 
     def readable(self) -> bool:
-        """It is for reading."""
+        """Always true."""
         return True
 
     def seekable(self) -> bool:
-        """Reading may begin again anywhere."""
+        """Always true: reading may start anywhere."""
         return True
 
     def tell(self) -> int:
-        """Bytes from the beginning."""
+        """The position, in bytes from the beginning."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
@@ -56,18 +56,18 @@ class SafetensorsStream(io.BufferedIOBase):
         return self._position
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """The next bytes: `size`, or fewer at the end; all that are left where it is None or negative."""
+        """Read the next `size` bytes, or fewer at the end; all that are left if it is None or negative."""
         left = self._size - self._position
         left = max(0, left if size is None or size < 0 else min(size, left))
         parts = []
         while left:
             view = self._next(left)
-            parts.append(view.tobytes())  # a block may be valid until the next is asked for, no longer
+            parts.append(view.tobytes())  # a block may be invalid when the next one is asked for
             left -= len(view)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _next(self, limit: int) -> memoryview:
-        """Some bytes from the position on, at most `limit`; there are more."""
+        """Read between 1 and `limit` bytes; the end must not be reached yet."""
         if self._block_end - len(self._block) != self._position or not self._block:
             self._find()
         view = self._block[:limit]
@@ -76,7 +76,7 @@ class SafetensorsStream(io.BufferedIOBase):
         return view
 
     def _find(self) -> None:
-        """Have the block that holds the position, from the position on."""
+        """Load the block that holds the position, without what is before it."""
         if self._block_end != self._position:
             number = bisect_right(self._starts, self._position) - 1
             at = self._starts[number]
@@ -90,6 +90,6 @@ class SafetensorsStream(io.BufferedIOBase):
                 self._block, self._block_end = block[self._position - at :], at + len(block)
                 return
             at += len(block)
-        # The tensor is at its end: the next one begins here (empty ones have no bytes, and bisect passes over them).
+        # The tensor ended, and the next one begins here (bisect passes over empty ones).
         self._block_end = -1
         self._find()

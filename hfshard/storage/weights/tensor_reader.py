@@ -1,4 +1,4 @@
-"""Brings tensors of open files into memory: mapped, or read by several threads straight to where they are wanted."""
+"""Bring tensors of open files into memory: mapped, or read by several threads straight into place."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ TensorRead = Sequence[tuple[SafetensorsFile, Sequence[str]]]
 """Files, each with the names of the tensors to read from it."""
 
 _READERS: Final = 4
-"""Threads that read into memory: with more, a disk reads no faster, and fresh pages come no sooner on few cores."""
+"""Threads that read into memory: with more, a disk is not faster, nor is faulting in pages on few cores."""
 
 _DEVICE_READERS: Final = 8
 """Threads that fill page-locked memory: copying out of the page cache takes several cores to keep a GPU's bus busy."""
 
 _PIECE_BYTES: Final = 1024 * 1024
-"""Bytes that one thread reads at once into their place: with 4 MiB, 2.5 GB from a cold disk took a fifth longer."""
+"""Bytes that one thread reads into place at once: with 4 MiB, 2.5 GB from a cold disk took a fifth longer."""
 
 _STAGE_BYTES: Final = 4 * 1024 * 1024
-"""Bytes that are read together and then copied: enough for a GPU's bus, and one call for many small tensors."""
+"""Bytes that are read at once and then copied: enough for a GPU's bus, and one call for many small tensors."""
 
 _MIN_OWN_BYTES: Final = 1024 * 1024
-"""From here on a tensor has pages of its own, which the disk writes to; smaller ones are read together and copied."""
+"""Tensors from this size on get pages of their own to read into; smaller ones are read together and copied."""
 
 _HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
 
 _LARGEST_ALIGNMENT: Final = 16
-"""Bytes: of a complex128. What a foreign file does not even align to that is copied to memory that is."""
+"""Bytes of a complex128. A tensor that a file does not align to it is copied to memory that is aligned."""
 
 _STAGES: Final = 2
 """Page-locked pieces of a thread: one is copied to the device while the other is filled."""
 
 
 def check_read_mode(read: str, *, disable_mmap: bool | None = None) -> ReadMode:
-    """The mode of reading that two arguments ask for.
+    """Resolve two arguments to a mode of reading.
 
     Raises:
         InvalidArgumentError: There is no such mode, or they contradict each other.
@@ -68,18 +68,17 @@ def check_read_mode(read: str, *, disable_mmap: bool | None = None) -> ReadMode:
 
 
 def read_from(wanted: TensorRead, read: ReadMode, device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors by name, on a device.
+    """Read tensors into memory or onto a device.
 
-    On the CPU, and where the files lie on this machine's own disks, they are mapped: a page is read when it is touched,
-    and threads go ahead of that (see `read_ahead`). On a GPU, and from file systems of the network, they are
-    read at once.
+    On the CPU, from this machine's own disks, they are mapped: a page is read when it is touched, and threads read
+    ahead (see `read_ahead`). On a GPU, and from file systems of the network, they are read at once.
 
     Args:
         wanted: The files and names.
-        read: "mmap" or "pread" in place of that choice. For a GPU, "mmap" copies from mapped memory.
+        read: "mmap" or "pread" overrides that choice. For a GPU, "mmap" copies from mapped memory.
         device: Where the tensors go.
     """
-    if str(device) == "cuda":  # which one it is, is a matter of the thread
+    if str(device) == "cuda":  # the current device depends on the thread
         device = torch.device("cuda", torch.cuda.current_device())
     if read == "auto":
         is_far = any(is_remote(number) for number in {shard.identity[0] for shard, _ in wanted})
@@ -92,7 +91,7 @@ def read_from(wanted: TensorRead, read: ReadMode, device: torch.device) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class _ReadPart:
-    """A stretch of a file, and the bytes of a tensor that it is to become."""
+    """A stretch of a file, and the bytes of a tensor to read it into."""
 
     target: torch.Tensor
     """Bytes, one dimension, as long as the stretch."""
@@ -106,7 +105,7 @@ class _ReadPart:
 
 
 def _read_at_once(wanted: TensorRead, device: torch.device, *, staged: bool = False) -> dict[str, torch.Tensor]:
-    """Tensors in memory of their own; `staged` takes a GPU's way for the CPU too."""
+    """Read tensors into memory of their own; `staged` uses the way of a GPU for the CPU too."""
     staged = staged or device.type != "cpu"
     threads = _DEVICE_READERS if device.type == "cuda" else _READERS
     stages = _Stages(device, threads)
@@ -136,7 +135,7 @@ def _read_at_once(wanted: TensorRead, device: torch.device, *, staged: bool = Fa
 
 
 class _Jobs:
-    """What is left to do, which several threads take from."""
+    """The work that is left, shared by several threads."""
 
     def __init__(self, jobs: Sequence[Callable[[], object]]) -> None:
         self._left, self._lock = iter(jobs), threading.Lock()
@@ -157,7 +156,7 @@ class _Jobs:
 
 
 class _File:
-    """A file that pieces are read from: past the page cache where it is cold."""
+    """A file to read pieces from, past the page cache where it is cold."""
 
     def __init__(self, shard: SafetensorsFile, stack: ExitStack) -> None:
         self.shard, self.direct = shard, -1
@@ -167,13 +166,13 @@ class _File:
                 stack.callback(os.close, self.direct)
 
     def read(self, buffer: memoryview, start: int, count_bytes: int) -> None:
-        """Read a stretch to where it belongs in an aligned buffer with room around it (see `read_direct`)."""
+        """Read a stretch into an aligned buffer with room around it (see `read_direct`)."""
         if len(read_direct(self.shard.fd, self.direct, buffer, start, count_bytes)) < count_bytes:
             raise self.shard.truncated_error()
 
 
 def _own_pages(file: _File, start: int, nbytes: int) -> tuple[torch.UntypedStorage, list[Callable[[], object]]]:
-    """Fresh memory for one tensor, that lies to its page as the tensor does in the file, and the reads that fill it."""
+    """Allocate memory for one tensor, at the same offset in a page as in the file; also return the reads to fill it."""
     lead = start % DATA_ALIGNMENT
     end = lead + nbytes
     pages = mmap.mmap(-1, -(-end // DATA_ALIGNMENT) * DATA_ALIGNMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -192,7 +191,7 @@ def _pieces(raw: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _runs(parts: Sequence[_ReadPart]) -> Iterator[list[_ReadPart]]:
-    """Parts that follow each other in the file, as many together as a piece holds."""
+    """Group parts that are adjacent in the file, as many as a piece holds."""
     run: list[_ReadPart] = []
     for part in parts:
         if run and (part.start != run[-1].end or part.end - run[0].start > _STAGE_BYTES):
@@ -204,11 +203,11 @@ def _runs(parts: Sequence[_ReadPart]) -> Iterator[list[_ReadPart]]:
 
 
 class _Stages:
-    """Aligned memory, page-locked for a GPU, in which pieces wait to be copied to where they belong."""
+    """Aligned memory, page-locked for a GPU, in which pieces wait to be copied into place."""
 
     def __init__(self, device: torch.device, threads: int) -> None:
         self._device, self._count = device, _STAGES * threads
-        # The caller's: the targets' memory is ordered by it.
+        # The caller's stream, on which the targets' memory was allocated.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._made = 0
         self._free: queue.SimpleQueue[_HostStage] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""What the zip of a `pytorch_model.bin` must be before torch reads it: as torch.save writes it, and no bomb."""
+"""Check the zip file of a `pytorch_model.bin` before torch reads it: it must be one that torch.save writes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hfshard.constants import COPY_BYTES
 from hfshard.errors import DamagedCheckpointError, remedy
 
 _LOCAL_HEADER_BYTES: Final = 30
-"""Of a record, before its name."""
+"""Bytes of a record before its name."""
 _DATA: Final = "/data/"
-"""Part of the name of a record that holds a tensor's bytes; torch maps it and never looks at its checksum."""
+"""Part of the names of records with tensors' bytes; torch maps them and never looks at their checksums."""
 
 
 def check_archive(fd: int, path: str) -> None:
-    """Refuse a zip that torch.save does not write: torch would inflate a bomb, or read one of two records of a name.
+    """Refuse a zip that torch.save does not write: torch would inflate a bomb, or pick one of two equal names.
 
-    The checksums of the small records are compared; those of the tensors' bytes are not (see `damaged_record`).
+    Checksums are compared for the small records, but not for the tensors' bytes (see `damaged_record`).
 
     Raises:
-        DamagedCheckpointError: A record is compressed, there twice, overlaps another, or is damaged.
+        DamagedCheckpointError: A record is compressed, occurs twice, overlaps another one, or is damaged.
     """
     with _opened(fd, path) as archive:
         records = sorted(archive.infolist(), key=lambda record: record.header_offset)
@@ -62,7 +62,7 @@ def _first_bad(archive: zipfile.ZipFile, records: Iterable[zipfile.ZipInfo]) -> 
     for record in records:
         try:
             with archive.open(record) as reading:
-                # torch.serialization.set_crc32_options(False) writes 0: then there is nothing to compare.
+                # After torch.serialization.set_crc32_options(False) the checksum is 0, and there is nothing to compare.
                 while record.CRC and reading.read(COPY_BYTES):
                     pass
         except (zipfile.BadZipFile, EOFError, OSError, ValueError, RuntimeError, NotImplementedError):
