@@ -154,9 +154,9 @@ def test_what_keeps_failing_is_given_up_and_what_came_is_kept(hub: PullHub, repo
     hub.server.fail(Fault(match=storage, kind="status", status=502, times=99))
     hub.server.fail(Fault(match=f"info .*{repos['info']}", kind="status", status=503, times=99))
     nobody = {"ENDPOINT": "http://127.0.0.1:9"}
-    # All at once: each waits 15.5 s in all.
+    # All at once: each would wait 15.5 s in all.
     tasks = {
-        name: hub.start("load", one, tmp_path / name, settings=nobody if name == "nobody" else {})
+        name: hub.start("load_hastily", one, tmp_path / name, settings=nobody if name == "nobody" else {})
         for name, one in repos.items()
     }
 
