@@ -18,6 +18,9 @@ _TRUE: Final = {"1", "ON", "YES", "TRUE", "Y", "T"}
 _COLUMNS: Final = 80
 """The width of a bar if the terminal does not report one: for a width of 0, which some report, tqdm draws nothing."""
 
+ProgressCallback = Callable[[int], object]
+"""Is called with a number of bytes that were read or written."""
+
 
 @contextmanager
 def bytes_bar(description: str, total_bytes: int, progress: bool | None = None) -> Iterator[Callable[[int], None]]:

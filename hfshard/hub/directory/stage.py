@@ -7,10 +7,11 @@ import hashlib
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from hfshard._util.progress import ProgressCallback
 from hfshard.constants import COPY_BYTES
 from hfshard.errors import DamagedCheckpointError, IntegrityError, MissingShardError
 from hfshard.hub.directory.manifest import commit_ids, read_commit_manifest, snapshot_path
@@ -22,8 +23,6 @@ from hfshard.storage.disk.fsops import NO_LINKS, UNSUPPORTED, rename, require_sp
 logger = logging.getLogger(__name__)
 
 _WRITE_BITS: Final = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
-
-ProgressCallback = Callable[[int], object]
 
 
 @dataclass

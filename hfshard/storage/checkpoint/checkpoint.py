@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from hfshard._util.progress import ProgressCallback
 from hfshard.constants import (
     CHANGED_RETRIES,
     CHANGED_WAIT_SECONDS,
@@ -112,7 +113,7 @@ def open_checkpoint(
     variant: str | None = None,
     use_safetensors: bool | None = None,
     verify: Verify = "structure",
-    progress_callback: Callable[[int], object] | None = None,
+    progress_callback: ProgressCallback | None = None,
     files_of: FilesOf | None = None,
     base: str = MODEL_BASE,
     weights_name: str | None = None,
@@ -209,7 +210,9 @@ def _open_once(
 
 
 def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
-    index, directory, weight_map = checkpoint.index, checkpoint.directory, checkpoint.index.weight_map
+    index = checkpoint.index
+    directory = checkpoint.directory
+    weight_map = index.weight_map
     wanted = {name for name in index.files if name.endswith(SAFETENSORS_SUFFIX)} | set(weight_map.values())
     if files_of is not None:
         wanted &= set(files_of(index))

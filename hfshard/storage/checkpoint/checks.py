@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
+from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import in_threads, stoppable
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
@@ -84,7 +85,7 @@ def check_checksums(
     weights_path: str,
     index: CheckpointIndex,
     shards: Mapping[str, SafetensorsFile],
-    progress_callback: Callable[[int], object] | None,
+    progress_callback: ProgressCallback | None,
 ) -> None:
     """Check every byte of every file against its checksum, several files at once.
 

@@ -158,10 +158,10 @@ def state_token(directory: str, names: WeightNames, weights_override: str | None
     files = [CONFIG_NAME, names.single, names.index, names.bin_single, names.bin_index]
     if weights_override:
         files.append(weights_override)
-    return tuple(_identity(os.path.join(directory, name)) for name in files)
+    return tuple(_identity_or_none(os.path.join(directory, name)) for name in files)
 
 
-def _identity(path: str) -> Identity | None:
+def _identity_or_none(path: str) -> Identity | None:
     try:
         return identity_of(os.stat(path))
     except OSError:

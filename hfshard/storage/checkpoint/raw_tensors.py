@@ -37,7 +37,7 @@ def raw_tensors(checkpoint: OpenCheckpoint) -> dict[str, TensorLike]:
         digests = _digests(shard, checkpoint.index.files.get(file, FileDigest()))
         for info in shard.header.tensors.values():
             layout = TensorLayout(info.dtype, info.shape, info.nbytes, info.name in shard.complex_as_real)
-            found[info.name] = RawTensor(layout, partial(_blocks, shard, info, digests.get(info.name)))
+            found[info.name] = RawTensor(layout, partial(_checked_blocks, shard, info, digests.get(info.name)))
     for pickled in checkpoint.pickles.values():
         found.update(pickled.tensors)
     return found
@@ -57,7 +57,9 @@ def _digests(shard: SafetensorsFile, recorded: FileDigest) -> dict[str, str]:
     return {}
 
 
-def _blocks(shard: SafetensorsFile, info: TensorInfo, digest: str | None, block_bytes: int) -> Iterator[memoryview]:
+def _checked_blocks(
+    shard: SafetensorsFile, info: TensorInfo, digest: str | None, block_bytes: int
+) -> Iterator[memoryview]:
     if digest is None:
         yield from shard.blocks(info, block_bytes)
         return

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import in_threads, stoppable
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError, IntegrityError, readable, remedy
@@ -73,7 +73,7 @@ class Verifier:
             checked_bytes=self.findings.checked_bytes,
         )
 
-    def run(self, progress_callback: Callable[[int], object]) -> None:
+    def run(self, progress_callback: ProgressCallback) -> None:
         """Check everything."""
         try:
             weights = locate_checkpoint(self.directory, self.names)
@@ -106,7 +106,7 @@ class Verifier:
             return None
 
     def _check_files(
-        self, index: CheckpointIndex | None, names: list[str], progress_callback: Callable[[int], object]
+        self, index: CheckpointIndex | None, names: list[str], progress_callback: ProgressCallback
     ) -> None:
         digests = dict(index.files) if index is not None else {}
         for tensor, file in index.weight_map.items() if index is not None else ():
@@ -139,7 +139,7 @@ class Verifier:
         name: str,
         index: CheckpointIndex | None,
         digests: dict[str, FileDigest],
-        progress_callback: Callable[[int], object],
+        progress_callback: ProgressCallback,
     ) -> _Findings:
         findings = _Findings()
         try:
@@ -166,7 +166,7 @@ class Verifier:
         shard: SafetensorsFile,
         digest: FileDigest,
         findings: _Findings,
-        progress_callback: Callable[[int], object],
+        progress_callback: ProgressCallback,
     ) -> None:
         try:
             shard.check_size_and_fingerprint(digest, with_fingerprint=True)

@@ -75,7 +75,7 @@ class DirectoryState:
 def read_state(directory: str, names: WeightNames) -> DirectoryState:
     """Look at a save directory. A file that can't be read counts as somebody else's, and is never removed."""
     listing = frozenset(os.listdir(directory))
-    config, override = _read_config(directory, listing)
+    config, override = _config_and_override(directory, listing)
     indexes = {name: _read_index(directory, name) for name in listing if INDEX_FILE.fullmatch(name)}
     # A temporary index that config.json does not name is a leftover, and so are the shards that only it names.
     orphans = {name for name in indexes if names.is_transient(name) and name != override}
@@ -121,7 +121,7 @@ def _find_leftovers(
     return tuple(sorted(shards) + sorted(transient, key=lambda name: (name == names.placeholder, name)))
 
 
-def _read_config(directory: str, listing: frozenset[str]) -> tuple[bytes | None, str | None]:
+def _config_and_override(directory: str, listing: frozenset[str]) -> tuple[bytes | None, str | None]:
     if CONFIG_NAME not in listing:
         return None, None
     raw, _ = read_small(_at(directory, CONFIG_NAME), directory, MAX_CONFIG_BYTES)

@@ -7,10 +7,10 @@ import errno
 import os
 import queue
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+from hfshard._util.progress import ProgressCallback
 from hfshard.constants import DATA_ALIGNMENT
 from hfshard.storage.disk.direct_io import BLOCK_BYTES, aligned_block, allocate, is_direct_wanted, set_direct
 
@@ -29,7 +29,7 @@ class BlockWriter:
         fd: int,
         size: int,
         cancelled: threading.Event,
-        progress_callback: Callable[[int], object] | None,
+        progress_callback: ProgressCallback | None,
         *,
         background: bool,
     ) -> None:
@@ -69,7 +69,7 @@ class BlockWriter:
         """
         while view:
             count = min(len(view), len(self._block) - self._filled)
-            _copy(self._block[self._filled : self._filled + count], view[:count])
+            _copy_bytes(self._block[self._filled : self._filled + count], view[:count])
             self._filled += count
             view = view[count:]
             if self._filled == len(self._block):
@@ -145,7 +145,7 @@ class BlockWriter:
             self._is_direct = False
 
 
-def _copy(target: memoryview, source: memoryview) -> None:
+def _copy_bytes(target: memoryview, source: memoryview) -> None:
     if len(source) < _COPY_BY_LIBRARY_BYTES or source.readonly:
         target[:] = source
         return

@@ -5,9 +5,10 @@ from __future__ import annotations
 import filecmp
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from hfshard._util.progress import ProgressCallback
 from hfshard.constants import ADAPTER_CONFIG_NAME, COPY_BYTES, MAX_COMPANION_BYTES, README, WEIGHTS_SUFFIXES
 from hfshard.errors import SaveDirectoryError
 from hfshard.storage.disk.fsops import copy_mode, sync
@@ -25,9 +26,7 @@ class CompanionFile:
     root: str
     size: int
 
-    def copy_to(
-        self, target: str, like: os.stat_result | None, progress_callback: Callable[[int], object] | None
-    ) -> None:
+    def copy_to(self, target: str, like: os.stat_result | None, progress_callback: ProgressCallback | None) -> None:
         """Copy it into a new file, durably.
 
         Raises:

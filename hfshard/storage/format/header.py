@@ -164,7 +164,9 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
 def _tensor_info(name: str, entry: Any, path: str) -> TensorInfo:
     if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
         raise damaged_header(path, f"the entry of tensor '{name}' must have dtype, shape and data_offsets", name)
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise damaged_header(path, f"tensor '{name}' has the unknown dtype {str(dtype)[:40]!r}", name)
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:

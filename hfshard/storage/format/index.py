@@ -192,6 +192,27 @@ def parse_hfshard_metadata(value: Any, path: str) -> HfshardMetadata:
     """
     if value is None:
         return HfshardMetadata()
+    _check_format(value, path)
+    files = value.get("files", {})
+    tied_names = value.get("tied_names", {})
+    undeclared_ties = value.get("undeclared_ties", [])
+    if not isinstance(files, dict) or not _is_name_map(tied_names):
+        raise _damaged(path, "'hfshard.files' must map files to digests, and 'hfshard.tied_names' names to names")
+    if not isinstance(undeclared_ties, list) or not all(
+        isinstance(name, str) and name in tied_names for name in undeclared_ties
+    ):
+        raise _damaged(path, "'hfshard.undeclared_ties' must be a list of tied names")
+    for name, stored in tied_names.items():
+        if stored in tied_names:
+            raise _damaged(path, f"'{name}' is tied to '{stored}', which is a tied name itself")
+    for name in files:
+        check_file_name(name, index_path=path, suffix=".json" if name.endswith(".json") else SAFETENSORS_SUFFIX)
+    digests_of_files = {name: parse_file_digest(digest, name, path) for name, digest in files.items()}
+    digests = parse_file_digest({key: value[key] for key in _DIGEST_HEX if key in value}, path, path)
+    return HfshardMetadata(digests_of_files, tied_names, tuple(undeclared_ties), digests)
+
+
+def _check_format(value: Any, path: str) -> None:
     if not isinstance(value, dict) or type(value.get("format")) is not int:
         raise _damaged(path, "its 'hfshard' metadata must be an object with a 'format' number")
     if value["format"] != FORMAT_VERSION:
@@ -210,25 +231,6 @@ def parse_hfshard_metadata(value: Any, path: str) -> HfshardMetadata:
             expected="tied_names",
             actual="aliases",
         )
-    files, tied_names, undeclared_ties = (
-        value.get("files", {}),
-        value.get("tied_names", {}),
-        value.get("undeclared_ties", []),
-    )
-    if not isinstance(files, dict) or not _is_name_map(tied_names):
-        raise _damaged(path, "'hfshard.files' must map files to digests, and 'hfshard.tied_names' names to names")
-    if not isinstance(undeclared_ties, list) or not all(
-        isinstance(name, str) and name in tied_names for name in undeclared_ties
-    ):
-        raise _damaged(path, "'hfshard.undeclared_ties' must be a list of tied names")
-    for name, stored in tied_names.items():
-        if stored in tied_names:
-            raise _damaged(path, f"'{name}' is tied to '{stored}', which is a tied name itself")
-    for name in files:
-        check_file_name(name, index_path=path, suffix=".json" if name.endswith(".json") else SAFETENSORS_SUFFIX)
-    digests_of_files = {name: parse_file_digest(digest, name, path) for name, digest in files.items()}
-    digests = parse_file_digest({key: value[key] for key in _DIGEST_HEX if key in value}, path, path)
-    return HfshardMetadata(digests_of_files, tied_names, tuple(undeclared_ties), digests)
 
 
 def check_tied_names(tied_names: Mapping[str, str], stored_names: Mapping[str, Any], path: str) -> None:

@@ -81,7 +81,7 @@ def check_file_name(name: object, *, index_path: str, suffix: str) -> str:
     Raises:
         UnsafePathError: It is absolute, has a drive, `..`, NUL or an empty part, is a URL, or ends in another suffix.
     """
-    if isinstance(name, str) and name.endswith(suffix) and len(name) <= 1024 and _is_plain(name):
+    if isinstance(name, str) and name.endswith(suffix) and len(name) <= 1024 and _stays_inside(name):
         return name
     raise UnsafePathError(
         f"Index '{index_path}' names the file {str(name)[:200]!r}: a shard must be a {suffix} file inside the "
@@ -92,7 +92,7 @@ def check_file_name(name: object, *, index_path: str, suffix: str) -> str:
     )
 
 
-def _is_plain(name: str) -> bool:
+def _stays_inside(name: str) -> bool:
     windows = PureWindowsPath(name)
     if windows.drive or windows.root or "\\" in name or ":" in name:
         return False

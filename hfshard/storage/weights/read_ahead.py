@@ -64,7 +64,7 @@ class _Pieces:
     """The pieces that are left to read, shared by the threads."""
 
     def __init__(self, stretches: Sequence[tuple[torch.UntypedStorage, int, int]]) -> None:
-        self._pieces = _cut(stretches, _available_bytes() // 2)
+        self._pieces = _pieces_of(stretches, _available_bytes() // 2)
         self._advice = _POPULATE_READ
         self._lock = threading.Lock()
 
@@ -87,7 +87,7 @@ class _Pieces:
         return False
 
 
-def _cut(
+def _pieces_of(
     stretches: Sequence[tuple[torch.UntypedStorage, int, int]], limit_bytes: int
 ) -> Iterator[tuple[torch.UntypedStorage, int, int]]:
     for mapping, begin, end in stretches:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 
 import torch
 
+from hfshard._util.progress import ProgressCallback
 from hfshard._util.text import list_some
 from hfshard.constants import FINGERPRINT_BYTES, MAX_HEADER_BYTES, METADATA_KEY
 from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
@@ -36,9 +37,6 @@ from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
 
 _SHOWN: Final = 10
 """Names of tensors in a message."""
-
-ProgressCallback = Callable[[int], object]
-"""Is called with a number of bytes."""
 
 
 class SafetensorsFile:

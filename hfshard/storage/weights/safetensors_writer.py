@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import stoppable
 from hfshard.constants import FILES_AT_ONCE, FINGERPRINT_BYTES, FORMAT_VERSION, METADATA_KEY
 from hfshard.errors import InvalidArgumentError
@@ -55,7 +56,7 @@ class WriteJob:
 
 
 def write_shards(
-    jobs: Sequence[WriteJob], *, checksum: str | None, progress_callback: Callable[[int], object] | None = None
+    jobs: Sequence[WriteJob], *, checksum: str | None, progress_callback: ProgressCallback | None = None
 ) -> list[FileDigest]:
     """Write files durably, several at once, in bounded memory.
 
@@ -149,7 +150,7 @@ def shard_metadata(tensors: Mapping[str, TensorLike], extra: Mapping[str, str]) 
 def _write_shard(
     job: WriteJob,
     checksum: str | None,
-    progress_callback: Callable[[int], object] | None,
+    progress_callback: ProgressCallback | None,
     cancelled: threading.Event,
     *,
     background: bool,
@@ -175,7 +176,7 @@ def _write_shard(
 
 
 def digest_shard(
-    job: WriteJob, checksum: str | None, progress_callback: Callable[[int], object] | None, cancelled: threading.Event
+    job: WriteJob, checksum: str | None, progress_callback: ProgressCallback | None, cancelled: threading.Event
 ) -> tuple[FileDigest, bytes]:
     """Compute the digest and the head of the file that `write_shards` would write for a job; nothing is written.
 
