@@ -1,0 +1,1 @@
+"""Saves of training states: whole to the bit at every moment."""
