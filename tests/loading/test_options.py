@@ -1,0 +1,28 @@
+"""Options of a load check themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hfshard.errors import InvalidArgumentError
+from hfshard.loading.options import LoadOptions
+
+
+def test_disable_mmap_reads_without_a_mapping() -> None:
+    assert LoadOptions(disable_mmap=True).read == "pread"
+    assert LoadOptions(disable_mmap=False).read == "auto"
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("verify must be .* got 'all'", {"verify": "all"}),
+        ("read must be", {"read": "fast"}),
+        ("contradict each other", {"read": "mmap", "disable_mmap": True}),
+    ],
+)
+def test_what_is_not_valid_is_refused(message: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        LoadOptions(**arguments)

@@ -1,0 +1,45 @@
+"""A source is a directory or a repo, and a query that checks itself and keeps its token to itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.hub.resolve import CheckpointQuery
+from hfshard.loading.source import CheckpointSource
+
+
+def test_a_directory_is_found_with_its_subfolder(tmp_path: Path) -> None:
+    local = CheckpointSource(str(tmp_path), CheckpointQuery(subfolder="unet")).find_local()
+
+    assert local is not None
+    assert local.directory == str(tmp_path / "unet")
+    assert local.path == str(tmp_path)
+
+
+def test_a_repo_is_not_on_this_machine() -> None:
+    assert CheckpointSource("org/name").find_local() is None
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+
+    with pytest.raises(InvalidArgumentError, match="is a file: give the directory"):
+        CheckpointSource(str(tmp_path / "model.safetensors")).find_local()
+
+
+@pytest.mark.parametrize("path", ["/no/such/directory", "./missing", "a/b/c"])
+def test_a_path_that_leads_nowhere_is_not_taken_for_a_repo(path: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="directory"):
+        CheckpointSource(path).find_local()
+
+
+def test_a_variant_that_is_no_part_of_a_name_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="can't be part of a file name"):
+        CheckpointQuery(variant="../x")
+
+
+def test_a_token_is_not_shown() -> None:
+    assert "hf_secret" not in repr(CheckpointQuery(token="hf_secret"))

@@ -1,0 +1,49 @@
+"""Options of a save check themselves, and say in bytes and names what they mean."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+
+from hfshard.errors import InvalidArgumentError, InvalidSizeError, InvalidSizeTypeError
+from hfshard.saving.options import SaveOptions
+
+
+def test_a_size_is_in_bytes() -> None:
+    assert SaveOptions(max_shard_size="1.5KB").max_shard_bytes == 1500
+
+
+def test_a_variant_and_a_base_are_in_the_names() -> None:
+    names = SaveOptions(variant="fp16", base="optimizer").names
+
+    assert names.single == "optimizer.fp16.safetensors"
+
+
+def test_a_changed_copy_is_checked_too() -> None:
+    options = replace(SaveOptions(), max_shard_size="2MB")
+
+    assert options.max_shard_bytes == 2_000_000
+    with pytest.raises(InvalidSizeError, match="2 apples"):
+        replace(options, max_shard_size="2 apples")
+
+
+def test_options_do_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        SaveOptions().packing = "balanced"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "argument"),
+    [
+        (InvalidSizeTypeError, "of type NoneType", {"max_shard_size": None}),
+        (InvalidArgumentError, "packing must be 'greedy' or 'balanced', got 'tight'", {"packing": "tight"}),
+        (InvalidArgumentError, "checksum must be", {"checksum": "md5"}),
+        (InvalidArgumentError, "can't be part of a file name", {"variant": "../x"}),
+        (InvalidArgumentError, "metadata must be JSON", {"metadata": {"x": float("nan")}}),
+    ],
+)
+def test_what_is_not_valid_is_refused(error: type[Exception], message: str, argument: dict[str, Any]) -> None:
+    with pytest.raises(error, match=message):
+        SaveOptions(**argument)

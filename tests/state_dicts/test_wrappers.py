@@ -1,0 +1,67 @@
+"""Wrappers' prefixes are stripped from names, and a child that is really called so keeps its name."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from hfshard.state_dicts.state_dict import collect_state_dict
+from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes
+
+NAMES: list[tuple[str, list[str], list[str], list[str]]] = [
+    ("nothing to take off", ["a.w", "b"], ["a.w", "b"], ["a.w", "b"]),
+    ("one wrapper", ["a.w", "b"], ["module.a.w", "module.b"], ["a.w", "b"]),
+    ("two", ["a.w", "b"], ["_orig_mod.module.a.w", "_orig_mod.module.b"], ["a.w", "b"]),
+    ("an honest child", ["module.w", "b"], ["module.w", "b"], ["module.w", "b"]),
+    ("an honest child in a wrapper", ["module.w", "b"], ["module.module.w", "module.b"], ["module.w", "b"]),
+    (
+        "a name of an honest child's and the wrapper's",
+        ["module.w", "w"],
+        ["module.module.w", "module.w"],
+        ["module.w", "w"],
+    ),
+    ("an honest child that is all there is", ["module.w"], ["module.w"], ["module.w"]),
+    ("the same in a wrapper", ["module.w"], ["module.module.w"], ["module.w"]),
+    ("a wrapped child", ["a.0.w", "b"], ["a.module.0.w", "b"], ["a.0.w", "b"]),
+    ("a compiled child", ["a.0.w", "b"], ["a.0._orig_mod.w", "b"], ["a.0.w", "b"]),
+    ("a compiled child in a wrapper", ["a.0.w", "b"], ["module.a.0._orig_mod.w", "module.b"], ["a.0.w", "b"]),
+    ("more than the model has", ["a"], ["module.a", "module.extra"], ["a", "extra"]),
+    ("an extra name of its own", ["a"], ["a", "module.extra"], ["a", "module.extra"]),
+    ("a wrapped copy beside it", ["a"], ["a", "module.a"], ["a", "module.a"]),
+    ("a wrapped copy before it", ["a"], ["module.a", "a"], ["module.a", "a"]),
+    ("two wrapped copies", ["a"], ["module.a", "_orig_mod.a"], ["a", "_orig_mod.a"]),
+    ("a leaf that is called so", ["module"], ["module.module"], ["module"]),
+    ("letters that begin so", ["module_list.w"], ["module_list.w"], ["module_list.w"]),
+    ("nothing of the model's", ["a"], ["module.x"], ["module.x"]),
+    ("no names", ["a"], [], []),
+]
+
+
+@pytest.mark.parametrize(("expected", "names", "result"), [row[1:] for row in NAMES], ids=[row[0] for row in NAMES])
+def test_wrappers_are_taken_off_where_that_makes_names_fit(
+    expected: list[str], names: list[str], result: list[str]
+) -> None:
+    assert list(match_prefixes(names, expected).items()) == list(zip(names, result))
+
+
+def test_only_a_whole_part_of_a_name_is_a_wrappers() -> None:
+    assert has_wrapper_prefix(["a", "b.module.c"])
+    assert not has_wrapper_prefix(["module_list.0", "a.modules", "mod", "orig_mod.a"])
+
+
+@pytest.mark.compat
+def test_wrappers_are_taken_off_a_model_by_what_they_are_and_never_by_name() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 2)
+            self.wrapped = nn.DataParallel(nn.Linear(2, 2))
+
+    model = Net()
+
+    state_dict = collect_state_dict(nn.DataParallel(nn.DataParallel(model)))
+
+    assert list(state_dict) == ["module.weight", "module.bias", "wrapped.weight", "wrapped.bias"]
+    own = model.state_dict()
+    own_names = ["module.weight", "module.bias", "wrapped.module.weight", "wrapped.module.bias"]
+    assert [value.data_ptr() for value in state_dict.values()] == [own[name].data_ptr() for name in own_names]
