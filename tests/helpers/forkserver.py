@@ -26,7 +26,11 @@ from typing import IO, Any, Self
 from tests import REPOSITORY
 from tests.helpers import forked
 
-_TORCH = ("torch", "torch.distributed", "torch._dynamo", "sympy", "numpy", "safetensors.torch", "hfshard.cli.commands")
+_TORCH = (
+    "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.launcher.api",
+    "torch.nn.attention.flex_attention", "sympy", "jinja2", "yaml", "regex", "tokenizers", "safetensors.torch",
+    "hfshard.cli.commands",
+)  # fmt: skip
 """What no setting of huggingface_hub reaches."""
 _EVERYTHING = (*_TORCH, "transformers", "transformers.modeling_utils", "huggingface_hub", "accelerate", "pytest")
 _READ_ON_IMPORT = ("HF_", "HUGGINGFACE", "HUGGING_FACE", "TRANSFORMERS_", "ACCELERATE_")
