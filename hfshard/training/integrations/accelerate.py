@@ -1,4 +1,4 @@
-"""Accelerate's prepared objects as one training state, and a loader for an Accelerator that keeps its position."""
+"""Makes one training state of what Accelerate prepared, and a loader for an Accelerator that keeps its position."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hfshard.training.state import TrainingState
 
 
 class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
-    """A ResumableDataLoader whose batches come on an Accelerator's device; made by `prepare_loader`.
+    """A ResumableDataLoader whose batches are moved to an Accelerator's device; made by `prepare_loader`.
 
-    The Accelerator learns where an epoch ends, and so ends a gradient accumulation there. Nothing is fetched ahead of
-    the loop but what the loader's own workers prefetch.
+    The Accelerator learns where an epoch ends, so a gradient accumulation ends there. Only the workers of the loader
+    fetch batches ahead of the loop.
     """
 
-    _drop_last = True  # asked for by `begin`: no batch holds samples that are there twice
+    _drop_last = True  # `begin` reads it: no batch repeats samples
 
     def __init__(self, loader: ResumableDataLoader[Any], accelerator: Accelerator) -> None:
         self.loader = loader
@@ -32,21 +32,21 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
 
     @property
     def dataset(self) -> Any:
-        """The loader's."""
+        """The loader's dataset."""
         return self.loader.dataset
 
     @property
     def epoch(self) -> int:
-        """As the loader's."""
+        """The loader's epoch."""
         return self.loader.epoch
 
     @property
     def batch(self) -> int:
-        """As the loader's."""
+        """How many batches of the epoch the loop has received."""
         return self.loader.batch
 
     def set_epoch(self, epoch: int) -> None:
-        """As the loader's."""
+        """Go to an epoch, as `ResumableDataLoader.set_epoch` does."""
         self.loader.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -64,22 +64,25 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
 
 
 def prepare_loader(accelerator: Accelerator, loader: ResumableDataLoader[Any]) -> PreparedLoader:
-    """What takes the place of `accelerator.prepare(loader)`, which builds another loader, without a position.
+    """Prepare a loader; takes the place of `accelerator.prepare(loader)`, which builds one without a position.
 
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
         loader = prepare_loader(accelerator, ResumableDataLoader(dataset, batch_size=8, shuffle=True))
 
     Args:
-        accelerator: Of one process.
-        loader: Not prepared. It is used, not copied.
+        accelerator: The Accelerator of a single process.
+        loader: The loader, which was not prepared. It is used, not copied.
+
+    Returns:
+        The loader to iterate.
 
     Raises:
-        InvalidArgumentError: There are several processes, or the loader is another.
+        InvalidArgumentError: There are several processes, or it is not a ResumableDataLoader.
     """
     _refuse_several_processes(accelerator)
     if not isinstance(loader, ResumableDataLoader):
         raise InvalidArgumentError(
-            f"prepare_loader takes a ResumableDataLoader that was not prepared, and this is a {type(loader).__name__}. "
+            f"prepare_loader takes a ResumableDataLoader that was not prepared, got a {type(loader).__name__}. "
             "Make one: hfshard.training.ResumableDataLoader takes a DataLoader's arguments."
         )
     return PreparedLoader(loader, accelerator)
@@ -93,27 +96,30 @@ def prepared_state(
     loader: Any = None,
     **stateful: Any,
 ) -> TrainingState:
-    """The training state of prepared objects, for a CheckpointManager: with the Accelerator's scaler and its own count.
+    """Make the training state of prepared objects, with the Accelerator's scaler and its count of batches.
 
         state = prepared_state(accelerator, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
         step = manager.restore_latest(state) or 0
 
     Save where a gradient accumulation has ended (`accelerator.sync_gradients`), or pass `gradients=Gradients(model)`:
-    gradients are not saved otherwise, and a save in the middle is refused.
+    without it, gradients are not saved, and a save in the middle is refused.
 
     Args:
-        accelerator: Of one process.
-        model, optimizer, scheduler: As `accelerator.prepare` returned them.
-        loader: Of `prepare_loader`, or any with a position, as for TrainingState.
-        stateful: As for TrainingState.
+        accelerator: The Accelerator of a single process.
+        model, optimizer, scheduler: What `accelerator.prepare` returned.
+        loader: What `prepare_loader` returned, or any loader with a position, as in TrainingState.
+        stateful: More parts, as in TrainingState.
+
+    Returns:
+        The state, for a CheckpointManager.
 
     Raises:
-        InvalidArgumentError: There are several processes; or the loader has no position.
+        InvalidArgumentError: There are several processes, or the loader has no position.
     """
     _refuse_several_processes(accelerator)
     if isinstance(loader, DataLoaderShard | DataLoaderDispatcher) and not loader.use_stateful_dataloader:
         raise InvalidArgumentError(
-            "accelerator.prepare has built a loader without a position of its own. Do not prepare it: "
+            "accelerator.prepare built a loader without a position of its own. Do not prepare it: "
             "loader = prepare_loader(accelerator, ResumableDataLoader(...))."
         )
     return TrainingState(
@@ -128,7 +134,7 @@ def prepared_state(
 
 
 class _Accumulation:
-    """How many batches the Accelerator has counted since it last began to."""
+    """The number of batches that the Accelerator has counted since it last started over."""
 
     def __init__(self, accelerator: Accelerator, has_gradients: bool) -> None:
         self._accelerator = accelerator

@@ -1,4 +1,4 @@
-"""`CheckpointCallback`: transformers' Trainer saves and resumes through a CheckpointManager, exact to the bit."""
+"""`CheckpointCallback`: transformers' Trainer saves and resumes through a CheckpointManager, exact to the last bit."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ class CheckpointCallback(TrainerCallback):
         checkpoints = CheckpointCallback(max_to_keep=3).attach(trainer)
         trainer.train(resume_from_checkpoint=checkpoints.latest())
 
-    Trainer decides when to save, as ever (`save_strategy`, `save_steps`, "best"), and `optimizer.pt`, `scheduler.pt`,
-    `rng_state.pth` and `training_args.bin` are not written. A resumed training is the straight one, bit for bit:
-    weights, optimizer, scheduler, scaler, RNG, log. Without random augmentation it is also that of Trainer alone.
+    Trainer decides when to save, as always (`save_strategy`, `save_steps`, "best"), and `optimizer.pt`, `scheduler.pt`,
+    `rng_state.pth` and `training_args.bin` are not written. A resumed training equals the straight one, bit for bit:
+    weights, optimizer, scheduler, scaler, RNG, log. Without random augmentation it also equals that of Trainer alone.
 
-    Each batch is loaded under seeds of (`data_seed` or `seed`, epoch, batch), so that what a dataset or a collator
-    draws from python's, numpy's and torch's RNG is the same after a resume, for any number of workers. It is other
-    randomness than Trainer's own, which is not the same after a resume. An IterableDataset is resumed as Trainer does
-    it; and what persistent workers draw for an evaluation is not the same after a resume.
+    Each batch is loaded under seeds of (`data_seed` or `seed`, epoch, batch), so what a dataset or a collator
+    draws from Python's, numpy's and torch's RNG is the same after a resume, for any number of workers. (Trainer alone
+    draws other numbers, which are not the same after a resume.) An IterableDataset is resumed as Trainer does it; what
+    persistent workers draw for an evaluation is not the same after a resume.
 
-    A save that is due at an epoch's last step waits for what is evaluated and logged at the epoch's end.
+    A save that is due at an epoch's last step waits until the end of the epoch was evaluated and logged.
 
     `resume_from_checkpoint=True` works too, where `output_dir` is the run's directory, but refuses a damaged newest
-    checkpoint rather than going on from the one before. A directory that Trainer alone has saved is resumed as ever.
+    checkpoint rather than going on from the one before. A directory that Trainer alone has saved is resumed as usual.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class CheckpointCallback(TrainerCallback):
         seed_batches: bool = True,
         **manager_arguments: Any,
     ) -> None:
-        """Say where checkpoints go; nothing is made yet.
+        """Say where checkpoints go; nothing is created yet.
 
         Args:
-            manager: None: one of the Trainer's `output_dir`, which keeps `save_total_limit` checkpoints and, with
+            manager: None: one for the Trainer's `output_dir`, which keeps `save_total_limit` checkpoints and, with
                 `metric_for_best_model`, the best one too.
             blocking: As in `CheckpointManager.save`.
-            seed_batches: False: data are loaded as Trainer does it; a resume is exact only where loading draws from
-                no RNG.
-            manager_arguments: Of the CheckpointManager to make: `max_to_keep`, `max_shard_size`, `checksum` ...
+            seed_batches: Whether each batch gets seeds of its own. If not, a resume is exact only where loading draws
+                from no RNG.
+            manager_arguments: Arguments for the CheckpointManager: `max_to_keep`, `max_shard_size`, `checksum` ...
 
         Raises:
-            InvalidArgumentError: A manager and arguments for another.
+            InvalidArgumentError: There are both a manager and arguments for another.
         """
         if manager is not None and manager_arguments:
             raise InvalidArgumentError(
@@ -83,30 +83,31 @@ class CheckpointCallback(TrainerCallback):
                 "give them to that manager."
             )
         self.manager: CheckpointManager | None = manager
-        self.blocking, self.seed_batches = blocking, seed_batches
+        self.blocking = blocking
+        self.seed_batches = seed_batches
         self._arguments = manager_arguments
         self._is_own = manager is None
         self._trainer: Trainer | None = None
         self._originals: dict[str, Callable[..., Any]] = {}
         self._metrics: tuple[int, dict[str, float]] = (-1, {})
-        """The step of the last evaluation, and all that came of it."""
+        """The step of the last evaluation, and its metrics."""
         self._verified: str | None = None
         """The checkpoint that `latest` has verified."""
         self._rng: dict[str, Any] | None = None
-        """That of the checkpoint that is being resumed, until Trainer has fetched the batches in between."""
+        """The RNG states of the checkpoint that is being resumed, until Trainer has skipped to its batch."""
         self._progress: dict[str, Any] = {}
         self._data: dict[str, int | None] = {}
         """What the order of the batches depends on."""
         self._is_save_deferred = False
 
     def attach(self, trainer: Trainer) -> CheckpointCallback:
-        """Take the place of the Trainer's own saving and resuming; it becomes one of its callbacks.
+        """Replace the Trainer's own saving and resuming, and become one of its callbacks.
 
         Returns:
             Itself.
 
         Raises:
-            InvalidArgumentError: The Trainer is set to something that would be served by half; it says which.
+            InvalidArgumentError: A setting of the Trainer is not supported; the message says which.
         """
         if self._trainer is not None and self._trainer is not trainer:
             raise InvalidArgumentError("This CheckpointCallback is another Trainer's: make one for each.")
@@ -173,7 +174,7 @@ class CheckpointCallback(TrainerCallback):
         self._progress, self._rng = restored.extra, rng_state()
 
     def _load_rng(self, checkpoint: str | None) -> None:
-        """Trainer calls it when the loader has drawn what it draws anew: at a new epoch, or after skipping batches."""
+        """Trainer calls it after the loader has drawn its random numbers: at a new epoch, or after skipping."""
         if self._rng is None:
             self._originals["_load_rng_state"](checkpoint)
         else:
@@ -189,7 +190,7 @@ class CheckpointCallback(TrainerCallback):
         return trainer.accelerator.prepare_data_loader(seeded_loader(loader, batch_seed(trainer.args)))
 
     def _eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """With persistent workers, iter() draws from the RNG when they start, which a resume does once more."""
+        """With persistent workers, iter() draws from the RNG when they start, which happens again after a resume."""
         loader = self._originals["get_eval_dataloader"](*args, **kwargs)
         if loader.persistent_workers:
             getattr(loader, "base_dataloader", loader).generator = torch.Generator()
@@ -200,7 +201,7 @@ class CheckpointCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take up the log where it was."""
+        """Continue the log where it was."""
         manager, trainer = self._attached()
         if state.is_hyper_param_search:
             raise InvalidArgumentError("A hyperparameter search has no one run to resume: search without the callback.")
@@ -210,12 +211,12 @@ class CheckpointCallback(TrainerCallback):
             setattr(trainer, _LOGGED, self._progress["logged"])
             self._progress = {}
         if state.best_global_step is not None and os.path.isdir(best := manager.path_of(state.best_global_step)):
-            state.best_model_checkpoint = best  # the run's directory may have been moved
+            state.best_model_checkpoint = best  # the directory of the run may have been moved
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """See that the RNG was restored."""
+        """Check that the RNG was restored."""
         if self._rng is not None:
             raise HfshardError(
                 "This version of transformers no longer restores the random state when hfshard expects it: the "
@@ -223,22 +224,24 @@ class CheckpointCallback(TrainerCallback):
             )
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Keep the metrics for the checkpoint; of several evaluation datasets, of all."""
+        """Keep the metrics of all evaluation datasets for the checkpoint."""
         before = self._metrics[1] if self._metrics[0] == state.global_step else {}
         found = {name: value for name, value in kwargs.get("metrics", {}).items() if isinstance(value, int | float)}
-        self._metrics = state.global_step, {**before, **found}
+        self._metrics = (state.global_step, {**before, **found})
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Put a save at an epoch's last step off until the epoch's end."""
+        """Defer a save at an epoch's last step to the end of the epoch."""
         if control.should_save and state.epoch == int(state.epoch):
-            control.should_save, self._is_save_deferred = False, True
+            control.should_save = False
+            self._is_save_deferred = True
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save what was put off; before the best model is loaded, have all saves finished."""
+        """Make a deferred save; finish all saves before the best model is loaded."""
         if self._is_save_deferred:
-            control.should_save, self._is_save_deferred = True, False
+            control.should_save = True
+            self._is_save_deferred = False
         if control.should_training_stop:
             self._attached()[0].wait_until_finished()
 

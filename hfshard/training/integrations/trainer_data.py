@@ -23,9 +23,9 @@ _DATA: Final = {
 
 
 def seeded_loader(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-    """The same batches in the same order, each loaded under seeds of its own; else RNGs are drawn from as before.
+    """Return a loader with the same batches in the same order, each loaded under seeds of its own.
 
-    Not so with persistent workers, for the reason that `_eval_dataloader` has.
+    It draws from the global RNGs as before, but not with persistent workers: see `CheckpointCallback._eval_dataloader`.
     """
     resumable = ResumableDataLoader(
         loader.dataset,
@@ -49,7 +49,7 @@ def seeded_loader(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
 
 
 def data_settings(args: TrainingArguments, loader: Any) -> dict[str, int | None]:
-    """What the batches of a training and their order depend on."""
+    """Return the settings that the batches of a training and their order depend on."""
     sampler = getattr(loader.batch_sampler, "sampler", None)
     return {
         "seed": batch_seed(args),
@@ -61,15 +61,15 @@ def data_settings(args: TrainingArguments, loader: Any) -> dict[str, int | None]
 
 
 def batch_seed(args: TrainingArguments) -> int:
-    """The seed of what is drawn while data are loaded."""
+    """Return the seed of what is drawn while data are loaded."""
     return args.seed if args.data_seed is None else args.data_seed
 
 
 def check_same_data(was: dict[str, int | None], now: dict[str, int | None], checkpoint: str) -> None:
-    """Refuse to skip the batches that were trained on where those of now are others.
+    """Refuse to skip batches that are not those of the saved training.
 
     Raises:
-        StateDictMismatchError: It says which value was and is.
+        StateDictMismatchError: A setting differs; the message says which.
     """
     for name, title in _DATA.items():
         if was.get(name) != now.get(name):

@@ -1,4 +1,4 @@
-"""What a Trainer's arguments mean for its checkpoints, and those that would be served by half and so are refused."""
+"""Translates a Trainer's arguments for its checkpoints, and refuses those that are not fully supported."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ REPLACED: Final = (
     "get_train_dataloader",
     "get_eval_dataloader",
 )
-"""Methods of a Trainer that ours stand in for. The first three are its own affair: on another version of transformers,
+"""Methods of a Trainer that are replaced. The first three are private: on another version of transformers,
 `check_trainer` finds that one is gone, and the tests fail where one is no longer called."""
 
 
 def manager_from_arguments(args: TrainingArguments, arguments: dict[str, Any]) -> CheckpointManager:
-    """One of what the Trainer's arguments say; those of the callback come before."""
+    """Make the manager that the Trainer's arguments describe; those of the callback have precedence."""
     known: dict[str, Any] = {}
     if args.save_total_limit is not None and args.save_total_limit > 0:
         known["max_to_keep"] = args.save_total_limit
@@ -38,7 +38,7 @@ def _metric_name(args: TrainingArguments) -> str:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Refuse what would be served by half."""
+    """Refuse a Trainer with settings that are not fully supported."""
     args = trainer.args
     if missing := [name for name in (*REPLACED, "store_flos") if not hasattr(trainer, name)]:
         raise InvalidArgumentError(
@@ -69,7 +69,7 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def check_rotation(args: TrainingArguments, manager: CheckpointManager) -> None:
-    """Refuse where Trainer's idea of what is kept is not the manager's."""
+    """Refuse settings by which Trainer and the manager would keep different checkpoints."""
     limit = args.save_total_limit
     if limit is not None and limit > 0 and limit != manager.max_to_keep:
         raise InvalidArgumentError(

@@ -1,1 +1,1 @@
-"""Gradient checkpointing: blocks that are run again in the backward pass, exactly."""
+"""Gradient checkpointing: blocks whose activations are computed again, exactly, in the backward pass."""

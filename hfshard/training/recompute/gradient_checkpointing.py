@@ -1,4 +1,4 @@
-"""Gradient checkpointing in one call, with the gradients, the buffers and the random numbers of training without it."""
+"""Turns on gradient checkpointing in one call, with the gradients, buffers and RNG states of training without it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hfshard.state_dicts.wrappers import unwrap
 from hfshard.training.recompute.recomputation import call_recomputed
 
 _BASE: Final = "_hfshard_checkpointed_class"
-"""The attribute of a class of ours that holds the class that the module had before."""
+"""The attribute of a replaced class that holds the module's original class."""
 
 
 class GradientCheckpointing:
-    """What `enable_gradient_checkpointing` turned on.
+    """A handle for what `enable_gradient_checkpointing` turned on.
 
     Attributes:
         names: The dotted names of the blocks whose activations are recomputed, in the model's order.
@@ -38,7 +38,7 @@ class GradientCheckpointing:
         return f"GradientCheckpointing(names={self.names!r})"
 
     def remove(self) -> None:
-        """Turn it off again; a second call does nothing.
+        """Turn gradient checkpointing off again; a second call does nothing.
 
         Raises:
             InvalidArgumentError: Something (FSDP2's fully_shard) has changed a block's class since.
@@ -46,7 +46,7 @@ class GradientCheckpointing:
         covered = [name for name, block in self._blocks.items() if _is_on(block) and _BASE not in vars(type(block))]
         if covered:
             raise InvalidArgumentError(
-                f"Gradient checkpointing of '{covered[0]}' can't be removed: its class was changed since, to "
+                f"Gradient checkpointing of '{covered[0]}' can't be removed: its class has been changed to "
                 f"{type(self._blocks[covered[0]]).__name__}. Remove it before fully_shard() and the like.",
                 fqn=covered[0],
             )
@@ -61,36 +61,36 @@ class GradientCheckpointing:
 def enable_gradient_checkpointing(
     model: nn.Module, modules: str | Iterable[str] | None = None
 ) -> GradientCheckpointing:
-    """Recompute the activations of a model's blocks in the backward pass, in place of keeping them.
+    """Recompute the activations of a model's blocks in the backward pass instead of keeping them.
 
-    The gradients, the buffers (BatchNorm counts a step once) and the states of all random number generators are those
-    of training without it, bit for bit. It is never reentrant; it works where a block is called twice, and under
-    autocast. Blocks run as they are in eval mode and where no gradients are recorded. Parameter names do not change.
+    Gradients, buffers (BatchNorm counts a step once) and the states of all random number generators are those of
+    training without it, bit for bit. It is never reentrant, works for blocks that are called twice, and under autocast.
+    In eval mode, and where no gradients are recorded, blocks run as usual. Parameter names do not change.
 
-    A transformers model keeps its own switch: the flags of its layers are set, which turn the cache (`use_cache`) off,
-    as they always do. "Bit for bit" is compared with training with `config.use_cache = False`. With the cache, which
-    some models fill while they train, the attention reads contiguous copies of keys and values; some processors sum
-    products of these in another order (GPT-2 on an AMD EPYC: gradients differ by up to 2e-8), with or without hfshard.
+    For a transformers model, the flags of its layers are set, which turns its cache (`use_cache`) off. So "bit for bit"
+    compares with training with `config.use_cache = False`. With the cache, which some models fill while they train,
+    attention reads contiguous copies of keys and values; some processors sum the products of these in another order
+    (GPT-2 on an AMD EPYC: gradients differ by up to 2e-8), with or without hfshard.
 
-    `Trainer(gradient_checkpointing=True)` would set the flags again, without what is done here: leave that out. Under
-    torch.compile, blocks run uncompiled.
+    Do not pass `gradient_checkpointing=True` to Trainer, which would replace what is done here. Under torch.compile,
+    blocks run uncompiled.
 
-    Not seen, and so done twice: what a block changes in lists and dicts, in objects that are no modules, and in global
-    variables.
+    Changes that a block makes to lists and dicts, to objects that are not modules and to global variables are not
+    noticed, and so happen twice.
 
     Args:
         model: A transformers model, a module that holds some, an `nn.Sequential` of blocks, or any module together
-            with `modules`; wrapped by DistributedDataParallel or torch.compile or not. Changed in place.
+            with `modules`, wrapped by DistributedDataParallel or torch.compile or not. It is changed in place.
         modules: Dotted names of blocks, with wildcards in place of parts of a name: "blocks.*" is every child of
-            `blocks`, "*.layers.?" works too. None: the layers that transformers chose for its models, else the children
-            of a Sequential that have children themselves (one layer alone has nothing to save).
+            `blocks`, "*.layers.?" works too. None: the layers that transformers chose for its models, or else the
+            children of a Sequential that have children themselves (a single layer has nothing to save).
 
     Returns:
         A handle with the names of the blocks and a method `remove()`.
 
     Raises:
         InvalidArgumentError: The model has no such blocks, or can't recompute them; nothing was changed. Later, when
-            the block is called: it changes its input or a parameter in place; see `recomputation.py`.
+            a block is called: it changes its input or a parameter in place; see `recomputation.py`.
 
     Example:
         handle = enable_gradient_checkpointing(bert)
@@ -133,7 +133,7 @@ def _children_with_children(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _named_blocks(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
-    """The modules that patterns name, in the model's order; a module of several names once."""
+    """The modules that match patterns, in the model's order; a module with several names appears once."""
     names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     chosen: set[str] = set()
     for pattern in patterns:
@@ -158,8 +158,9 @@ def _named_blocks(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.M
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a dotted name is meant; a wildcard stands within one part."""
-    parts, wanted = name.split("."), pattern.split(".")
+    """Whether a pattern matches a dotted name; a wildcard does not match a dot."""
+    parts = name.split(".")
+    wanted = pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
@@ -198,10 +199,10 @@ def _is_on(module: nn.Module) -> bool:
 
 
 def _checkpointed_class(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass that recomputes: its instances are copied, pickled and replicated as those of the class itself.
+    """A subclass that recomputes: its instances are copied, pickled and replicated like those of the class itself.
 
-    A class, and no attribute of the instance: what copies a module's attributes (DataParallel) would go on calling the
-    module that it copied.
+    It is a class and not an attribute of the instance: a copy of the attributes (as in DataParallel) would go on
+    calling the original module.
     """
     for known in base.__subclasses__():
         if vars(known).get(_BASE) is base:
@@ -226,13 +227,13 @@ def _checkpointed_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def _new_instance(base: type[nn.Module]) -> nn.Module:
-    """An empty module with gradient checkpointing: what a copy and a pickle begin with."""
+    """An empty module with gradient checkpointing, which a copy or a pickle begins with."""
     made = _checkpointed_class(base)
     return made.__new__(made)
 
 
 def _transformers_models(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost transformers models within a module, itself included; transformers is not imported for it."""
+    """The outermost transformers models within a module, itself included, found without importing transformers."""
     modeling_utils = sys.modules.get("transformers.modeling_utils")
     if modeling_utils is None:
         return {}
@@ -245,15 +246,15 @@ def _transformers_models(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _transformers_method(model: nn.Module, verb: str) -> Any:
-    """`gradient_checkpointing_enable` and `…_disable`, by the name that newer versions of transformers gave them."""
+    """`gradient_checkpointing_enable` or `…_disable`, under their newer names where transformers has these."""
     return getattr(model, f"activation_checkpointing_{verb}", None) or getattr(model, f"gradient_checkpointing_{verb}")
 
 
 def _enable_in_transformers(models: dict[str, nn.Module]) -> GradientCheckpointing:
-    """Turn on transformers' own, and let its layers call `call_recomputed` in place of torch's checkpoint.
+    """Turn on transformers' own gradient checkpointing, and let its layers call `call_recomputed`.
 
     Raises:
-        InvalidArgumentError: An architecture has none; nothing was changed.
+        InvalidArgumentError: An architecture does not support it; nothing was changed.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -263,14 +264,14 @@ def _enable_in_transformers(models: dict[str, nn.Module]) -> GradientCheckpointi
     blocks: dict[str, nn.Module] = {}
     for outer, model in models.items():
         _transformers_method(model, "enable")({"use_reentrant": False, "preserve_rng_state": True})
-        # Only a reentrant checkpoint needs inputs with gradients; they make frozen first layers work for nothing.
+        # Only a reentrant checkpoint needs inputs with gradients, which make frozen first layers work for nothing.
         model.disable_input_require_grads()  # type: ignore[operator]
         callers = {
             ".".join(filter(None, (outer, name))): module
             for name, module in model.named_modules()
             if hasattr(module, "_gradient_checkpointing_func")
         }
-        if not callers:  # an architecture that sets a flag which nothing reads
+        if not callers:  # the architecture sets a flag that nothing reads
             GradientCheckpointing({}, models.values()).remove()
             raise _unsupported(outer, model)
         for caller in callers.values():
@@ -278,7 +279,7 @@ def _enable_in_transformers(models: dict[str, nn.Module]) -> GradientCheckpointi
         layers = {name: caller for name, caller in callers.items() if isinstance(caller, GradientCheckpointingLayer)}
         for layer in layers.values():
             _switch_off_within(layer)
-        blocks |= layers or callers  # a model with code of its own may checkpoint its layers from the stack of them
+        blocks |= layers or callers  # a model's own code may checkpoint its layers from the stack
     return GradientCheckpointing(blocks, models.values())
 
 
@@ -291,7 +292,7 @@ def _unsupported(name: str, model: nn.Module) -> InvalidArgumentError:
 
 
 def _switch_off_within(layer: nn.Module) -> None:
-    """No module within a layer needs the flag, and some do other things for it.
+    """Clear the flag of the modules within a layer, which do not need it, and some of which behave differently with it.
 
     T5's attention lets its zero bias require a gradient, which a reentrant checkpoint needs: torch then takes another
     attention kernel, and gradients differ in their last bits (1e-7 of 1) from training without checkpointing.

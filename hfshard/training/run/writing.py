@@ -52,7 +52,7 @@ class ReusableShards:
 
     @classmethod
     def of(cls, directory: str, manifest: CheckpointManifest) -> ReusableShards:
-        """The shards of a checkpoint."""
+        """Index the shards of a checkpoint."""
         return cls(
             {
                 record.fingerprint: (os.path.join(directory, name), record)
@@ -73,19 +73,19 @@ def write_checkpoint(
     """Write all files of a checkpoint durably, its manifest last.
 
     Args:
-        directory: Empty.
-        payload: What there is to write.
-        manifest: Without files.
-        files: More small files to put beside.
-        reusable: Of the checkpoint before.
-        progress_callback: Told the bytes that were written, from any thread.
+        directory: The directory, which is empty.
+        payload: What to write.
+        manifest: The manifest without files.
+        files: More small files to write.
+        reusable: The files of the checkpoint before.
+        progress_callback: Gets the bytes that were written, from any thread.
 
     Returns:
         The manifest with all files.
 
     Raises:
         NotEnoughSpaceError: Before the first byte is written.
-        OSError: The disk failed; what was written stays for the caller to remove.
+        OSError: The disk failed; the caller removes what was written.
     """
     plans = {base: plan_request(request) for base, request in payload.requests.items()}
     small = {**files, TRAINING_STATE: payload.training_state}
@@ -96,16 +96,7 @@ def write_checkpoint(
         jobs |= zip(names, shard_jobs(plans[base], request, paths))
         small |= request.small_files
     checksum = next((request.options.checksum for request in payload.requests.values()), None)
-    await_devices(list(jobs.values()))  # a step that is still under way there is none of the files before
-    records = _reuse_files(jobs, checksum, reusable)
-    left = {name: job for name, job in jobs.items() if name not in records}
-    require_space(
-        directory,
-        sum(tensor_nbytes(tensor) for job in left.values() for tensor in job.tensors.values()),
-        doing=f"Saving into '{os.path.dirname(directory)}'",
-        todo=". Free some space, or keep fewer checkpoints: max_to_keep.",
-    )
-    records |= zip(left, write_shards(list(left.values()), checksum=checksum, progress_callback=progress_callback))
+    records = _write_shards(directory, jobs, checksum, reusable, progress_callback)
     for base, request in payload.requests.items():
         if plans[base].is_sharded:
             own = [records[shard.file] for shard in plans[base].shards]
@@ -121,11 +112,32 @@ def write_checkpoint(
     return whole
 
 
+def _write_shards(
+    directory: str,
+    jobs: Mapping[str, WriteJob],
+    checksum: Checksum | None,
+    reusable: ReusableShards,
+    progress_callback: Callable[[int], object] | None,
+) -> dict[str, FileDigest]:
+    """Link the shards that did not change, write all others, and return the digests of both by file name."""
+    await_devices(list(jobs.values()))  # a step that still runs must not change what is compared and written
+    records = _reuse_files(jobs, checksum, reusable)
+    left = {name: job for name, job in jobs.items() if name not in records}
+    require_space(
+        directory,
+        sum(tensor_nbytes(tensor) for job in left.values() for tensor in job.tensors.values()),
+        doing=f"Saving into '{os.path.dirname(directory)}'",
+        todo=". Free some space, or keep fewer checkpoints: max_to_keep.",
+    )
+    written = write_shards(list(left.values()), checksum=checksum, progress_callback=progress_callback)
+    return records | dict(zip(left, written))
+
+
 def check_names(files: Mapping[str, bytes], payload: SavePayload) -> None:
-    """Refuse names of small files that lead elsewhere, or that are a checkpoint's own; and what no restore would read.
+    """Refuse small files whose names lead elsewhere or are used by a checkpoint, and plain values that are too long.
 
     Raises:
-        InvalidArgumentError: The first such name, or there are too many plain values.
+        InvalidArgumentError: A name is refused, or the plain values are longer than a restore reads.
     """
     if len(payload.training_state) > MAX_INDEX_BYTES:
         raise InvalidArgumentError(
@@ -138,14 +150,14 @@ def check_names(files: Mapping[str, bytes], payload: SavePayload) -> None:
     for name in files:
         if name in own or os.path.basename(name) != name or name.startswith(".") or name.endswith(_OWN_SUFFIXES):
             raise InvalidArgumentError(
-                f"A file of a checkpoint can't be called {name!r}: give it a plain name that it does not use itself."
+                f"A file of a checkpoint can't be called {name!r}: give it a plain name that is not one of its own."
             )
 
 
 def _reuse_files(
     jobs: Mapping[str, WriteJob], checksum: Checksum | None, reusable: ReusableShards
 ) -> dict[str, FileDigest]:
-    """Give the files that lie on the disk already, byte for byte, a second name; the records of those."""
+    """Hard-link the files that are on the disk already, byte for byte, and return their digests."""
     if checksum is None or not reusable.files:
         return {}
     work = partial(_reuse_one, checksum=checksum, reusable=reusable)
@@ -164,7 +176,7 @@ def _reuse_one(job: WriteJob, stop: Event, checksum: Checksum, reusable: Reusabl
     try:
         shard = SafetensorsFile(path, os.path.dirname(path))
         try:
-            shard.check_contents(before)  # the bytes on the disk too: what has rotted there is written anew
+            shard.check_contents(before)  # on the disk, too: a damaged file is written again
         finally:
             shard.close()
         os.link(path, job.path)
