@@ -68,5 +68,5 @@ def test_a_loader_without_a_position_is_refused(accelerator: Accelerator) -> Non
     loader: DataLoader[Any] = DataLoader(torch.arange(3.0))  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="Do not prepare it: loader = prepare_loader"):
         prepared_state(accelerator, loader=accelerator.prepare(loader))
-    with pytest.raises(InvalidArgumentError, match="this is a DataLoader"):
+    with pytest.raises(InvalidArgumentError, match="was not prepared, got a DataLoader"):
         prepare_loader(accelerator, loader)  # type: ignore[arg-type]
