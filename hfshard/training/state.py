@@ -59,7 +59,7 @@ class TrainingState:
         named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "scaler": scaler}
         named |= stateful
         parts = {name: unwrapped(part) for name, part in named.items() if part is not None}
-        self.kinds: dict[str, PartKind] = {name: _kind_of(name, part) for name, part in parts.items()}
+        self.kinds: dict[str, PartKind] = {name: _part_kind(name, part) for name, part in parts.items()}
         self.components: dict[str, Any] = {
             name: track(part) if self.kinds[name] == "loader" else part for name, part in parts.items()
         }
@@ -96,7 +96,7 @@ def unwrapped(part: Any) -> Any:
     return part
 
 
-def _kind_of(name: str, part: Any) -> PartKind:
+def _part_kind(name: str, part: Any) -> PartKind:
     if _RESERVED.fullmatch(name):
         raise InvalidArgumentError(f"'{name}' is a name that hfshard uses itself: give the part another name.")
     if isinstance(part, nn.Module):

@@ -1,1 +1,1 @@
-"""Hostile and damaged checkpoints, each built byte by byte, and the runner that loads them under watch."""
+"""Training checkpoints: saved, killed, damaged, resumed; and what the tests of several rooms share."""

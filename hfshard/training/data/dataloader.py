@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from hfshard.errors import HfshardError, InvalidArgumentError, StaleIteratorError, StateDictMismatchError
-from hfshard.training.data.fetching import PendingBatches, SeededDataset, TaskSampler, identity
+from hfshard.training.data.fetching import PendingBatches, SeededDataset, TaskSampler, keep_batch
 from hfshard.training.data.loader_state import STATE_FORMAT, check_state, checked_int, checked_seed, settings_of
 from hfshard.training.data.sampling import BatchOrder, EpochSampler, own_order, sampler_order
 from hfshard.training.data.seeding import seeds_for
@@ -243,7 +243,7 @@ class ResumableDataLoader(DataLoader[_T_co]):
             batch_size=None,
             sampler=self._tasks,
             num_workers=self.num_workers,
-            collate_fn=identity,
+            collate_fn=keep_batch,
             pin_memory=self.pin_memory,
             timeout=self.timeout,
             worker_init_fn=self.worker_init_fn,

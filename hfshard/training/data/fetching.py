@@ -21,7 +21,7 @@ PendingBatches = deque[tuple[int, int | None]]
 _OWN = frozenset({"_dataset", "_collate", "_is_batched", "_seed", "_numpy_bits"})
 
 
-def identity(batch: Any) -> Any:
+def keep_batch(batch: Any) -> Any:
     """Return a batch as it is: the `collate_fn` of a loader whose batches are collated already."""
     return batch
 

@@ -123,7 +123,7 @@ def sampler_order(sampler: Iterable[Any], seed: int, epoch: int, start: int) -> 
     for part in parts:
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
-    generators = {id(value): value for part in parts for value in _attributes(part) if _is_generator(value)}
+    generators = {id(value): value for part in parts for value in _attribute_values(part) if _is_generator(value)}
     order = BatchOrder(_in_bursts(sampler, PrivateRng("sampler", seed, epoch, generators=list(generators.values()))))
     skipped = sum(1 for _ in islice(order, start))
     if skipped < start:
@@ -159,7 +159,7 @@ def _samplers_within(sampler: Any) -> Iterator[Any]:
             waiting += [getattr(part, "batch_sampler", None), getattr(part, "sampler", None)]
 
 
-def _attributes(part: Any) -> Iterable[Any]:
+def _attribute_values(part: Any) -> Iterable[Any]:
     return vars(part).values() if hasattr(part, "__dict__") else ()
 
 

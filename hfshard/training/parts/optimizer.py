@@ -107,7 +107,7 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
 
     def load() -> None:
         optimizer.load_state_dict(loaded)
-        for parameter in _parameters(optimizer):
+        for parameter in _all_parameters(optimizer):
             exact = saved["state"].get(names[id(parameter)])
             if exact is not None and parameter in optimizer.state:
                 slots = _exact(optimizer.state[parameter], exact)
@@ -200,7 +200,7 @@ def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return optimizer.param_groups
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+def _all_parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in _groups(optimizer):
         yield from group["params"]
 

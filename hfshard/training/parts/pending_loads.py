@@ -97,7 +97,7 @@ def load_all(objects: Sequence[StatefulLoad], pending_loads: Sequence[PendingLoa
         for pending_load in pending_loads:
             if pending_load.undo is not None:
                 undo.append(pending_load.undo)
-                _load(pending_load, directory)
+                _apply(pending_load, directory)
         for one in in_order[-1:]:
             one.load()
     except BaseException:
@@ -106,10 +106,10 @@ def load_all(objects: Sequence[StatefulLoad], pending_loads: Sequence[PendingLoa
         raise
     for pending_load in pending_loads:
         if pending_load.undo is None:
-            _load(pending_load, directory)
+            _apply(pending_load, directory)
 
 
-def _load(pending_load: PendingLoad, directory: str) -> None:
+def _apply(pending_load: PendingLoad, directory: str) -> None:
     try:
         pending_load.load()
     except HfshardError:

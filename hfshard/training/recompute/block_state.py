@@ -99,8 +99,8 @@ class StateBefore:
     def of(cls, blocks: list[nn.Module], inputs: Any) -> StateBefore:
         """Note the state of blocks, and of the inputs that they are about to get."""
         modules = list({id(module): module for block in blocks for module in block.modules()}.values())
-        attributes = [_attributes(module) for module in modules]
-        parameters = list(_parameters(modules))
+        attributes = [_own_attributes(module) for module in modules]
+        parameters = list(_named_parameters(modules))
         others = [("input", leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         others += [
             (f"attribute '{name}' of a {type(module).__name__}", value)
@@ -147,7 +147,7 @@ class StateBefore:
                 second_run.entries.append(_TableEntry(table, name, value, copies.get(id(value))))
         for module, attributes, training in zip(self.modules, self.attributes, self.training):
             second_run.entries.append(_TableEntry(vars(module), "training", training))
-            now = _attributes(module)
+            now = _own_attributes(module)
             for name in {**attributes, **now}:
                 value = attributes.get(name, _ABSENT)
                 if value is not now.get(name, _ABSENT):
@@ -199,7 +199,7 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _parameters(modules: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def _named_parameters(modules: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """The parameters of modules, and what they are in words."""
     for module in modules:
         for name, tensor in module._parameters.items():
@@ -207,7 +207,7 @@ def _parameters(modules: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
                 yield f"parameter '{name}' of a {type(module).__name__}", tensor
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module, without those that every module has."""
     return {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
 

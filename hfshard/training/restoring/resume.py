@@ -59,10 +59,10 @@ def resume(state: TrainingState, choose: Callable[[], ChosenCheckpoint | None], 
     """
     ranks = Ranks.current()
     with torch.inference_mode(False):  # what is restored will be trained
-        return _resume(state, choose, ranks, strict=strict)
+        return _resume_on_ranks(state, choose, ranks, strict=strict)
 
 
-def _resume(
+def _resume_on_ranks(
     state: TrainingState,
     choose: Callable[[], ChosenCheckpoint | None],
     ranks: Ranks,

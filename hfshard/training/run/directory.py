@@ -57,7 +57,7 @@ def checkpoints_in(root: str) -> list[RunCheckpoint]:
     found: list[RunCheckpoint] = []
     for _ in range(_LOOKS):
         names = _names_in(root)
-        found = [read_run_checkpoint(os.path.join(root, name), step) for name, step in _checkpoints(root, names)]
+        found = [read_run_checkpoint(os.path.join(root, name), step) for name, step in _step_directories(root, names)]
         if _names_in(root) == names:
             break
     return sorted(found, key=_age, reverse=True)
@@ -76,7 +76,7 @@ def _names_in(root: str) -> list[str]:
     return sorted(name for name in names if _CHECKPOINT.fullmatch(name) or _REPLACED.fullmatch(name))
 
 
-def _checkpoints(root: str, names: list[str]) -> Iterator[tuple[str, int]]:
+def _step_directories(root: str, names: list[str]) -> Iterator[tuple[str, int]]:
     """The name and step of each directory among some names; of those moved aside only where nothing replaced them."""
     steps = {int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))}
     for name in names:

@@ -96,7 +96,7 @@ def write_checkpoint(
         jobs |= zip(names, shard_jobs(plans[base], request, paths))
         small |= request.small_files
     checksum = next((request.options.checksum for request in payload.requests.values()), None)
-    records = _write_shards(directory, jobs, checksum, reusable, progress_callback)
+    records = _link_or_write(directory, jobs, checksum, reusable, progress_callback)
     for base, request in payload.requests.items():
         if plans[base].is_sharded:
             own = [records[shard.file] for shard in plans[base].shards]
@@ -112,7 +112,7 @@ def write_checkpoint(
     return whole
 
 
-def _write_shards(
+def _link_or_write(
     directory: str,
     jobs: Mapping[str, WriteJob],
     checksum: Checksum | None,

@@ -133,22 +133,22 @@ class Run:
 
     def __init__(self, make: Callable[[], Any], seed: int, saved: dict[str, Any] | None = None) -> None:
         torch.manual_seed(seed)
-        self.watch: LoaderTracker = track(make())
+        self.tracker: LoaderTracker = track(make())
         self.seen: list[list[float]] = []
         self.saved: list[dict[str, Any]] = []
         self.first_epoch = 0
         if saved is not None:
             self.first_epoch = saved["epoch"]
-            self.watch.check_state_dict(saved["loader"])
-            self.watch.load_state_dict(saved["loader"])
+            self.tracker.check_state_dict(saved["loader"])
+            self.tracker.load_state_dict(saved["loader"])
             restore = functools.partial(set_rng_state, saved["rng"])
             restore()
-            self.watch.reset(restore)
+            self.tracker.reset(restore)
 
     def save(self, epoch: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            state = {"loader": self.watch.state_dict(), "rng": rng_state(), "epoch": epoch}
+            state = {"loader": self.tracker.state_dict(), "rng": rng_state(), "epoch": epoch}
         tensors: dict[str, Tensor] = {}
         packed = encode(state, "state", tensors)
         kept = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -156,7 +156,7 @@ class Run:
 
     def go(self, *, is_saving: bool) -> list[list[float]]:
         for epoch in range(self.first_epoch, EPOCHS):
-            for batch in self.watch.loader:
+            for batch in self.tracker.loader:
                 self.seen.append([*batch.flatten().tolist(), torch.rand(()).item()])
                 if is_saving:
                     self.save(epoch)
@@ -235,9 +235,9 @@ class Drawing(Skipping):
 
 
 def test_a_save_draws_from_no_rng_whatever_the_loader_does() -> None:
-    watch = track(Drawing(Indexes(), 2))
-    first = watch.state_dict()["loader"]["drawn"]
-    assert watch.state_dict()["loader"]["drawn"] == first
+    tracker = track(Drawing(Indexes(), 2))
+    first = tracker.state_dict()["loader"]["drawn"]
+    assert tracker.state_dict()["loader"]["drawn"] == first
 
 
 def test_torchdata_says_whether_its_epoch_is_over() -> None:
@@ -249,23 +249,23 @@ def test_torchdata_says_whether_its_epoch_is_over() -> None:
 
 
 def test_workers_are_a_warning_within_an_epoch() -> None:
-    watch = track(torchdata(Indexes(), 2, num_workers=1))
-    iterator = iter(watch.loader)
+    tracker = track(torchdata(Indexes(), 2, num_workers=1))
+    iterator = iter(tracker.loader)
     next(iterator)
     with pytest.warns(UserWarning, match="The StatefulDataLoader has worker processes.* a resume in the middle"):
-        watch.state_dict()
-    watch.state_dict()  # once is enough
+        tracker.state_dict()
+    tracker.state_dict()  # once is enough
     list(iterator)
 
 
 def test_drawing_in_a_generator_is_a_warning_within_an_epoch() -> None:
-    watch = track(Generating(Indexes(True), 2, True))
-    iterator = iter(watch.loader)
+    tracker = track(Generating(Indexes(True), 2, True))
+    iterator = iter(tracker.loader)
     next(iterator)
-    watch.state_dict()  # it is seen from the second batch on: the first one may draw an order
+    tracker.state_dict()  # it is seen from the second batch on: the first one may draw an order
     next(iterator)
     with pytest.warns(UserWarning, match="The Generating draws random numbers while it fetches batches"):
-        watch.state_dict()
+        tracker.state_dict()
 
 
 class Slotted:
@@ -289,24 +289,44 @@ def test_a_loader_that_can_not_be_followed_is_a_warning(monkeypatch: pytest.Monk
         track(Fixed()).state_dict()
 
 
-def test_a_watched_loader_is_what_it_was() -> None:
+def test_a_loader_has_one_tracker() -> None:
     loader = Skipping(Indexes(), 2)
-    watch = track(loader)
-    assert track(loader) is watch
-    assert track(watch) is watch
-    assert watch.loader is loader
+    tracker = track(loader)
+
+    assert track(loader) is tracker
+    assert track(tracker) is tracker
+    assert tracker.loader is loader
+
+
+def test_a_tracked_loader_looks_as_it_did() -> None:
+    loader = Skipping(Indexes(), 2)
+    track(loader)
+
     assert isinstance(loader, Skipping)
     assert (type(loader).__name__, type(loader).__module__) == ("Skipping", __name__)
     assert (loader.batch_size, len(loader)) == (2, BATCHES)
     assert iter(loader).loader is loader
+
+
+def test_a_copy_of_a_tracked_loader_is_not_tracked() -> None:
+    loader = Skipping(Indexes(), 2)
+    track(loader)
+
     for other in (pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)):
         assert type(other) is Skipping
+
+
+def test_the_newest_iterator_of_a_tracked_loader_says_whether_an_epoch_is_under_way() -> None:
+    loader = Skipping(Indexes(), 2)
+    tracker = track(loader)
+
     iterator = iter(loader)
     next(iterator)
-    assert watch.state_dict()["is_within"]
+    assert tracker.state_dict()["is_within"]
+
     list(iter(loader))
     list(iterator)
-    assert not watch.state_dict()["is_within"]
+    assert not tracker.state_dict()["is_within"]
 
 
 def test_rng_is_put_back_after_the_next_iter_and_no_other() -> None:
@@ -326,7 +346,7 @@ def test_rng_is_put_back_after_the_next_iter_and_no_other() -> None:
     assert calls == [1, 2]
 
 
-def test_ours_needs_no_watch() -> None:
+def test_a_resumable_loader_needs_no_tracker() -> None:
     loader = ResumableDataLoader(Indexes(), 2)
     assert track(loader) is loader
     reset_after_iter(loader, lambda: pytest.fail("it draws from no RNG"))
@@ -336,12 +356,12 @@ def test_ours_needs_no_watch() -> None:
 
 
 def test_the_state_of_another_kind_of_loader_is_refused() -> None:
-    watch = track(Skipping(Indexes(), 2))
+    tracker = track(Skipping(Indexes(), 2))
     with pytest.raises(StateDictMismatchError, match="is a Skipping, and the checkpoint has the state of another kind"):
-        watch.check_state_dict(ResumableDataLoader(Indexes(), 2).state_dict())
+        tracker.check_state_dict(ResumableDataLoader(Indexes(), 2).state_dict())
     ours = ResumableDataLoader(Indexes(), 2)
     with pytest.raises(StateDictMismatchError, match="not a ResumableDataLoader's state"):
-        ours.check_state_dict(watch.state_dict())
+        ours.check_state_dict(tracker.state_dict())
 
 
 @pytest.mark.compat
