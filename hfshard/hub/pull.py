@@ -82,21 +82,8 @@ def pull_checkpoint(
         ignore_patterns=_listed(ignore_patterns),
     )
     root = directory_of(repo_id)
-    if root is not None:
-        snapshot = DirectoryHub.open(root).snapshot(revision)
-        directory = os.path.join(snapshot, *query.path("").split("/"))
-    else:
-        fetcher = Fetcher(repo_id, query, progress)
-        if is_offline(local_files_only):
-            resolved = fetcher.from_cache(partial(resolve_checkpoint, query=query))
-        else:
-            resolved = fetcher.from_hub(partial(resolve_checkpoint, query=query))
-        if not fetcher.was_asked:
-            logger.warning(
-                "'%s' could not be asked for its files: beside the checkpoint, only those in the cache are there.",
-                repo_id,
-            )
-        directory, snapshot = resolved.directory, fetcher.cache.snapshot(resolved.commit)
+    snapshot = DirectoryHub.open(root).snapshot(revision) if root is not None else _download(repo_id, query, progress)
+    directory = os.path.join(snapshot, *query.path("").split("/"))
     try:
         with open_checkpoint(directory.rstrip("/"), variant=variant, verify=verify) as checkpoint:
             if local_dir is None:
@@ -116,6 +103,19 @@ def pull_checkpoint(
             actual=error.actual,
         ) from error
     return os.fspath(local_dir)
+
+
+def _download(repo_id: str, query: CheckpointQuery, progress: bool | None) -> str:
+    """Download a checkpoint and the files beside it, and return the directory of the snapshot."""
+    fetcher = Fetcher(repo_id, query, progress)
+    resolver = partial(resolve_checkpoint, query=query)
+    is_cached_only = is_offline(query.local_files_only)
+    resolved = fetcher.from_cache(resolver) if is_cached_only else fetcher.from_hub(resolver)
+    if not fetcher.was_asked:
+        logger.warning(
+            "'%s' could not be asked for its files: beside the checkpoint, only cached files are there.", repo_id
+        )
+    return fetcher.cache.snapshot(resolved.commit)
 
 
 def fetch_checkpoint(repo_id: str, query: CheckpointQuery, progress: bool | None = None) -> ResolvedCheckpoint:

@@ -129,7 +129,7 @@ class RunWriter:
         self._rotate([one for one in found if one.step != step] + [saved])
         self._is_clean = True
         if self._pusher is not None:
-            self._pusher.publish(saved, blocking=blocking)
+            self._pusher.push(saved, blocking=blocking)
 
     def _rotate(self, found: list[RunCheckpoint]) -> None:
         steps = self._rotation.steps_to_remove([one.manifest for one in found if one.manifest is not None])

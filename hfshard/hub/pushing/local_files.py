@@ -65,15 +65,8 @@ def directory_contents(
             files_of[variant] = _files_of(checkpoint)
             known |= _known_hashes(checkpoint)
     selected = set(filter_repo_objects(paths, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
-    for variant, files in files_of.items():
-        if selected.isdisjoint(files):
-            del indexes[variant]  # the hub keeps what it has of this one
-        elif lost := sorted(files - selected):
-            raise InvalidArgumentError(
-                f"The patterns leave out '{lost[0]}', and the checkpoint in '{directory}' can't be loaded without it. "
-                "Check allow_patterns and ignore_patterns.",
-                path=directory,
-            )
+    for variant in [variant for variant, files in files_of.items() if not _is_selected(files, selected, directory)]:
+        del indexes[variant]  # the hub keeps what it has of this one
     used = {name for files in files_of.values() for name in files}
     leftovers = _leftovers(selected, used, variants)
     for name in sorted(leftovers):
@@ -84,6 +77,24 @@ def directory_contents(
             path=directory,
         )
     return {name: file_source(os.path.join(directory, name), known.get(name)) for name in selected - leftovers}, indexes
+
+
+def _is_selected(files: Collection[str], selected: Collection[str], directory: str) -> bool:
+    """Whether a checkpoint's files are all selected; False if none is.
+
+    Raises:
+        InvalidArgumentError: Only some of them are.
+    """
+    left_out = sorted(set(files) - set(selected))
+    if len(left_out) == len(set(files)):
+        return False
+    if left_out:
+        raise InvalidArgumentError(
+            f"The patterns leave out '{left_out[0]}', and the checkpoint in '{directory}' can't be loaded without it. "
+            "Check allow_patterns and ignore_patterns.",
+            path=directory,
+        )
+    return True
 
 
 def _known_hashes(checkpoint: OpenCheckpoint) -> dict[str, str | None]:

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from hfshard.hub.protocols import CommitFiles
     from hfshard.hub.repo_tree import PushResult, RemoteFile
 
-# What speaks to the Hub is imported when it is needed: huggingface_hub takes time to import.
+# What uses huggingface_hub is imported where it is needed, as that takes time to import.
 
 logger = logging.getLogger(__name__)
 
 _KEPT: Final = frozenset({README, ".gitattributes", ".gitignore"})
-"""Files that stay on a hub, though the checkpoint that was pushed before had them: people edit them there."""
+"""Files that stay on a hub even if the checkpoint that was pushed before had them: people edit them there."""
 
 
 class PushArguments(TypedDict, total=False):
@@ -64,8 +64,8 @@ def push_run(
     """Push one checkpoint of a run, or all; see `CheckpointManager.push`.
 
     Raises:
-        InvalidArgumentError: It can't be a step.
-        CheckpointNotFoundError: There is none.
+        InvalidArgumentError: `step` is not one.
+        CheckpointNotFoundError: There is no such checkpoint.
         Everything that `push_found` and `push_all` raise.
     """
     if isinstance(step, str) and step not in ("best", "all"):
@@ -76,45 +76,45 @@ def push_run(
     if step == "all":
         return push_all(found, repo_id, options)
     if step is None:
-        return push_found(found[0], repo_id, options)  # damaged or not: never an older one without a word
-    wanted = best_step() if step == "best" else checked_step(step)
-    if wanted is None:
+        return push_found(found[0], repo_id, options)  # even if it is damaged: an older one is never pushed silently
+    number = best_step() if step == "best" else checked_step(step)
+    if number is None:
         raise CheckpointNotFoundError(
-            f"No checkpoint in '{root}' has the metric that the best is chosen by. Pass it when you save: "
+            f"No checkpoint in '{root}' has the metric by which the best one is chosen. Pass it when you save: "
             "manager.save(step, state, metric=...).",
             path=root,
         )
-    return push_found(checkpoint_of_step(root, wanted), repo_id, options)
+    return push_found(checkpoint_of_step(root, number), repo_id, options)
 
 
 def push_found(
     found: RunCheckpoint, repo_id: str | os.PathLike[str], options: PushOptions, hashes: Hashes | None = None
 ) -> PushResult:
-    """Push one checkpoint as one commit: its files lie at the top of the repo, and those of the one before go.
+    """Push one checkpoint as one commit, its files at the top of the repo; those of the previous one are deleted.
 
     Raises:
-        DamagedCheckpointError: A file is not what was saved; nothing was sent.
-        HubError: As `push_checkpoint` raises it.
+        DamagedCheckpointError: A file is not the one that was saved; nothing was sent.
+        HubError: The push failed, as in `push_checkpoint`.
     """
     return _push(read_whole(read_manifest_of(found), options.progress, hashes), repo_id, options)
 
 
 def push_all(found: Sequence[RunCheckpoint], repo_id: str | os.PathLike[str], options: PushOptions) -> list[PushResult]:
-    """Push checkpoints in the order in which they were saved, a commit each, but those that the branch has had.
+    """Push checkpoints in the order in which they were saved, a commit each, except those that were pushed before.
 
-    Which these are, the branch's newest tells: where it is one of them, it and those before; where it is another
-    one, whatever is neither of a later save nor of a higher step.
+    The checkpoint at the branch tells which: if it is one of these, it and those before it are skipped; if it is
+    another one, those are skipped that are neither of a later save nor of a higher step.
 
     Args:
-        found: In any order.
+        found: The checkpoints, in any order.
         repo_id, options: As in `push_found`.
 
     Returns:
-        What came of those that were pushed.
+        One result for each checkpoint that was pushed.
 
     Raises:
-        InvalidArgumentError: A pull request has one commit.
-        HubError: The branch is at a checkpoint that is none of these, and newer than all.
+        InvalidArgumentError: A pull request was asked for, which is for one checkpoint.
+        HubError: The branch is at another checkpoint that is newer than all of these.
         Everything that `push_found` raises; all are compared with their manifests before the first is pushed.
     """
     if options.create_pr:
@@ -148,8 +148,8 @@ def _newer_than_remote(
     ]
     if not newer:
         raise HubError(
-            f"'{os.fspath(repo_id)}' is at the checkpoint of step {newest.step}, which is none of these and newer than "
-            "all of them. Push to another revision; or, to put one in its place, give its step.",
+            f"'{os.fspath(repo_id)}' is at the checkpoint of step {newest.step}, which is not one of these and "
+            "newer than all of them. Push to another revision; or, to put one in its place, give its step.",
             path=os.fspath(repo_id),
             actual=newest.step,
         )
@@ -171,9 +171,9 @@ def _push(pushed: VerifiedContents, repo_id: str | os.PathLike[str], options: Pu
 
 
 def _stale(pushed: VerifiedContents, there: Mapping[str, RemoteFile], read: Callable[[str], bytes]) -> set[str]:
-    """What the checkpoint that was pushed before left: by the names of its weights, and what else its manifest names.
+    """Find what the checkpoint that was pushed before left: its weights by their names, and what its manifest names.
 
-    What its manifest names, and somebody has changed since, is theirs, and stays.
+    A file that its manifest names stays if somebody has changed it since.
     """
     parts = [base for base in PARTS if any(_is_of(base, name) for name in pushed.contents)]
     stale = {name for name in there if name not in pushed.contents and any(_is_of(base, name) for base in parts)}
@@ -183,7 +183,9 @@ def _stale(pushed: VerifiedContents, there: Mapping[str, RemoteFile], read: Call
     try:
         before = CheckpointManifest.from_json(read(MANIFEST), MANIFEST)
     except (DamagedCheckpointError, UnsafePathError) as error:
-        logger.warning("'%s' on the hub can't be read, and what it may name is left alone: %s", MANIFEST, error)
+        logger.warning(
+            "'%s' on the hub can't be read, and the files that it may name are left alone: %s", MANIFEST, error
+        )
         return stale
     return stale | {
         name for name in left & before.files.keys() if _is_as_recorded(there[name], before.files[name], name, read)
@@ -199,24 +201,24 @@ def _is_as_recorded(file: RemoteFile, digest: FileDigest, name: str, read: Calla
     if file.size != digest.size:
         return False
     if name.endswith(SAFETENSORS_SUFFIX):
-        return True  # of the same size, and its checksum is of another kind
+        return True  # the sizes are equal, and its checksum is of another kind
     return (file.sha256 or sha256_of(read(name))) == digest.sha256
 
 
 def checked_at(
     place: str | os.PathLike[str], verify: Level, *, token: str | bool | None = None, progress: bool | None = None
 ) -> tuple[RunCheckpoint, CheckpointManifest]:
-    """The checkpoint in a directory, in a directory hub, or in a repo of the Hub, from where it is fetched whole.
+    """Find and check the checkpoint in a directory, a directory hub, or a repo of the Hub, from which it is downloaded.
 
     Args:
-        place: A path or file:// URL, or "org/name"; of a hub with "@revision", if not main.
+        place: A path or `file://` URL, or "org/name"; on a hub with "@revision" unless it is main.
         verify: As in `finding.check_run_checkpoint`.
-        token: As in huggingface_hub.
-        progress: A bar.
+        token: A token, as in huggingface_hub.
+        progress: Whether to show a bar on stderr. None: on a terminal.
 
     Raises:
-        InvalidArgumentError: It can't be a place.
-        CheckpointNotFoundError: There is none; also where there is a model alone.
+        InvalidArgumentError: `place` is not one.
+        CheckpointNotFoundError: There is no training checkpoint; a model alone is not one.
         HubNotFoundError, HubAccessError, HubConnectionError, HubError: The repo can't be read.
         DamagedCheckpointError, UnsafePathError: It is damaged.
     """
@@ -241,7 +243,7 @@ def checked_at(
             raise
         at = f" --revision {revision}" if revision is not None else ""
         raise IntegrityError(
-            f"{error.message} What is in the cache may be damaged; to fetch it anew, run: "
+            f"{error.message} What is in the cache may be damaged; to download it again, run: "
             f"hfshard pull {path}{at} --include '*' --force-download",
             path=error.path,
             expected=error.expected,
@@ -250,10 +252,10 @@ def checked_at(
 
 
 def check_repo(repo_id: str) -> None:
-    """Refuse what can't be the name of a repo of the Hub.
+    """Check that a name can be that of a repo of the Hub.
 
     Raises:
-        HubNotFoundError: Says so.
+        HubNotFoundError: It can't.
     """
     from hfshard.hub.remote.fetching import check_repo_id
 

@@ -1,4 +1,4 @@
-"""Pushes what a manager saves to one repo, beside the training: one push at a time, and always the newest."""
+"""Pushes what a manager saves to one repo, in the background: one push at a time, and always the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundPusher:
-    """A failed push is a warning, as the checkpoint lies on the disk; `wait` raises the last one's error."""
+    """Pushes checkpoints; a failure is a warning, as the checkpoint is on disk, and `wait` raises the last one."""
 
     def __init__(self, address: str | os.PathLike[str], progress: bool | None) -> None:
-        """Name the repo; nobody is asked yet.
+        """Check the address; no request is sent yet.
 
         Args:
-            address: "org/name", a path or file:// URL of a directory hub; with "@branch", if not main.
-            progress: A bar, while a push is waited for.
+            address: "org/name", or a path or `file://` URL of a directory hub; with "@branch" unless it is main.
+            progress: Whether to show a bar during a push that blocks.
 
         Raises:
-            InvalidArgumentError, HubNotFoundError: It can't be one.
+            InvalidArgumentError, HubNotFoundError: The address is not a valid one.
         """
         self._repo_id, revision = split_address(address)
         if directory_of(self._repo_id) is None:
@@ -40,7 +40,7 @@ class BackgroundPusher:
         self._pushing: RunCheckpoint | None = None
         self._waiting: RunCheckpoint | None = None
         self._error: Exception | None = None
-        """Of the last push."""
+        """The last push's."""
 
     @property
     def steps_in_use(self) -> set[int]:
@@ -48,10 +48,10 @@ class BackgroundPusher:
         with self._lock:
             return {one.step for one in (self._pushing, self._waiting) if one is not None}
 
-    def publish(self, found: RunCheckpoint, *, blocking: bool) -> None:
-        """Push a checkpoint now; or beside the caller's work, after the push that is under way.
+    def push(self, found: RunCheckpoint, *, blocking: bool) -> None:
+        """Push a checkpoint now; or in the background, after the push that is running.
 
-        One that was still waiting is not pushed any more: this one is newer.
+        A checkpoint that is still waiting is not pushed any more, as this one is newer.
         """
         if blocking:
             self.join()
@@ -66,11 +66,11 @@ class BackgroundPusher:
         self._thread.start(self._work, f"Pushing to '{self._repo_id}'")
 
     def join(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the running push."""
         self._thread.wait()
 
     def wait(self) -> None:
-        """Wait for what is under way, and raise the last push's error, once."""
+        """Wait for the running push, and raise the last push's error, once."""
         self.join()
         error, self._error = self._error, None
         if error is not None:

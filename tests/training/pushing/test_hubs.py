@@ -102,8 +102,8 @@ def test_all_of_an_older_copy_is_refused(hub: RunHub, repo: str, tmp_path: Path)
     outcome = hub.refused("push", tmp_path / "copy", repo, "all")
     assert outcome.error == "HubError"
     assert outcome.message == (
-        f"'{repo}' is at the checkpoint of step 3, which is none of these and newer than all of them. Push to another "
-        "revision; or, to put one in its place, give its step."
+        f"'{repo}' is at the checkpoint of step 3, which is not one of these and newer than all of them. Push to "
+        "another revision; or, to put one in its place, give its step."
     )
     assert hub.titles(repo) == [TITLES[0], TITLES[3]]
 
