@@ -140,7 +140,7 @@ def test_target_that_is_a_file_is_refused(hub: PullHub, repo: str, folder: Path,
 
 
 @pytest.fixture
-def hub(folder: Path, tmp_path: Path) -> Path:
+def directory_hub(folder: Path, tmp_path: Path) -> Path:
     """A directory hub: branch main has model 2 in one file; tag v1 model 1 in shards."""
     root = tmp_path / "hub" / "org" / "name"
     first = push_checkpoint(folder, str(root))
@@ -152,8 +152,8 @@ def hub(folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["path", "file URL"])
-def test_directory_hub_is_loaded_by_revision(form: str, hub: Path) -> None:
-    repo_id = str(hub) if form == "path" else f"file://{hub}"
+def test_directory_hub_is_loaded_by_revision(form: str, directory_hub: Path) -> None:
+    repo_id = str(directory_hub) if form == "path" else f"file://{directory_hub}"
     old, new = (digest_of(make_model(seed).state_dict()) for seed in (1, 2))
 
     main = Bert.from_pretrained(repo_id, strict=True)
@@ -169,18 +169,18 @@ def test_directory_hub_is_loaded_by_revision(form: str, hub: Path) -> None:
         hfshard.load_state_dict(repo_id, revision="v9")
 
 
-def test_directory_hub_is_pulled_into_a_directory(hub: Path, folder: Path, tmp_path: Path) -> None:
-    snapshot = Path(pull_checkpoint(str(hub), revision="v1"))
+def test_directory_hub_is_pulled_into_a_directory(directory_hub: Path, folder: Path, tmp_path: Path) -> None:
+    snapshot = Path(pull_checkpoint(str(directory_hub), revision="v1"))
     assert files_of(snapshot) == files_of(folder)
 
-    pull_checkpoint(f"file://{hub}", tmp_path / "target", revision="v1", verify="full")
+    pull_checkpoint(f"file://{directory_hub}", tmp_path / "target", revision="v1", verify="full")
 
     assert files_of(tmp_path / "target") == files_of(folder)
     for path in (path for path in (tmp_path / "target").rglob("*") if path.is_file()):
         assert path.stat().st_nlink == 1
         assert os.access(path, os.W_OK)
     with pytest.raises(SaveDirectoryError):
-        pull_checkpoint(str(hub), tmp_path / "second" / "config.json")
+        pull_checkpoint(str(directory_hub), tmp_path / "second" / "config.json")
     with pytest.raises(HubNotFoundError):
         pull_checkpoint(str(tmp_path / "nowhere"))
 

@@ -229,7 +229,7 @@ def test_what_rotted_in_the_cache_is_told_and_fetched_anew_when_asked_for(
     outcome = hub.refused_resume(f"{repo}@main", tmp_path)
     assert outcome.error == "IntegrityError"
     assert outcome.message.endswith(
-        f"to fetch it anew, run: hfshard pull {repo} --revision main --include '*' --force-download"
+        f"to download it again, run: hfshard pull {repo} --revision main --include '*' --force-download"
     )
     cache = {"HF_HUB_CACHE": str(tmp_path)}
     hub.done("pull", repo, revision="main", allow_patterns="*", force_download=True, settings=cache)
