@@ -19,7 +19,6 @@ from hfshard.hub.repo_tree import RemoteFile
 from hfshard.storage.disk.byte_source import ByteSource, FileSource
 from hfshard.storage.disk.clone import clone_blocks
 from hfshard.storage.disk.fsops import NO_LINKS, UNSUPPORTED, rename, require_space, sync, sync_directory, write_all
-from hfshard.storage.weights.safetensors_file import ProgressCallback
 
 logger = logging.getLogger(__name__)
 
