@@ -108,7 +108,7 @@ def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help=f"a directory; or {_REPO}")
     parser.add_argument("target", metavar="DST", help="the directory to write; the same one: in place")
     parser.add_argument(
-        "--max-shard-size", type=_size, default=DEFAULT_MAX_SHARD_SIZE, metavar="SIZE",
+        "--max-shard-size", type=_shard_size, default=DEFAULT_MAX_SHARD_SIZE, metavar="SIZE",
         help="the most that a file may have, such as 5GB or 500MiB (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
@@ -132,7 +132,7 @@ def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
     _add_no_progress(parser)
 
 
-def _size(text: str) -> int | str:
+def _shard_size(text: str) -> int | str:
     """Check a size as `max_shard_size` is checked; digits alone are bytes."""
     try:
         size = int(text) if text.isascii() and text.isdigit() else text

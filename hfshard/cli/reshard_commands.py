@@ -87,7 +87,7 @@ def _print_result(result: ReshardResult, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _weights_files(result: ReshardResult) -> dict[str, FileDigest]:
+def _written_weights(result: ReshardResult) -> dict[str, FileDigest]:
     """The files of weights that were written, those that hold no tensor too, with what is recorded of them."""
     found = {name: digest for name, digest in result.index.files.items() if not name.endswith(".json")}
     return dict(sorted(found.items()))
@@ -95,15 +95,14 @@ def _weights_files(result: ReshardResult) -> dict[str, FileDigest]:
 
 def _result_as_json(result: ReshardResult) -> dict[str, Any]:
     counts = Counter(result.index.weight_map.values())
+    weights = _written_weights(result)
     return {
         "directory": result.directory,
         "source": result.source,
         "is_compared": result.is_compared,
         "total_size": result.index.total_size,
         "files_before": [{"name": name, "size": size} for name, size in sorted(result.files_before.items())],
-        "files": [
-            {"name": name, **asdict(digest), "tensors": counts[name]} for name, digest in _weights_files(result).items()
-        ],
+        "files": [{"name": name, **asdict(digest), "tensors": counts[name]} for name, digest in weights.items()],
         "tied_names": result.index.tied_names,
         "copied": list(result.companion_files),
     }
@@ -111,7 +110,7 @@ def _result_as_json(result: ReshardResult) -> dict[str, Any]:
 
 def _result_as_text(result: ReshardResult, variant: str | None) -> str:
     counts = Counter(result.index.weight_map.values())
-    weights = _weights_files(result)
+    weights = _written_weights(result)
     before = sum(result.files_before.values())
     after = sum(digest.size or 0 for digest in weights.values())
     compared = ", every copied byte compared with its checksum" if result.is_compared else ""

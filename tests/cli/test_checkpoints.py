@@ -164,7 +164,7 @@ def test_verify_names_a_file_that_other_tools_would_load_instead(root: Path, cal
     shutil.copy(root / "checkpoint-00000010" / "model.safetensors", path)
     code, out, err = call("verify", path.parent)
     assert (code, err) == (1, "")
-    assert f"DAMAGED  {path}\n         '{path}' is not of the checkpoint, and other tools load it" in out
+    assert f"DAMAGED  {path}\n         '{path}' does not belong to the checkpoint, and other tools load it" in out
 
 
 def test_verify_of_a_lost_manifest_is_no_whole_model(root: Path, call: Call) -> None:
