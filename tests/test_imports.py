@@ -1,9 +1,10 @@
-"""The floors of the house: who may import whom, what `import hfshard` loads."""
+"""The floors of the house, folder by folder: who may import whom, and what `import hfshard` loads."""
 
 from __future__ import annotations
 
 import ast
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,91 +16,148 @@ from tests import REPOSITORY
 
 PACKAGE = REPOSITORY / "hfshard"
 
-# Room -> floor. A room imports only from floors below.
-FLOORS = {
-    "constants": 1,
-    "errors": 1,
-    "progress": 1,
-    "arguments": 2,
-    "size": 2,
-    "storage": 2,
-    "tied": 2,
-    "hub": 3,
-    "plan": 3,
-    "state_dict": 3,
-    "load": 4,
-    "save": 4,
-    "verify": 4,
-    "mixin": 5,
-    "reshard": 5,
-    "training": 6,
-    "cli": 7,
-    "__main__": 8,
+# Folder of the package -> its floors, from the lowest up: the files and folders in it that stand on one floor. An entry
+# imports only from the floors below its own. A folder whose files do not import each other has one floor.
+FLOORS: dict[str, tuple[str, ...]] = {
+    "": (
+        "constants errors",
+        "_util",
+        "storage state_dicts",
+        "planning hub",
+        "saving loading",
+        "pretrained resharding",
+        "save load verify reshard",
+        "training",
+        "cli",
+        "__main__",
+    ),
+    "_util": ("arguments lazy progress text threads",),
+    "cli": (
+        "arguments inspection output training_reports",
+        "commands hub_commands reshard_commands",
+        "training_commands",
+        "main",
+    ),
+    "hub": (
+        "export hub_marker refs repo_tree",
+        "address protocols",
+        "directory resolve",
+        "remote",
+        "pull pushing",
+        "push",
+    ),
+    "hub.directory": ("manifest", "refs stage", "locked_hub revisions", "committing", "hub"),
+    "hub.pushing": ("plan request", "compare local_files", "push_files"),
+    "hub.remote": (
+        "cache client uploads",
+        "commit transport",
+        "download repo",
+        "commit_files ranges",
+        "fetching",
+    ),
+    "loading": ("options reading", "into_module source"),
+    "planning": ("size", "plan"),
+    "pretrained": (
+        "arguments class_alias fallback model_card",
+        "collect model_builder push",
+        "build request",
+        "mixin",
+    ),
+    "resharding": ("checks in_place request", "reshard"),
+    "saving": ("options", "request", "prepare", "in_memory to_directory"),
+    "state_dicts": ("keys tied wrappers", "state_dict"),
+    "storage": ("tensors", "format", "disk", "weights", "checkpoint commit"),
+    "storage.checkpoint": ("checks locate report", "checkpoint", "raw_tensors verifier"),
+    "storage.commit": ("pending_deletes steps", "directory_state", "commit commit_plan"),
+    "storage.disk": (
+        "byte_source file_system fsops safe_open",
+        "clone companions direct_io",
+        "block_reader block_writer",
+    ),
+    "storage.format": ("integrity names strict_json", "header index weights_override"),
+    "storage.tensors": ("dtypes", "tensor_layout", "tensor_bytes", "tensor_spec"),
+    "storage.weights": (
+        "safetensors_stream safetensors_writer zip_check",
+        "pickle_file safetensors_file",
+        "read_ahead",
+        "tensor_reader",
+    ),
+    "training": (
+        "parts ranks step",
+        "data",
+        "state",
+        "collecting",
+        "run saving",
+        "pushing",
+        "restoring run_writer",
+        "run_reader",
+        "manager",
+        "integrations recompute",
+    ),
+    "training.data": (
+        "loader_state seeding",
+        "sampling",
+        "fetching",
+        "dataloader",
+        "external_loader plain_loader",
+    ),
+    "training.integrations": ("accelerate trainer_data trainer_files trainer_settings", "trainer_callback"),
+    "training.parts": (
+        "nested_types same_class padded_json rng gradients",
+        "nested_decoding",
+        "nested",
+        "pending_loads",
+        "optimizer scheduler",
+    ),
+    "training.pushing": ("contents", "hubs", "pusher"),
+    "training.recompute": ("block_state", "recomputation", "gradient_checkpointing"),
+    "training.restoring": ("modules", "restoration", "resume"),
+    "training.run": ("manifest background host_copy lock", "directory rotation writing", "finding"),
 }
 
-# A room is a folder, or a file and those that were taken out of it: they may import each other, without a circle.
-ROOMS = {
-    "handover": "load",
-    "load_pretrained": "load",
-    "pretrained_arguments": "load",
-    "source": "load",
-    "model_card": "mixin",
-    "pretrained": "state_dict",
-    "publishing": "mixin",
-    "regroup": "reshard",
-    "stored_request": "reshard",
-    "streaming": "save",
-    "staging": "save",
-    "upstream_class": "state_dict",
-}
+# At most so many rooms, and arrows between them, at the package's own level; and so many files in one folder.
+MOST_ROOMS = 20
+MOST_ARROWS = 105
+MOST_FILES = 12
 
-# Which files and folders import what is not ours, beyond the standard library, when they run.
+# What is not ours, beyond the standard library -> the entries of the package that import it when they run.
 FOREIGN = {
     "torch": {
         "load",
-        "load_pretrained",
-        "mixin",
-        "plan",
+        "loading",
+        "planning",
         "pretrained",
-        "pretrained_arguments",
         "reshard",
+        "resharding",
         "save",
-        "state_dict",
+        "saving",
+        "state_dicts",
         "storage",
-        "stored_request",
-        "tied",
         "training",
-        "upstream_class",
     },
     "numpy": {"training"},
     "xxhash": {"storage"},
-    "tqdm": {"progress"},
-    "transformers": {
-        "handover",
-        "load_pretrained",
-        "mixin",
-        "pretrained",
-        "pretrained_arguments",
-        "training",
-        "upstream_class",
-    },
+    "tqdm": {"_util"},
+    "transformers": {"pretrained", "training"},
     "accelerate": {"training"},
     "filelock": {"hub"},
-    "huggingface_hub": {"hub", "load_pretrained", "model_card", "publishing"},
+    "huggingface_hub": {"hub", "pretrained"},
 }
 
 
-def _modules() -> dict[str, Path]:
-    """Dotted name within hfshard -> file; without the package's own `__init__`, which re-exports from every floor."""
-    names = {path: path.relative_to(PACKAGE).with_suffix("").parts for path in sorted(PACKAGE.rglob("*.py"))}
-    return {
-        ".".join(parts[:-1] if parts[-1] == "__init__" else parts): path
-        for path, parts in names.items()
-        if parts != ("__init__",)
-    }
+def _modules(package: Path) -> dict[str, Path]:
+    """Dotted name within the package -> file; without its own `__init__`, which re-exports from every floor."""
+    modules = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+        if parts:
+            modules[".".join(parts)] = path
+    return modules
 
 
-MODULES = _modules()
+MODULES = _modules(PACKAGE)
 
 
 def _imports(path: Path, *, typing_too: bool = True) -> Iterator[str]:
@@ -125,34 +183,85 @@ def _ours(path: Path) -> set[str]:
     return {name.removeprefix("hfshard.") for name in _imports(path) if name.startswith("hfshard.")}
 
 
-def _room(module: str) -> str:
-    top = module.split(".")[0]
-    return ROOMS.get(top, top)
+def _arrow(importer: str, imported: str) -> tuple[str, str, str] | None:
+    """The folder in which two modules part, and the entries of it that they lie in; None for a folder's own file."""
+    one = importer.split(".")
+    other = imported.split(".")
+    depth = 0
+    while depth < min(len(one), len(other)) and one[depth] == other[depth]:
+        depth += 1
+    if depth in (len(one), len(other)):
+        return None
+    return ".".join(one[:depth]), one[depth], other[depth]
 
 
-def test_every_room_has_a_floor() -> None:
-    assert {_room(module) for module in MODULES} == set(FLOORS)
+def _arrows(package: Path) -> dict[tuple[str, str, str], set[str]]:
+    """(folder, importing entry, imported entry) -> the modules that import."""
+    arrows: dict[tuple[str, str, str], set[str]] = {}
+    for module, path in _modules(package).items():
+        for name in _ours(path):
+            arrow = _arrow(module, name)
+            if arrow is not None:
+                arrows.setdefault(arrow, set()).add(f"{module} imports {name}")
+    return arrows
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_room_imports_only_from_floors_below(module: str) -> None:
-    room = _room(module)
-    wrong = {name for name in _ours(MODULES[module]) if _room(name) != room and FLOORS[_room(name)] >= FLOORS[room]}
-    assert not wrong, f"{module} (floor {FLOORS[room]}) imports {sorted(wrong)}, which is not below it"
+def _floor(folder: str, entry: str) -> int:
+    return next(number for number, floor in enumerate(FLOORS[folder]) if entry in floor.split())
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_nobody_imports_the_package_itself_but_who_asks_for_its_version(module: str) -> None:
-    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            assert all(alias.name != "hfshard" for alias in node.names)
-        if isinstance(node, ast.ImportFrom) and node.module == "hfshard":
-            assert [alias.name for alias in node.names] == ["__version__"]
+def _upward(package: Path) -> list[str]:
+    """The imports that do not go down."""
+    return sorted(
+        line
+        for (folder, importer, imported), lines in _arrows(package).items()
+        if _floor(folder, importer) <= _floor(folder, imported)
+        for line in lines
+    )
 
 
-def test_mixin_and_cli_are_for_users_alone() -> None:
-    importers = {module for module, path in MODULES.items() if {"mixin", "cli"} & {_room(name) for name in _ours(path)}}
-    assert {module for module in importers if _room(module) not in ("cli", "mixin")} == {"__main__"}
+def _entries(folder: Path) -> set[str]:
+    """The modules and packages in a folder, by name."""
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    return files | {path.parent.name for path in folder.glob("*/__init__.py")}
+
+
+def test_every_file_and_folder_has_one_floor() -> None:
+    folders = {path.parent for path in PACKAGE.rglob("__init__.py")}
+    found = {".".join(folder.relative_to(PACKAGE).parts): _entries(folder) for folder in folders}
+
+    listed = {folder: [entry for floor in floors for entry in floor.split()] for folder, floors in FLOORS.items()}
+
+    assert {folder: sorted(entries) for folder, entries in found.items()} == {
+        folder: sorted(entries) for folder, entries in listed.items()
+    }
+
+
+def test_imports_go_down() -> None:
+    assert _upward(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("planted", "imported"),
+    [
+        ("constants.py", "hfshard.errors"),
+        ("errors.py", "hfshard.save"),
+        ("storage/disk/fsops.py", "hfshard.storage.weights.safetensors_file"),
+        ("storage/format/index.py", "hfshard.hub.address"),
+        ("saving/prepare.py", "hfshard.pretrained.collect"),
+        ("hub/remote/client.py", "hfshard.hub.push"),
+        ("training/parts/rng.py", "hfshard.training.manager"),
+    ],
+)
+def test_planted_upward_import_is_found(tmp_path: Path, planted: str, imported: str) -> None:
+    package = shutil.copytree(PACKAGE, tmp_path / "hfshard", ignore=shutil.ignore_patterns("__pycache__"))
+    path = package / planted
+    path.write_text(f"{path.read_text(encoding='utf-8')}\n\ndef _late() -> None:\n    import {imported}\n")
+
+    found = _upward(package)
+
+    importer = planted.removesuffix(".py").replace("/", ".")
+    assert found == [f"{importer} imports {imported.removeprefix('hfshard.')}"]
 
 
 def test_no_circle() -> None:
@@ -170,11 +279,43 @@ def test_no_circle() -> None:
         visit(module, ())
 
 
+def test_the_house_stays_small() -> None:
+    arrows = [arrow for arrow in _arrows(PACKAGE) if arrow[0] == ""]
+    folders = [folder for folder in [PACKAGE, *PACKAGE.rglob("*")] if folder.is_dir() and folder.name != "__pycache__"]
+    files = {folder: sum(path.is_file() for path in folder.iterdir()) for folder in folders}
+
+    assert len(_entries(PACKAGE)) <= MOST_ROOMS
+    assert len(arrows) <= MOST_ARROWS
+    assert {folder.name: count for folder, count in files.items() if count > MOST_FILES} == {}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nobody_imports_the_package_itself_but_who_asks_for_its_version(module: str) -> None:
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            assert all(alias.name != "hfshard" for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module == "hfshard":
+            assert [alias.name for alias in node.names] == ["__version__"]
+
+
+def test_mixin_is_for_users_alone() -> None:
+    importers = {module for module, path in MODULES.items() if "pretrained.mixin" in _ours(path)}
+    assert importers == set()
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_foreign_packages_are_imported_by_their_rooms_only(module: str) -> None:
     for name in {name.split(".")[0] for name in _imports(MODULES[module], typing_too=False)}:
         if name != "hfshard" and name not in sys.stdlib_module_names:
             assert module.split(".")[0] in FOREIGN.get(name, ()), f"{module} imports {name}"
+
+
+def test_transformers_is_known_in_two_rooms_only() -> None:
+    importers = {
+        module for module, path in MODULES.items() if "transformers" in {n.split(".")[0] for n in _imports(path)}
+    }
+    outside = {module for module in importers if not module.startswith(("pretrained.", "training.integrations."))}
+    assert outside == set()
 
 
 def _loaded_by(code: str, environment: dict[str, str]) -> set[str]:

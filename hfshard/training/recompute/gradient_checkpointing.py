@@ -256,8 +256,7 @@ def _enable_in_transformers(models: dict[str, nn.Module]) -> GradientCheckpointi
     Raises:
         InvalidArgumentError: An architecture does not support it; nothing was changed.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
+    layer_class: Any = sys.modules["transformers.modeling_layers"].GradientCheckpointingLayer  # imported by the models
     for name, model in models.items():
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise _unsupported(name, model)
@@ -276,7 +275,7 @@ def _enable_in_transformers(models: dict[str, nn.Module]) -> GradientCheckpointi
             raise _unsupported(outer, model)
         for caller in callers.values():
             caller._gradient_checkpointing_func = call_recomputed
-        layers = {name: caller for name, caller in callers.items() if isinstance(caller, GradientCheckpointingLayer)}
+        layers = {name: caller for name, caller in callers.items() if isinstance(caller, layer_class)}
         for layer in layers.values():
             _switch_off_within(layer)
         blocks |= layers or callers  # a model's own code may checkpoint its layers from the stack
