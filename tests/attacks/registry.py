@@ -71,7 +71,7 @@ class Attack:
     build: Build
     entries: tuple[str, ...] = ENTRIES
     full: bool = False
-    """Only `verify="full"` must see it; the default may also load it (a flipped bit that no sample covers)."""
+    """Only `verify="full"` must see it; the default may load it (a flipped bit outside of the fingerprint)."""
 
 
 ATTACKS: dict[str, Attack] = {}

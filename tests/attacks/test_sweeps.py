@@ -68,8 +68,8 @@ def test_flipped_bit_in_any_byte_of_the_data_is_refused(tmp_path: Path, file: st
         (tmp_path / file).write_bytes(raw.flip(content, position, _bit_of(position)))
         assert not _load(tmp_path, "structure")
         report = hfshard.verify_checkpoint(tmp_path)
-        slots = {name: slot["data_offsets"] for name, slot in header.items() if name != "__metadata__"}
-        damaged = next(name for name, (begin, end) in slots.items() if begin <= position - 4096 < end)
+        offsets = {name: info["data_offsets"] for name, info in header.items() if name != "__metadata__"}
+        damaged = next(name for name, (begin, end) in offsets.items() if begin <= position - 4096 < end)
         assert {(os.path.basename(problem.file), problem.tensor) for problem in report.problems} == {(file, damaged)}
 
 

@@ -93,7 +93,7 @@ INDEX_EDITS: dict[str, Callable[[Metadata], Any]] = {
     "undeclared-number": _set("undeclared_ties", [7]),
 }
 for _name, _change in INDEX_EDITS.items():
-    register(f"own-index-{_name}", _edit_index(_change, Expected(raw.INDEX)))
+    register(f"metadata-index-{_name}", _edit_index(_change, Expected(raw.INDEX)))
 
 FILE_EDITS: dict[str, tuple[Callable[[Metadata], Any], str, bool]] = {
     "size-wrong": (_digest("size", 4177), S, False),
@@ -110,7 +110,7 @@ FILE_EDITS: dict[str, tuple[Callable[[Metadata], Any], str, bool]] = {
     ),
 }
 for _name, (_change, _named, _full) in FILE_EDITS.items():
-    register(f"own-index-{_name}", _edit_index(_change, Expected(_named)), full=_full)
+    register(f"metadata-index-{_name}", _edit_index(_change, Expected(_named)), full=_full)
 
 
 def _gone(metadata: Metadata) -> None:
@@ -118,10 +118,10 @@ def _gone(metadata: Metadata) -> None:
     metadata.update({"format": 1, "files": {}, "tied_names": {}})
 
 
-register("own-index-table-emptied", _edit_index(_gone, Expected("", "checksum")), full=True)
+register("metadata-index-table-emptied", _edit_index(_gone, Expected("", "checksum")), full=True)
 
 
-@attack("own-index", full=True)
+@attack("metadata-index", full=True)
 def own_metadata_taken_out(place: Place) -> Expected:
     """Whoever takes the hashes out must not turn a full check into none."""
     files = bases.ours_sharded()
@@ -169,7 +169,7 @@ def _complex(value: str, place: Place) -> Expected:
 
 
 for _name, _value in COMPLEX_VALUES.items():
-    register(f"own-complex-{_name}", functools.partial(_complex, _value))
+    register(f"metadata-complex-{_name}", functools.partial(_complex, _value))
 
 
 def _single(value: str, place: Place) -> Expected:
@@ -178,15 +178,15 @@ def _single(value: str, place: Place) -> Expected:
 
 
 for _name, _value in SINGLE_VALUES.items():
-    register(f"own-single-{_name}", lambda place, v=_value: _single(v, place))  # type: ignore[misc]
+    register(f"metadata-single-{_name}", lambda place, v=_value: _single(v, place))  # type: ignore[misc]
 register(
-    "own-single-sha256-lies",
+    "metadata-single-sha256-lies",
     lambda place: _single(json.dumps({"format": 1, "sha256": "0" * 64, "files": {}, "tied_names": {}}), place),
     full=True,
 )
 
 
-@attack("own-index")
+@attack("metadata-index")
 def forgets_a_shard(place: Place) -> Expected:
     """The weight_map and the table agree, and a third of the weights is in neither."""
     files = bases.ours_sharded()
@@ -208,9 +208,9 @@ def _total_size(place: Place, value: Any) -> Expected:
 
 
 # Other tools write wrong totals, so a foreign index may lie; ours never does.
-register("own-index-total-size-wrong", lambda place: _total_size(place, 269))
-register("own-index-total-size-text", lambda place: _total_size(place, "268"))
-register("own-index-total-size-negative", lambda place: _total_size(place, -268))
+register("metadata-index-total-size-wrong", lambda place: _total_size(place, 269))
+register("metadata-index-total-size-text", lambda place: _total_size(place, "268"))
+register("metadata-index-total-size-negative", lambda place: _total_size(place, -268))
 
 
 def _mixed(place: Place, *names: str) -> Expected:

@@ -79,8 +79,8 @@ def old_index_names_files_outside(place: Place) -> None:
 def old_table_names_files_outside(place: Place) -> None:
     """The same by the table of files."""
     files = bases.ours_sharded(2)
-    index, own = bases.metadata_of_index(files)
-    own["files"]["../outside/" + raw.SECOND] = {"size": 1}
+    index, metadata = bases.metadata_of_index(files)
+    metadata["files"]["../outside/" + raw.SECOND] = {"size": 1}
     bases.put_index(files, index)
     place.write(files)
 

@@ -1,4 +1,4 @@
-"""The steps of the main transitions: `+` place, `!` the place that commits, `=` link, `-` remove, `|` sync."""
+"""The steps of the main commits: `+` rename, `!` the rename that commits, `=` link, `-` remove, `|` sync."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("old", "new", "config"), CASES)
-def test_the_steps_of_a_transition(old: str, new: str, config: str, tmp_path: Path) -> None:
+def test_the_steps_of_a_commit(old: str, new: str, config: str, tmp_path: Path) -> None:
     old_checkpoint(tmp_path, old, None if old == "none" else b'{"n": 1}\n')
     checkpoint = new_checkpoint(new, b'{"n": 1}\n' if config == "same" else b'{"n": 2}\n')
     plan = plan_commit(read_state(str(tmp_path), WeightNames()), checkpoint)

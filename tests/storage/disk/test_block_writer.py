@@ -18,7 +18,7 @@ from hfshard.storage.disk.block_writer import BlockWriter
 from hfshard.storage.disk.direct_io import BLOCK_BYTES
 
 SIZE = 5 * 1024 * 1024 + 4096 * 3 + 77
-"""More than the blocks that are under way at once, and an end that is no multiple of anything."""
+"""More than the blocks that are under way at once, with an end that is not a multiple of anything."""
 
 PIECES = (1, 4095, 77, BLOCK_BYTES, 3 * BLOCK_BYTES + 13, 511)
 """Views of these sizes in turn: smaller and larger than a block, and across its end."""

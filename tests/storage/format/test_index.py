@@ -75,9 +75,9 @@ def test_foreign_indexes_are_read(metadata: dict[str, Any] | None) -> None:
     assert (index.weight_map, index.files, index.is_verifiable) == ({"a": "x.safetensors"}, {}, False)
 
 
-def _with(**own: Any) -> dict[str, Any]:
+def _with(**changes: Any) -> dict[str, Any]:
     return {
-        "metadata": {"hfshard": {"format": 1, "files": {}, "tied_names": {}} | own},
+        "metadata": {"hfshard": {"format": 1, "files": {}, "tied_names": {}} | changes},
         "weight_map": {"a": FILES[0], "b": FILES[0]},
     }
 
@@ -126,8 +126,8 @@ def test_an_index_that_names_files_outside_is_refused() -> None:
 def test_the_mark_of_a_shard_says_nothing_and_that_of_a_single_file_all() -> None:
     assert parse_single_file_metadata("1", "x").files == {}
     text = '{"fingerprint":"%s","format":1,"files":{"config.json":{"size":2}},"tied_names":{"b":"a"}}' % ("0" * 32)
-    own = parse_single_file_metadata(text, "x")
-    assert (own.tied_names, own.files, own.digests.fingerprint) == (
+    found = parse_single_file_metadata(text, "x")
+    assert (found.tied_names, found.files, found.digests.fingerprint) == (
         {"b": "a"},
         {"config.json": FileDigest(2)},
         "0" * 32,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hfshard.errors import InvalidArgumentError, UnsafePathError
-from hfshard.storage.format.names import WeightNames, check_file_name
+from hfshard.storage.format.names import WeightNames, check_file_name, suffix_of_shards
 
 
 def test_plain_names() -> None:
@@ -16,7 +16,7 @@ def test_plain_names() -> None:
     assert names.shard(100_000, 100_001) == "model-100000-of-100001.safetensors"
 
 
-def test_names_of_a_variant_are_upstreams() -> None:
+def test_names_of_a_variant_are_those_of_transformers() -> None:
     names = WeightNames("fp16")
     assert (names.single, names.index) == ("model.fp16.safetensors", "model.safetensors.index.fp16.json")
     assert (names.bin_single, names.bin_index) == ("pytorch_model.fp16.bin", "pytorch_model.bin.index.fp16.json")
@@ -67,3 +67,17 @@ def test_names_inside_the_directory_pass(name: str) -> None:
 def test_names_outside_do_not(name: object) -> None:
     with pytest.raises(UnsafePathError, match=r"'i\.json'"):
         check_file_name(name, index_path="i.json", suffix=".safetensors")
+
+
+@pytest.mark.parametrize(
+    ("index_name", "suffix"),
+    [
+        ("model.safetensors.index.json", ".safetensors"),
+        ("model.safetensors.index.fp16.json", ".safetensors"),
+        ("model.safetensors.index.x.bin.index.json", ".safetensors"),
+        ("pytorch_model.bin.index.json", ".bin"),
+        ("pytorch_model.bin.index.fp16.json", ".bin"),
+    ],
+)
+def test_the_name_of_an_index_tells_what_its_shards_end_in(index_name: str, suffix: str) -> None:
+    assert suffix_of_shards(index_name) == suffix

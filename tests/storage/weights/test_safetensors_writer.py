@@ -23,7 +23,7 @@ def job(path: Path, tensors: dict[str, torch.Tensor], **more: object) -> WriteJo
 def test_the_bytes_of_a_shard(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     tensors = {"small": torch.tensor([7], dtype=torch.uint8), "w": torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t()}
-    (record,) = write_shards([job(path, tensors)], checksum="sha256")
+    (digest,) = write_shards([job(path, tensors)], checksum="sha256")
     header = (
         b'{"__metadata__":{"hfshard":"1","format":"pt"},"w":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]},'
         b'"small":{"dtype":"U8","shape":[1],"data_offsets":[16,17]}}'
@@ -31,49 +31,49 @@ def test_the_bytes_of_a_shard(tmp_path: Path) -> None:
     data = struct.pack("<4f", 1, 3, 2, 4) + b"\x07"
     raw = struct.pack("<Q", 4088) + header.ljust(4088) + data
     assert path.read_bytes() == raw
-    assert record.size == 4096 + 17
-    assert record.sha256 == hashlib.sha256(raw).hexdigest()
-    assert record.fingerprint == xxhash.xxh3_128_hexdigest(raw)  # all of it is sampled
-    assert record.tensor_digests == xxhash.xxh3_64_hexdigest(data[:16]) + xxhash.xxh3_64_hexdigest(b"\x07")
+    assert digest.size == 4096 + 17
+    assert digest.sha256 == hashlib.sha256(raw).hexdigest()
+    assert digest.fingerprint == xxhash.xxh3_128_hexdigest(raw)  # all of it
+    assert digest.tensor_digests == xxhash.xxh3_64_hexdigest(data[:16]) + xxhash.xxh3_64_hexdigest(b"\x07")
 
 
 def test_the_sample_has_the_first_4_kib_of_each_tensor_whatever_its_strides(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     wide = torch.arange(3000.0).reshape(300, 10).t()  # rows of 1,200 bytes: three and a bit
     long = torch.arange(5000.0)
-    (record,) = write_shards([job(path, {"wide": wide, "long": long})], checksum=None)
+    (digest,) = write_shards([job(path, {"wide": wide, "long": long})], checksum=None)
     raw = path.read_bytes()
-    sampled = raw[: 4096 + 4096] + raw[4096 + 12_000 : 4096 + 12_000 + 4096]
-    assert record.fingerprint == xxhash.xxh3_128_hexdigest(sampled)
-    assert (record.sha256, record.xxh3, record.tensor_digests) == (None, None, None)
+    chosen = raw[: 4096 + 4096] + raw[4096 + 12_000 : 4096 + 12_000 + 4096]
+    assert digest.fingerprint == xxhash.xxh3_128_hexdigest(chosen)
+    assert (digest.sha256, digest.xxh3, digest.tensor_digests) == (None, None, None)
 
 
 def test_of_many_tensors_1024_are_sampled(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     tensors = {f"t{i}": torch.tensor([i % 256], dtype=torch.uint8) for i in range(2048)}
-    (record,) = write_shards([job(path, tensors)], checksum=None)
+    (digest,) = write_shards([job(path, tensors)], checksum=None)
     raw = path.read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
-    assert record.fingerprint == xxhash.xxh3_128_hexdigest(raw[:start] + raw[start::2])
+    assert digest.fingerprint == xxhash.xxh3_128_hexdigest(raw[:start] + raw[start::2])
 
 
 def test_a_single_file_states_its_own_digests_which_are_of_it_with_zeros_in_their_place(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    own = {"format": 1, "files": {}, "tied_names": {}}
-    (record,) = write_shards([job(path, {"a": torch.ones(2)}, hfshard_metadata=own)], checksum="sha256")
+    metadata = {"format": 1, "files": {}, "tied_names": {}}
+    (digest,) = write_shards([job(path, {"a": torch.ones(2)}, hfshard_metadata=metadata)], checksum="sha256")
     raw = path.read_bytes()
     stated = json.loads(json.loads(raw[8:4096])["__metadata__"]["hfshard"])
     assert stated == {
-        "fingerprint": record.fingerprint,
-        "sha256": record.sha256,
-        "tensor_digests": record.tensor_digests,
-        **own,
+        "fingerprint": digest.fingerprint,
+        "sha256": digest.sha256,
+        "tensor_digests": digest.tensor_digests,
+        **metadata,
     }
     blank = raw
-    for digest in (record.fingerprint, record.sha256, record.tensor_digests):
-        assert digest is not None and blank.count(digest.encode()) == 1
-        blank = blank.replace(digest.encode(), b"0" * len(digest))
-    assert hashlib.sha256(blank).hexdigest() == record.sha256
+    for digits in (digest.fingerprint, digest.sha256, digest.tensor_digests):
+        assert digits is not None and blank.count(digits.encode()) == 1
+        blank = blank.replace(digits.encode(), b"0" * len(digits))
+    assert hashlib.sha256(blank).hexdigest() == digest.sha256
 
 
 def test_a_file_that_exists_is_never_written_to(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_records_come_in_the_order_of_the_jobs_and_progress_adds_up(count: int, 
     seen: list[int] = []
     jobs = [job(tmp_path / f"{i}", {"a": torch.zeros(i + 1, 1000)}) for i in range(count)]
     records = write_shards(jobs, checksum="xxh3", progress_callback=seen.append)
-    assert [record.size for record in records] == [4096 + 4000 * (i + 1) for i in range(count)]
-    assert sum(seen) == sum(record.size or 0 for record in records)
+    assert [digest.size for digest in records] == [4096 + 4000 * (i + 1) for i in range(count)]
+    assert sum(seen) == sum(digest.size or 0 for digest in records)
 
 
 def test_the_first_error_of_any_file_is_raised(tmp_path: Path) -> None:

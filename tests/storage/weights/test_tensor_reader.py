@@ -32,7 +32,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "wide": torch.randn(700, 801, generator=generator, dtype=torch.float64),
         "empty": torch.empty(0, 5),
         "scalar": torch.tensor(7, dtype=torch.int64),
-        "pairs": torch.randn(300_001, generator=generator, dtype=torch.complex128),
+        "complex": torch.randn(300_001, generator=generator, dtype=torch.complex128),
         "bytes": torch.arange(3_000_001).to(torch.uint8),
         **{f"many.{i}": torch.full((i % 7,), i, dtype=torch.int16) for i in range(600)},
     }
@@ -123,10 +123,10 @@ def test_what_the_page_cache_lacks_is_read_ahead_and_nothing_else(tmp_path: Path
     path = tmp_path / "model.safetensors"
     make_cold(path)
     with opened(path) as shard:
-        slot = shard.header.tensors["second"]
+        info = shard.header.tensors["second"]
         for thread in read_ahead([(shard, ["second"])]):
             thread.join()
-        assert is_cached(shard.fd, shard.header.data_start + slot.begin, slot.nbytes)
+        assert is_cached(shard.fd, shard.header.data_start + info.begin, info.nbytes)
         assert read_ahead([(shard, ["second"])]) == []
         assert not is_cached(shard.fd, shard.header.data_start, 48_000_000)  # of 64; the kernel reads around a page
 
