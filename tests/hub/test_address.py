@@ -10,7 +10,7 @@ import pytest
 
 import hfshard
 from hfshard.errors import InvalidArgumentError
-from hfshard.hub.address import directory_of
+from hfshard.hub.address import directory_of, split_address
 from hfshard.hub.directory.hub import DirectoryHub
 from tests.helpers.tiny_bert import Bert, bert, value_of
 
@@ -39,3 +39,32 @@ def test_directory_names_are_decoded(tmp_path: Path) -> None:
     assert directory_of("file:///a%20b/c%23d%3Fe") == "/a b/c#d?e"
     assert directory_of("org/name") is None
     assert directory_of(tmp_path) == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("address", "place", "revision"),
+    [
+        ("org/name", "org/name", None),
+        ("org/name@v1.0", "org/name", "v1.0"),
+        ("org/name@refs/pr/3", "org/name", "refs/pr/3"),
+        ("{here}/me@home/hub", "{here}/me@home/hub", None),
+        ("{here}/me@home/hub@a/b@c", "{here}/me@home/hub", "a/b@c"),
+        ("./me@home/hub@main", "{here}/me@home/hub", "main"),
+        ("file://{here}/me%40home/hub@main", "{here}/me@home/hub", "main"),
+        ("plain@main", "plain", "main"),
+        ("plain", "{here}/plain", None),
+        ("hub@v1", "hub@v1", None),
+        (Path("plain"), "{here}/plain", None),
+        ("/new/me@home/hub", "/new/me@home/hub", None),
+    ],
+)
+def test_address_is_a_place_and_a_revision(
+    address: str | Path, place: str, revision: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    DirectoryHub.create(tmp_path / "me@home" / "hub")
+    DirectoryHub.create("plain")
+    (tmp_path / "hub@v1").mkdir()
+    given = address.format(here=tmp_path) if isinstance(address, str) else address
+
+    assert split_address(given) == (place.format(here=tmp_path), revision)

@@ -56,12 +56,19 @@ def test_pull_request_is_opened_and_pushed_to(hub: PushHub, repo: str, tmp_path:
     assert differences(hub, repo, contents(second) | readme, "refs/pr/1") == {}
     assert pushed["commit"] == hub.view(repo).pull_requests[1]
     assert hub.loads(repo, revision="refs/pr/1") == digest_of_seed(2)
-    outcome = hub.refused("push", second, repo, revision="refs/pr/7")
-    assert outcome.error == "HubNotFoundError" and "create_pr=True" in outcome.message
-    outcome = hub.refused("push", second, repo, revision="dev", create_pr=True)
-    assert outcome.error == "InvalidArgumentError"
     model = hub.call("push_model", 3, repo, create_pr=True).result
     assert (model["pr_num"], model["pr_url"].rpartition("/")[2]) == (2, "2")
+
+
+def test_pull_request_that_is_not_there_and_one_on_a_branch_are_refused(
+    hub: PushHub, repo: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "save", 1, SINGLE)
+    hub.push(folder, repo)
+    outcome = hub.refused("push", folder, repo, revision="refs/pr/7")
+    assert outcome.error == "HubNotFoundError" and "create_pr=True" in outcome.message
+    outcome = hub.refused("push", folder, repo, revision="dev", create_pr=True)
+    assert outcome.error == "InvalidArgumentError"
 
 
 def test_variants_live_beside_each_other(hub: PushHub, repo: str, tmp_path: Path) -> None:

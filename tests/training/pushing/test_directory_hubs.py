@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from hfshard.errors import CheckpointNotFoundError, HfshardError, HubNotFoundError, InvalidArgumentError
-from hfshard.hub.address import split_address
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.storage.format.integrity import Checksum
 from hfshard.training import CheckpointManager, TrainingState
@@ -125,6 +124,13 @@ def test_directories_that_hold_no_checkpoint_are_told(tmp_path: Path, losses: li
         resumed(tmp_path, tmp_path, losses)
     with pytest.raises(CheckpointNotFoundError, match="There is no directory"):
         resumed(tmp_path, tmp_path / "gone", losses)
+    with pytest.raises(InvalidArgumentError, match=r"give a step as a number, 1\."):
+        resumed(tmp_path, "1", losses)
+
+
+def test_what_is_not_a_checkpoint_is_not_pushed(tmp_path: Path, losses: list[torch.Tensor]) -> None:
+    with CheckpointManager(tmp_path / "run") as manager:
+        trained(manager, 1)
     with pytest.raises(CheckpointNotFoundError, match="It has: 1"):
         CheckpointManager(tmp_path / "run").push(tmp_path / "hub", 7)
     with pytest.raises(CheckpointNotFoundError, match="There is no checkpoint in"):
@@ -135,8 +141,6 @@ def test_directories_that_hold_no_checkpoint_are_told(tmp_path: Path, losses: li
         CheckpointManager(tmp_path / "run").push(tmp_path / "hub", "all", create_pr=True)
     with pytest.raises(InvalidArgumentError, match=r"'best', 'all' or None, got 'latest'\."):
         CheckpointManager(tmp_path / "run").push(tmp_path / "hub", "latest")  # type: ignore[call-overload]
-    with pytest.raises(InvalidArgumentError, match=r"give a step as a number, 1\."):
-        resumed(tmp_path, "1", losses)
     assert not (tmp_path / "hub").exists()
 
 
@@ -238,23 +242,3 @@ def test_address_that_can_be_none_is_refused_at_once(tmp_path: Path) -> None:
     for address in ("a/b/c", "org/name@", "@main", "https://huggingface.co/org/name"):
         with pytest.raises((InvalidArgumentError, HubNotFoundError)):
             CheckpointManager(tmp_path / "run", push_to_hub=address)
-
-
-def test_address_is_a_place_and_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    DirectoryHub.create(tmp_path / "me@home" / "hub")
-    DirectoryHub.create("plain")
-    (tmp_path / "hub@v1").mkdir()
-    here = str(tmp_path)
-    assert split_address("org/name") == ("org/name", None)
-    assert split_address("org/name@v1.0") == ("org/name", "v1.0")
-    assert split_address("org/name@refs/pr/3") == ("org/name", "refs/pr/3")
-    assert split_address(f"{here}/me@home/hub") == (f"{here}/me@home/hub", None)
-    assert split_address(f"{here}/me@home/hub@a/b@c") == (f"{here}/me@home/hub", "a/b@c")
-    assert split_address("./me@home/hub@main") == (f"{here}/me@home/hub", "main")
-    assert split_address(f"file://{here}/me%40home/hub@main") == (f"{here}/me@home/hub", "main")
-    assert split_address("plain@main") == ("plain", "main")
-    assert split_address("plain") == (f"{here}/plain", None)
-    assert split_address("hub@v1") == ("hub@v1", None)
-    assert split_address(Path("plain")) == (f"{here}/plain", None)
-    assert split_address("/new/me@home/hub") == ("/new/me@home/hub", None)

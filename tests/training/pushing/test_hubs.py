@@ -83,9 +83,13 @@ def test_all_are_pushed_in_order_and_none_twice(hub: RunHub, repo: str) -> None:
         assert hub.held(repo, commits[3 - step].oid) == hub.checkpoint(step)
     assert hub.push(repo, "all") == []
     assert hub.kinds()["commit"] == 0
-    assert len(hub.push(f"{repo}-b", 2)) > 0
-    assert len(hub.push(f"{repo}-b", "all")) == 1
-    assert hub.titles(f"{repo}-b") == [TITLES[0], TITLES[2], TITLES[3]]
+
+
+@pytest.mark.compat
+def test_all_skips_what_the_branch_has(hub: RunHub, repo: str) -> None:
+    assert len(hub.push(repo, 2)) > 0
+    assert len(hub.push(repo, "all")) == 1
+    assert hub.titles(repo) == [TITLES[0], TITLES[2], TITLES[3]]
     assert len(hub.push(repo, "all", revision="copy")) == 0  # a new branch begins at main
 
 
@@ -161,11 +165,17 @@ def test_run_resumes_exactly_on_an_empty_machine(hub: RunHub, repo: str, tmp_pat
     assert kinds["resolve_head"] == 0
     older = hub.resume(f"{repo}@{commits[0]}", tmp_path / "b")
     assert (older["step"], older["restored"], older["end"]) == (1, hub.digests["1"], hub.digests["4"])
-    # What is in the cache is not fetched again; a commit is not even asked for.
-    assert hub.resume(repo, tmp_path / "a")["step"] == 3
+
+
+@pytest.mark.compat
+def test_what_is_in_the_cache_is_not_downloaded_again(hub: RunHub, repo: str, tmp_path: Path) -> None:
+    commit = hub.push(repo)["commit"]
+    hub.resume(repo, tmp_path)
+
+    assert hub.resume(repo, tmp_path)["step"] == 3
     assert hub.kinds() == {"info": 1}
-    assert hub.resume(f"{repo}@{commits[2]}", tmp_path / "a")["step"] == 3
-    assert hub.kinds() == {}
+    assert hub.resume(f"{repo}@{commit}", tmp_path)["step"] == 3
+    assert hub.kinds() == {}  # a commit never changes: no request at all
 
 
 def test_offline_the_cache_serves(hub: RunHub, repo: str, tmp_path: Path) -> None:
