@@ -10,8 +10,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from tests.zoo.compare import Facts, facts_of_load, load
+from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO
-from tests.zoo.subject import sharded
 
 WHOLE, SHARDS = "5GB", "20KB"
 
@@ -26,10 +26,10 @@ class Saves:
         self.stock_facts = cache(self._stock_facts)
 
     def _stock(self, name: str, size: str = WHOLE) -> Path:
-        return self._saved(name, size, "stock", ZOO[name].upstream)
+        return self._saved(name, size, "stock", ZOO[name].stock_class)
 
     def _ours(self, name: str, size: str = WHOLE) -> Path:
-        return self._saved(name, size, "ours", sharded(ZOO[name].upstream))
+        return self._saved(name, size, "ours", with_mixin(ZOO[name].stock_class))
 
     def _saved(self, name: str, size: str, who: str, model_class: type[PreTrainedModel]) -> Path:
         directory = self.root / f"{name}-{size}-{who}"
@@ -39,7 +39,7 @@ class Saves:
     def _stock_facts(self, name: str, size: str = WHOLE) -> Facts:
         """What stock transformers sees of what stock transformers saved."""
         directory = self.stock(name, size)
-        return facts_of_load(load(ZOO[name].upstream, directory), directory)
+        return facts_of_load(load(ZOO[name].stock_class, directory), directory)
 
 
 @pytest.fixture(scope="session")

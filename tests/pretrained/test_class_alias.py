@@ -1,4 +1,4 @@
-"""A class that adds the mixin is to upstream what its own class is, under whatever name; nobody else sees a twin."""
+"""A class that adds the mixin is to transformers what its own class is, under any name; nobody sees an alias class."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ import hfshard
 from hfshard.pretrained.class_alias import architecture_of
 from tests.pretrained.conftest import SHARDS, Saves
 from tests.zoo.compare import differences, facts_of_load, load, raw_tensors
+from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO
-from tests.zoo.subject import sharded
 
 pytestmark = pytest.mark.compat
 
@@ -57,7 +57,7 @@ def test_a_users_own_constructor_and_methods_are_used(saves: Saves) -> None:
 
 
 def test_a_class_of_a_class_with_the_mixin_names_the_same_architecture(saves: Saves, tmp_path: Path) -> None:
-    class Vision(sharded(ViTModel)):  # type: ignore[misc]
+    class Vision(with_mixin(ViTModel)):  # type: ignore[misc]
         pass
 
     Vision.from_pretrained(saves.stock("vit")).save_pretrained(tmp_path)
@@ -72,7 +72,7 @@ def test_a_model_written_on_the_mixin_is_its_own_architecture() -> None:
         def forward(self) -> None: ...
 
     class Headless(hfshard.ShardedModelMixin, GlmImageVQVAE):
-        """Upstream's has no forward either."""
+        """The stock class has no forward either."""
 
     assert architecture_of(Net) is Net
     assert architecture_of(type("Named", (Net,), {})) is not BertPreTrainedModel
@@ -80,20 +80,20 @@ def test_a_model_written_on_the_mixin_is_its_own_architecture() -> None:
     assert architecture_of(BertModel) is BertModel
 
 
-@pytest.mark.parametrize("upstream", [MixtralForCausalLM, ViTModel, CLIPVisionModel])
-def test_it_is_no_custom_code(upstream: type) -> None:
-    assert not sharded(upstream).is_custom_code()
+@pytest.mark.parametrize("stock_class", [MixtralForCausalLM, ViTModel, CLIPVisionModel])
+def test_it_is_no_custom_code(stock_class: type) -> None:
+    assert not with_mixin(stock_class).is_custom_code()
 
 
-def test_a_model_made_from_a_config_has_the_loss_of_its_upstream_class() -> None:
+def test_a_model_made_from_a_config_has_the_loss_of_its_stock_class() -> None:
     config = ZOO["llama_untied"].make_config()
 
-    assert sharded(LlamaForTokenClassification)(config).loss_type == "ForTokenClassification"
+    assert with_mixin(LlamaForTokenClassification)(config).loss_type == "ForTokenClassification"
 
 
 @pytest.mark.parametrize("name", ["mixtral", "bert", "gpt2"])
 def test_it_chooses_the_same_attention_and_experts(name: str) -> None:
-    ours, theirs = ZOO[name].build(sharded(ZOO[name].upstream)), ZOO[name].build()
+    ours, theirs = ZOO[name].build(with_mixin(ZOO[name].stock_class)), ZOO[name].build()
 
     for what in ("_attn_implementation", "_experts_implementation"):
         assert getattr(ours.config, what) == getattr(theirs.config, what)
@@ -101,16 +101,16 @@ def test_it_chooses_the_same_attention_and_experts(name: str) -> None:
     assert ours.config._attn_implementation == "eager"
 
 
-def test_adapters_see_the_conversions_of_the_upstream_class() -> None:
-    model = ZOO["mixtral"].build(sharded(MixtralForCausalLM))
+def test_adapters_see_the_conversions_of_the_stock_class() -> None:
+    model = ZOO["mixtral"].build(with_mixin(MixtralForCausalLM))
 
     assert get_model_conversion_mapping(model, add_legacy=False)
 
 
-def test_an_offloaded_model_is_saved_under_its_upstream_class(saves: Saves, tmp_path: Path) -> None:
+def test_an_offloaded_model_is_saved_under_its_stock_class(saves: Saves, tmp_path: Path) -> None:
     specimen = ZOO["llama_untied"]
     places = {"model": "cpu", "lm_head": "disk"}
-    for who, model_class in (("theirs", specimen.upstream), ("ours", sharded(specimen.upstream))):
+    for who, model_class in (("theirs", specimen.stock_class), ("ours", with_mixin(specimen.stock_class))):
         folder = tmp_path / f"{who}-offloaded"
         model = model_class.from_pretrained(saves.stock("llama_untied"), device_map=places, offload_folder=folder)
         with pytest.warns(UserWarning, match="offloaded modules"):
@@ -124,22 +124,22 @@ def test_an_offloaded_model_is_saved_under_its_upstream_class(saves: Saves, tmp_
 def test_two_classes_of_one_name_do_not_disturb_each_other(saves: Saves) -> None:
     for name in ("vit", "mixtral", "vit", "clip_vision"):
         directory = saves.stock(name, SHARDS)
-        facts = facts_of_load(load(sharded(ZOO[name].upstream), directory), directory)
+        facts = facts_of_load(load(with_mixin(ZOO[name].stock_class), directory), directory)
         assert differences(facts, saves.stock_facts(name, SHARDS)) == []
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_tied", "mamba", "t5", "whisper", "vision_encoder_decoder"])
-def test_it_generates_what_upstreams_class_generates(name: str, saves: Saves) -> None:
+def test_it_generates_what_the_stock_class_generates(name: str, saves: Saves) -> None:
     directory = saves.stock(name)
-    upstream: Any = ZOO[name].upstream
+    stock_class: Any = ZOO[name].stock_class
     inputs = {"whisper": torch.ones(1, 8, 24), "vision_encoder_decoder": torch.ones(1, 3, 16, 16)}
     given = inputs.get(name, torch.tensor([[1, 5, 9]]))
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1}
     if name == "vision_encoder_decoder":
         options["decoder_start_token_id"] = 1
-    theirs = upstream.from_pretrained(directory).generate(given, **options)
+    theirs = stock_class.from_pretrained(directory).generate(given, **options)
 
-    loaded: Any = sharded(upstream).from_pretrained(directory)
+    loaded: Any = with_mixin(stock_class).from_pretrained(directory)
     ours = loaded.generate(given, **options)
 
     assert torch.equal(ours, theirs)

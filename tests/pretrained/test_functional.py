@@ -32,7 +32,7 @@ class _Through:
 
 @pytest.mark.parametrize("size", [WHOLE, SHARDS])
 @pytest.mark.parametrize("name", ZOO)
-def test_save_model_writes_what_the_upstream_model_writes(name: str, size: str, saves: Saves, tmp_path: Path) -> None:
+def test_save_model_writes_what_the_stock_model_writes(name: str, size: str, saves: Saves, tmp_path: Path) -> None:
     hfshard.save_model(ZOO[name].build(), tmp_path, max_shard_size=size)
 
     theirs = saves.stock(name, size)
@@ -45,10 +45,10 @@ def test_save_model_writes_what_the_upstream_model_writes(name: str, size: str, 
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_load_model_builds_an_upstream_class_as_it_builds_itself(name: str, saves: Saves) -> None:
+def test_load_model_builds_an_stock_class_as_it_builds_itself(name: str, saves: Saves) -> None:
     directory = saves.ours(name, SHARDS)
 
-    facts = facts_of_load(load(_Through(ZOO[name].upstream), directory), directory)
+    facts = facts_of_load(load(_Through(ZOO[name].stock_class), directory), directory)
 
     assert differences(facts, saves.stock_facts(name, SHARDS)) == []
 
@@ -92,7 +92,7 @@ def test_load_model_builds_through_an_auto_class_as_it_builds_itself(
 @pytest.mark.parametrize(
     ("auto", "name"), [(AutoModelForCausalLM, "vit"), (transformers.AutoModelForSeq2SeqLM, "bert")]
 )
-def test_an_auto_class_that_has_no_such_model_refuses_as_upstream_does(auto: Any, name: str, saves: Saves) -> None:
+def test_an_auto_class_that_has_no_such_model_refuses_as_transformers_does(auto: Any, name: str, saves: Saves) -> None:
     theirs = failure_of(lambda: auto.from_pretrained(saves.stock(name)))
 
     ours = failure_of(lambda: hfshard.load_model(auto, saves.stock(name)))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.compat
 
 
 class Mine(hfshard.ShardedModelMixin, GPT2LMHeadModel):
-    """A causal language model under a name that upstream does not know."""
+    """A causal language model under a name that transformers does not know."""
 
 
 def _config() -> GPT2Config:
@@ -40,7 +40,7 @@ def test_a_class_that_is_no_transformers_model_is_told_what_to_call(tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore")  # Trainer's own
-def test_trainer_smooths_labels_as_it_does_for_upstreams_class(tmp_path: Path) -> None:
+def test_trainer_smooths_labels_as_it_does_for_the_stock_class(tmp_path: Path) -> None:
     torch.manual_seed(0)
     stock = GPT2LMHeadModel(_config())
     mine = Mine(_config())

@@ -1,4 +1,4 @@
-"""Models that are pushed from memory, or by way of upstream."""
+"""Models that are pushed from memory, or by way of transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_pickles_are_not_pushed_on_request_either(tmp_path: Path) -> None:
 
 
 def offloaded(value: float) -> Any:
-    """A model that only upstream can collect: accelerate keeps one of its parts on the CPU, away from the rest."""
+    """A model that only transformers can collect: accelerate keeps one of its parts on the CPU, away from the rest."""
     model: Any = bert(value)
     cpu_offload(model.pooler)
     model.hf_device_map = {"embeddings": 0, "encoder": 0, "pooler": "cpu"}
@@ -39,7 +39,7 @@ def offloaded(value: float) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
-def test_model_that_upstream_collects_is_one_commit_with_deletes_and_variant(tmp_path: Path) -> None:
+def test_model_that_transformers_collects_is_one_commit_with_deletes_and_variant(tmp_path: Path) -> None:
     hub = tmp_path / "hub"
     bert(1).push_to_hub(str(hub))
     first = DirectoryHub.open(hub).resolve()

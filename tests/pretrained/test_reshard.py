@@ -13,8 +13,8 @@ import hfshard
 from tests.pretrained.conftest import SHARDS, WHOLE, Saves
 from tests.pretrained.load.test_legacy import write_pickle, write_pickled_shards
 from tests.zoo.compare import differences, facts_of_load, load
+from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO
-from tests.zoo.subject import sharded
 
 pytestmark = pytest.mark.compat
 
@@ -31,10 +31,10 @@ def files_in(directory: Path) -> dict[str, bytes]:
 
 def loads_alike(name: str, one: Path, other: Path) -> list[str]:
     """How what stock transformers and hfshard load of the one differs from what stock loads of the other."""
-    upstream = ZOO[name].upstream
-    want = facts_of_load(load(upstream, other), other)
-    found = differences(facts_of_load(load(upstream, one), one), want)
-    return found + differences(facts_of_load(load(sharded(upstream), one), one), want)
+    stock_class = ZOO[name].stock_class
+    want = facts_of_load(load(stock_class, other), other)
+    found = differences(facts_of_load(load(stock_class, one), one), want)
+    return found + differences(facts_of_load(load(with_mixin(stock_class), one), one), want)
 
 
 @pytest.mark.parametrize(("old", "new"), [(SHARDS, WHOLE), (WHOLE, SHARDS)], ids=["merged", "split"])
@@ -76,8 +76,8 @@ def test_pickles_of_a_tied_model_are_converted_in_place(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
 def test_a_cast_model_is_the_saved_cast_one(name: str, saves: Saves, tmp_path: Path) -> None:
     hfshard.reshard_checkpoint(saves.ours(name, SHARDS), tmp_path / "new", WHOLE, dtype="bfloat16")
-    model = load(ZOO[name].upstream, tmp_path / "new").model
-    stored: Any = load(ZOO[name].upstream, saves.ours(name)).model
+    model = load(ZOO[name].stock_class, tmp_path / "new").model
+    stored: Any = load(ZOO[name].stock_class, saves.ours(name)).model
     want = stored.to(torch.bfloat16)
     assert model.dtype == model.config.dtype == torch.bfloat16
     assert all(torch.equal(model.state_dict()[key], value) for key, value in want.state_dict().items())

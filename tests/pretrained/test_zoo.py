@@ -19,8 +19,8 @@ from tests.zoo.compare import (
     read_json,
     small_files,
 )
+from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO
-from tests.zoo.subject import sharded
 
 SHARD_BYTES = 20_000
 
@@ -34,7 +34,7 @@ every_layout = pytest.mark.parametrize("size", [WHOLE, SHARDS])
 def test_stock_loads_what_hfshard_saves_as_what_stock_saves(name: str, size: str, saves: Saves) -> None:
     directory = saves.ours(name, size)
 
-    facts = facts_of_load(load(ZOO[name].upstream, directory), directory)
+    facts = facts_of_load(load(ZOO[name].stock_class, directory), directory)
 
     assert differences(facts, saves.stock_facts(name, size)) == []
 
@@ -44,7 +44,7 @@ def test_stock_loads_what_hfshard_saves_as_what_stock_saves(name: str, size: str
 def test_hfshard_loads_what_stock_saves_as_stock_does(name: str, size: str, saves: Saves) -> None:
     directory = saves.stock(name, size)
 
-    facts = facts_of_load(load(sharded(ZOO[name].upstream), directory), directory)
+    facts = facts_of_load(load(with_mixin(ZOO[name].stock_class), directory), directory)
 
     assert differences(facts, saves.stock_facts(name, size)) == []
 
@@ -54,7 +54,7 @@ def test_hfshard_loads_what_stock_saves_as_stock_does(name: str, size: str, save
 def test_hfshard_loads_what_hfshard_saves_as_stock_does_what_stock_saves(name: str, size: str, saves: Saves) -> None:
     directory = saves.ours(name, size)
 
-    facts = facts_of_load(load(sharded(ZOO[name].upstream), directory), directory)
+    facts = facts_of_load(load(with_mixin(ZOO[name].stock_class), directory), directory)
 
     assert differences(facts, saves.stock_facts(name, size)) == []
 
@@ -69,7 +69,7 @@ def test_both_saves_hold_the_same_tensors_with_the_same_bytes(name: str, size: s
 
 @every_layout
 @every_model
-def test_config_and_generation_config_are_upstreams_byte_for_byte(name: str, size: str, saves: Saves) -> None:
+def test_config_and_generation_config_are_transformers_byte_for_byte(name: str, size: str, saves: Saves) -> None:
     ours = saves.ours(name, size)
 
     assert small_files(ours) == small_files(saves.stock(name, size))
@@ -77,7 +77,7 @@ def test_config_and_generation_config_are_upstreams_byte_for_byte(name: str, siz
 
 
 @every_model
-def test_the_index_counts_what_upstreams_counts(name: str, saves: Saves) -> None:
+def test_the_index_counts_what_transformers_counts(name: str, saves: Saves) -> None:
     ours, theirs = (read_json(directory / INDEX) for directory in (saves.ours(name, SHARDS), saves.stock(name, SHARDS)))
 
     assert ours["weight_map"].keys() == theirs["weight_map"].keys()
@@ -105,9 +105,9 @@ def _names(path: Path) -> list[str]:
 
 
 @every_model
-def test_a_save_leaves_the_model_as_upstreams_save_does(name: str, tmp_path: Path) -> None:
+def test_a_save_leaves_the_model_as_transformers_save_does(name: str, tmp_path: Path) -> None:
     specimen = ZOO[name]
-    ours, theirs = specimen.build(sharded(specimen.upstream)), specimen.build()
+    ours, theirs = specimen.build(with_mixin(specimen.stock_class)), specimen.build()
 
     ours.save_pretrained(tmp_path / "ours", max_shard_size=SHARDS)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=SHARDS)
@@ -119,10 +119,10 @@ def test_a_save_leaves_the_model_as_upstreams_save_does(name: str, tmp_path: Pat
 def test_a_model_that_hfshard_loaded_is_saved_again_with_the_same_bytes(
     name: str, saves: Saves, tmp_path: Path
 ) -> None:
-    upstream, directory = ZOO[name].upstream, saves.stock(name, SHARDS)
-    upstream.from_pretrained(directory).save_pretrained(tmp_path / "theirs", max_shard_size=SHARDS)
+    stock_class, directory = ZOO[name].stock_class, saves.stock(name, SHARDS)
+    stock_class.from_pretrained(directory).save_pretrained(tmp_path / "theirs", max_shard_size=SHARDS)
 
-    sharded(upstream).from_pretrained(directory).save_pretrained(tmp_path / "ours", max_shard_size=SHARDS)
+    with_mixin(stock_class).from_pretrained(directory).save_pretrained(tmp_path / "ours", max_shard_size=SHARDS)
 
     ours, theirs = raw_tensors(tmp_path / "ours"), raw_tensors(tmp_path / "theirs")
     assert differences({"file": ours}, {"file": theirs}) == []
@@ -133,7 +133,7 @@ def test_a_model_that_hfshard_loaded_is_saved_again_with_the_same_bytes(
 def test_a_loaded_model_can_be_trained_without_changing_its_files(name: str, saves: Saves) -> None:
     directory = saves.ours(name, SHARDS)
     before = {path: path.read_bytes() for path in directory.iterdir()}
-    model = sharded(ZOO[name].upstream).from_pretrained(directory)
+    model = with_mixin(ZOO[name].stock_class).from_pretrained(directory)
 
     for parameter in model.parameters():
         parameter.data.add_(1)

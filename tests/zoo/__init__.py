@@ -1,1 +1,1 @@
-"""The zoo: tiny models of every kind that transformers has, on which hfshard and upstream must agree."""
+"""The zoo: tiny models of every kind that transformers has, on which hfshard and transformers must agree."""

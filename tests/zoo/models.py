@@ -42,24 +42,24 @@ class Specimen:
 
     name: str
     class_name: str
-    """Of the upstream class, in transformers."""
+    """Of the stock class, in transformers."""
     make_config: Callable[[], Any]
     finish: Finish | None = None
     """What is done to the model after its weights are drawn."""
 
     @property
-    def upstream(self) -> type[PreTrainedModel]:
+    def stock_class(self) -> type[PreTrainedModel]:
         """The class itself; transformers imports it now."""
         found: type[PreTrainedModel] = getattr(transformers, self.class_name)
         return found
 
     def build(self, model_class: type[PreTrainedModel] | None = None) -> Any:
-        """Make the model, always with the same weights, as the upstream class or a subclass of it.
+        """Make the model, always with the same weights, as the stock class or a subclass of it.
 
         Its type is left open: transformers declares neither a model's layers nor what `model.to` takes.
         """
         torch.manual_seed(SEED)
-        model: Any = (model_class or self.upstream)(self.make_config())
+        model: Any = (model_class or self.stock_class)(self.make_config())
         scramble(model)
         if self.finish is not None:
             self.finish(model)

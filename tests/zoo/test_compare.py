@@ -20,7 +20,7 @@ from tests.zoo.models import ZOO
 def test_stock_is_equal_to_itself_loaded_whole_or_in_shards(name: str, saves: Saves) -> None:
     directory = saves.stock(name, SHARDS)
 
-    again = facts_of_load(load(ZOO[name].upstream, directory), directory)
+    again = facts_of_load(load(ZOO[name].stock_class, directory), directory)
 
     assert differences(again, saves.stock_facts(name, WHOLE)) == []
     assert raw_tensors(directory) == raw_tensors(saves.stock(name, WHOLE))

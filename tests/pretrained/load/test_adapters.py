@@ -1,4 +1,4 @@
-"""Adapters of PEFT, where it is installed: they are upstream's to save and to load, and hfshard hands them over."""
+"""Adapters of PEFT, where it is installed: they are transformers' to save and to load, and hfshard hands them over."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import hfshard
 from tests.pretrained.conftest import Saves
 from tests.zoo.compare import differences, facts_of_load, load
 from tests.zoo.hub_cache import REPO, put_in_cache
+from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO
-from tests.zoo.subject import sharded
 
 pytestmark = pytest.mark.compat
 
@@ -39,39 +39,39 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def adapter(name: str, saves: Saves, tmp_path: Path) -> Path:
-    save_adapter(name, ZOO[name].upstream, saves.stock(name), tmp_path / "adapter")
+    save_adapter(name, ZOO[name].stock_class, saves.stock(name), tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
-def test_an_adapter_is_saved_as_upstream_saves_it(name: str, adapter: Path, saves: Saves, tmp_path: Path) -> None:
-    save_adapter(name, sharded(ZOO[name].upstream), saves.stock(name), tmp_path / "ours")
+def test_an_adapter_is_saved_as_transformers_saves_it(name: str, adapter: Path, saves: Saves, tmp_path: Path) -> None:
+    save_adapter(name, with_mixin(ZOO[name].stock_class), saves.stock(name), tmp_path / "ours")
 
     ours, theirs = ({path.name: path.read_bytes() for path in at.iterdir()} for at in (tmp_path / "ours", adapter))
     assert differences(ours, theirs) == []
 
 
-def test_an_adapter_is_loaded_with_its_base_model_as_upstream_loads_it(name: str, adapter: Path) -> None:
-    upstream = ZOO[name].upstream
-    theirs = facts_of_load(load(upstream, adapter), adapter)
+def test_an_adapter_is_loaded_with_its_base_model_as_transformers_loads_it(name: str, adapter: Path) -> None:
+    stock_class = ZOO[name].stock_class
+    theirs = facts_of_load(load(stock_class, adapter), adapter)
 
-    ours = facts_of_load(load(sharded(upstream), adapter), adapter)
+    ours = facts_of_load(load(with_mixin(stock_class), adapter), adapter)
 
     assert differences(ours, theirs) == []
     assert any("lora_A" in key for key in ours["state dict"])
 
 
-def test_an_adapter_in_the_hubs_cache_is_loaded_as_upstream_loads_it(name: str, adapter: Path, tmp_path: Path) -> None:
+def test_an_adapter_in_the_hubs_cache_is_loaded_as_by_transformers(name: str, adapter: Path, tmp_path: Path) -> None:
     put_in_cache(tmp_path / "cache", adapter, commit=COMMIT, refs={"main": COMMIT})
-    upstream, cache = ZOO[name].upstream, tmp_path / "cache"
-    theirs = facts_of_load(load(upstream, REPO, cache_dir=cache))
+    stock_class, cache = ZOO[name].stock_class, tmp_path / "cache"
+    theirs = facts_of_load(load(stock_class, REPO, cache_dir=cache))
 
-    ours = facts_of_load(load(sharded(upstream), REPO, cache_dir=cache))
+    ours = facts_of_load(load(with_mixin(stock_class), REPO, cache_dir=cache))
 
     assert differences(ours, theirs) == []
 
 
 @pytest.mark.parametrize("name", ["llama_untied"])
-def test_an_adapter_is_loaded_through_an_auto_class_as_upstream_loads_it(name: str, adapter: Path) -> None:
+def test_an_adapter_is_loaded_through_an_auto_class_as_transformers_loads_it(name: str, adapter: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(adapter)
 
     ours = hfshard.load_model(AutoModelForCausalLM, adapter)

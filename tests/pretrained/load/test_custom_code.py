@@ -1,4 +1,4 @@
-"""A custom class whose code travels with the checkpoint: files, auto_map and trust_remote_code as upstream has them."""
+"""A custom class whose code travels with the checkpoint: files, auto_map, trust_remote_code as in transformers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import hfshard
 from tests.pretrained.load.test_load_options import failure_of
 from tests.zoo.compare import differences, facts_of_load, load, raw_tensors, small_files
 from tests.zoo.hub_cache import put_in_cache
+from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import scramble
-from tests.zoo.subject import sharded
 
 pytestmark = pytest.mark.compat
 
@@ -96,12 +96,12 @@ def _build(model_class: Any, code: ModuleType) -> Any:
 @pytest.fixture
 def saved(code: ModuleType, tmp_path: Path) -> tuple[Path, Path]:
     """The same model, saved by hfshard and by stock transformers."""
-    _build(sharded(code.ZooModel), code).save_pretrained(tmp_path / "ours")
+    _build(with_mixin(code.ZooModel), code).save_pretrained(tmp_path / "ours")
     _build(code.ZooModel, code).save_pretrained(tmp_path / "theirs")
     return tmp_path / "ours", tmp_path / "theirs"
 
 
-def test_the_code_and_the_auto_map_are_saved_as_upstream_saves_them(saved: tuple[Path, Path]) -> None:
+def test_the_code_and_the_auto_map_are_saved_as_transformers_saves_them(saved: tuple[Path, Path]) -> None:
     ours, theirs = saved
 
     assert differences(small_files(ours), small_files(theirs)) == []
@@ -134,7 +134,7 @@ def test_the_class_itself_loads_what_both_saved(code: ModuleType, saved: tuple[P
     theirs = facts_of_load(load(code.ZooModel, saved[1]), saved[1])
 
     for path in saved:
-        assert differences(facts_of_load(load(sharded(code.ZooModel), path), path), theirs) == []
+        assert differences(facts_of_load(load(with_mixin(code.ZooModel), path), path), theirs) == []
 
 
 def test_code_that_is_not_trusted_is_not_run(saved: tuple[Path, Path]) -> None:

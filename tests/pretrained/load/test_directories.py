@@ -1,4 +1,4 @@
-"""Directories that lack something, or name it otherwise: hfshard finds, chooses and refuses as upstream does."""
+"""Directories that lack something, or name it otherwise: hfshard finds, chooses and refuses as transformers does."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.zoo.compare import (
     raw_tensors,
     read_json,
 )
+from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO
-from tests.zoo.subject import sharded
 
 pytestmark = pytest.mark.compat
 
@@ -44,9 +44,9 @@ def _copy(source: Path, target: Path, change: Callable[[dict[str, Any]], object]
 
 
 def _both(name: str, directory: Path, **options: Any) -> list[str]:
-    upstream = ZOO[name].upstream
-    theirs = facts_of_load(load(upstream, directory, **options), directory)
-    return differences(facts_of_load(load(sharded(upstream), directory, **options), directory), theirs)
+    stock_class = ZOO[name].stock_class
+    theirs = facts_of_load(load(stock_class, directory, **options), directory)
+    return differences(facts_of_load(load(with_mixin(stock_class), directory, **options), directory), theirs)
 
 
 @every_layout
@@ -89,7 +89,7 @@ def test_generation_values_in_an_old_config_are_found(saves: Saves, tmp_path: Pa
     (directory / "generation_config.json").unlink()
 
     assert _both("bart", directory) == []
-    assert sharded(ZOO["bart"].upstream).from_pretrained(directory).generation_config.num_beams == 3
+    assert with_mixin(ZOO["bart"].stock_class).from_pretrained(directory).generation_config.num_beams == 3
 
 
 @every_layout
@@ -113,7 +113,7 @@ def test_a_single_file_is_read_before_an_index(saves: Saves, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}], ids=str)
-def test_a_file_with_or_without_metadata_is_read_as_upstream_reads_it(
+def test_a_file_with_or_without_metadata_is_read_as_transformers_reads_it(
     metadata: dict[str, str] | None, saves: Saves, tmp_path: Path
 ) -> None:
     directory = _copy(saves.stock("bert"), tmp_path / "it")
@@ -123,7 +123,7 @@ def test_a_file_with_or_without_metadata_is_read_as_upstream_reads_it(
     assert _both("bert", directory) == []
 
 
-def test_an_index_without_metadata_is_read_as_upstream_reads_it(saves: Saves, tmp_path: Path) -> None:
+def test_an_index_without_metadata_is_read_as_transformers_reads_it(saves: Saves, tmp_path: Path) -> None:
     directory = _copy(saves.stock("bert", SHARDS), tmp_path / "it")
     (directory / INDEX).write_text(
         json.dumps({"weight_map": read_json(directory / INDEX)["weight_map"], "metadata": {}})
@@ -145,7 +145,7 @@ def test_files_beside_the_weights_that_the_config_class_names_are_read(
     save_file(head, directory / "head.safetensors", {"format": "pt"})
 
     assert _both("bert", directory) == []
-    assert load(sharded(BertModel), directory).info["missing_keys"] == set()
+    assert load(with_mixin(BertModel), directory).info["missing_keys"] == set()
 
 
 def test_an_index_beside_no_model_is_loaded_with_the_config_that_is_given(saves: Saves, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_what_can_not_be_loaded_is_refused_with_the_same_kind_of_error(
     wreck(directory)
     theirs = failure_of(lambda: BertModel.from_pretrained(directory))
 
-    ours = failure_of(lambda: sharded(BertModel).from_pretrained(directory))
+    ours = failure_of(lambda: with_mixin(BertModel).from_pretrained(directory))
 
     kind = next(kind for kind in type(theirs).__mro__ if kind.__module__ == "builtins")
     assert isinstance(ours, kind), (ours, theirs)
@@ -205,14 +205,14 @@ def test_a_config_that_is_no_json_is_damage(saves: Saves, tmp_path: Path) -> Non
     (directory / "config.json").write_text("{")
 
     with pytest.raises(hfshard.HfshardError, match=f"{directory}/config.json"):
-        sharded(BertModel).from_pretrained(directory)
+        with_mixin(BertModel).from_pretrained(directory)
 
 
 @every_layout
 def test_the_default_device_makes_no_difference_to_what_is_read_and_written(
     size: str, saves: Saves, tmp_path: Path
 ) -> None:
-    model = ZOO["bert"].build(sharded(BertModel))
+    model = ZOO["bert"].build(with_mixin(BertModel))
     with torch.device("meta"):
         for mapped in (True, False):
             tensors = hfshard.load_state_dict(saves.stock("bert", size), disable_mmap=not mapped)
@@ -222,11 +222,11 @@ def test_the_default_device_makes_no_difference_to_what_is_read_and_written(
     assert raw_tensors(tmp_path) == raw_tensors(saves.stock("bert"))
 
 
-def test_a_load_on_the_meta_device_is_refused_as_upstream_refuses_it(saves: Saves) -> None:
+def test_a_load_on_the_meta_device_is_refused_as_transformers_refuses_it(saves: Saves) -> None:
     def on_meta(model_class: type[PreTrainedModel]) -> None:
         with torch.device("meta"):
             model_class.from_pretrained(saves.stock("bert"))
 
-    theirs, ours = failure_of(lambda: on_meta(BertModel)), failure_of(lambda: on_meta(sharded(BertModel)))
+    theirs, ours = failure_of(lambda: on_meta(BertModel)), failure_of(lambda: on_meta(with_mixin(BertModel)))
 
     assert type(ours) is type(theirs) and str(ours) == str(theirs)

@@ -9,8 +9,8 @@ import transformers
 
 from tests.pretrained.conftest import SHARDS, Saves
 from tests.zoo.compare import differences, facts_of_load, load
+from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO
-from tests.zoo.subject import sharded
 
 pytestmark = pytest.mark.compat
 
@@ -60,22 +60,22 @@ BASES = [
 
 
 @every_pair
-def test_a_stock_checkpoint_of_another_class_loads_and_reports_as_upstream(
+def test_a_stock_checkpoint_of_another_class_loads_and_reports_as_transformers(
     name: str, target: str, saves: Saves
 ) -> None:
-    directory, upstream = saves.stock(name, SHARDS), getattr(transformers, target)
-    theirs = facts_of_load(load(upstream, directory), directory)
+    directory, stock_class = saves.stock(name, SHARDS), getattr(transformers, target)
+    theirs = facts_of_load(load(stock_class, directory), directory)
 
-    ours = facts_of_load(load(sharded(upstream), directory), directory)
+    ours = facts_of_load(load(with_mixin(stock_class), directory), directory)
 
     assert differences(ours, theirs) == []
 
 
 @every_pair
 def test_stock_reads_our_checkpoint_of_another_class_as_its_own(name: str, target: str, saves: Saves) -> None:
-    upstream = getattr(transformers, target)
+    stock_class = getattr(transformers, target)
     theirs, ours = (
-        facts_of_load(load(upstream, directory), directory)
+        facts_of_load(load(stock_class, directory), directory)
         for directory in (saves.stock(name, SHARDS), saves.ours(name, SHARDS))
     )
 
@@ -83,18 +83,18 @@ def test_stock_reads_our_checkpoint_of_another_class_as_its_own(name: str, targe
 
 
 @pytest.mark.parametrize(("base", "name", "target"), BASES)
-def test_a_head_over_a_base_model_that_hfshard_saved_loads_and_reports_as_upstream(
+def test_a_head_over_a_base_model_that_hfshard_saved_loads_and_reports_as_transformers(
     base: str, name: str, target: str, saves: Saves, tmp_path: Path
 ) -> None:
-    upstream_base, upstream = getattr(transformers, base), getattr(transformers, target)
+    stock_base, stock_class = getattr(transformers, base), getattr(transformers, target)
     theirs_at, ours_at = tmp_path / "theirs", tmp_path / "ours"
-    upstream_base.from_pretrained(saves.stock(name)).save_pretrained(theirs_at, max_shard_size=SHARDS)
-    sharded(upstream_base).from_pretrained(saves.stock(name)).save_pretrained(ours_at, max_shard_size=SHARDS)
-    theirs = facts_of_load(load(upstream, theirs_at), theirs_at)
+    stock_base.from_pretrained(saves.stock(name)).save_pretrained(theirs_at, max_shard_size=SHARDS)
+    with_mixin(stock_base).from_pretrained(saves.stock(name)).save_pretrained(ours_at, max_shard_size=SHARDS)
+    theirs = facts_of_load(load(stock_class, theirs_at), theirs_at)
 
-    stock_from_ours = facts_of_load(load(upstream, ours_at), ours_at)
-    ours_from_stock = facts_of_load(load(sharded(upstream), theirs_at), theirs_at)
-    ours_from_ours = facts_of_load(load(sharded(upstream), ours_at), ours_at)
+    stock_from_ours = facts_of_load(load(stock_class, ours_at), ours_at)
+    ours_from_stock = facts_of_load(load(with_mixin(stock_class), theirs_at), theirs_at)
+    ours_from_ours = facts_of_load(load(with_mixin(stock_class), ours_at), ours_at)
 
     for facts in (stock_from_ours, ours_from_stock, ours_from_ours):
         assert differences(facts, theirs) == []
@@ -111,9 +111,9 @@ def test_the_pairs_do_differ_in_their_keys(saves: Saves) -> None:
 
 @pytest.mark.parametrize("name", ["bert_head", "llama_tied", "mixtral"])
 def test_every_model_of_the_zoo_has_a_loss_of_its_own_class(name: str, saves: Saves) -> None:
-    upstream = ZOO[name].upstream
-    theirs = upstream.from_pretrained(saves.stock(name))
+    stock_class = ZOO[name].stock_class
+    theirs = stock_class.from_pretrained(saves.stock(name))
 
-    ours = sharded(upstream).from_pretrained(saves.stock(name))
+    ours = with_mixin(stock_class).from_pretrained(saves.stock(name))
 
     assert ours.loss_function is theirs.loss_function

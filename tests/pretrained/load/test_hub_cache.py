@@ -1,4 +1,4 @@
-"""Repos in the Hub's cache load without network as upstream loads them: revision, subfolder, variant, commit hash."""
+"""Repos in the Hub's cache load offline as in transformers: revision, subfolder, variant, commit hash."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.pretrained.conftest import SHARDS, WHOLE, Saves
 from tests.pretrained.load.test_load_options import failure_of
 from tests.zoo.compare import differences, facts_of_load, load
 from tests.zoo.hub_cache import REPO, put_in_cache
+from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO
-from tests.zoo.subject import sharded
 
 pytestmark = pytest.mark.compat
 
@@ -55,10 +55,10 @@ def cache(request: pytest.FixtureRequest, saves: Saves, tmp_path: Path) -> Path:
     ],
     ids=str,
 )
-def test_a_cached_repo_loads_as_upstream_loads_it(options: dict[str, Any], cache: Path) -> None:
+def test_a_cached_repo_loads_as_transformers_loads_it(options: dict[str, Any], cache: Path) -> None:
     theirs = facts_of_load(load(BertModel, REPO, cache_dir=cache, **options))
 
-    ours = facts_of_load(load(sharded(BertModel), REPO, cache_dir=cache, **options))
+    ours = facts_of_load(load(with_mixin(BertModel), REPO, cache_dir=cache, **options))
 
     assert differences(ours, theirs) == []
     assert ours["model"]["name_or_path"] == REPO
@@ -66,7 +66,7 @@ def test_a_cached_repo_loads_as_upstream_loads_it(options: dict[str, Any], cache
     assert is_new == (options.get("revision") not in ("v1", OLD))
 
 
-def test_a_repo_loads_through_an_auto_class_as_upstream_loads_it(cache: Path) -> None:
+def test_a_repo_loads_through_an_auto_class_as_transformers_loads_it(cache: Path) -> None:
     theirs = facts_of_load(load(AutoModel, REPO, cache_dir=cache, revision="v1"))
 
     ours = facts_of_load(load(_Functional, REPO, cache_dir=cache, revision="v1"))
@@ -109,19 +109,19 @@ def test_what_is_not_in_the_cache_is_refused_with_the_same_kind_of_error(
 ) -> None:
     theirs = failure_of(lambda: BertModel.from_pretrained(repo_id, cache_dir=cache, **options))
 
-    ours = failure_of(lambda: sharded(BertModel).from_pretrained(repo_id, cache_dir=cache, **options))
+    ours = failure_of(lambda: with_mixin(BertModel).from_pretrained(repo_id, cache_dir=cache, **options))
 
     kind = next(kind for kind in type(theirs).__mro__ if kind.__module__ == "builtins")
     assert isinstance(ours, kind), (ours, theirs)
 
 
 def test_a_generation_config_is_read_from_the_same_commit(saves: Saves, tmp_path: Path) -> None:
-    upstream = ZOO["llama_generation"].upstream
+    stock_class = ZOO["llama_generation"].stock_class
     put_in_cache(tmp_path, saves.stock("llama_generation", SHARDS), commit=OLD, refs={"v1": OLD})
     put_in_cache(tmp_path, saves.stock("llama_untied", SHARDS), commit=NEW, refs={"main": NEW})
-    theirs = facts_of_load(load(upstream, REPO, cache_dir=tmp_path, revision="v1"))
+    theirs = facts_of_load(load(stock_class, REPO, cache_dir=tmp_path, revision="v1"))
 
-    ours = facts_of_load(load(sharded(upstream), REPO, cache_dir=tmp_path, revision="v1"))
+    ours = facts_of_load(load(with_mixin(stock_class), REPO, cache_dir=tmp_path, revision="v1"))
 
     assert differences(ours, theirs) == []
     assert ours["generation config"]["top_k"] == 7
@@ -130,15 +130,15 @@ def test_a_generation_config_is_read_from_the_same_commit(saves: Saves, tmp_path
 @pytest.mark.parametrize("size", [WHOLE, SHARDS])
 def test_what_hfshard_saved_loads_from_the_cache_by_both(size: str, saves: Saves, tmp_path: Path) -> None:
     put_in_cache(tmp_path, saves.ours("clip", size), commit=NEW, refs={"main": NEW})
-    upstream = ZOO["clip"].upstream
-    theirs = facts_of_load(load(upstream, REPO, cache_dir=tmp_path))
+    stock_class = ZOO["clip"].stock_class
+    theirs = facts_of_load(load(stock_class, REPO, cache_dir=tmp_path))
 
-    ours = facts_of_load(load(sharded(upstream), REPO, cache_dir=tmp_path, verify="full"))
+    ours = facts_of_load(load(with_mixin(stock_class), REPO, cache_dir=tmp_path, verify="full"))
 
     assert differences(ours, theirs) == []
 
 
-def test_a_pickled_repo_in_the_cache_loads_as_upstream_loads_it(saves: Saves, tmp_path: Path) -> None:
+def test_a_pickled_repo_in_the_cache_loads_as_transformers_loads_it(saves: Saves, tmp_path: Path) -> None:
     model = ZOO["bert"].build()
     (tmp_path / "files").mkdir()
     model.config.save_pretrained(tmp_path / "files")
@@ -146,17 +146,17 @@ def test_a_pickled_repo_in_the_cache_loads_as_upstream_loads_it(saves: Saves, tm
     put_in_cache(tmp_path / "cache", tmp_path / "files", commit=NEW, refs={"main": NEW})
     theirs = facts_of_load(load(BertModel, REPO, cache_dir=tmp_path / "cache"))
 
-    ours = facts_of_load(load(sharded(BertModel), REPO, cache_dir=tmp_path / "cache"))
+    ours = facts_of_load(load(with_mixin(BertModel), REPO, cache_dir=tmp_path / "cache"))
 
     assert differences(ours, theirs) == []
 
 
 @pytest.mark.parametrize("size", [WHOLE, SHARDS])
-def test_a_subfolder_of_a_directory_loads_as_upstream_loads_it(size: str, saves: Saves, tmp_path: Path) -> None:
+def test_a_subfolder_of_a_directory_loads_as_transformers_loads_it(size: str, saves: Saves, tmp_path: Path) -> None:
     ZOO["llama_generation"].build().save_pretrained(tmp_path / "a" / "b", max_shard_size=size)
-    upstream = ZOO["llama_generation"].upstream
-    theirs = facts_of_load(load(upstream, tmp_path, subfolder="a/b"), tmp_path)
+    stock_class = ZOO["llama_generation"].stock_class
+    theirs = facts_of_load(load(stock_class, tmp_path, subfolder="a/b"), tmp_path)
 
-    ours = facts_of_load(load(sharded(upstream), tmp_path, subfolder="a/b"), tmp_path)
+    ours = facts_of_load(load(with_mixin(stock_class), tmp_path, subfolder="a/b"), tmp_path)
 
     assert differences(ours, theirs) == []

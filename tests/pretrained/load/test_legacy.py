@@ -1,4 +1,4 @@
-"""Pickled checkpoints, and names of before: what upstream loads loads alike, and wrappers' prefixes load, too."""
+"""Pickled checkpoints, and names of before: what transformers loads loads alike, and wrappers' prefixes load, too."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import hfshard
 from tests.pretrained.conftest import SHARDS, Saves
 from tests.pretrained.load.test_load_options import failure_of
 from tests.zoo.compare import bits, differences, facts_of_load, load, read_json
+from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO, scramble
-from tests.zoo.subject import sharded
 
 pytestmark = pytest.mark.compat
 
@@ -52,38 +52,38 @@ def write_pickled_shards(directory: Path, name: str, shards: int = 3, *, zipped:
     return directory
 
 
-def both_loads(upstream: type, directory: Path, **options: Any) -> list[str]:
+def both_loads(stock_class: type, directory: Path, **options: Any) -> list[str]:
     """How the two loads differ."""
-    theirs = facts_of_load(load(upstream, directory, **options), directory)
-    return differences(facts_of_load(load(sharded(upstream), directory, **options), directory), theirs)
+    theirs = facts_of_load(load(stock_class, directory, **options), directory)
+    return differences(facts_of_load(load(with_mixin(stock_class), directory, **options), directory), theirs)
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before zip"])
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama_tied", "mixtral", "resnet", "llama_bf16", "wav2vec2"])
-def test_a_pickled_checkpoint_loads_as_upstream_loads_it(name: str, zipped: bool, tmp_path: Path) -> None:
+def test_a_pickled_checkpoint_loads_as_transformers_loads_it(name: str, zipped: bool, tmp_path: Path) -> None:
     write_pickle(tmp_path, name, ZOO[name].build().state_dict(), zipped=zipped)
 
-    assert both_loads(ZOO[name].upstream, tmp_path) == []
+    assert both_loads(ZOO[name].stock_class, tmp_path) == []
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before zip"])
 @pytest.mark.parametrize("name", ["bert", "llama_tied", "mixtral"])
-def test_a_pickled_checkpoint_in_shards_loads_as_upstream_loads_it(name: str, zipped: bool, tmp_path: Path) -> None:
+def test_a_pickled_checkpoint_in_shards_loads_as_transformers_loads_it(name: str, zipped: bool, tmp_path: Path) -> None:
     write_pickled_shards(tmp_path, name, zipped=zipped)
 
-    assert both_loads(ZOO[name].upstream, tmp_path) == []
+    assert both_loads(ZOO[name].stock_class, tmp_path) == []
 
 
 @pytest.mark.parametrize(
     "options", [{"dtype": torch.float16}, {"device_map": "cpu"}, {"use_safetensors": False}], ids=str
 )
-def test_an_option_does_what_upstreams_does_with_pickles(options: dict[str, Any], tmp_path: Path) -> None:
+def test_an_option_does_what_transformers_does_with_pickles(options: dict[str, Any], tmp_path: Path) -> None:
     write_pickled_shards(tmp_path, "bert")
 
     assert both_loads(BertModel, tmp_path, **options) == []
 
 
-def test_a_variant_of_a_pickled_checkpoint_loads_as_upstream_loads_it(tmp_path: Path) -> None:
+def test_a_variant_of_a_pickled_checkpoint_loads_as_transformers_loads_it(tmp_path: Path) -> None:
     write_pickle(tmp_path, "bert", ZOO["bert"].build().state_dict())
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "pytorch_model.fp16.bin")
 
@@ -91,7 +91,7 @@ def test_a_variant_of_a_pickled_checkpoint_loads_as_upstream_loads_it(tmp_path: 
 
 
 @pytest.mark.parametrize("use", [None, True, False])
-def test_use_safetensors_chooses_between_two_formats_as_upstream_does(use: bool | None, tmp_path: Path) -> None:
+def test_use_safetensors_chooses_between_two_formats_as_transformers_does(use: bool | None, tmp_path: Path) -> None:
     state_dict = ZOO["bert"].build().state_dict()
     write_pickle(tmp_path, "bert", {key: value + 1 for key, value in state_dict.items()})
     save_file(
@@ -99,7 +99,7 @@ def test_use_safetensors_chooses_between_two_formats_as_upstream_does(use: bool 
     )
 
     assert both_loads(BertModel, tmp_path, use_safetensors=use) == []
-    loaded = sharded(BertModel).from_pretrained(tmp_path, use_safetensors=use)
+    loaded = with_mixin(BertModel).from_pretrained(tmp_path, use_safetensors=use)
     assert torch.equal(
         loaded.get_parameter("pooler.dense.bias"), state_dict["pooler.dense.bias"] + (1 if use is False else 0)
     )
@@ -109,7 +109,7 @@ def test_safetensors_asked_of_a_pickled_checkpoint_are_not_found(tmp_path: Path)
     write_pickle(tmp_path, "bert", ZOO["bert"].build().state_dict())
 
     theirs = failure_of(lambda: BertModel.from_pretrained(tmp_path, use_safetensors=True))
-    ours = failure_of(lambda: sharded(BertModel).from_pretrained(tmp_path, use_safetensors=True))
+    ours = failure_of(lambda: with_mixin(BertModel).from_pretrained(tmp_path, use_safetensors=True))
 
     assert isinstance(theirs, OSError) and isinstance(ours, OSError)
 
@@ -125,12 +125,12 @@ def _expected(name: str) -> dict[str, Any]:
 
 
 def _loaded(name: str, directory: Path, model_class: type[PreTrainedModel] | None = None) -> dict[str, Any]:
-    model = (model_class or sharded(ZOO[name].upstream)).from_pretrained(directory)
+    model = (model_class or with_mixin(ZOO[name].stock_class)).from_pretrained(directory)
     return {key: bits(value) for key, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("kind", ["bin", "safetensors"])
-def test_gamma_and_beta_are_renamed_as_upstream_renames_them(kind: str, tmp_path: Path) -> None:
+def test_gamma_and_beta_are_renamed_as_transformers_renames_them(kind: str, tmp_path: Path) -> None:
     old = {_old_layer_norm(key): value.clone() for key, value in ZOO["bert"].build().state_dict().items()}
     write_pickle(tmp_path, "bert", old)
     if kind == "safetensors":
@@ -141,12 +141,12 @@ def test_gamma_and_beta_are_renamed_as_upstream_renames_them(kind: str, tmp_path
     assert _loaded("bert", tmp_path) == _expected("bert")
 
 
-def test_a_model_with_gamma_and_beta_is_saved_under_the_names_that_upstream_saves(saves: Saves, tmp_path: Path) -> None:
+def test_a_model_with_gamma_and_beta_is_saved_under_the_names_of_transformers(saves: Saves, tmp_path: Path) -> None:
     old = {_old_layer_norm(key): value for key, value in ZOO["bert"].build().state_dict().items()}
     write_pickle(tmp_path / "old", "bert", old)
 
     BertModel.from_pretrained(tmp_path / "old").save_pretrained(tmp_path / "theirs", max_shard_size=SHARDS)
-    sharded(BertModel).from_pretrained(tmp_path / "old").save_pretrained(tmp_path / "ours", max_shard_size=SHARDS)
+    with_mixin(BertModel).from_pretrained(tmp_path / "old").save_pretrained(tmp_path / "ours", max_shard_size=SHARDS)
 
     maps = [read_json(tmp_path / who / "model.safetensors.index.json")["weight_map"] for who in ("ours", "theirs")]
     assert maps[0].keys() == maps[1].keys()
@@ -203,7 +203,7 @@ def test_the_prefixes_of_wrappers_are_taken_off_names_that_are_converted(
 def test_the_prefixes_are_taken_off_a_base_model_that_a_head_is_put_on(tmp_path: Path) -> None:
     write_pickle(tmp_path, "bert", _renamed(ZOO["bert"].build().state_dict(), PREFIXES["DataParallel"]))
 
-    loaded = load(sharded(BertForSequenceClassification), tmp_path)
+    loaded = load(with_mixin(BertForSequenceClassification), tmp_path)
 
     assert loaded.info["missing_keys"] == {"classifier.weight", "classifier.bias"}
     assert loaded.info["unexpected_keys"] == set()
@@ -275,4 +275,4 @@ def test_names_that_fit_nothing_are_an_error_and_never_a_random_model(tmp_path: 
     write_pickle(tmp_path, "bert", _renamed(ZOO["bert"].build().state_dict(), lambda key: f"student.{key}"))
 
     with pytest.raises(hfshard.HfshardError, match="missing"):
-        sharded(BertModel).from_pretrained(tmp_path)
+        with_mixin(BertModel).from_pretrained(tmp_path)

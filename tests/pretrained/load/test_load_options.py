@@ -1,4 +1,4 @@
-"""Every argument of `from_pretrained` does what upstream's does: the same model, the same report, the same errors."""
+"""Every argument of `from_pretrained` does what it does in transformers: same model, same report, same errors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformers import BertModel, GenerationConfig
 
 from tests.pretrained.conftest import SHARDS, WHOLE, Saves
 from tests.zoo.compare import differences, facts_of_load, load
+from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import TEXT, ZOO
-from tests.zoo.subject import sharded
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("bert", {"dtype": torch.float16}),
@@ -87,24 +87,24 @@ ids = [f"{name}-{','.join(f'{key}={value}' for key, value in options.items())}"[
 
 @pytest.mark.compat
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=ids)
-def test_an_option_does_what_upstreams_does(name: str, options: dict[str, Any], saves: Saves) -> None:
-    directory, upstream = saves.stock(name, SHARDS), ZOO[name].upstream
-    theirs = facts_of_load(load(upstream, directory, **options), directory)
+def test_an_option_does_what_transformers_does(name: str, options: dict[str, Any], saves: Saves) -> None:
+    directory, stock_class = saves.stock(name, SHARDS), ZOO[name].stock_class
+    theirs = facts_of_load(load(stock_class, directory, **options), directory)
 
-    ours = facts_of_load(load(sharded(upstream), directory, **options), directory)
+    ours = facts_of_load(load(with_mixin(stock_class), directory, **options), directory)
 
     assert differences(ours, theirs) == []
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=ids)
-def test_an_option_does_what_upstreams_does_on_a_single_file_of_ours(
+def test_an_option_does_what_transformers_does_on_a_single_file_of_ours(
     name: str, options: dict[str, Any], saves: Saves
 ) -> None:
-    directory, upstream = saves.ours(name, WHOLE), ZOO[name].upstream
-    theirs = facts_of_load(load(upstream, directory, **options), directory)
+    directory, stock_class = saves.ours(name, WHOLE), ZOO[name].stock_class
+    theirs = facts_of_load(load(stock_class, directory, **options), directory)
 
-    ours = facts_of_load(load(sharded(upstream), directory, **options), directory)
+    ours = facts_of_load(load(with_mixin(stock_class), directory, **options), directory)
 
     assert differences(ours, theirs) == []
 
@@ -131,13 +131,13 @@ FAILURES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.compat
 @pytest.mark.parametrize(("name", "options"), FAILURES, ids=[f"{name}-{options}"[:60] for name, options in FAILURES])
-def test_what_upstream_refuses_hfshard_refuses_with_the_same_kind_of_error(
+def test_what_transformers_refuses_hfshard_refuses_with_the_same_kind_of_error(
     name: str, options: dict[str, Any], saves: Saves
 ) -> None:
-    directory, upstream = saves.stock(name), ZOO[name].upstream
-    theirs = failure_of(lambda: upstream.from_pretrained(directory, **options))
+    directory, stock_class = saves.stock(name), ZOO[name].stock_class
+    theirs = failure_of(lambda: stock_class.from_pretrained(directory, **options))
 
-    ours = failure_of(lambda: sharded(upstream).from_pretrained(directory, **options))
+    ours = failure_of(lambda: with_mixin(stock_class).from_pretrained(directory, **options))
 
     assert isinstance(ours, _builtin_kind(theirs)), (ours, theirs)
 
@@ -161,7 +161,7 @@ def test_a_config_given_as_an_object_is_used_and_not_changed(saves: Saves) -> No
     theirs = facts_of_load(load(BertModel, directory, config=config), directory)
     before = config.to_dict(), config.name_or_path
 
-    ours = facts_of_load(load(sharded(BertModel), directory, config=config), directory)
+    ours = facts_of_load(load(with_mixin(BertModel), directory, config=config), directory)
 
     assert differences(ours, theirs) == []
     assert (config.to_dict(), config.name_or_path) == before
@@ -172,7 +172,7 @@ def test_a_config_given_as_a_path_is_read_from_there(saves: Saves) -> None:
     directory, elsewhere = saves.stock("bert"), saves.stock("bert_head")
     theirs = facts_of_load(load(BertModel, directory, config=elsewhere), directory)
 
-    ours = facts_of_load(load(sharded(BertModel), directory, config=str(elsewhere)), directory)
+    ours = facts_of_load(load(with_mixin(BertModel), directory, config=str(elsewhere)), directory)
 
     assert differences(ours, theirs) == []
     assert "id2label" in ours["config"]
@@ -183,7 +183,7 @@ def test_a_positional_argument_goes_to_the_model(saves: Saves) -> None:
     directory = saves.stock("bert")
     theirs = facts_of_load(load(BertModel, directory, False), directory)
 
-    ours = facts_of_load(load(sharded(BertModel), directory, False), directory)
+    ours = facts_of_load(load(with_mixin(BertModel), directory, False), directory)
 
     assert differences(ours, theirs) == []
     assert "pooler.dense.weight" not in ours["state dict"]
@@ -192,28 +192,28 @@ def test_a_positional_argument_goes_to_the_model(saves: Saves) -> None:
 @pytest.mark.compat
 @pytest.mark.parametrize("name", ["bert", "llama_tied", "mixtral", "llama_bf16"])
 def test_a_state_dict_without_a_path_builds_the_same_model(name: str) -> None:
-    model, upstream = ZOO[name].build(), ZOO[name].upstream
-    theirs = facts_of_load(load(upstream, None, config=model.config, state_dict=model.state_dict()))
+    model, stock_class = ZOO[name].build(), ZOO[name].stock_class
+    theirs = facts_of_load(load(stock_class, None, config=model.config, state_dict=model.state_dict()))
 
-    ours = facts_of_load(load(sharded(upstream), None, config=model.config, state_dict=model.state_dict()))
+    ours = facts_of_load(load(with_mixin(stock_class), None, config=model.config, state_dict=model.state_dict()))
 
     assert differences(ours, theirs) == []
 
 
 @pytest.mark.compat
 @pytest.mark.parametrize("form", [str, Path, lambda path: f"{path}/", lambda path: os.path.relpath(path)])
-def test_a_path_in_any_form_is_taken_and_named_as_upstream_does(form: Callable[[Path], Any], saves: Saves) -> None:
+def test_a_path_in_any_form_is_taken_and_named_as_transformers_does(form: Callable[[Path], Any], saves: Saves) -> None:
     path = form(saves.stock("bert", SHARDS))
     theirs = facts_of_load(load(BertModel, path))
 
-    ours = facts_of_load(load(sharded(BertModel), path))
+    ours = facts_of_load(load(with_mixin(BertModel), path))
 
     assert differences(ours, theirs) == []
 
 
 @pytest.mark.compat
 def test_without_output_loading_info_only_the_model_is_returned(saves: Saves) -> None:
-    assert isinstance(sharded(BertModel).from_pretrained(saves.stock("bert")), sharded(BertModel))
+    assert isinstance(with_mixin(BertModel).from_pretrained(saves.stock("bert")), with_mixin(BertModel))
 
 
 @pytest.mark.compat
@@ -221,18 +221,18 @@ def test_without_output_loading_info_only_the_model_is_returned(saves: Saves) ->
 def test_an_unknown_keyword_is_an_error_that_names_the_nearest(typo: str, meant: str, saves: Saves) -> None:
     unknown: dict[str, Any] = {typo: True}
     with pytest.raises(TypeError, match=f"{typo}.*{meant}"):
-        sharded(BertModel).from_pretrained(saves.stock("bert"), **unknown)
+        with_mixin(BertModel).from_pretrained(saves.stock("bert"), **unknown)
 
 
 @pytest.mark.compat
-def test_weights_on_the_disk_are_offloaded_as_upstream_does(saves: Saves, tmp_path: Path) -> None:
-    directory, upstream = saves.stock("llama_untied", SHARDS), ZOO["llama_untied"].upstream
+def test_weights_on_the_disk_are_offloaded_as_transformers_does(saves: Saves, tmp_path: Path) -> None:
+    directory, stock_class = saves.stock("llama_untied", SHARDS), ZOO["llama_untied"].stock_class
     places = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu"}
     places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
     tokens = torch.tensor([[1, 5, 9]])
-    theirs = upstream.from_pretrained(directory, device_map=places, offload_folder=tmp_path / "theirs")
+    theirs = stock_class.from_pretrained(directory, device_map=places, offload_folder=tmp_path / "theirs")
 
-    ours = sharded(upstream).from_pretrained(directory, device_map=places, offload_folder=tmp_path / "ours")
+    ours = with_mixin(stock_class).from_pretrained(directory, device_map=places, offload_folder=tmp_path / "ours")
 
     assert ours.hf_device_map == theirs.hf_device_map
     assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
@@ -240,10 +240,10 @@ def test_weights_on_the_disk_are_offloaded_as_upstream_does(saves: Saves, tmp_pa
 
 @pytest.mark.compat
 @pytest.mark.parametrize("name", ["gpt2", "llama_untied", "mixtral", "llava"])
-def test_the_loaded_model_computes_what_upstreams_computes(name: str, saves: Saves) -> None:
-    directory, upstream = saves.stock(name, SHARDS), ZOO[name].upstream
+def test_the_loaded_model_computes_what_transformers_computes(name: str, saves: Saves) -> None:
+    directory, stock_class = saves.stock(name, SHARDS), ZOO[name].stock_class
     tokens = torch.tensor([[1, 7, 9, 11]])
 
-    ours = sharded(upstream).from_pretrained(directory)(input_ids=tokens).logits
+    ours = with_mixin(stock_class).from_pretrained(directory)(input_ids=tokens).logits
 
-    assert torch.equal(ours, upstream.from_pretrained(directory)(input_ids=tokens).logits)
+    assert torch.equal(ours, stock_class.from_pretrained(directory)(input_ids=tokens).logits)
