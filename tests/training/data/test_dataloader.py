@@ -15,25 +15,21 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
     get_worker_info,
 )
 
-from hfshard.errors import HfshardError, InvalidArgumentError, StaleIteratorError, StateDictMismatchError
+from hfshard.errors import HfshardError, InvalidArgumentError, StaleIteratorError
 from hfshard.training import ResumableDataLoader
 from hfshard.training.data.sampling import EpochSampler
 from hfshard.training.data.seeding import current_states, restore_states, seed_generators, seeds_for
 from tests.training import processes
 from tests.training.data.loader_child import BATCHES, EPOCHS, SAMPLES, Augmented, collate, make, run
+from tests.training.data.samples import Numbers, are_equal, as_lists, rng_states
 
 FORK = {"num_workers": 2}
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
@@ -42,33 +38,6 @@ ORDER_3_1 = [4, 6, 5, 1, 9, 2, 0, 3, 7, 8]
 SEEDS_3_0_0 = (3993345867895641443, 17049808036295242024, 2650945910)
 """They may never change: a checkpoint would resume with other batches."""
 SPAWN = {"num_workers": 1, "multiprocessing_context": "spawn", "prefetch_factor": 3}
-
-
-class Numbers(Dataset[int]):
-    """Each sample is its index."""
-
-    def __init__(self, samples: int = 10) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def as_lists(loader: ResumableDataLoader[Any]) -> list[Any]:
-    return [batch.tolist() for batch in loader]
-
-
-def are_equal(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(torch.equal(one, other) for one, other in zip(left, right))
-
-
-def rng_states() -> list[Any]:
-    numpy_state: Any = np.random.get_state(legacy=False)
-    key = numpy_state["state"].pop("key").tobytes()
-    return [random.getstate(), numpy_state, key, torch.get_rng_state().tolist()]
 
 
 @pytest.fixture(scope="module")
@@ -290,143 +259,6 @@ def test_an_iterator_at_its_end_stays_there() -> None:
     assert (loader.epoch, loader.batch) == (1, 0)
 
 
-class Lengths(Sampler[list[int]]):
-    """A batch sampler of another number of batches in each epoch."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        generator = random.Random(self.epoch)
-        return iter([[generator.randrange(SAMPLES) for _ in range(3)] for _ in range(4 + self.epoch)])
-
-
-class Endless(Sampler[int]):
-    """Never ends, and draws as it goes from two RNGs."""
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            yield (random.randrange(SAMPLES) + int(torch.randint(SAMPLES, ()))) % SAMPLES
-
-
-class Once(Sampler[Iterator[int]]):
-    """Its batches can be read once only."""
-
-    def __iter__(self) -> Iterator[Iterator[int]]:
-        return (iter(random.sample(range(SAMPLES), 3)) for _ in range(4))
-
-
-SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
-    "SequentialSampler": lambda: {"batch_size": 4, "sampler": SequentialSampler(range(SAMPLES))},
-    "RandomSampler": lambda: {"batch_size": 4, "sampler": RandomSampler(range(SAMPLES))},
-    "RandomSampler with a generator": lambda: {
-        "batch_size": 4,
-        "sampler": RandomSampler(range(SAMPLES), generator=torch.Generator().manual_seed(7)),
-    },
-    "RandomSampler with replacement": lambda: {
-        "batch_size": 4,
-        "sampler": RandomSampler(range(SAMPLES), replacement=True, num_samples=70),
-    },
-    "WeightedRandomSampler": lambda: {
-        "batch_size": 4,
-        "sampler": WeightedRandomSampler([1.0 + index for index in range(SAMPLES)], 40),
-    },
-    "SubsetRandomSampler": lambda: {"batch_size": 2, "sampler": SubsetRandomSampler([1, 3, 5, 7, 9, 11, 13, 15])},
-    "DistributedSampler": lambda: {
-        "batch_size": 2,
-        "sampler": DistributedSampler(Augmented(), num_replicas=2, rank=1, seed=5),
-    },
-    "BatchSampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(SAMPLES)), 4, True)},
-    "a batch sampler of changing length": lambda: {"batch_sampler": Lengths()},
-    "a list": lambda: {"batch_size": 2, "sampler": [3, 1, 4, 1, 5, 9, 2, 6]},
-    "batches that can be read once": lambda: {"batch_sampler": Once()},
-    "no batches": lambda: {"batch_size": None, "sampler": RandomSampler(range(SAMPLES))},
-    "no batches, own order": lambda: {"batch_size": None, "shuffle": True},
-    "drop_last": lambda: {"batch_size": 4, "shuffle": True, "drop_last": True},
-    "in order": lambda: {"batch_size": 4},
-}
-
-
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_every_sampler_resumes_and_has_another_order_in_each_epoch(kind: str) -> None:
-    loader = ResumableDataLoader(Augmented(), **SAMPLERS[kind]())
-    epochs: list[list[Tensor]] = []
-    states: list[dict[str, Any]] = []
-    for _ in range(3):
-        epochs.append([])
-        for batch in loader:
-            epochs[-1].append(batch)
-            states.append(loader.state_dict())
-    if kind not in ("SequentialSampler", "a list", "in order"):
-        assert not all(torch.equal(one[..., 0], two[..., 0]) for one, two in zip(*epochs[:2]))
-    rest = [batch for epoch in epochs for batch in epoch]
-    for handed, state in enumerate(states, 1):
-        if handed % 5 == 2:
-            torch.manual_seed(handed)
-            random.seed(handed)
-            resumed = ResumableDataLoader(Augmented(), **SAMPLERS[kind]())
-            resumed.load_state_dict(state)
-            again = [batch for _ in range(resumed.epoch, 3) for batch in resumed]
-            assert are_equal(again, rest[handed:])
-
-
-def test_a_generator_that_a_sampler_holds_is_put_back() -> None:
-    generator = torch.Generator().manual_seed(7)
-    loader = ResumableDataLoader(Numbers(), sampler=RandomSampler(Numbers(), generator=generator))
-    before = generator.get_state()
-    list(loader)
-    assert torch.equal(generator.get_state(), before)
-    assert generator.initial_seed() == 7
-
-
-def test_an_endless_sampler_resumes_far_in() -> None:
-    loader = ResumableDataLoader(Numbers(SAMPLES), 3, sampler=Endless())
-    iterator = iter(loader)
-    for _ in range(150):
-        next(iterator)
-    resumed = ResumableDataLoader(Numbers(SAMPLES), 3, sampler=Endless())
-    resumed.load_state_dict(loader.state_dict())
-    assert are_equal(list(itertools.islice(resumed, 100)), list(itertools.islice(iterator, 100)))
-
-
-class Own(Sampler[int]):
-    """Its order depends on what nobody else can know."""
-
-    def __init__(self, seed: int) -> None:
-        self.generator = random.Random(seed)
-
-    def __len__(self) -> int:
-        return 10
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.generator.sample(range(10), 10))
-
-
-def test_an_order_that_is_not_the_same_again_is_found_out() -> None:
-    loader = ResumableDataLoader(Numbers(), 4, sampler=Own(1))
-    next(iter(loader))
-    resumed = ResumableDataLoader(Numbers(), 4, sampler=Own(2))
-    resumed.load_state_dict(loader.state_dict())
-    with pytest.raises(StateDictMismatchError, match="the 1 batches before the checkpoint had other samples than Own"):
-        iter(resumed)
-    resumed.set_epoch(1)
-    assert len(list(resumed)) == 3
-
-
-def test_a_sampler_that_ends_early_is_found_out() -> None:
-    loader = ResumableDataLoader(Augmented(), batch_sampler=Lengths())
-    loader.set_epoch(3)
-    list(itertools.islice(loader, 6))
-    state = loader.state_dict()
-    state["epoch"] = 1
-    resumed = ResumableDataLoader(Augmented(), batch_sampler=Lengths())
-    resumed.load_state_dict(state)
-    with pytest.raises(StateDictMismatchError, match=r"Lengths gives 5 batches in epoch 1, .* saved after 6 of them"):
-        iter(resumed)
-
-
 def test_skipping_loads_nothing() -> None:
     loader = make()
     list(itertools.islice(loader, 4))
@@ -435,62 +267,6 @@ def test_skipping_loads_nothing() -> None:
     resumed.load_state_dict(loader.state_dict())
     assert [len(batch) for batch in resumed] == [5, 3]
     assert len(dataset.loaded) == 6
-
-
-MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
-    "batch size": ({"batch_size": 2, "shuffle": True}, r"batch_size 4, and this loader has 2\. .*set_epoch\(0\)"),
-    "length": ({"dataset": Numbers(9), "batch_size": 4, "shuffle": True}, "length of the dataset 10, .* has 9"),
-    "seed": ({"batch_size": 4, "shuffle": True, "seed": 1}, "seed 0, and this loader has 1"),
-    "order": ({"batch_size": 4}, "sampler 'EpochSampler', and this loader has 'SequentialSampler'"),
-    "sampler": ({"batch_size": 4, "sampler": RandomSampler(Numbers())}, "this loader has 'RandomSampler'"),
-    "drop_last": ({"batch_size": 4, "shuffle": True, "drop_last": True}, "drop_last False, and this loader has True"),
-}
-
-
-@pytest.mark.parametrize("what", MISMATCHES)
-def test_another_loader_is_refused_and_stays_as_it_is(what: str) -> None:
-    arguments, message = MISMATCHES[what]
-    loader = ResumableDataLoader(Numbers(), 4, True)
-    next(iter(loader))
-    other = ResumableDataLoader(**{"dataset": Numbers(), **arguments})
-    next(iter(other))
-    before = other.state_dict()
-    for refuse in (other.check_state_dict, other.load_state_dict):
-        with pytest.raises(StateDictMismatchError, match=message):
-            refuse(loader.state_dict())
-    assert other.state_dict() == before
-
-
-def test_a_sampler_of_another_length_is_refused() -> None:
-    loader = ResumableDataLoader(Numbers(), 2, sampler=SubsetRandomSampler([1, 2, 3, 4]))
-    other = ResumableDataLoader(Numbers(), 2, sampler=SubsetRandomSampler([1, 2]))
-    with pytest.raises(StateDictMismatchError, match="number of batches in an epoch 2, and this loader has 1"):
-        other.check_state_dict(loader.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": 2}, r"not a ResumableDataLoader's state of format 1 \(found: 2\)"),
-        ({"batch": 4}, "at batch 4 of 3"),
-        ({"batch": -1}, "batch -1, which is not a position"),
-        ({"epoch": 1.0}, "epoch 1.0, which is not a position"),
-    ],
-)
-def test_a_damaged_state_is_refused(change: dict[str, Any], message: str) -> None:
-    loader = ResumableDataLoader(Numbers(), 4)
-    with pytest.raises(StateDictMismatchError, match=message):
-        loader.check_state_dict({**loader.state_dict(), **change})
-
-
-def test_a_state_without_its_fields_is_refused() -> None:
-    loader = ResumableDataLoader(Numbers(), 4)
-    state = loader.state_dict()
-    del state["epoch"], state["seed"]
-    with pytest.raises(StateDictMismatchError, match="state has no epoch, seed"):
-        loader.load_state_dict(state)
-    with pytest.raises(StateDictMismatchError, match="found: 'list'"):
-        loader.load_state_dict([])  # type: ignore[arg-type]
 
 
 def test_it_is_a_dataloader_of_the_users_things() -> None:

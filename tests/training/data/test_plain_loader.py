@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from hfshard.training import ResumableDataLoader
 from hfshard.training.data.plain_loader import plain_loader
 from tests.training.data.loader_child import BATCHES, SAMPLES, make
-from tests.training.data.test_dataloader import FORK, PERSISTENT, are_equal, rng_states
+from tests.training.data.samples import FORK, PERSISTENT, are_equal, rng_states
 
 
 @pytest.fixture(scope="module")
