@@ -14,6 +14,9 @@ from torch.utils.data import (
 
 from hfshard.training import ResumableDataLoader
 
+FORK = {"num_workers": 2}
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+
 
 class Numbers(Dataset[int]):
     """Each sample is its index."""

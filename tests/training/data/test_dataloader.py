@@ -29,10 +29,8 @@ from hfshard.training.data.sampling import EpochSampler
 from hfshard.training.data.seeding import current_states, restore_states, seed_generators, seeds_for
 from tests.training import processes
 from tests.training.data.loader_child import BATCHES, EPOCHS, SAMPLES, Augmented, collate, make, run
-from tests.training.data.samples import Numbers, are_equal, as_lists, rng_states
+from tests.training.data.samples import FORK, PERSISTENT, Numbers, are_equal, as_lists, rng_states
 
-FORK = {"num_workers": 2}
-PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 ORDER_3_0 = [6, 1, 0, 7, 3, 2, 9, 8, 4, 5]
 ORDER_3_1 = [4, 6, 5, 1, 9, 2, 0, 3, 7, 8]
 SEEDS_3_0_0 = (3993345867895641443, 17049808036295242024, 2650945910)
