@@ -55,7 +55,7 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint) -> SaveReques
         options=replace(request.options, metadata=metadata),
         file_metadata=_without(file_metadata, _OWN_KEYS),
         total_parameters=index.total_parameters,
-        config=_config_of(checkpoint.directory),
+        config=_config_without_override(checkpoint.directory),
         model_files=_model_files_of(checkpoint.directory),
     )
     if checkpoint.pickles or plan_request(request).weight_map == index.weight_map:
@@ -63,7 +63,7 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint) -> SaveReques
     return replace(request, tensors={name: tensors[name] for name in guess_order(checkpoint)})
 
 
-def _config_of(directory: str) -> bytes | None:
+def _config_without_override(directory: str) -> bytes | None:
     """The config, without the weights that it may name while a commit is under way."""
     config = read_config(directory)
     return config if config is None or weights_override_of(config) is None else without_weights_override(config)
