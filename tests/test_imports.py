@@ -22,8 +22,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "": (
         "constants errors",
         "_util",
-        "storage state_dicts",
-        "planning hub",
+        "storage",
+        "hub",
+        "planning state_dicts",
         "saving loading",
         "pretrained resharding",
         "save load verify reshard",

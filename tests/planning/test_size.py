@@ -167,7 +167,7 @@ BAD_TYPES: list[object] = [
     ["5GB"],
     ("5GB",),
     {"max_shard_size": "5GB"},
-    object(),
+    pytest.param(object(), id="object"),
     Path("5GB"),
     numpy.float64(5e9),
     numpy.bool_(True),
