@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -133,6 +134,8 @@ def main() -> None:
             imported = importlib.import_module(module)
             if function:
                 getattr(imported, function)()
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            finalizer.atexit = False  # torch's, of what it has registered: no child needs to take that apart at its end
         gc.collect()
         gc.freeze()
         order = serve(control)
