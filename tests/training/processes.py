@@ -6,15 +6,18 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from tests import REPOSITORY
+
+Key = TypeVar("Key")
+Outcome = TypeVar("Outcome")
 
 PATIENCE_SECONDS = 120
 """A run takes a second; one that hangs is a failure with a name, and not a session that never ends."""
@@ -83,6 +86,29 @@ def _start(context: Any, process: Any) -> None:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+
+
+class Jobs(dict[Key, "Future[Outcome]"]):
+    """What tests want to have run, by their keys.
+
+    All of it begins at once, and runs on all cores while the tests look at it. Where the tests themselves run in
+    several processes, each of these lists all tests and does some: then a job begins when its test asks for it.
+
+    Args:
+        begin: Begins one.
+        wanted: The keys of all.
+    """
+
+    def __init__(self, begin: Callable[[Key], Future[Outcome]], wanted: Iterable[Key]) -> None:
+        super().__init__()
+        self._begin = begin
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            self.update({key: begin(key) for key in wanted})
+
+    def __missing__(self, key: Key) -> Future[Outcome]:
+        """Begin a job that is asked for."""
+        self[key] = self._begin(key)
+        return self[key]
 
 
 def pool() -> ThreadPoolExecutor:

@@ -79,7 +79,7 @@ ROLLED_BACK = (
 )  # fmt: skip
 """What could keep something of the steps that are to be forgotten."""
 
-Jobs = dict[tuple[str, str], Future[CaseOutcome]]
+Jobs = processes.Jobs[tuple[str, str], CaseOutcome]
 
 
 def _job(item: pytest.Item) -> tuple[str, str] | None:
@@ -91,14 +91,17 @@ def _job(item: pytest.Item) -> tuple[str, str] | None:
 
 @pytest.fixture(scope="module")
 def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
-    """Every case that a test of this session asks for, run on all cores while the tests look at them."""
+    """Every case that a test of this session asks for."""
     root = tmp_path_factory.mktemp("runs")
     wanted = dict.fromkeys(job for item in request.session.items if (job := _job(item)) is not None)
+    numbers = {job: number for number, job in enumerate(wanted)}
     with processes.pool() as pool:
-        yield {
-            (name, how): pool.submit(run_case, name, root / f"{number}-{name}", **HOW[how])
-            for number, (name, how) in enumerate(wanted)
-        }
+
+        def begin(job: tuple[str, str]) -> Future[CaseOutcome]:
+            name, how = job
+            return pool.submit(run_case, name, root / f"{numbers[job]}-{name}", **HOW[how])
+
+        yield processes.Jobs(begin, wanted)
         pool.shutdown(cancel_futures=True)
 
 

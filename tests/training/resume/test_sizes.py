@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ RNG_BYTES = 5056 + 624 * 8
 """torch's own state, and numpy's 624 words if they take eight bytes each."""
 SCHEDULED = [name for name in CASES if name.startswith("scheduler-")]
 OTHERS = ["optimizer-adamw-three-groups", "optimizer-own-master-weights", "ema-batch-norm-buffers", "autocast-scaler"]
-Sizes = dict[str, Future[list[int]]]
+Sizes = processes.Jobs[str, list[int]]
 """Of a case, after each cycle."""
 
 
@@ -61,7 +60,7 @@ def cycled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     chosen = [item for item in request.session.items if getattr(item, "originalname", "") == _CYCLED]
     names = [str(item.callspec.params["name"]) for item in chosen if isinstance(item, pytest.Function)]
     with processes.pool() as pool:
-        yield {name: pool.submit(sizes, name, folder / name) for name in names}
+        yield processes.Jobs(lambda name: pool.submit(sizes, name, folder / name), names)
         pool.shutdown(cancel_futures=True)
 
 
