@@ -41,7 +41,10 @@ class RemoteCommit:
         self, api: HfApi, repo_id: str, request: CommitRequest, tree: Callable[[str | None], RepoTree | None]
     ) -> None:
         """Keep the client, the repo, what to change, and a function that gives the files at a revision."""
-        self.api, self.repo_id, self.request, self._tree = api, repo_id, request, tree
+        self.api = api
+        self.repo_id = repo_id
+        self.request = request
+        self._tree = tree
         self.failures: tuple[type[Exception], ...] = (HfHubHTTPError, *transport_errors())
         self.upload_failures: tuple[type[Exception], ...] = (RuntimeError, *self.failures)  # huggingface_hub wraps them
 

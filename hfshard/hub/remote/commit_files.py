@@ -80,7 +80,11 @@ class CachedFiles:
     """The files of a commit as far as the cache holds them."""
 
     def __init__(self, cache: RepoCache, commit: str, repo_id: str, *, is_sure: bool, todo: str = "") -> None:
-        self.commit, self._cache, self._repo_id, self._is_sure, self._todo = commit, cache, repo_id, is_sure, todo
+        self.commit = commit
+        self._cache = cache
+        self._repo_id = repo_id
+        self._is_sure = is_sure
+        self._todo = todo
 
     def has(self, path: str, *, is_needed: bool = True) -> bool:
         """Whether the commit has a file, as far as the cache knows.

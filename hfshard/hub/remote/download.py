@@ -80,7 +80,9 @@ class _Downloader:
     def __init__(
         self, reader: HubReader, cache: RepoCache, *, force: bool, progress_callback: Callable[[int], object] | None
     ) -> None:
-        self.reader, self.cache, self.force = reader, cache, force
+        self.reader = reader
+        self.cache = cache
+        self.force = force
         self.progress_callback = progress_callback or (lambda count: None)
 
     def download(self, paths: list[str]) -> None:

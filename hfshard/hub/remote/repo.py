@@ -144,7 +144,9 @@ class HubRepo:
                 by_xet=by_xet, progress_callback=sent
             )
             if result.pr_url is not None:  # later commits go to the pull request that the first one opened
-                pr_url, revision, create_pr = result.pr_url, pr_revision(result.pr_url), False
+                pr_url = result.pr_url
+                revision = pr_revision(result.pr_url)
+                create_pr = False
             parent = result.commit
         assert result is not None
         return PushResult(result.commit, result.url, pr_url, sent_bytes=sent.count)

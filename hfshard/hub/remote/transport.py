@@ -27,7 +27,11 @@ _URL_TRIES: Final = 2
 """Failures in a row of a file's storage URLs, after which the file is requested as huggingface_hub does."""
 _LFS_JSON: Final = "application/vnd.git-lfs+json"
 _TRY_AGAIN: Final = (408, 429)
-_OK, _PARTIAL, _CLIENT_ERROR, _RANGE_REFUSED, _SERVER_ERROR = 200, 206, 400, 416, 500
+_OK: Final = 200
+_PARTIAL: Final = 206
+_CLIENT_ERROR: Final = 400
+_RANGE_REFUSED: Final = 416
+_SERVER_ERROR: Final = 500
 
 
 class TransferCancelledError(Exception):
@@ -89,7 +93,9 @@ class HubReader:
             token: A token, as in huggingface_hub.
             cancelled: Ends all transfers when it is set.
         """
-        self.repo_id, self.tree, self.token = repo_id, tree, token
+        self.repo_id = repo_id
+        self.tree = tree
+        self.token = token
         self.cancelled = cancelled or threading.Event()
         self._urls: dict[str, tuple[str, dict[str, str]]] = {}
         self._announced: dict[str, int] = {}
@@ -120,7 +126,9 @@ class HubReader:
             HubAccessError, HubNotFoundError, HubError: The server refuses.
             TransferCancelledError: The transfer was cancelled.
         """
-        at, retry, by_range = start, RetryPolicy(self.cancelled), True
+        at = start
+        retry = RetryPolicy(self.cancelled)
+        by_range = True
         failures: tuple[type[Exception], ...] = (_TryAgainError, *transport_errors())
         while at < end:
             retry.check()

@@ -135,7 +135,9 @@ class _Merging:
     """Puts the built scheduler's own objects where the saved state marks one as not stored."""
 
     def __init__(self, name: str, path: str, held: list[tuple[Any, dict[str, Any]]]) -> None:
-        self.name, self.path, self.held = name, path, held
+        self.name = name
+        self.path = path
+        self.held = held
 
     def merge(self, saved: Any, fresh: Any, at: str) -> Any:
         if isinstance(saved, NotStored):

@@ -42,7 +42,9 @@ def call_recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         return function(*args, **kwargs)
     while isinstance(function, partial):
         inner: partial[Any] = function
-        function, args, kwargs = inner.func, (*inner.args, *args), {**inner.keywords, **kwargs}
+        function = inner.func
+        args = (*inner.args, *args)
+        kwargs = {**inner.keywords, **kwargs}
     blocks = _blocks(function, args)
     before = StateBefore.of(blocks, (args, kwargs))
     second_run = SecondRun()
