@@ -82,7 +82,11 @@ def pull_checkpoint(
         ignore_patterns=_listed(ignore_patterns),
     )
     root = directory_of(repo_id)
-    snapshot = DirectoryHub.open(root).snapshot(revision) if root is not None else _download(repo_id, query, progress)
+    snapshot = (
+        DirectoryHub.open(root).snapshot(revision)
+        if root is not None
+        else _download_checkpoint(repo_id, query, progress)
+    )
     directory = os.path.join(snapshot, *query.path("").split("/"))
     try:
         with open_checkpoint(directory.rstrip("/"), variant=variant, verify=verify) as checkpoint:
@@ -105,7 +109,7 @@ def pull_checkpoint(
     return os.fspath(local_dir)
 
 
-def _download(repo_id: str, query: CheckpointQuery, progress: bool | None) -> str:
+def _download_checkpoint(repo_id: str, query: CheckpointQuery, progress: bool | None) -> str:
     """Download a checkpoint and the files beside it, and return the directory of the snapshot."""
     fetcher = Fetcher(repo_id, query, progress)
     resolver = partial(resolve_checkpoint, query=query)

@@ -116,11 +116,11 @@ def resolve_checkpoint(files: CommitFiles, query: CheckpointQuery) -> ResolvedCh
     directory = files.snapshot(query.subfolder.strip("/"))
     present = _small_files(files, query, known_missing)
     if not os.path.isfile(files.snapshot(path(CONFIG_NAME))):
-        guess = _find_weights(files, query, names, None, [])  # a guess: the config may name another
+        guess = _find_candidate(files, query, names, None, [])  # a guess: the config may name another
         files.download([*present, path(guess.name)] if guess is not None and guess.is_index else present)
     config = read_config(directory)
     files.download(present)
-    found = _find_weights(files, query, names, checked_weights_override(config, directory, names), known_missing)
+    found = _find_candidate(files, query, names, checked_weights_override(config, directory, names), known_missing)
     if query.needs_code and _has_own_code(config):
         present += files.code()
     if query.needs_code and not files.has(_CUSTOM_GENERATE, is_needed=False):
@@ -194,7 +194,7 @@ def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
     return size <= MAX_COMPANION_BYTES and not path.endswith(WEIGHTS_SUFFIXES)
 
 
-def _find_weights(
+def _find_candidate(
     files: CommitFiles, query: CheckpointQuery, names: WeightNames, override: str | None, known_missing: list[str]
 ) -> WeightsEntry | None:
     """The file by which the checkpoint is entered, if there is one; the candidates that are missing go to `absent`."""
