@@ -83,9 +83,7 @@ def pull_checkpoint(
     )
     root = directory_of(repo_id)
     snapshot = (
-        DirectoryHub.open(root).snapshot(revision)
-        if root is not None
-        else _download_checkpoint(repo_id, query, progress)
+        DirectoryHub.open(root).snapshot(revision) if root is not None else _fetch_snapshot(repo_id, query, progress)
     )
     directory = os.path.join(snapshot, *query.path("").split("/"))
     try:
@@ -109,7 +107,7 @@ def pull_checkpoint(
     return os.fspath(local_dir)
 
 
-def _download_checkpoint(repo_id: str, query: CheckpointQuery, progress: bool | None) -> str:
+def _fetch_snapshot(repo_id: str, query: CheckpointQuery, progress: bool | None) -> str:
     """Download a checkpoint and the files beside it, and return the directory of the snapshot."""
     fetcher = Fetcher(repo_id, query, progress)
     resolver = partial(resolve_checkpoint, query=query)
