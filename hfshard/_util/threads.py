@@ -11,11 +11,11 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
-def stoppable(progress_callback: Callable[[int], object] | None, stop: threading.Event) -> Callable[[int], None]:
-    """Wrap a progress callback so that the work that calls it ends early when `stop` is set."""
+def cancellable(progress_callback: Callable[[int], object] | None, cancelled: threading.Event) -> Callable[[int], None]:
+    """Wrap a progress callback so that the work that calls it ends early when `cancelled` is set."""
 
     def report(count_bytes: int) -> None:
-        if stop.is_set():
+        if cancelled.is_set():
             raise InterruptedError("another file failed, or Ctrl-C came")
         if progress_callback is not None:
             progress_callback(count_bytes)
@@ -31,12 +31,12 @@ def in_threads(
     Raises:
         The first error, in the order of the items.
     """
-    stop = threading.Event()
+    cancelled = threading.Event()
     with ThreadPoolExecutor(threads, thread_name_prefix="hfshard-hash") as pool:
-        futures = [pool.submit(work, item, stop) for item in items]
+        futures = [pool.submit(work, item, cancelled) for item in items]
         try:
             return [future.result() for future in futures]
         except BaseException:
-            stop.set()
+            cancelled.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise

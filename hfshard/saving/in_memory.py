@@ -47,6 +47,6 @@ def stream_request(request: SaveRequest) -> tuple[dict[str, ByteSource], Checkpo
 
 
 def _digest(
-    job: WriteJob, stop: threading.Event, progress_callback: Callable[[int], object]
+    job: WriteJob, cancelled: threading.Event, progress_callback: Callable[[int], object]
 ) -> tuple[FileDigest, bytes]:
-    return digest_shard(job, "sha256", progress_callback, stop)
+    return digest_shard(job, "sha256", progress_callback, cancelled)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Mapping
 
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import in_threads, stoppable
+from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
 from hfshard.storage.disk.safe_open import read_small
@@ -103,7 +103,7 @@ def check_checksums(
         )
     in_threads(
         lambda file, cancelled: shards[file].check_contents(
-            index.files[file], stoppable(progress_callback, cancelled), keep_cached=True
+            index.files[file], cancellable(progress_callback, cancelled), keep_cached=True
         ),
         sorted(shards, key=lambda file: -shards[file].size),
         FILES_AT_ONCE,

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import in_threads, stoppable
+from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError, IntegrityError, readable, remedy
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
@@ -114,7 +114,7 @@ class Verifier:
         self.files += names
         largest_first = sorted(names, key=lambda name: -_size(os.path.join(self.directory, name)))
         checked = in_threads(
-            lambda name, stop: self._check_file(name, index, digests, stoppable(progress_callback, stop)),
+            lambda name, cancelled: self._check_file(name, index, digests, cancellable(progress_callback, cancelled)),
             largest_first,
             FILES_AT_ONCE,
         )

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import stoppable
+from hfshard._util.threads import cancellable
 from hfshard.constants import FILES_AT_ONCE, FINGERPRINT_BYTES, FORMAT_VERSION, METADATA_KEY
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.disk.block_writer import BlockWriter
@@ -183,7 +183,7 @@ def digest_shard(
     Raises:
         InterruptedError: `cancelled` was set.
     """
-    tell = stoppable(progress_callback, cancelled)
+    tell = cancellable(progress_callback, cancelled)
     return _put_through(job, checksum, blank_header(job, checksum), lambda block: tell(len(block)))
 
 

@@ -72,7 +72,7 @@ def read_whole(one: VerifiedContents, progress: bool | None = None, hashes: Hash
 def _content(
     directory: str,
     item: tuple[str, FileDigest],
-    stop: Event,
+    cancelled: Event,
     *,
     hashes: Hashes,
     progress_callback: Callable[[int], object],
@@ -80,7 +80,7 @@ def _content(
     name, record = item
     path = os.path.join(directory, name)
     sha256 = _checked_sha256(path, directory, record, hashes) if name.endswith(SAFETENSORS_SUFFIX) else record.sha256
-    if stop.is_set():
+    if cancelled.is_set():
         raise InterruptedError("another file failed, or Ctrl-C came")
     progress_callback(record.size or 0)
     return FileSource(path, os.stat(path).st_size, sha256)

@@ -9,7 +9,7 @@ from functools import partial
 from threading import Event
 from typing import Final, TypeGuard
 
-from hfshard._util.threads import in_threads, stoppable
+from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, IntegrityError, InvalidArgumentError, UnsafePathError, remedy
 from hfshard.storage.disk.byte_source import sha256_of_reader
@@ -145,7 +145,7 @@ def _check_file(
             shard.check_size_and_fingerprint(record, with_fingerprint=True)
             _check_own_digests(shard, record)
             if is_full:
-                shard.check_contents(record, stoppable(progress_callback, stop), keep_cached=True)
+                shard.check_contents(record, cancellable(progress_callback, stop), keep_cached=True)
         finally:
             shard.close()
     except UnsafePathError as error:
