@@ -74,34 +74,45 @@ def test_table_of_a_run(made: Path, run: Run) -> None:
     ]
 
 
-def test_verified_run_in_json(root: Path, call: Call) -> None:
-    code, out, _ = call("checkpoints", root, "--verify", "--best", "loss", "--metric-mode", "max", "--format", "json")
-    assert code == 0
+def test_verified_run_in_json(made: Path, call: Call) -> None:
+    code, out, _ = call("checkpoints", made, "--verify", "--best", "loss", "--metric-mode", "max", "--format", "json")
     shown = json.loads(out)
-    assert shown["directory"] == str(root)
-    assert [(one["step"], one["save_number"], one["files"]) for one in shown["checkpoints"]] == [
-        (10, 1, 5), (20, 2, 16), (30, 3, 5)
-    ]  # fmt: skip
-    assert [one["metrics"] for one in shown["checkpoints"]] == [{"loss": 0.5}, {"loss": 0.25}, {"loss": "nan"}]
-    assert [one["is_best"] for one in shown["checkpoints"]] == [True, False, False]
-    assert [one["is_latest"] for one in shown["checkpoints"]] == [False, False, True]
-    assert all(one["is_verified"] and not one["is_damaged"] and one["problems"] == [] for one in shown["checkpoints"])
-    assert [one["size"] for one in shown["checkpoints"]] == [size_of(Path(one["path"])) for one in shown["checkpoints"]]
+    assert (code, shown["directory"]) == (0, str(made))
+    sizes = [size_of(Path(one["path"])) for one in shown["checkpoints"]]
+    expected = [
+        {"step": 10, "save_number": 1, "files": 5, "metrics": {"loss": 0.5}, "is_best": True, "is_latest": False},
+        {"step": 20, "save_number": 2, "files": 16, "metrics": {"loss": 0.25}, "is_best": False, "is_latest": False},
+        {"step": 30, "save_number": 3, "files": 5, "metrics": {"loss": "nan"}, "is_best": False, "is_latest": True},
+    ]
+    verified = {"is_verified": True, "is_damaged": False, "problems": []}
+    assert [{key: one[key] for key in (*expected[0], *verified, "size")} for one in shown["checkpoints"]] == [
+        {**one, **verified, "size": size} for one, size in zip(expected, sizes, strict=True)
+    ]
 
 
-def test_damage_is_shown_and_is_one(root: Path, call: Call) -> None:
+@pytest.fixture
+def damaged(root: Path) -> Path:
+    """The run without the manifest of step 20, and with a flipped bit in step 30."""
     (root / "checkpoint-00000020" / "checkpoint.json").unlink()
     flip_bit(root / "checkpoint-00000030" / "training_state.json", 200)
-    code, out, _ = call("checkpoints", root)  # a manifest that is gone costs nothing to see
+    return root
+
+
+def test_lost_manifest_is_shown_and_is_one(damaged: Path, call: Call) -> None:
+    code, out, _ = call("checkpoints", damaged)  # a manifest that is gone costs nothing to see
     assert code == 1
-    assert [line.split()[0] for line in out.splitlines()[1:4]] == ["10", "30", "20"]
-    assert out.splitlines()[2].endswith("latest")
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["10", "30", "20"]
+    assert lines[2].endswith("latest")
     assert out.count("DAMAGED") == 2
-    assert f"DAMAGED  {root}/checkpoint-00000020/checkpoint.json\n" in out
-    code, out, _ = call("checkpoints", root, "--verify")
+    assert f"DAMAGED  {damaged}/checkpoint-00000020/checkpoint.json\n" in out
+
+
+def test_damaged_byte_is_shown_by_verification_and_is_one(damaged: Path, call: Call) -> None:
+    code, out, _ = call("checkpoints", damaged, "--verify")
     assert code == 1
     assert out.splitlines()[1].endswith("whole, latest")
-    assert f"DAMAGED  {root}/checkpoint-00000030/training_state.json\n" in out
+    assert f"DAMAGED  {damaged}/checkpoint-00000030/training_state.json\n" in out
 
 
 def test_directories_without_a_run_are_one(root: Path, tmp_path: Path, call: Call) -> None:

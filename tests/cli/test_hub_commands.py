@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 import hfshard
 from hfshard.hub.directory.hub import DirectoryHub
@@ -57,25 +60,49 @@ def test_options_of_push_reach_the_commit(example: Path, tmp_path: Path, run: Ru
     assert commit.message == "Title"
 
 
-def test_revisions_are_listed_tagged_deleted_and_pruned(tmp_path: Path, run: Run) -> None:
+@dataclass(frozen=True, slots=True)
+class TwoRevisions:
+    """A directory hub with two commits."""
+
+    hub: Path
+    first: str
+    """The commit of `main`, with the tag v1."""
+    second: str
+    """The commit of `dev`."""
+
+
+@pytest.fixture
+def two_revisions(tmp_path: Path, run: Run) -> TwoRevisions:
+    """Push twice, and tag in between."""
     hub = tmp_path / "hub"
     run("push", save_example(tmp_path / "one"), hub)
-    first = DirectoryHub.open(hub).resolve()
     assert run("revisions", hub, "--tag", "v1", "main").returncode == 0
     run("push", save_example(tmp_path / "two", metadata={"note": "other"}), hub, "--revision", "dev")
+    opened = DirectoryHub.open(hub)
+    return TwoRevisions(hub, opened.resolve(), opened.resolve("dev"))
+
+
+def test_revisions_are_listed_with_their_tags(two_revisions: TwoRevisions, run: Run) -> None:
+    hub, first, second = two_revisions.hub, two_revisions.first, two_revisions.second
     shown = json.loads(run("revisions", hub, "--format", "json").stdout)["revisions"]
-    named = [(item["name"], item["kind"]) for item in shown[:3]]
-    assert named == [("main", "branch"), ("dev", "branch"), ("v1", "tag")]
-    second = next(item["commit"] for item in shown if item["name"] == "dev")
+    named = [(item["name"], item["kind"], item["commit"]) for item in shown[:3]]
+    assert named == [("main", "branch", first), ("dev", "branch", second), ("v1", "tag", first)]
     text = run("revisions", hub).stdout
     assert text.startswith("name")
     assert first[:12] in text
+
+
+def test_deleted_revision_is_gone_once_it_is_pruned(two_revisions: TwoRevisions, run: Run) -> None:
+    hub = two_revisions.hub
     assert run("revisions", hub, "--delete", "dev").returncode == 0
     assert run("revisions", hub, "--prune").returncode == 0
     left = json.loads(run("revisions", hub, "--format", "json").stdout)["revisions"]
-    assert {item["commit"] for item in left} == {first}
-    assert second not in os.listdir(hub / "snapshots")
-    refused = run("revisions", hub, "--delete", "main")
+    assert {item["commit"] for item in left} == {two_revisions.first}
+    assert two_revisions.second not in os.listdir(hub / "snapshots")
+
+
+def test_main_is_not_deleted(two_revisions: TwoRevisions, run: Run) -> None:
+    refused = run("revisions", two_revisions.hub, "--delete", "main")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert refused.stderr.startswith("hfshard: 'main' is what ")
 

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -49,36 +50,63 @@ def weights_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """What the header of a file says of it, and how long the file is."""
+
+    name: str
+    tensors: list[str]
+    header_bytes: int
+    size: int
+
+    @classmethod
+    def read(cls, path: Path) -> WeightFile:
+        """Read it without the package."""
+        raw = path.read_bytes()
+        header_bytes = 8 + int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8:header_bytes])
+        header.pop("__metadata__")
+        return cls(path.name, list(header), header_bytes, len(raw))
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the tensors' bytes begin at a page."""
+        return self.header_bytes % 4096 == 0
+
+    def fits(self, limit: int) -> bool:
+        """Whether it is not over the limit, or holds but one tensor."""
+        return self.size <= limit or len(self.tensors) <= 1
+
+
+def index_on_disk(folder: Path) -> tuple[int, dict[str, str]] | None:
+    """The total size and the file of each tensor, as the index file has them; None where there is no such file."""
+    path = folder / "model.safetensors.index.json"
+    if not path.exists():
+        return None
+    index = json.loads(path.read_text("utf-8"))
+    return index["metadata"]["total_size"], index["weight_map"]
+
+
 @SETTINGS
 @given(state_dicts(), LIMITS, PACKINGS)
 def test_every_name_lies_in_exactly_one_file_and_no_file_is_over_the_limit(
     sample: Sample, limit: int, packing: Packing
 ) -> None:
     with saved(sample, limit, packing) as (folder, index):
+        files = [WeightFile.read(path) for path in weights_in(folder)]
         places: dict[str, list[str]] = {}
-        data_bytes = 0
-        for file in weights_in(folder):
-            raw = file.read_bytes()
-            header_bytes = int.from_bytes(raw[:8], "little")
-            assert (8 + header_bytes) % 4096 == 0
-            header = json.loads(raw[8 : 8 + header_bytes])
-            header.pop("__metadata__")
-            for name in header:
+        for file in files:
+            for name in file.tensors:
                 places.setdefault(name, []).append(file.name)
-            assert len(raw) <= limit or len(header) <= 1
-            assert header or not sample.state_dict
-            data_bytes += len(raw) - 8 - header_bytes
         assert {name: [file] for name, file in index.weight_map.items()} == places
-        assert set(index.weight_map) | set(index.tied_names) == set(sample.state_dict)
-        assert not set(index.weight_map) & set(index.tied_names)
+        # What is not stored is tied to what is: together they are all names, each once.
+        assert sorted([*index.weight_map, *index.tied_names]) == sorted(sample.state_dict)
+        assert [file for file in files if not file.is_aligned or not file.fits(limit)] == []
+        assert [file for file in files if not file.tensors and sample.state_dict] == []
         stored = sum(len(bytes_of(sample.state_dict[name])) for name in index.weight_map)
-        assert index.total_size == stored == data_bytes
-        index_file = folder / "model.safetensors.index.json"
-        assert index_file.exists() == (len(weights_in(folder)) > 1)
-        if index_file.exists():
-            on_disk = json.loads(index_file.read_text("utf-8"))
-            assert on_disk["metadata"]["total_size"] == stored
-            assert on_disk["weight_map"] == index.weight_map
+        data_bytes = sum(file.size - file.header_bytes for file in files)
+        assert (index.total_size, data_bytes) == (stored, stored)
+        assert index_on_disk(folder) == ((stored, index.weight_map) if len(files) > 1 else None)
 
 
 @SETTINGS
@@ -154,11 +182,7 @@ def test_complex_of_other_widths_comes_back_though_the_format_lacks_it(
         loaded = hfshard.load_state_dict(folder, verify="full")
         for name, tensor in sample.state_dict.items():
             assert_same(loaded[name], tensor, name)
-        for file in weights_in(folder):
-            raw = file.read_bytes()
-            header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-            header.pop("__metadata__")
-            assert len(raw) <= limit or len(header) <= 1
+        assert [path.name for path in weights_in(folder) if not WeightFile.read(path).fits(limit)] == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 
 from hfshard.errors import CheckpointNotFoundError, HfshardError, HubNotFoundError, InvalidArgumentError
 from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.repo_tree import PushResult
 from hfshard.storage.format.integrity import Checksum
 from hfshard.training import CheckpointManager, TrainingState
 from tests.hub.models import contents
@@ -77,22 +79,61 @@ def titles(hub: str | Path, revision: str = "main") -> list[str]:
     return found
 
 
-@pytest.mark.compat
-def test_run_goes_to_a_directory_hub_and_resumes_from_any_of_its_commits(
-    tmp_path: Path, losses: list[torch.Tensor]
-) -> None:
-    hub = tmp_path / "srv" / "a hub@home"
-    with CheckpointManager(tmp_path / "run") as manager:
+@dataclass(frozen=True, slots=True)
+class PushedRun:
+    """A run of three checkpoints, a directory hub that has them, and what the pushes gave."""
+
+    run: Path
+    hub: Path
+    first: list[PushResult]
+    """Of all checkpoints."""
+    again: list[PushResult]
+    """Of all of them once more."""
+    latest: PushResult
+    """Of the latest one, which the hub has."""
+    old: PushResult
+    """Of the first one to the branch `old`."""
+
+
+@pytest.fixture(scope="module")
+def pushed_run(tmp_path_factory: pytest.TempPathFactory) -> PushedRun:
+    """Train, save and push; the tests only read it."""
+    root = tmp_path_factory.mktemp("pushed")
+    hub = root / "srv" / "a hub@home"
+    with CheckpointManager(root / "run") as manager:
         trained(manager, 3)
-        pushed = manager.push(hub, "all")
-        assert [one.is_new for one in pushed] == [True, True, True]
-        assert titles(hub) == ["Checkpoint at step 1", "Checkpoint at step 2", "Checkpoint at step 3"]
-        assert manager.push(hub, "all") == []
-        assert manager.push(hub).is_new is False
-        assert manager.push(hub, 1, revision="old").is_new
-    for step, one in enumerate(pushed, 1):
-        assert contents(Path(one.url)) == contents(tmp_path / "run" / f"checkpoint-{step:08d}")
-        assert resumed(tmp_path, f"{hub}@{one.commit}", losses) == step
+        return PushedRun(
+            root / "run",
+            hub,
+            first=manager.push(hub, "all"),
+            again=manager.push(hub, "all"),
+            latest=manager.push(hub),
+            old=manager.push(hub, 1, revision="old"),
+        )
+
+
+@pytest.mark.compat
+def test_run_goes_to_a_directory_hub_once(pushed_run: PushedRun) -> None:
+    assert [one.is_new for one in pushed_run.first] == [True, True, True]
+    assert titles(pushed_run.hub) == ["Checkpoint at step 1", "Checkpoint at step 2", "Checkpoint at step 3"]
+    assert pushed_run.again == []
+    assert (pushed_run.latest.is_new, pushed_run.old.is_new) == (False, True)
+
+
+@pytest.mark.compat
+def test_run_resumes_from_any_commit_of_a_directory_hub(
+    pushed_run: PushedRun, tmp_path: Path, losses: list[torch.Tensor]
+) -> None:
+    for step, one in enumerate(pushed_run.first, 1):
+        assert contents(Path(one.url)) == contents(pushed_run.run / f"checkpoint-{step:08d}")
+        assert resumed(tmp_path, f"{pushed_run.hub}@{one.commit}", losses) == step
+
+
+@pytest.mark.compat
+def test_run_resumes_from_a_branch_of_a_directory_hub(
+    pushed_run: PushedRun, tmp_path: Path, losses: list[torch.Tensor]
+) -> None:
+    hub = pushed_run.hub
     assert resumed(tmp_path, hub, losses) == 3
     assert resumed(tmp_path, f"{hub}@old", losses) == 1
     assert resumed(tmp_path, f"file://{str(hub).replace(' ', '%20')}@old", losses) == 1
