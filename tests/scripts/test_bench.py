@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -40,40 +43,77 @@ def place(tmp_path: Path) -> list[str]:
     return [*arguments, "--params", "tiny", "--rounds", "1"]
 
 
-def test_a_run_writes_a_table_with_all_columns_for_each_question(
-    tmp_path: Path, place: list[str], child_environment: dict[str, str]
-) -> None:
-    run(["save", "verify", "--main-peers", *place], child_environment)
-    assert list((tmp_path / "data").iterdir()) == []
-    written = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
-    targets, machine, save, cold, warm = tables(written)
-    assert targets[0] == ["target", "measured", "met", "model"]
-    assert [row[0] for row in machine[2:8]] == ["CPU", "memory", "kernel", "file system", "disk", "Python"]
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory, child_environment: dict[str, str]) -> Path:
+    """A directory of the results of save and verify, and of the data, if any is left; the tests only read it.
+
+    The run takes half a minute: of the workers of one test run, one measures, and the others wait for it.
+    """
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    directory = base / "measured"
+    with open(base / "measured.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            made = Path(tempfile.mkdtemp(dir=base))
+            (made / "data").mkdir()
+            where = ["--directory", str(made / "data"), "--out", str(made / "RESULTS.md")]
+            run(["save", "verify", "--main-peers", *where, "--params", "tiny", "--rounds", "1"], child_environment)
+            made.rename(directory)  # only now, so that nobody takes half a run for one
+    return directory
+
+
+def test_a_run_writes_a_table_with_all_columns_for_each_question(measured: Path) -> None:
+    tables_written = tables((measured / "RESULTS.md").read_text(encoding="utf-8"))
     ends = ["CPU s", "peak MiB", "MB read", "MB written", "rounds"]
-    assert save[0] == ["", "s (min–max)", "× transformers", "× the limit", *ends]
-    assert [row[0].split()[0] for row in save[2:6]] == ["transformers", "hfshard,", "hfshard,", "hfshard,"]
-    assert cold[0] == ["", "s (min–max)", "× the plain loop", "× the limit", *ends]
-    assert warm[0] == ["", "s (min–max)", "× the plain loop", *ends]
-    for table in (save, cold, warm):
+    targets, _, *of_questions = [table[0] for table in tables_written]
+    assert targets == ["target", "measured", "met", "model"]
+    assert of_questions == [
+        ["", "s (min–max)", "× transformers", "× the limit", *ends],
+        ["", "s (min–max)", "× the plain loop", "× the limit", *ends],
+        ["", "s (min–max)", "× the plain loop", *ends],
+    ]
+    for table in tables_written[2:]:
         assert {len(row) for row in table} == {len(table[0])}
-    figures = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    [ours] = figures["save"]["peers"]["hfshard sha256"]["runs"]
+
+
+def test_a_run_tells_the_machine_and_the_main_peers(measured: Path) -> None:
+    _, machine, save, _, _ = tables((measured / "RESULTS.md").read_text(encoding="utf-8"))
+    assert [row[0] for row in machine[2:8]] == ["CPU", "memory", "kernel", "file system", "disk", "Python"]
+    assert [row[0].split()[0] for row in save[2:6]] == ["transformers", "hfshard,", "hfshard,", "hfshard,"]
+
+
+def test_a_run_leaves_no_data(measured: Path) -> None:
+    assert list((measured / "data").iterdir()) == []
+
+
+def test_raw_figures_count_the_bytes_and_the_pages_that_were_dropped(measured: Path) -> None:
+    figures = json.loads((measured / "results.json").read_text(encoding="utf-8"))
     # 2 bytes for each of 2,000 x 128 of the embedding, of 147,712 in each of 2 layers, and of 128 in the last norm.
     assert figures["save"]["bytes"] == 1_103_104
+    [ours] = figures["save"]["peers"]["hfshard sha256"]["runs"]
     assert ours["written"] >= 1_103_104
     assert ours["result"]["bytes"] >= 1_103_104
     [cold_run] = figures["verify"]["peers"]["hfshard sha256/cold"]["runs"]
     assert cold_run["resident"] == 0.0
 
-    # One question alone replaces its section only, and the rest is as it was.
+
+def test_one_question_alone_replaces_its_section_only(
+    measured: Path, tmp_path: Path, place: list[str], child_environment: dict[str, str]
+) -> None:
+    for name in ("RESULTS.md", "results.json"):
+        shutil.copy(measured / name, tmp_path)
+    written = (measured / "RESULTS.md").read_text(encoding="utf-8")
     run(["plan", *place], child_environment)
     again = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
-    assert "\n## Plan\n" in again
-    assert "\n## Plan\n" not in written
-    assert tables(again)[1:-1] == [machine, save, cold, warm]
+    assert ("\n## Plan\n" in written, "\n## Plan\n" in again) == (False, True)
+    assert tables(again)[1:-1] == tables(written)[1:]
     printed = run(["--readme", "--out", str(tmp_path / "RESULTS.md")], child_environment).stdout.splitlines()
-    assert printed[0] == "<!-- measured: python scripts/bench/run.py --readme -->"
-    assert printed[-1] == "<!-- /measured -->"
+    assert (printed[0], printed[-1]) == (
+        "<!-- measured: python scripts/bench/run.py --readme -->",
+        "<!-- /measured -->",
+    )
     assert [row[0] for row in tables("\n".join(printed))[0][2:]] == [
         "save, sha256 of every file, flushed to disk",
         "save, no checksum, flushed to disk",
