@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.hub.models import saved
 from tests.hub.pull.pull_hub import PullHub, cached
+from tests.hub.server_fixture import Outcome, new_repo_id
 from tests.hubserver.hub_server import Fault
 
 pytestmark = pytest.mark.compat
@@ -94,33 +97,65 @@ def test_index_that_names_a_shard_that_is_not_there(hub: PullHub, repo: str, wei
     assert hub.kinds()["storage_get"] == 0
 
 
-@pytest.mark.parametrize("how", ["offline", "local only"])
-def test_incomplete_cache_is_told_by_name(how: str, hub: PullHub, repo: str, weights: Path, tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Lack:
+    """Loads that may not download: from an empty cache, and from one that lacks a shard; and one that may."""
+
+    repo: str
+    cache: Path
+    empty: Outcome
+    a_part: Outcome
+    asked: int
+    """Requests of a load that may not download."""
+    repaired: Counter[str]
+    """Requests of the load that may download, by kind."""
+    words: tuple[str, str]
+    """Why nothing may be downloaded, and how to let it be."""
+
+
+@pytest.fixture(scope="module", params=["offline", "local only"])
+def lack(
+    request: pytest.FixtureRequest, module_hub: PullHub, weights: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Lack:
+    """An incomplete cache, and a load that may not download."""
+    hub, repo, cache = module_hub, new_repo_id(), tmp_path_factory.mktemp("lack")
+    options: dict[str, object] = {"local_files_only": True}
+    words = ("local_files_only=True allows no download", "without local_files_only")
+    if request.param == "offline":
+        options = {"settings": OFFLINE, "environment": {"HF_HUB_OFFLINE": "1"}}
+        words = ("offline mode is on (HF_HUB_OFFLINE)", "with HF_HUB_OFFLINE unset")
     hub.publish(repo, weights)
-    options: dict[str, object] = (
-        {"settings": OFFLINE, "environment": {"HF_HUB_OFFLINE": "1"}}
-        if how == "offline"
-        else {"local_files_only": True}
-    )
-
-    nothing = hub.refused("load", repo, tmp_path, **options)
-    hub.call("load", repo, tmp_path)
-    link = next(path for path in cached(tmp_path, repo, "snapshots") if path.name.startswith("model-00004"))
+    empty = hub.refused("load", repo, cache, **options)
+    hub.call("load", repo, cache)
+    link = next(path for path in cached(cache, repo, "snapshots") if path.name.startswith("model-00004"))
     link.resolve().unlink()
-    a_part = hub.refused("load", repo, tmp_path, **options)
+    a_part = hub.refused("load", repo, cache, **options)
+    asked = hub.server.count()
+    hub.call("load", repo, cache)
+    return Lack(repo, cache, empty, a_part, asked, hub.kinds(), words)
 
-    assert nothing.error == a_part.error == "CheckpointNotFoundError"
-    assert f"'{repo}' at revision 'main' is not in the cache '{tmp_path}'" in nothing.message
-    assert "it lacks 'model-00004-of-00009.safetensors'" in a_part.message
-    assert f"'{repo}' (commit " in a_part.message
-    for outcome in (nothing, a_part):
-        what = "offline mode is on (HF_HUB_OFFLINE)" if how == "offline" else "local_files_only=True allows no download"
-        assert what in outcome.message
-        todo = "with HF_HUB_OFFLINE unset" if how == "offline" else "without local_files_only"
-        assert f"Run it once {todo}; to see the files of the repo, run: hf models ls {repo}" in outcome.message
-    assert hub.server.count() == 0
-    hub.call("load", repo, tmp_path)
-    assert hub.kinds() == {"info": 1, "lfs_batch": 1, "storage_get": 1}
+
+def test_empty_cache_is_told_by_name(lack: Lack) -> None:
+    assert lack.empty.error == "CheckpointNotFoundError"
+    assert f"'{lack.repo}' at revision 'main' is not in the cache '{lack.cache}'" in lack.empty.message
+
+
+def test_shard_that_the_cache_lacks_is_told_by_name(lack: Lack) -> None:
+    assert lack.a_part.error == "CheckpointNotFoundError"
+    assert "it lacks 'model-00004-of-00009.safetensors'" in lack.a_part.message
+    assert f"'{lack.repo}' (commit " in lack.a_part.message
+
+
+def test_incomplete_cache_says_why_nothing_is_downloaded_and_what_to_do(lack: Lack) -> None:
+    why, todo = lack.words
+    for outcome in (lack.empty, lack.a_part):
+        assert why in outcome.message
+        assert f"Run it once {todo}; to see the files of the repo, run: hf models ls {lack.repo}" in outcome.message
+
+
+def test_hub_is_asked_only_for_what_an_incomplete_cache_lacks_and_only_where_it_may_be(lack: Lack) -> None:
+    assert lack.asked == 0
+    assert lack.repaired == {"info": 1, "lfs_batch": 1, "storage_get": 1}
 
 
 def test_offline_variable_is_obeyed_by_a_process_of_its_own(

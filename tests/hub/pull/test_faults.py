@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.hub.models import files_of, saved
 from tests.hub.pull.pull_hub import PullHub, cached
-from tests.hub.server_fixture import Outcome
-from tests.hubserver.hub_server import Fault
+from tests.hub.server_fixture import Outcome, new_repo_id
+from tests.hubserver.hub_server import Fault, Request
 
 pytestmark = pytest.mark.compat
 SHARDS = 5
@@ -50,36 +51,66 @@ def faults_for(match: str) -> dict[str, list[Fault]]:
     }
 
 
-def test_pull_completes_through_every_fault_and_fetches_nothing_twice(
-    hub: PullHub, repo: str, weights: Path, tmp_path: Path
-) -> None:
+@dataclass(frozen=True)
+class Disturbed:
+    """A pull through a fault."""
+
+    outcome: Outcome
+    requests: list[Request]
+    weights_down: int
+
+    def count(self, kind: str) -> int:
+        """Count its requests of one kind."""
+        return [request.kind for request in self.requests].count(kind)
+
+
+@pytest.fixture(scope="module")
+def disturbed(module_hub: PullHub, weights: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Disturbed]:
+    """Name of what goes wrong -> a pull through it."""
+    hub, root = module_hub, tmp_path_factory.mktemp("disturbed")
+    hub.server.clear_log()
     # All at once: each waits for itself.
-    size, names = size_of(weights), list(faults_for(""))
-    tasks = {}
-    for number, name in enumerate(names):
-        one = f"{repo}-{number}"
+    repos = {name: new_repo_id() for name in faults_for("")}
+    for name, one in repos.items():
         hub.publish(one, weights)
         for fault in faults_for(f"storage_get /{one}/" if name != "no batch" else f"lfs_batch /{one}.git/")[name]:
             hub.server.fail(fault)
-    for number, name in enumerate(names):
-        tasks[name] = hub.start("pull", f"{repo}-{number}", cache_dir=tmp_path / name)
+    tasks = {name: hub.start("pull", one, cache_dir=root / name) for name, one in repos.items()}
+    outcomes = {name: task.outcome() for name, task in tasks.items()}
+    return {name: Disturbed(outcomes[name], hub.requests_of(one), hub.weights_down(one)) for name, one in repos.items()}
 
-    outcomes: dict[str, Outcome] = {name: task.outcome() for name, task in tasks.items()}
 
-    for number, name in enumerate(names):
-        one, outcome = f"{repo}-{number}", outcomes[name]
-        assert outcome.error is None, f"{name}: {outcome.trace}"
-        assert size <= hub.weights_down(one) <= size * 1.05, name
-        pulled = files_of(Path(outcome.result))
-        assert {path: pulled[path] for path in files_of(weights)} == files_of(weights), name
-        hit = [request for request in hub.requests_of(one) if request.fault]
-        assert len(hit) == {"fin": 5, "rst": 5, "busy": 3, "limited": 1, "expired": 3, "truncated": 1}.get(name, 1)
-    assert outcomes["limited"].seconds >= 2
-    kinds = [request.kind for request in hub.requests_of(f"{repo}-{names.index('expired')}")]
-    assert kinds.count("lfs_batch") == 4  # one for all, and one for each that had expired
-    kinds = [request.kind for request in hub.requests_of(f"{repo}-{names.index('no batch')}")]
-    assert kinds.count("lfs_batch") == 1
-    assert kinds.count("resolve_get") == SHARDS + 3  # config, index and .gitattributes are not of LFS
+def test_pull_completes_through_every_fault(disturbed: dict[str, Disturbed], weights: Path) -> None:
+    expected = files_of(weights)
+    for name, one in disturbed.items():
+        assert one.outcome.error is None, f"{name}: {one.outcome.trace}"
+        pulled = files_of(Path(one.outcome.result))
+        assert {path: pulled[path] for path in expected} == expected, name
+
+
+def test_pull_fetches_nothing_twice_through_any_fault(disturbed: dict[str, Disturbed], weights: Path) -> None:
+    size = size_of(weights)
+    for name, one in disturbed.items():
+        assert size <= one.weights_down <= size * 1.05, name
+
+
+def test_every_fault_hits_as_often_as_it_should(disturbed: dict[str, Disturbed]) -> None:
+    hits = {name: sum(bool(request.fault) for request in one.requests) for name, one in disturbed.items()}
+    assert hits == {"fin": 5, "rst": 5, "busy": 3, "limited": 1, "expired": 3, "truncated": 1, "no batch": 1}
+
+
+def test_pull_waits_as_long_as_the_hub_asks(disturbed: dict[str, Disturbed]) -> None:
+    assert disturbed["limited"].outcome.seconds >= 2
+
+
+def test_expired_urls_are_asked_for_again_one_by_one(disturbed: dict[str, Disturbed]) -> None:
+    assert disturbed["expired"].count("lfs_batch") == 4  # one for all, and one for each that had expired
+
+
+def test_pull_resolves_each_shard_where_the_hub_has_no_batches(disturbed: dict[str, Disturbed]) -> None:
+    assert disturbed["no batch"].count("lfs_batch") == 1
+    # config, index and .gitattributes are not of LFS
+    assert disturbed["no batch"].count("resolve_get") == SHARDS + 3
 
 
 def test_killed_pull_goes_on_where_it_stopped(hub: PullHub, repo: str, weights: Path, tmp_path: Path) -> None:
@@ -107,26 +138,57 @@ def test_killed_pull_goes_on_where_it_stopped(hub: PullHub, repo: str, weights: 
     assert not [path for path in cached(tmp_path, repo) if path.name.endswith("incomplete")]
 
 
-def test_damaged_bytes_are_refused_and_only_that_shard_is_fetched_again(
-    hub: PullHub, repo: str, weights: Path, tmp_path: Path
-) -> None:
+DAMAGED = "model-00003-of-00005.safetensors"
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A pull that met one damaged shard, and the pull after the shard was mended."""
+
+    repo: str
+    endpoint: str
+    sha256: str
+    """Of the shard, as the Hub lists it."""
+    refused: Outcome
+    kept: list[str]
+    """Blobs in the cache after the refusal."""
+    directory: Path
+    storage_gets: int
+    weights_down: int
+    """Of the pull after the shard was mended, as above."""
+
+
+@pytest.fixture(scope="module")
+def damage(module_hub: PullHub, weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Damage:
+    """A shard is damaged, refused, mended and pulled again."""
+    hub, repo, cache = module_hub, new_repo_id(), tmp_path_factory.mktemp("damage")
     hub.publish(repo, weights)
-    shard = "model-00003-of-00005.safetensors"
-    entry = hub.view(repo).files()[shard]
-    hub.view(repo).corrupt(shard, at=1_000_000)
+    sha256 = hub.view(repo).files()[DAMAGED].sha256
+    hub.view(repo).corrupt(DAMAGED, at=1_000_000)
+    refused = hub.refused("pull", repo, cache_dir=cache)
+    kept = [path.name for path in cached(cache, repo)]
+    hub.view(repo).mend(DAMAGED, (weights / DAMAGED).read_bytes())
+    directory = Path(hub.call("pull", repo, cache_dir=cache))
+    gets, down = hub.kinds()["storage_get"], hub.weights_down(repo)
+    return Damage(repo, hub.server.endpoint, sha256, refused, kept, directory, gets, down)
 
-    outcome = hub.refused("pull", repo, cache_dir=tmp_path)
 
-    assert outcome.error == "IntegrityError"
-    assert f"'{shard}' of '{repo}' arrived damaged: its sha256 is " in outcome.message
-    assert f"and the Hub lists {entry.sha256} ({hub.server.endpoint}/{repo}/resolve/" in outcome.message
-    assert len(cached(tmp_path, repo)) == SHARDS - 1 + 2  # the whole shards, config and index
-    assert not [path for path in cached(tmp_path, repo) if path.name.startswith(entry.sha256)]
-    hub.view(repo).mend(shard, (weights / shard).read_bytes())
-    directory = hub.call("pull", repo, cache_dir=tmp_path)
-    assert hub.kinds()["storage_get"] == 1
-    assert hub.weights_down(repo) == (weights / shard).stat().st_size
-    assert files_of(Path(directory)).items() >= files_of(weights).items()
+def test_damaged_bytes_are_refused_with_both_hashes(damage: Damage) -> None:
+    assert damage.refused.error == "IntegrityError"
+    assert f"'{DAMAGED}' of '{damage.repo}' arrived damaged: its sha256 is " in damage.refused.message
+    listed = f"and the Hub lists {damage.sha256} ({damage.endpoint}/{damage.repo}/resolve/"
+    assert listed in damage.refused.message
+
+
+def test_cache_keeps_all_but_the_damaged_shard(damage: Damage) -> None:
+    assert len(damage.kept) == SHARDS - 1 + 2  # the whole shards, config and index
+    assert not [name for name in damage.kept if name.startswith(damage.sha256)]
+
+
+def test_only_the_damaged_shard_is_fetched_again(damage: Damage, weights: Path) -> None:
+    assert damage.storage_gets == 1
+    assert damage.weights_down == (weights / DAMAGED).stat().st_size
+    assert files_of(damage.directory).items() >= files_of(weights).items()
 
 
 def test_torn_remains_of_an_earlier_pull_are_fetched_again(

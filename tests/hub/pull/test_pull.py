@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import stat
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hfshard
 from tests.hub.models import digest_of, files_of, make_model, saved
 from tests.hub.pull.pull_hub import PullHub, cached
+from tests.hub.server_fixture import new_repo_id
 from tests.pretrained.load.test_custom_code import LAYERS, MODEL
 
 pytestmark = pytest.mark.compat
@@ -21,14 +24,52 @@ SHARD = 10_000
 """Bytes: the small model of 52,352 bytes of weights then has 9 shards."""
 
 
-@pytest.fixture
-def sharded(hub: PullHub, repo: str, tmp_path: Path) -> str:
-    """The commit of a repo with a small model of 9 shards."""
-    folder = saved(tmp_path / "saved", 1, SHARD)
+def publish_sharded(hub: PullHub, repo: str, folder: Path) -> str:
+    """Make a repo with a small model of 9 shards, a README and a tokenizer; gives the commit."""
+    saved(folder, 1, SHARD)
     assert len(list(folder.glob("*.safetensors"))) == 9
     (folder / "README.md").write_text("# A model\n")
     (folder / "tokenizer.json").write_text("{}\n")
     return hub.publish(repo, folder)
+
+
+@pytest.fixture
+def sharded(hub: PullHub, repo: str, tmp_path: Path) -> str:
+    """The commit of a repo with a small model of 9 shards."""
+    return publish_sharded(hub, repo, tmp_path / "saved")
+
+
+Loads = dict[str, tuple[dict[str, Any], Counter[str]]]
+"""Name -> what a load gives, and its requests by kind."""
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A repo of 9 shards, and a cache that has it."""
+
+    repo: str
+    commit: str
+    saved: Path
+    cache: Path
+    result: Any
+    """Of the call that filled the cache."""
+
+
+@pytest.fixture(scope="module")
+def loaded(module_hub: PullHub, tmp_path_factory: pytest.TempPathFactory) -> Pulled:
+    """A repo that was loaded once."""
+    root, repo = tmp_path_factory.mktemp("loaded"), new_repo_id()
+    commit = publish_sharded(module_hub, repo, root / "saved")
+    return Pulled(repo, commit, root / "saved", root / "cache", module_hub.call("load", repo, root / "cache"))
+
+
+@pytest.fixture(scope="module")
+def pulled(module_hub: PullHub, tmp_path_factory: pytest.TempPathFactory) -> Pulled:
+    """A repo of which all was pulled."""
+    root, repo = tmp_path_factory.mktemp("pulled"), new_repo_id()
+    commit = publish_sharded(module_hub, repo, root / "saved")
+    directory = module_hub.call("pull", repo, cache_dir=root / "cache")
+    return Pulled(repo, commit, root / "saved", root / "cache", Path(directory))
 
 
 def test_cold_load_takes_one_request_a_shard_and_four_more(
@@ -47,19 +88,25 @@ def test_cold_load_takes_one_request_a_shard_and_four_more(
     assert hub.server.count() >= 26  # of ours it were 13
 
 
-def test_warm_load_takes_one_request_and_none_for_a_commit(
-    hub: PullHub, repo: str, sharded: str, tmp_path: Path
-) -> None:
-    first = hub.call("load", repo, tmp_path / "cache")
-
-    assert hub.call("load", repo, tmp_path / "cache") == first
+def test_warm_load_takes_one_request(hub: PullHub, loaded: Pulled) -> None:
+    assert hub.call("load", loaded.repo, loaded.cache) == loaded.result
     assert hub.kinds() == {"info": 1}
-    assert hub.call("load", repo, tmp_path / "cache", revision=sharded) == first
+
+
+def test_warm_load_of_a_commit_takes_no_request(hub: PullHub, loaded: Pulled) -> None:
+    assert hub.call("load", loaded.repo, loaded.cache, revision=loaded.commit) == loaded.result
     assert hub.kinds() == {}
-    assert hub.call("load_auto", repo, tmp_path / "cache", revision=sharded)["digest"] == first["digest"]
+
+
+def test_warm_load_of_a_commit_by_an_auto_class_takes_no_request(hub: PullHub, loaded: Pulled) -> None:
+    auto = hub.call("load_auto", loaded.repo, loaded.cache, revision=loaded.commit)
+    assert auto["digest"] == loaded.result["digest"]
     assert hub.kinds() == {}
-    assert hub.call("load", repo, tmp_path / "cache", local_files_only=True) == first
-    assert hub.call("load", repo, tmp_path / "cache", settings={"HF_HUB_OFFLINE": True}) == first
+
+
+@pytest.mark.parametrize("options", [{"local_files_only": True}, {"settings": {"HF_HUB_OFFLINE": True}}], ids=str)
+def test_warm_load_without_the_network_takes_no_request(options: dict[str, Any], hub: PullHub, loaded: Pulled) -> None:
+    assert hub.call("load", loaded.repo, loaded.cache, **options) == loaded.result
     assert hub.kinds() == {}
 
 
@@ -76,20 +123,25 @@ def test_what_stock_pulled_is_loaded_without_a_download(
     assert hub.kinds() == {}
 
 
-def test_stock_finds_all_that_was_pulled(hub: PullHub, repo: str, sharded: str, tmp_path: Path) -> None:
-    directory = hub.call("pull", repo, cache_dir=tmp_path / "cache")
-    names = sorted(["README.md", ".gitattributes", *files_of(tmp_path / "saved")])
-    names = sorted(set(names))
-    assert Path(directory) == tmp_path / "cache" / ("models--" + repo.replace("/", "--")) / "snapshots" / sharded
-    assert sorted(files_of(Path(directory))) == names
+def test_pull_gives_the_snapshot_with_all_files_of_the_repo(pulled: Pulled) -> None:
+    folder = "models--" + pulled.repo.replace("/", "--")
+    assert pulled.result == pulled.cache / folder / "snapshots" / pulled.commit
+    assert files_of(pulled.result).keys() == {"README.md", ".gitattributes", *files_of(pulled.saved)}
 
-    assert hub.call("stock_snapshot", repo, tmp_path / "cache", local_files_only=True) == names
-    sizes = hub.call("stock_files", repo, tmp_path / "cache", names, local_files_only=True)
-    assert sizes == [(Path(directory) / name).stat().st_size for name in names]
+
+def test_stock_finds_all_files_that_were_pulled(hub: PullHub, pulled: Pulled) -> None:
+    names = sorted({"README.md", ".gitattributes", *files_of(pulled.saved)})
+
+    assert hub.call("stock_snapshot", pulled.repo, pulled.cache, local_files_only=True) == names
+    sizes = hub.call("stock_files", pulled.repo, pulled.cache, names, local_files_only=True)
+    assert sizes == [(pulled.result / name).stat().st_size for name in names]
     assert hub.kinds() == {}
-    theirs = hub.call("load_stock", repo, tmp_path / "cache", local_files_only=True)
+
+
+def test_stock_loads_what_was_pulled(hub: PullHub, pulled: Pulled) -> None:
+    theirs = hub.call("load_stock", pulled.repo, pulled.cache, local_files_only=True)
     assert hub.kinds() == {}
-    assert theirs == hub.call("load_stock", repo, tmp_path / "cache", revision=sharded)
+    assert theirs == hub.call("load_stock", pulled.repo, pulled.cache, revision=pulled.commit)
     assert hub.kinds().keys() <= OLD_STOCK_ASKS
 
 
@@ -166,29 +218,47 @@ def test_branch_tag_and_pull_request_are_pulled_by_name(hub: PullHub, repo: str,
     assert "extra.txt" in files_of(Path(hub.call("pull", repo, cache_dir=tmp_path / "cache", revision=pr)))
 
 
-def test_model_that_generates_takes_one_request_more(hub: PullHub, repo: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def generating(module_hub: PullHub, tmp_path_factory: pytest.TempPathFactory) -> Loads:
+    """Loads of a model that generates, one after the other: which one -> what came of it, and its requests."""
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
     )
     model: Any = LlamaForCausalLM(config)
     model.generation_config.update(do_sample=True, top_k=7)
-    model.save_pretrained(tmp_path / "saved")
-    commit = hub.publish(repo, tmp_path / "saved")
+    root, repo = tmp_path_factory.mktemp("generating"), new_repo_id()
+    model.save_pretrained(root / "saved")
+    commit = module_hub.publish(repo, root / "saved")
 
-    cold = hub.call("load_causal", repo, tmp_path / "cache")
+    def load(**options: Any) -> tuple[dict[str, Any], Counter[str]]:
+        return module_hub.call("load_causal", repo, root / "cache", **options), module_hub.kinds()
 
+    loads = {"cold": load(), "warm": load(), "commit": load(revision=commit)}
+    bare = module_hub.view(repo).commit({"generation_config.json": None}, "Generate by the defaults")
+    return loads | {"bare": load(), "bare commit": load(revision=bare)}
+
+
+def test_model_that_generates_takes_one_request_more(
+    generating: Loads,
+) -> None:
+    cold, requests = generating["cold"]
     assert cold["top_k"] == 7
-    assert hub.kinds() == {"info": 1, "lfs_batch": 1, "resolve_get": 2, "storage_get": 1}
-    assert hub.call("load_causal", repo, tmp_path / "cache") == cold
-    assert hub.kinds() == {"info": 1}
-    assert hub.call("load_causal", repo, tmp_path / "cache", revision=commit) == cold
-    assert hub.kinds() == {}
-    # Without a generation config, too, nobody asks for it twice.
-    bare = hub.view(repo).commit({"generation_config.json": None}, "Generate by the defaults")
-    hub.call("load_causal", repo, tmp_path / "cache")
-    assert hub.kinds() == {"info": 1}
-    hub.call("load_causal", repo, tmp_path / "cache", revision=bare)
-    assert hub.kinds() == {}
+    assert requests == {"info": 1, "lfs_batch": 1, "resolve_get": 2, "storage_get": 1}
+
+
+def test_model_that_generates_is_warm_like_any_other(
+    generating: Loads,
+) -> None:
+    cold, _ = generating["cold"]
+    assert generating["warm"] == (cold, {"info": 1})
+    assert generating["commit"] == (cold, {})
+
+
+def test_generation_config_that_is_missing_is_not_asked_for_twice(
+    generating: Loads,
+) -> None:
+    assert generating["bare"][1] == {"info": 1}
+    assert generating["bare commit"][1] == {}
 
 
 def test_code_of_the_repo_comes_with_the_commit(hub: PullHub, repo: str, tmp_path: Path) -> None:

@@ -16,6 +16,12 @@ def hub(request: pytest.FixtureRequest) -> Iterator[PushHub]:
     yield from shared(request, PushHub)
 
 
+@pytest.fixture(scope="module")
+def module_hub(request: pytest.FixtureRequest) -> Iterator[PushHub]:
+    """The same Hub, for what the tests of a module look at together."""
+    yield from shared(request, PushHub)
+
+
 @pytest.fixture
 def repo() -> str:
     """A name for a repo of this test alone; it does not exist yet."""

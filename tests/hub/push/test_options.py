@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.hub.models import contents, digest_of_seed, saved
 from tests.hub.push.push_hub import PushHub, differences
-from tests.hubserver.hub_server import Fault
+from tests.hub.server_fixture import new_repo_id
+from tests.hubserver.hub_server import Commit, Fault
 
 pytestmark = pytest.mark.compat
 
@@ -42,21 +45,52 @@ def test_tag_or_commit_as_revision_is_an_error_that_says_so(hub: PushHub, repo: 
     assert len(view.commits()) == 2 and set(view.branches) == {"main"}
 
 
-def test_pull_request_is_opened_and_pushed_to(hub: PushHub, repo: str, tmp_path: Path) -> None:
-    first, second = saved(tmp_path / "first", 1, FOUR), saved(tmp_path / "second", 2, SINGLE)
-    hub.server.create_repo(repo).commit({"README.md": b"# Mine"}, "readme")
-    opened = hub.push(first, repo, create_pr=True, commit_message="Please", commit_description="Why").result
-    assert opened["pr_url"].endswith(f"/{repo}/discussions/1")
-    assert hub.files(repo) == {"README.md"}
+@dataclass(frozen=True)
+class PullRequest:
+    """A pull request that a push opened and another one updated, and what was on the Hub after each."""
+
+    repo: str
+    opened: dict[str, Any]
+    main: set[str]
+    """Files of the main branch."""
+    first: Commit
+    wrong: list[dict[str, str]]
+    """After each push: file -> how it differs from the save and the README."""
+    pushed: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def pull_request(module_hub: PushHub, tmp_path_factory: pytest.TempPathFactory) -> PullRequest:
+    """A pull request with a commit of seed 1 and one of seed 2."""
+    hub, root, repo = module_hub, tmp_path_factory.mktemp("pull_request"), new_repo_id()
+    first = saved(root / "first", 1, FOUR)
+    second = saved(root / "second", 2, SINGLE)
     readme = {"README.md": b"# Mine"}
-    assert differences(hub, repo, contents(first) | readme, "refs/pr/1") == {}
+    hub.server.create_repo(repo).commit(dict(readme), "readme")
+    opened = hub.push(first, repo, create_pr=True, commit_message="Please", commit_description="Why").result
+    main = hub.files(repo)
+    wrong = [differences(hub, repo, contents(first) | readme, "refs/pr/1")]
     commit = hub.view(repo).commits("refs/pr/1")[0]
-    assert (commit.title, commit.description) == ("Please", "Why")
     pushed = hub.push(second, repo, revision="refs/pr/1").result
-    assert differences(hub, repo, contents(second) | readme, "refs/pr/1") == {}
-    assert pushed["commit"] == hub.view(repo).pull_requests[1]
-    assert hub.loads(repo, revision="refs/pr/1") == digest_of_seed(2)
-    model = hub.call("push_model", 3, repo, create_pr=True).result
+    wrong.append(differences(hub, repo, contents(second) | readme, "refs/pr/1"))
+    return PullRequest(repo, opened, main, commit, wrong, pushed)
+
+
+def test_pull_request_is_opened_and_main_stays(pull_request: PullRequest) -> None:
+    assert pull_request.opened["pr_url"].endswith(f"/{pull_request.repo}/discussions/1")
+    assert pull_request.main == {"README.md"}
+    assert pull_request.wrong[0] == {}
+    assert (pull_request.first.title, pull_request.first.description) == ("Please", "Why")
+
+
+def test_pull_request_is_pushed_to(hub: PushHub, pull_request: PullRequest) -> None:
+    assert pull_request.wrong[1] == {}
+    assert pull_request.pushed["commit"] == hub.view(pull_request.repo).pull_requests[1]
+    assert hub.loads(pull_request.repo, revision="refs/pr/1") == digest_of_seed(2)
+
+
+def test_model_is_pushed_as_the_next_pull_request(hub: PushHub, pull_request: PullRequest) -> None:
+    model = hub.call("push_model", 3, pull_request.repo, create_pr=True).result
     assert (model["pr_num"], model["pr_url"].rpartition("/")[2]) == (2, "2")
 
 

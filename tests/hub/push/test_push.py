@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.hub.models import contents, digest_of_seed, make_model, saved
 from tests.hub.push.push_hub import PushHub, differences
+from tests.hub.server_fixture import new_repo_id
 
 pytestmark = pytest.mark.compat
 
@@ -33,26 +37,67 @@ USERS_OWN = {
 }
 
 
-def test_each_push_leaves_exactly_the_last_save_and_the_users_own_files(
-    hub: PushHub, repo: str, tmp_path: Path
-) -> None:
-    own = USERS_OWN | {
-        name: raw for name, raw in contents(saved(tmp_path / "fp16", 9, FOUR, variant="fp16")).items() if "fp16" in name
-    }
-    assert len(own) == 8 + 5  # 4 shards and their index
+@dataclass(frozen=True)
+class Push:
+    """One push of several to a repo, and the repo right after it."""
+
+    wrong: dict[str, str]
+    """File -> how it differs from the user's own and the last save."""
+    files: int
+    digest: str
+    """Of what stock transformers loads."""
+    before: str
+    head: str
+    parents: tuple[str, ...]
+    result: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Pushes:
+    """Four pushes to a repo that has files of the user's own."""
+
+    repo: str
+    own: dict[str, bytes]
+    steps: list[Push]
+
+
+@pytest.fixture(scope="module")
+def pushes(module_hub: PushHub, tmp_path_factory: pytest.TempPathFactory) -> Pushes:
+    """Pushes of 1, 4, 9 and 1 shards, of the seeds 1, 2, 3 and 4."""
+    hub, root, repo = module_hub, tmp_path_factory.mktemp("pushes"), new_repo_id()
+    fp16 = contents(saved(root / "fp16", 9, FOUR, variant="fp16"))
+    own = USERS_OWN | {name: raw for name, raw in fp16.items() if "fp16" in name}
     view = hub.server.create_repo(repo)
     view.commit(dict(own), "mine")
-    for seed, limit, count in ((1, SINGLE, 1), (2, FOUR, 4 + 1), (3, MANY, 9 + 1), (4, SINGLE, 1)):
-        head = view.branches["main"]
-        folder = saved(tmp_path / f"save-{seed}", seed, limit)
-        done = hub.push(folder, repo).result
-        assert differences(hub, repo, own | contents(folder)) == {}
-        assert len(hub.files(repo)) == len(own) + 1 + count  # and config.json
-        assert hub.loads(repo) == digest_of_seed(seed)
-        assert view.commits()[0].parents == (head,)
-        assert (done["commit"], done["is_new"]) == (view.branches["main"], True)
-    assert hub.loads(repo, variant="fp16") == digest_of_seed(9)
-    assert [commit.title for commit in view.commits()] == ["Upload checkpoint"] * 4 + ["mine", "initial commit"]
+    steps = []
+    for seed, limit in ((1, SINGLE), (2, FOUR), (3, MANY), (4, SINGLE)):
+        before = view.branches["main"]
+        folder = saved(root / f"save-{seed}", seed, limit)
+        result = hub.push(folder, repo).result
+        wrong = differences(hub, repo, own | contents(folder))
+        parents = view.commits()[0].parents
+        steps.append(Push(wrong, len(hub.files(repo)), hub.loads(repo), before, view.branches["main"], parents, result))
+    return Pushes(repo, own, steps)
+
+
+def test_each_push_leaves_exactly_the_last_save_and_the_users_own_files(pushes: Pushes) -> None:
+    assert len(pushes.own) == 8 + 5  # 4 shards and their index
+    assert [step.wrong for step in pushes.steps] == [{}, {}, {}, {}]
+    weights = [1, 4 + 1, 9 + 1, 1]
+    assert [step.files for step in pushes.steps] == [13 + 1 + count for count in weights]  # and config.json
+
+
+def test_each_push_is_what_stock_transformers_loads(hub: PushHub, pushes: Pushes) -> None:
+    assert [step.digest for step in pushes.steps] == [digest_of_seed(seed) for seed in (1, 2, 3, 4)]
+    assert hub.loads(pushes.repo, variant="fp16") == digest_of_seed(9)
+
+
+def test_each_push_is_one_commit_on_the_head_before_it(hub: PushHub, pushes: Pushes) -> None:
+    assert [step.parents for step in pushes.steps] == [(step.before,) for step in pushes.steps]
+    told = [(step.result["commit"], step.result["is_new"]) for step in pushes.steps]
+    assert told == [(step.head, True) for step in pushes.steps]
+    titles = [commit.title for commit in hub.view(pushes.repo).commits()]
+    assert titles == ["Upload checkpoint"] * 4 + ["mine", "initial commit"]
 
 
 @pytest.mark.parametrize("limit", [SINGLE, FOUR])
@@ -150,21 +195,57 @@ def test_shards_that_only_change_their_names_are_not_sent_again(hub: PushHub, re
     assert hub.loads(repo) == digest_of_seed(1)
 
 
-def test_model_is_pushed_with_a_card_in_as_many_requests(hub: PushHub, repo: str, tmp_path: Path) -> None:
-    hub.call("push_model", 1, repo, max_shard_size=FOUR, tags=["mine"])
-    assert hub.server.count() == 5 + 2 * 4
-    readme = hub.view(repo).read("README.md")
-    assert b"library_name: transformers" in readme and b"tags:\n- mine\n" in readme
-    assert differences(hub, repo, contents(saved(tmp_path / "save", 1, FOUR)) | {"README.md": readme}) == {}
-    assert hub.loads(repo) == digest_of_seed(1)
-    hub.server.clear_log()
-    hub.call("push_model", 1, repo, max_shard_size=FOUR)
-    assert hub.kinds() == {"create_repo": 1, "info": 1}
-    # another tag is added to those that are there, and nothing else is sent
-    hub.call("push_model", 1, repo, max_shard_size=FOUR, tags="other")
-    assert b"tags:\n- mine\n- other\n" in hub.view(repo).read("README.md")
-    assert (hub.kinds()["lfs_put"], hub.kinds()["commit"]) == (0, 1)
-    assert len(hub.view(repo).commits()) == 3
+@dataclass(frozen=True)
+class ModelPush:
+    """One push of a model, and the repo right after it."""
+
+    requests: Counter[str]
+    readme: bytes
+    files: dict[str, bytes]
+    head: str
+    commits: int
+
+
+@pytest.fixture(scope="module")
+def model_pushes(module_hub: PushHub) -> tuple[str, list[ModelPush]]:
+    """A repo to which one model was pushed with a tag, then without one, then with another tag."""
+    hub, repo, pushes = module_hub, new_repo_id(), []
+    options: list[dict[str, Any]] = [{"tags": ["mine"]}, {}, {"tags": "other"}]
+    for one in options:
+        hub.server.clear_log()
+        hub.call("push_model", 1, repo, max_shard_size=FOUR, **one)
+        view = hub.view(repo)
+        files = {path: view.read(path) for path in hub.files(repo)}
+        pushes.append(ModelPush(hub.kinds(), view.read("README.md"), files, view.branches["main"], len(view.commits())))
+    return repo, pushes
+
+
+def test_model_is_pushed_with_a_card_in_as_many_requests(
+    model_pushes: tuple[str, list[ModelPush]], tmp_path: Path
+) -> None:
+    first = model_pushes[1][0]
+    assert first.requests.total() == 5 + 2 * 4
+    assert b"library_name: transformers" in first.readme
+    assert b"tags:\n- mine\n" in first.readme
+    assert first.files == contents(saved(tmp_path / "save", 1, FOUR)) | {"README.md": first.readme}
+
+
+def test_pushed_model_is_what_stock_transformers_loads(hub: PushHub, model_pushes: tuple[str, list[ModelPush]]) -> None:
+    repo, (first, _, _) = model_pushes
+    assert hub.loads(repo, revision=first.head) == digest_of_seed(1)
+
+
+def test_model_that_did_not_change_is_not_pushed_again(model_pushes: tuple[str, list[ModelPush]]) -> None:
+    assert model_pushes[1][1].requests == {"create_repo": 1, "info": 1}
+
+
+def test_another_tag_is_added_to_those_that_are_there_and_nothing_else_is_sent(
+    model_pushes: tuple[str, list[ModelPush]],
+) -> None:
+    third = model_pushes[1][2]
+    assert b"tags:\n- mine\n- other\n" in third.readme
+    assert (third.requests["lfs_put"], third.requests["commit"]) == (0, 1)
+    assert third.commits == 3
 
 
 def test_model_push_keeps_the_card_that_a_user_wrote(hub: PushHub, repo: str) -> None:
