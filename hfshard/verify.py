@@ -5,12 +5,8 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from hfshard._util.progress import bytes_bar
-from hfshard.constants import SAFETENSORS_SUFFIX
-from hfshard.errors import InvalidArgumentError
-from hfshard.storage.checkpoint.locate import weights_bytes
 from hfshard.storage.checkpoint.report import VerifyReport
-from hfshard.storage.checkpoint.verifier import Verifier
+from hfshard.storage.checkpoint.verifier import verify_directory
 from hfshard.storage.format.names import WeightNames
 
 
@@ -42,11 +38,5 @@ def verify_checkpoint(
         report = hfshard.verify_checkpoint("out")
         assert report.ok, report.problems
     """
-    if level not in ("structure", "full"):
-        raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
     directory = os.path.join(os.fspath(path), subfolder) if subfolder else os.fspath(path)
-    verifier = Verifier(directory, WeightNames(variant), level)
-    total = weights_bytes(directory, (SAFETENSORS_SUFFIX,)) if level == "full" else 0
-    with bytes_bar("Verifying", total, progress if total else False) as progress_callback:
-        verifier.run(progress_callback)
-    return verifier.report()
+    return verify_directory(directory, WeightNames(variant), level, progress)

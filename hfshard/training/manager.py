@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.pushing.request import PushOptions
-from hfshard.planning.size import parse_size
-from hfshard.storage.format.integrity import Checksum, check_checksum
+from hfshard.saving.options import SaveOptions
+from hfshard.storage.format.integrity import Checksum
 from hfshard.training.collecting import collect
 from hfshard.training.pushing.hubs import push_run
 from hfshard.training.pushing.pusher import BackgroundPusher
@@ -83,8 +83,7 @@ class CheckpointManager(RunReader):
             HubNotFoundError: `push_to_hub` can't be the name of a repository.
         """
         rotation = Rotation(max_to_keep, keep_best, metric_mode, keep_every)
-        parse_size(max_shard_size)
-        check_checksum(checksum)
+        SaveOptions(max_shard_size=max_shard_size, checksum=checksum)  # which checks both
         # Absolute, so that a run that changes its working directory goes on saving to the same place.
         self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
         self.max_to_keep = max_to_keep

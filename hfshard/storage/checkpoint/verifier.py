@@ -6,13 +6,20 @@ import os
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-from hfshard._util.progress import ProgressCallback
+from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
-from hfshard.errors import CheckpointNotFoundError, HfshardError, IntegrityError, readable, remedy
+from hfshard.errors import (
+    CheckpointNotFoundError,
+    HfshardError,
+    IntegrityError,
+    InvalidArgumentError,
+    readable,
+    remedy,
+)
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file, check_total
-from hfshard.storage.checkpoint.locate import directory_not_found, locate_checkpoint
+from hfshard.storage.checkpoint.locate import directory_not_found, locate_checkpoint, weights_bytes
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, check_tied_names
@@ -49,6 +56,22 @@ class _Findings:
         self.warnings += other.warnings
         self.checked_bytes += other.checked_bytes
         self.data_bytes += other.data_bytes
+
+
+def verify_directory(directory: str, names: WeightNames, level: str, progress: bool | None) -> VerifyReport:
+    """Check the checkpoint in a directory, with a bar on the way; see `hfshard.verify_checkpoint`.
+
+    Raises:
+        CheckpointNotFoundError: There is no such directory, or it holds no weights.
+        InvalidArgumentError: `level` is neither "structure" nor "full".
+    """
+    if level not in ("structure", "full"):
+        raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
+    verifier = Verifier(directory, names, level)
+    total = weights_bytes(directory, (SAFETENSORS_SUFFIX,)) if level == "full" else 0
+    with bytes_bar("Verifying", total, progress if total else False) as progress_callback:
+        verifier.run(progress_callback)
+    return verifier.report()
 
 
 class Verifier:
