@@ -112,7 +112,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "training.pushing": ("contents", "hubs", "pusher"),
     "training.recompute": ("block_state", "recomputation", "gradient_checkpointing"),
-    "training.restoring": ("modules", "restoration", "resume"),
+    "training.restoring": ("applying module_copy", "modules", "restoration", "resume"),
     "training.run": ("manifest background host_copy lock", "directory rotation writing", "finding"),
 }
 

@@ -160,6 +160,8 @@ class CheckpointManager(RunReader):
             restored = manager.restore(state, 1200)
             print(restored, restored.metrics, restored.extra)
 
+        With several ranks, every rank must call, for the same step; what one of them refuses changes nothing on any.
+
         Args:
             state: Built as for the run that was saved. It is changed, and so are the random number generators.
             step: Which checkpoint; None: the one that was saved last. Or one from elsewhere: the path of its directory;
@@ -178,8 +180,9 @@ class CheckpointManager(RunReader):
             HubError: It could not be downloaded from the Hub.
             DamagedCheckpointError: It is damaged. (Without `step`, damaged ones are passed over with a warning.)
             StateDictMismatchError: The state does not fit; the message says what differs, and what to do.
+            HfshardError: Another rank could not restore it.
         """
-        restored = resume(state, lambda: self._choose(step, verify, token), strict=strict)
+        restored = resume(state, lambda: self._choose(step, verify, token), step, strict=strict)
         if restored is None:
             raise CheckpointNotFoundError(
                 f"There is no checkpoint in '{self.root}'. Check the path, or train from the beginning.", path=self.root

@@ -49,6 +49,10 @@ class Ranks:
         torch.distributed.broadcast_object_list(box)
         return box[0]
 
+    def all_of(self, value: _Value) -> list[_Value]:
+        """Return the values of all ranks in order, on every rank. Every rank must call."""
+        return self.share(self.gather(value))
+
     def first(self, work: Callable[[], _Value]) -> _Value:
         """Call a function on the first rank, and return its result on every rank. Every rank must call.
 
@@ -76,7 +80,7 @@ class Ranks:
             HfshardError: Another rank has an error. A rank with an error of its own raises that.
         """
         if self.world_size > 1:
-            told = self.share(_first_of(self.gather(None if error is None else f"{type(error).__name__}: {error}")))
+            told = _first_of(self.all_of(None if error is None else f"{type(error).__name__}: {error}"))
             if error is None and told is not None:
                 rank, text = told
                 raise HfshardError(f"Rank {rank} of {self.world_size} failed, so all ranks stop: {text}")

@@ -1,11 +1,10 @@
-"""Loads that were planned and may still fail: then every part that was loaded before gets its old state back."""
+"""Loads that were planned and may still fail, and what puts back the state of a part that was loaded."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -72,56 +71,29 @@ class PendingLoad:
     """The part's."""
     load: Callable[[], None]
     undo: Callable[[], None] | None = None
-    """Puts the part back as it was, whether it was loaded or not; None where that is impossible (a model's weights)."""
+    """Puts the part back as it was, whether it was loaded or not; None for weights, of which that needs a copy."""
+    keep: Callable[[], Callable[[], None]] | None = None
+    """For weights: copies them, and returns what puts them back."""
+    may_refuse: bool = False
+    """For weights: whether a hook or a method of the user's own may refuse them."""
 
+    def run(self, directory: str, outcome: str = "Nothing was restored") -> None:
+        """Load.
 
-def load_all(objects: Sequence[StatefulLoad], pending_loads: Sequence[PendingLoad], directory: str) -> None:
-    """Load everything, or nothing.
+        Args:
+            directory: The checkpoint's, for messages.
+            outcome: What an error leaves behind, in words.
 
-    Parts of which no copy is kept, because they are large, come last: the largest object, and the models' weights.
-
-    Args:
-        objects: The user's own objects.
-        pending_loads: The checked loads; those of models have no undo.
-        directory: The checkpoint's, for messages.
-
-    Raises:
-        StateDictMismatchError: One refused.
-    """
-    undo: list[Callable[[], None]] = []
-    in_order = sorted(objects, key=lambda one: one.nbytes)
-    try:
-        for one in in_order[:-1]:
-            undo.append(partial(one.put_back, one.now()))
-            one.load()
-        for pending_load in pending_loads:
-            if pending_load.undo is not None:
-                undo.append(pending_load.undo)
-                _apply(pending_load, directory)
-        for one in in_order[-1:]:
-            one.load()
-    except BaseException:
-        for put_back in reversed(undo):
-            put_back()
-        raise
-    for pending_load in pending_loads:
-        if pending_load.undo is None:
-            _apply(pending_load, directory)
-
-
-def _apply(pending_load: PendingLoad, directory: str) -> None:
-    try:
-        pending_load.load()
-    except HfshardError:
-        raise
-    except Exception as error:
-        what = (
-            "Nothing was restored"
-            if pending_load.undo is not None
-            else "It may be half restored, and others are restored"
-        )
-        raise StateDictMismatchError(
-            f"'{pending_load.name}' refused its state in the checkpoint '{directory}': {error}. {what}. "
-            "Build it as in the run that was saved.",
-            path=directory,
-        ) from error
+        Raises:
+            StateDictMismatchError: The part raised an error, whatever it was.
+        """
+        try:
+            self.load()
+        except HfshardError:
+            raise
+        except Exception as error:
+            raise StateDictMismatchError(
+                f"'{self.name}' refused its state in the checkpoint '{directory}': {error}. {outcome}. "
+                "Build it as in the run that was saved.",
+                path=directory,
+            ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -14,6 +15,7 @@ from hfshard.state_dicts.state_dict import assign, collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.state_dicts.wrappers import unwrap
 from hfshard.training.parts.pending_loads import PendingLoad
+from hfshard.training.restoring.module_copy import keep_module, may_refuse
 
 _SHOWN: Final = 5
 """How many dtypes a message lists."""
@@ -59,7 +61,9 @@ def plan_module(
         differences.append(message)
         mismatched = {key for key, _, _ in difference.mismatched}
         tensors = {key: tensor for key, tensor in tensors.items() if key in own and key not in mismatched}
-    return PendingLoad(name, lambda: assign(module, tensors))
+    return PendingLoad(
+        name, lambda: assign(module, tensors), keep=partial(keep_module, module), may_refuse=may_refuse(module)
+    )
 
 
 def _dtype_differences(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:

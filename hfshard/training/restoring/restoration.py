@@ -24,10 +24,11 @@ from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.nested import decode
 from hfshard.training.parts.optimizer import plan_optimizer
-from hfshard.training.parts.pending_loads import PendingLoad, StatefulLoad, load_all
+from hfshard.training.parts.pending_loads import PendingLoad, StatefulLoad
 from hfshard.training.parts.rng import check_rng_state, seed_from_state, set_rng_state
 from hfshard.training.parts.scheduler import plan_scheduler
 from hfshard.training.ranks import ALONE, Ranks
+from hfshard.training.restoring.applying import all_or_nothing, load_all
 from hfshard.training.restoring.modules import plan_module
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.writing import TRAINING_STATE
@@ -57,19 +58,20 @@ class Restoration:
     trackers: list[LoaderTracker] = field(default_factory=list)
     """Loaders of other libraries: their next `iter()` draws random numbers, after which the RNG is restored again."""
 
-    def apply(self) -> None:
-        """Load everything; the random number generators last.
+    def apply(self, ranks: Ranks = ALONE) -> None:
+        """Load everything on all ranks; the random number generators last. Every rank must call.
 
         Raises:
-            StateDictMismatchError: An object refused its state, and nothing was changed; unless a hook of a model
-                refused its weights, which the message says.
+            StateDictMismatchError: An object refused its state, and nothing was changed.
+            HfshardError: So did one on another rank.
         """
-        load_all(self.objects, self.pending_loads, self.directory)
-        for parameter in self.without_gradients:
-            parameter.grad = None  # gradients of another step than the one that is resumed
-        self.set_rng()
-        for tracker in self.trackers:
-            tracker.reset(self.set_rng)
+        load_all(self.objects, self.pending_loads, self.directory, ranks)
+        with all_or_nothing(ranks):
+            for parameter in self.without_gradients:
+                parameter.grad = None  # gradients of another step than the one that is resumed
+            self.set_rng()
+            for tracker in self.trackers:
+                tracker.reset(self.set_rng)
 
 
 def plan_restoration(

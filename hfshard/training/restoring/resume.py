@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from hfshard.errors import CheckpointChangedError
+from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.training.pushing.hubs import checked_at
 from hfshard.training.ranks import Ranks
 from hfshard.training.restoring.restoration import Restoration, plan_restoration
@@ -43,21 +43,33 @@ def choose_checkpoint(
     return checkpoint, check_run_checkpoint(checkpoint, verify, progress)
 
 
-def resume(state: TrainingState, choose: Callable[[], ChosenCheckpoint | None], *, strict: bool) -> RestoredStep | None:
+def resume(
+    state: TrainingState,
+    choose: Callable[[], ChosenCheckpoint | None],
+    wanted: int | str | os.PathLike[str] | None = None,
+    *,
+    strict: bool,
+) -> RestoredStep | None:
     """Restore a checkpoint. Every rank must call, and must see the checkpoint's directory or be able to fetch it.
 
     Args:
         state: It is changed if every rank can restore it.
         choose: Called on the first rank; it returns None if there is no checkpoint.
+        wanted: The step or place that this rank asks for, which must be the same step on every rank.
         strict: Refuse any difference.
 
     Returns:
         The step; None if there is no checkpoint.
 
     Raises:
+        InvalidArgumentError: The ranks ask for different steps; nothing was changed.
         StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
+        HfshardError: Another rank has one of these errors; nothing was changed.
     """
     ranks = Ranks.current()
+    wishes = ranks.all_of("a place" if isinstance(wanted, str | os.PathLike) else str(wanted))
+    if any(wish != wishes[0] for wish in wishes):
+        raise InvalidArgumentError(f"All ranks must restore the same step, got [{', '.join(wishes)}].")
     with torch.inference_mode(False):  # what is restored will be trained
         return _resume_on_ranks(state, choose, ranks, strict=strict)
 
@@ -89,11 +101,7 @@ def _resume_on_ranks(
     ranks.agree(error)
     for difference in restoration.differences:
         logger.warning("%s", difference)
-    try:
-        restoration.apply()
-    except Exception as caught:  # noqa: BLE001 - as above
-        error = caught
-    ranks.agree(error)
+    restoration.apply(ranks)
     restored = RestoredStep(manifest.step)
     restored.path = checkpoint.path
     restored.extra = restoration.extra

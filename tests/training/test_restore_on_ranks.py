@@ -1,0 +1,157 @@
+"""Two ranks restore (over gloo): either both restore all of a checkpoint, or neither of them changes anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from hfshard.training import CheckpointManager, TrainingState
+from tests.crash.runs.content import Counter, seed_all
+from tests.training import fingerprint, processes
+from tests.training.test_ranks import WORLD_SIZE, join
+
+
+class RefusingCounter(Counter):
+    """It refuses its state when it has taken half of it over."""
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.values = {**self.values, "count": values["count"]}
+        if self.values["count"] > 0:
+            raise KeyError("mean")
+
+
+class Build:
+    """What a rank restores into; its seed tells the ranks, and what was saved, apart."""
+
+    def __init__(self, seed: int, *, width: int = 3, counter: Counter | None = None) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+        self.scheduler = StepLR(self.optimizer, 1)
+        self.counter = counter or Counter()
+        for _ in range(seed):
+            self.model(torch.randn(4, 2)).sum().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+        seed_all(seed)
+
+    def state(self) -> TrainingState:
+        return TrainingState(self.model, self.optimizer, self.scheduler, counter=self.counter)
+
+    def everything(self) -> dict[str, str]:
+        found = {**dict(fingerprint.of_model(self.model)), **dict(fingerprint.of_rngs())}
+        found |= fingerprint.of_optimizer(self.optimizer, self.model, "optimizer")
+        found |= fingerprint.of_scheduler(self.scheduler)
+        found |= fingerprint.flatten([one.grad for one in self.model.parameters()], "grad")
+        return found | dict(fingerprint.flatten(self.counter.values, "counter"))
+
+
+def refuse_weights(module: nn.Module, *_: object) -> None:
+    raise ValueError("these weights are not for me")
+
+
+def own_run(run: Path, rank: int) -> str:
+    """The path of a run that the other rank does not see, where the steps are others."""
+    number = os.open(run if rank == 0 else run.parent / "other-run", os.O_RDONLY)
+    return f"/proc/self/fd/{os.dup2(number, 100 + rank)}"
+
+
+def restore(case: str, build: Build, run: Path, rank: int) -> int | None:
+    """What one rank calls."""
+    manager = CheckpointManager(own_run(run, rank) if case == "another run" else run)
+    if case == "another step":
+        return manager.restore(build.state(), rank + 1)
+    if case == "the newest on one rank":
+        return manager.restore(build.state(), None if rank == 0 else 1)
+    return manager.restore_latest(build.state(), strict=case != "not strict")
+
+
+def build_for(case: str, rank: int) -> Build:
+    if rank == 0:
+        return Build(3)
+    build = Build(4, width=5 if case == "another model" else 3)
+    if case in ("a refusing object", "not strict"):
+        build = Build(4, counter=RefusingCounter())
+    if case == "refused weights":
+        build.model[1].register_load_state_dict_post_hook(refuse_weights)
+    return build
+
+
+CASES = {
+    "another model": "StateDictMismatchError: 'model' does not fit the checkpoint",
+    "a refusing object": "StateDictMismatchError: 'counter' (RefusingCounter) refused its state",
+    "not strict": "StateDictMismatchError: 'counter' (RefusingCounter) refused its state",
+    "refused weights": "StateDictMismatchError: 'model' refused its state",
+    "another run": "CheckpointChangedError: The first rank restores",
+    "another step": "InvalidArgumentError: All ranks must restore the same step, got [1, 2].",
+    "the newest on one rank": "InvalidArgumentError: All ranks must restore the same step, got [None, 1].",
+}
+"""What is wrong on the second rank -> what it says."""
+
+
+class Outcome(NamedTuple):
+    """What a rank found."""
+
+    error: str
+    differences: list[str]
+    """What was changed."""
+
+
+def restore_everything(place: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    join(place, rank, WORLD_SIZE)
+    found: dict[str, Outcome] = {}
+    for case in (*CASES, "nothing"):
+        build = build_for(case, rank)
+        before = build.everything()
+        error = ""
+        try:
+            restore(case, build, place / "run", rank)
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        after = build.everything()
+        found[case] = Outcome(error, [key for key in {**before, **after} if before.get(key) != after.get(key)])
+    (place / f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+    """What each of two ranks found in each case."""
+    place = tmp_path_factory.mktemp("ranks")
+    saved = Build(1)
+    saved.counter.values = {"count": 7, "mean": torch.ones(2)}
+    with CheckpointManager(place / "run") as manager:
+        manager.save(1, saved.state())
+        shutil.copytree(place / "run", place / "other-run")
+        manager.save(2, saved.state())
+    with ThreadPoolExecutor(WORLD_SIZE) as pool:
+        ends = list(
+            pool.map(lambda rank: processes.run(place / f"{rank}.txt", restore_everything, place, rank), range(2))
+        )
+    assert [end.status for end in ends] == [0, 0], ends
+    found = [json.loads((place / f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    return [{case: Outcome(*one) for case, one in of_rank.items()} for of_rank in found]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_one_rank_refuses_changes_nothing_on_any(case: str, outcomes: list[dict[str, Outcome]]) -> None:
+    first, second = (of_rank[case] for of_rank in outcomes)
+
+    assert second.error.startswith(CASES[case])
+    assert CASES[case] in first.error
+    assert (first.differences, second.differences) == ([], [])
+
+
+def test_what_no_rank_refuses_is_restored_on_all(outcomes: list[dict[str, Outcome]]) -> None:
+    for of_rank in outcomes:
+        assert of_rank["nothing"].error == ""
+        assert {"counter/'count'", "counter/'mean'"} <= set(of_rank["nothing"].differences)
