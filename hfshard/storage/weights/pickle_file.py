@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from hfshard.constants import LFS_POINTER_MARK
 from hfshard.errors import DamagedCheckpointError, IntegrityError, UnsafePickleError, remedy
 from hfshard.storage.disk.safe_open import open_regular
-from hfshard.storage.weights.zip_check import check_archive, damaged_pickle, damaged_record
+from hfshard.storage.weights.zip_check import check_archive, damaged_pickle, damaged_record, data_records
 
 _ZIP_MARK = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -43,9 +45,11 @@ class PickleFile:
             if is_zip:
                 check_archive(fd, path)
             value = _load(fd, path, mapped=is_zip)
+            self.tensors: dict[str, torch.Tensor] = _state_dict_of(value, path)
+            if is_zip:
+                _check_sizes(self.tensors, data_records(fd, path), path)
         finally:
             os.close(fd)
-        self.tensors: dict[str, torch.Tensor] = _state_dict_of(value, path)
 
 
 def check_every_byte(path: str, root: str) -> bool:
@@ -125,6 +129,30 @@ def _state_dict_of(value: Any, path: str) -> dict[str, torch.Tensor]:
                 fqn=str(name),
             )
     return dict(value)
+
+
+def _check_sizes(tensors: Mapping[str, torch.Tensor], records: Mapping[int, int], path: str) -> None:
+    """Compare each mapped storage with the record that it begins at: torch trusts the pickle's number of elements.
+
+    Raises:
+        DamagedCheckpointError: A record is shorter or longer than the pickle says.
+    """
+    storages = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in tensors.values())}
+    storages = {address: nbytes for address, nbytes in storages.items() if nbytes}
+    if not storages:
+        return
+    first = min(storages)
+    for at in records:  # one of them is where the first storage begins: all others follow at the same distance
+        begin = first - at
+        if begin % mmap.PAGESIZE == 0 and all(address - begin in records for address in storages):
+            break
+    else:
+        raise damaged_pickle(path, "a tensor does not begin where a record does")
+    for address, nbytes in storages.items():
+        if records[address - begin] != nbytes:
+            raise damaged_pickle(
+                path, f"a record of {records[address - begin]} bytes holds a storage of {nbytes} bytes"
+            )
 
 
 def _reason(error: Exception) -> str:

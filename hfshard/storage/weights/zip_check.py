@@ -27,6 +27,8 @@ def check_archive(fd: int, path: str) -> None:
     """
     with _opened(fd, path) as archive:
         records = sorted(archive.infolist(), key=lambda record: record.header_offset)
+        if not records:
+            raise damaged_pickle(path, "it is an empty zip file")
         names = {record.filename for record in records}
         if len(names) != len(records):
             raise damaged_pickle(path, "two of its records have the same name")
@@ -46,6 +48,18 @@ def damaged_record(fd: int, path: str) -> str | None:
     """The first record whose bytes do not match the zip's own checksum, or None; reads the whole file."""
     with _opened(fd, path) as archive:
         return _first_bad(archive, archive.infolist())
+
+
+def data_records(fd: int, path: str) -> dict[int, int]:
+    """Where the records with tensors' bytes begin in a zip that `check_archive` has passed -> their bytes."""
+    found = {}
+    with _opened(fd, path) as archive:
+        for record in archive.infolist():
+            if _DATA in record.filename:
+                lengths = os.pread(fd, 4, record.header_offset + _LOCAL_HEADER_BYTES - 4)
+                skipped = sum(int.from_bytes(lengths[at : at + 2], "little") for at in (0, 2))  # name, extra field
+                found[record.header_offset + _LOCAL_HEADER_BYTES + skipped] = record.file_size
+    return found
 
 
 @contextmanager

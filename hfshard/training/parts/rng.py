@@ -73,7 +73,7 @@ def check_rng_state(state: Any, file: str) -> None:
             raise TypeError("the state of a device's generator is not a tensor of bytes")
     except StateDictMismatchError:
         raise
-    except (LookupError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+    except (LookupError, ValueError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
         raise DamagedCheckpointError(
             f"'{file}' is damaged: its random number generator states are not valid ({error!r:.200}). "
             "Restore another checkpoint, or download it again.",

@@ -7,6 +7,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Callable
 
 from tests.attacks.files import raw
 from tests.attacks.files.torchfile import mapping, pickled, state, tensor, zipped
@@ -192,3 +193,28 @@ def tar_of_the_oldest_format(place: Place) -> Expected:
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
     return _put(place, buffer.getvalue())
+
+
+@attack("zip")
+def no_record_in_the_directory(place: Place) -> Expected:
+    """The records are there, and the directory at the end lists none."""
+    local, _ = _stored("archive/data.pkl", pickled(b"}"))
+    return _put(place, local + b"PK\x05\x06" + struct.pack("<HHHHIIH", 0, 0, 0, 0, 0, len(local), 0))
+
+
+def _with_storage(place: Place, change: Callable[[bytes], bytes]) -> Expected:
+    opcodes, storages = state()
+    storages["0"] = change(storages["0"])
+    return _put(place, zipped(mapping(opcodes), storages))
+
+
+@attack("zip")
+def storage_longer_than_its_tensor(place: Place) -> Expected:
+    """The checksums are right, and the tensor is the first part of what its record holds."""
+    return _with_storage(place, lambda content: content + b"more")
+
+
+@attack("zip")
+def storage_shorter_than_its_tensor(place: Place) -> Expected:
+    """The last elements would be the bytes of what follows in the file."""
+    return _with_storage(place, lambda content: content[:-4])
