@@ -1,11 +1,17 @@
-"""Work in several threads that ends early when one of them fails, or Ctrl-C comes."""
+"""Every thread of the package that works for a caller: it ends early with the others, in the caller's modes of torch.
+
+Where no thread can be started, the calling thread does the work: Python takes none while it exits (in `atexit`, thread
+pools take no work, and since 3.12 no thread starts), and a system has a limit. Hence no `ThreadPoolExecutor` here.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Generic, TypeVar
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -24,19 +30,145 @@ def cancellable(progress_callback: Callable[[int], object] | None, cancelled: th
 
 
 def in_threads(
-    work: Callable[[_Item, threading.Event], _Result], items: Iterable[_Item], threads: int
+    work: Callable[[_Item, threading.Event], _Result],
+    items: Iterable[_Item],
+    threads: int,
+    *,
+    cancelled: threading.Event | None = None,
 ) -> list[_Result]:
     """Do some work for all items, several at once; an error or Ctrl-C sets the event that the others check.
 
+    Args:
+        work: Gets an item and the event.
+        items: Begun in this order.
+        threads: At most so many; with one, or one item, the calling thread does everything.
+        cancelled: The event; None: one of its own.
+
+    Returns:
+        What the work returned for each item, in order.
+
     Raises:
-        The first error, in the order of the items.
+        The first error of any item, when all that was begun has ended.
     """
-    cancelled = threading.Event()
-    with ThreadPoolExecutor(threads, thread_name_prefix="hfshard-hash") as pool:
-        futures = [pool.submit(work, item, cancelled) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            cancelled.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    all_items = list(items)
+    run = _Run(work, all_items, cancelled or threading.Event())
+    count = min(threads, len(all_items))
+    started = [start_thread(run.do_items, "hfshard-work") for _ in range(count)] if count > 1 else []
+    under_way = [one for one in started if one is not None]
+    try:
+        if not under_way:
+            run.do_items()
+        wait(under_way)
+    except BaseException:
+        run.stop()
+        raise
+    finally:
+        wait(under_way)
+    return run.outcome()
+
+
+def start_thread(work: Callable[[], _Result], name: str, *, daemon: bool = False) -> Future[_Result] | None:
+    """Start a thread that does some work in the caller's modes of torch; None where no thread can be started.
+
+    Args:
+        work: What to do.
+        name: The thread's.
+        daemon: Whether Python may exit before it has ended.
+    """
+    future: Future[_Result] = Future()
+    thread = threading.Thread(target=_work_in, args=(_modes_of_caller(), work, future), name=name, daemon=daemon)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return future
+
+
+def pools_take_work() -> bool:
+    """Whether a `ThreadPoolExecutor` of another library would work: not while Python exits."""
+    try:
+        from concurrent.futures import ThreadPoolExecutor  # its first import fails while Python exits
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(int)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _work_in(
+    modes: Callable[[], AbstractContextManager[object]], work: Callable[[], _Result], future: Future[_Result]
+) -> None:
+    try:
+        with modes():
+            result = work()
+    except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+        future.set_exception(error)
+        del future  # the error's traceback holds this frame
+    else:
+        future.set_result(result)
+
+
+def _modes_of_caller() -> Callable[[], AbstractContextManager[object]]:
+    """What brings another thread into the caller's modes of torch, which belong to a thread: inference and gradients.
+
+    A tensor that was made in inference mode can only be filled in inference mode. The default device belongs to a
+    thread, too, but can't be asked for: whoever makes a tensor in the package says on which device.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return nullcontext
+    is_inference, has_gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def enter() -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(is_inference))
+        stack.enter_context(torch.set_grad_enabled(has_gradients))
+        return stack
+
+    return enter
+
+
+class _Run(Generic[_Item, _Result]):
+    """The items of one call, shared by its threads."""
+
+    def __init__(
+        self, work: Callable[[_Item, threading.Event], _Result], items: Sequence[_Item], cancelled: threading.Event
+    ) -> None:
+        self._work, self._cancelled = work, cancelled
+        self._left = iter(enumerate(items))
+        self._lock = threading.Lock()
+        self._results: dict[int, _Result] = {}
+        self._error: BaseException | None = None
+        self._is_stopped = False
+
+    def do_items(self) -> None:
+        """Do one item after another, until none is left, or one has failed."""
+        while (numbered := self._next()) is not None:
+            number, item = numbered
+            try:
+                self._results[number] = self._work(item, self._cancelled)
+            except BaseException as error:  # noqa: BLE001 - raised by the calling thread
+                with self._lock:
+                    self._error = self._error or error
+                self.stop()
+
+    def stop(self) -> None:
+        """Begin no more items, and tell those that are under way."""
+        self._is_stopped = True
+        self._cancelled.set()
+
+    def outcome(self) -> list[_Result]:
+        """The results in the order of the items, or the first error."""
+        error = self._error
+        if error is not None:
+            self._error = None  # its traceback holds this object
+            try:
+                raise error
+            finally:
+                del error
+        return [self._results[number] for number in sorted(self._results)]
+
+    def _next(self) -> tuple[int, _Item] | None:
+        with self._lock:
+            return None if self._is_stopped else next(self._left, None)

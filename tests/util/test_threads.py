@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
-from hfshard._util.threads import in_threads
+from hfshard._util.threads import in_threads, start_thread
 from hfshard.errors import HubConnectionError
 
 pytestmark = pytest.mark.compat
@@ -26,3 +27,39 @@ def test_error_in_one_thread_stops_the_others() -> None:
     with pytest.raises(HubConnectionError):
         in_threads(work, [0, 1], 2)
     assert stopped.is_set()
+
+
+def test_first_error_in_time_is_raised_and_nothing_more_is_begun() -> None:
+    begun: list[int] = []
+
+    def work(item: int, stop: threading.Event) -> None:
+        begun.append(item)
+        if item == 1:
+            raise HubConnectionError("first")
+        stop.wait(30)
+        raise InterruptedError("told to stop")
+
+    with pytest.raises(HubConnectionError, match="first"):
+        in_threads(work, range(5), 2)
+    assert sorted(begun) == [0, 1]
+
+
+def test_calling_thread_works_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    assert start_thread(list, "name") is None
+    assert in_threads(lambda item, _: (item, threading.current_thread()), [3, 1, 2], 2) == [
+        (item, threading.main_thread()) for item in (3, 1, 2)
+    ]
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_threads_work_in_the_modes_of_their_caller(is_inference: bool, has_gradients: bool) -> None:
+    with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
+        found = in_threads(lambda _, __: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()), range(4), 2)
+
+    assert found == [(is_inference, has_gradients)] * 4

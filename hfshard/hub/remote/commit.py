@@ -9,6 +9,7 @@ from typing import Final
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
+from hfshard._util.threads import pools_take_work
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, SAFETENSORS_SUFFIX
 from hfshard.errors import HfshardError, HubConnectionError, HubError
 from hfshard.hub.protocols import CommitRequest
@@ -76,6 +77,10 @@ class RemoteCommit:
         self._refuse_ignored(additions)
 
     def _preupload(self, additions: Sequence[CommitOperationAdd]) -> None:
+        if len(additions) > 1 and not pools_take_work():  # huggingface_hub sends one without a pool
+            for addition in additions:
+                self._preupload([addition])
+            return
         for attempt in range(1, ATTEMPTS + 1):
             rewind_readers(additions)  # huggingface_hub leaves them where an upload failed
             try:

@@ -8,11 +8,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
 from huggingface_hub import hf_hub_url
 
+from hfshard._util.threads import in_threads
 from hfshard.constants import COPY_BYTES
 from hfshard.errors import IntegrityError, NotEnoughSpaceError
 from hfshard.hub.remote.cache import RepoCache
@@ -203,21 +203,14 @@ def for_each_path(work: Callable[[str], None], paths: Collection[str], cancelled
 
     A damaged file does not stop the others: what is whole is kept. Everything else does.
     """
-    damaged: IntegrityError | None = None
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="hfshard-pull") as pool:
-        waiting: set[Future[None]] = {pool.submit(work, path) for path in paths}
+
+    def attempt(path: str, _: threading.Event) -> IntegrityError | None:
         try:
-            while waiting:
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in done:
-                    try:
-                        future.result()
-                    except IntegrityError as error:
-                        damaged = damaged or error
-        except BaseException:
-            cancelled.set()
-            for future in waiting:
-                future.cancel()
-            raise
-    if damaged is not None:
-        raise damaged
+            work(path)
+        except IntegrityError as error:
+            return error
+        return None
+
+    for damaged in in_threads(attempt, paths, THREADS, cancelled=cancelled):
+        if damaged is not None:
+            raise damaged

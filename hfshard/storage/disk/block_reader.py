@@ -6,11 +6,13 @@ import ctypes
 import errno
 import mmap
 import os
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait
+from functools import partial
+from queue import SimpleQueue
 from typing import Final
 
+from hfshard._util.threads import start_thread
 from hfshard.constants import DATA_ALIGNMENT
 from hfshard.storage.disk.direct_io import BLOCK_BYTES, LIBRARY, aligned_block, is_direct_wanted
 
@@ -121,6 +123,7 @@ class _Reads:
         self.end = start + count_bytes
         self.block_bytes = block_bytes
         self.starts = iter(range(start, self.end, block_bytes))
+        self.is_closed = False
         self.room = min(block_bytes, count_bytes) + 2 * DATA_ALIGNMENT
 
     def one_by_one(self) -> Iterator[memoryview]:
@@ -130,22 +133,36 @@ class _Reads:
             yield self._read(buffer, at)
 
     def ahead(self) -> Iterator[memoryview]:
-        """Yield the blocks, read by another thread while one is in use."""
-        free = [aligned_block(self.room) for _ in range(_AHEAD + 1)]
-        under_way: deque[tuple[Future[memoryview], memoryview]] = deque()
-        with ThreadPoolExecutor(1, thread_name_prefix="hfshard-read") as pool:
-            try:
-                while True:
-                    while free and (at := next(self.starts, None)) is not None:
-                        buffer = free.pop()
-                        under_way.append((pool.submit(self._read, buffer, at), buffer))
-                    if not under_way:
-                        return
-                    read, buffer = under_way.popleft()
-                    yield read.result()
-                    free.append(buffer)
-            finally:
-                pool.shutdown(cancel_futures=True)
+        """Yield the blocks, read by another thread while one is in use; by this one where none can be started."""
+        free: SimpleQueue[memoryview] = SimpleQueue()
+        full: SimpleQueue[tuple[memoryview, memoryview] | None] = SimpleQueue()
+        reading = start_thread(partial(self._read_all, free, full), "hfshard-read")
+        if reading is None:
+            yield from self.one_by_one()
+            return
+        for _ in range(_AHEAD + 1):
+            free.put(aligned_block(self.room))
+        try:
+            while (filled := full.get()) is not None:
+                block, buffer = filled
+                yield block
+                free.put(buffer)
+            reading.result()
+        finally:
+            self.is_closed = True
+            free.put(memoryview(b""))  # it may wait for one
+            wait([reading])
+
+    def _read_all(self, free: SimpleQueue[memoryview], full: SimpleQueue[tuple[memoryview, memoryview] | None]) -> None:
+        """Read all blocks, each into a buffer that is free."""
+        try:
+            for at in self.starts:
+                buffer = free.get()
+                if self.is_closed:
+                    return
+                full.put((self._read(buffer, at), buffer))
+        finally:
+            full.put(None)
 
     def _read(self, buffer: memoryview, at: int) -> memoryview:
         return read_direct(self.fd, self.direct, buffer, at, min(self.block_bytes, self.end - at))

@@ -7,10 +7,12 @@ import errno
 import os
 import queue
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Final
 
 from hfshard._util.progress import ProgressCallback
+from hfshard._util.threads import start_thread
 from hfshard.constants import DATA_ALIGNMENT
 from hfshard.storage.disk.direct_io import BLOCK_BYTES, aligned_block, allocate, is_direct_wanted, set_direct
 
@@ -40,7 +42,7 @@ class BlockWriter:
             size: Bytes that it will have.
             cancelled: When it is set, the next block raises.
             progress_callback: Called with the number of bytes of each block written, maybe from the other thread.
-            background: Whether to write in another thread, while the next block is filled.
+            background: Whether to write in another thread, if one can be started, while the next block is filled.
 
         Raises:
             OSError: There is no space.
@@ -58,7 +60,7 @@ class BlockWriter:
         self._full: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._is_several, self._is_closed = is_several, False
-        self._pool: ThreadPoolExecutor | None = None
+        self._background: Future[None] | None = None
 
     def write(self, view: memoryview) -> None:
         """Take the next bytes; they are copied before this returns.
@@ -77,7 +79,7 @@ class BlockWriter:
 
     def finish(self) -> None:
         """Write the rest, and wait until everything is written; the caller flushes the file to the disk."""
-        if self._pool is not None:
+        if self._background is not None:
             self._full.put(None)
             self._background.result()
         whole = self._filled - self._filled % DATA_ALIGNMENT if self._is_direct else 0
@@ -88,18 +90,19 @@ class BlockWriter:
     def close(self) -> None:
         """End the other thread; blocks that it has not begun to write are dropped."""
         self._is_closed = True
-        if self._pool is not None:
+        if self._background is not None:
             self._full.put(None)
-            self._pool.shutdown()
+            wait([self._background])
 
     def _hand_on(self) -> None:
         if self._cancelled.is_set():
             raise InterruptedError("another file of this save failed")
-        if not self._is_several:
+        if self._is_several and self._background is None:
+            self._background = self._start_background()
+            self._is_several = self._background is not None
+        if self._background is None:
             self._write(self._fd, self._block)
         else:
-            if self._pool is None:
-                self._start_background()
             self._full.put(self._block)
             block = self._free.get()
             if block is None:
@@ -108,11 +111,15 @@ class BlockWriter:
             self._block = block
         self._filled = 0
 
-    def _start_background(self) -> None:
+    def _start_background(self) -> Future[None] | None:
+        fd = os.dup(self._fd)
+        background = start_thread(partial(self._write_in_background, fd), "hfshard-disk")
+        if background is None:
+            os.close(fd)
+            return None
         for _ in range(_BLOCKS - 1):
             self._free.put(aligned_block(len(self._block)))
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hfshard-disk")
-        self._background = self._pool.submit(self._write_in_background, os.dup(self._fd))
+        return background
 
     def _write_in_background(self, fd: int) -> None:
         # With a descriptor of its own: repeated Ctrl-C may make the caller close the other one meanwhile.

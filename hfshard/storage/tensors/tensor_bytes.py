@@ -113,7 +113,7 @@ def device_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview
         tensor: Not empty, of a dtype that is copied as it is. Tests pass CPU tensors.
         block_bytes: See `iter_blocks`.
     """
-    stages = [torch.empty(block_bytes, dtype=torch.uint8, pin_memory=tensor.is_cuda) for _ in range(2)]
+    stages = [torch.empty(block_bytes, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda) for _ in range(2)]
     before: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
     for number, piece in enumerate(_device_pieces(tensor, block_bytes)):
         stage = stages[number % 2][: piece.numel()]

@@ -7,10 +7,12 @@ import errno
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Final
 
 import torch
 
+from hfshard._util.threads import start_thread
 from hfshard.storage.disk.block_reader import is_cached
 from hfshard.storage.disk.direct_io import LIBRARY
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
@@ -31,7 +33,7 @@ _WILL_NEED: Final = 3
 """`madvise`: read the pages; for older kernels."""
 
 
-def read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) -> list[threading.Thread]:
+def read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) -> list[Future[None]]:
     """Let threads read what the page cache lacks of some mapped tensors, in the order of the files.
 
     They fill at most half of the available memory. A file that is truncated meanwhile is not an error here: `madvise`
@@ -41,7 +43,8 @@ def read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) -> list[
         wanted: Files, each with the names of its tensors.
 
     Returns:
-        The threads, none if everything is cached; they end by themselves, and keep the files mapped until then.
+        What the threads do, nothing if everything is cached or none can be started; they end by themselves, and keep
+        the files mapped until then.
     """
     cold = [
         (shard.mapping, begin, end)
@@ -52,12 +55,8 @@ def read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) -> list[
     if not cold:
         return []
     pieces = _Pieces(cold)
-    threads = [
-        threading.Thread(target=pieces.populate, name="hfshard-read-ahead", daemon=True) for _ in range(_THREADS)
-    ]
-    for thread in threads:
-        thread.start()
-    return threads
+    started = [start_thread(pieces.populate, "hfshard-read-ahead", daemon=True) for _ in range(_THREADS)]
+    return [one for one in started if one is not None]
 
 
 class _Pieces:

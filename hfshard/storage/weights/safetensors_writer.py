@@ -6,7 +6,6 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -14,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import cancellable
+from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import FILES_AT_ONCE, FINGERPRINT_BYTES, FORMAT_VERSION, METADATA_KEY
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.disk.block_writer import BlockWriter
@@ -71,30 +70,10 @@ def write_shards(
     Raises:
         OSError: The first error of any file; the others stop. The caller removes what was written.
     """
-    cancelled = threading.Event()
     await_devices(jobs)
     threads = writer_threads()
-    write = partial(
-        _write_shard,
-        checksum=checksum,
-        progress_callback=progress_callback,
-        cancelled=cancelled,
-        background=threads > 1,
-    )
-    if min(threads, len(jobs)) <= 1:
-        return [write(job) for job in jobs]
-    with ThreadPoolExecutor(min(threads, len(jobs)), thread_name_prefix="hfshard-write") as pool:
-        futures = [pool.submit(write, job) for job in jobs]
-        try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in done:
-                if (error := future.exception()) is not None:
-                    raise error
-        except BaseException:
-            cancelled.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-        return [future.result() for future in futures]
+    write = partial(_write_shard, checksum=checksum, progress_callback=progress_callback, background=threads > 1)
+    return in_threads(write, jobs, threads)
 
 
 def await_devices(jobs: Sequence[WriteJob]) -> None:
@@ -149,10 +128,10 @@ def shard_metadata(tensors: Mapping[str, TensorLike], extra: Mapping[str, str]) 
 
 def _write_shard(
     job: WriteJob,
-    checksum: str | None,
-    progress_callback: ProgressCallback | None,
     cancelled: threading.Event,
     *,
+    checksum: str | None,
+    progress_callback: ProgressCallback | None,
     background: bool,
 ) -> FileDigest:
     fd = os.open(job.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

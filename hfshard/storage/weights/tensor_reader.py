@@ -128,31 +128,9 @@ def _read_at_once(wanted: TensorRead, device: torch.device, *, staged: bool = Fa
                     tensors[name] = shard.shaped(name, storage)
                     jobs += reads
             jobs += [partial(stages.fill_targets, file, run) for run in _runs(parts)]
-        left = _Jobs(jobs)
-        in_threads(lambda _, cancelled: left.do(cancelled), range(threads), threads)
+        in_threads(lambda job, _: job(), jobs, threads)
         stages.wait()
     return {name: tensors[name] for _, names in wanted for name in names}
-
-
-class _Jobs:
-    """The work that is left, shared by several threads."""
-
-    def __init__(self, jobs: Sequence[Callable[[], object]]) -> None:
-        self._left, self._lock = iter(jobs), threading.Lock()
-        self._has_failed = False
-
-    def do(self, cancelled: threading.Event) -> None:
-        """Do one after another, until none is left or one fails."""
-        try:
-            while not (cancelled.is_set() or self._has_failed):
-                with self._lock:
-                    job = next(self._left, None)
-                if job is None:
-                    return
-                job()
-        except BaseException:
-            self._has_failed = True
-            raise
 
 
 class _File:
@@ -249,7 +227,7 @@ class _HostStage:
         self._device = device
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._raw = torch.empty(room, dtype=torch.uint8, pin_memory=True)
+            self._raw = torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._memory = memory_of(self._raw)
         else:
             self._memory = aligned_block(room)

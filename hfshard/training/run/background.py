@@ -23,7 +23,7 @@ class Background:
         self._error: BaseException | None = None
 
     def start(self, work: Callable[[], object], what: str) -> None:
-        """Start some work; nothing else may be running."""
+        """Start some work, or do it here where no thread can be started; nothing else may be running."""
 
         def run() -> None:
             try:
@@ -33,7 +33,11 @@ class Background:
                 self._error = error
 
         thread = threading.Thread(target=run, name="hfshard-save")
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # Python exits, or the system has no more threads
+            run()
+            return
         self._thread = thread
         _running.add(self)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Final
 
 import torch
 
+from hfshard._util.threads import in_threads
 from hfshard.storage.tensors.tensor_bytes import is_plain_type
 from hfshard.storage.tensors.tensor_layout import TensorLike
 from hfshard.training.collecting import SavePayload
@@ -49,10 +49,8 @@ class HostCopies:
         devices = {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
         for device in devices:  # work that was started on any stream
             torch.accelerator.synchronize(device)
-        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="hfshard-copy") as pool:
-            pairs = [(self._buffers[key], tensor) for key, tensor in tensors.items()]
-            for _ in pool.map(lambda pair: _copy(*pair), pairs):
-                pass
+        pairs = [(self._buffers[key], tensor) for key, tensor in tensors.items()]
+        in_threads(lambda pair, _: _copy(*pair), pairs, min(_THREADS, os.cpu_count() or 1))
         for device in devices:
             torch.accelerator.synchronize(device)
         requests = {}

@@ -23,6 +23,24 @@ import torch, hfshard
 hfshard.save_state_dict({"a": torch.ones(4000), "b": torch.ones(4001)}, "out", max_shard_size="20KB")
 print(hfshard.push_checkpoint("out", "org/m").is_new)
 """
+AT_EXIT = """
+import atexit
+import torch, hfshard
+
+tensors = {name: torch.full((4000,), float(number)) for number, name in enumerate("abc")}
+hfshard.save_state_dict(tensors, "out", max_shard_size="20KB")
+hfshard.hub.push_checkpoint  # imported before the exit, as huggingface_hub must be
+
+
+def work():
+    print(hfshard.push_checkpoint("out", "org/m").is_new)
+    loaded = hfshard.load_state_dict("org/m", verify="full")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    print(sorted(hfshard.load_state_dict("org/m", keys="c", ranges=True)))
+
+
+atexit.register(work)
+"""
 
 
 def reader_of(path: Path, raw: bytes, counted: list[int]) -> CheckedReader:
@@ -90,3 +108,13 @@ def test_gitignore_of_the_repo_does_not_make_half_a_checkpoint(hub_server: HubSe
     assert done.returncode == 1
     assert "HubError: The .gitignore of 'org/m' excludes 'model-00002-of-00002.safetensors'" in done.stderr
     assert hub_server.repo("org/m").commits()[0].oid == before
+
+
+def test_push_and_pull_work_while_python_exits(hub_server: HubServer, tmp_path: Path) -> None:
+    hub_server.create_repo("org/m")
+    environment = hub_server.environment(home=tmp_path / "home")
+
+    done = forkserver.run(["-c", AT_EXIT], env=environment, cwd=tmp_path)
+
+    assert "Exception" not in done.stderr
+    assert done.stdout == "True\n['c']\n"

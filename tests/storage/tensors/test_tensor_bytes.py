@@ -47,5 +47,10 @@ def test_the_way_of_a_gpu_gives_the_same_bytes_by_two_buffers(name: str, block_b
     assert len(places) <= 2
 
 
+def test_the_way_of_a_gpu_uses_host_memory_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        assert b"".join(map(bytes, device_blocks(BASE, 4096))) == expected(BASE)
+
+
 def test_an_empty_tensor_has_no_blocks() -> None:
     assert list(iter_blocks(torch.empty(0, 3), 4096)) == []

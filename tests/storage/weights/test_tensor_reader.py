@@ -125,7 +125,7 @@ def test_what_the_page_cache_lacks_is_read_ahead_and_nothing_else(tmp_path: Path
     with opened(path) as shard:
         info = shard.header.tensors["second"]
         for thread in read_ahead([(shard, ["second"])]):
-            thread.join()
+            thread.result()
         assert is_cached(shard.fd, shard.header.data_start + info.begin, info.nbytes)
         assert read_ahead([(shard, ["second"])]) == []
         assert not is_cached(shard.fd, shard.header.data_start, 48_000_000)  # of 64; the kernel reads around a page
@@ -139,7 +139,7 @@ def test_the_files_may_be_closed_while_they_are_read_ahead(tmp_path: Path) -> No
     threads = read_ahead([(shard, ["x"])])
     shard.close()
     for thread in threads:
-        thread.join()
+        thread.result()
     assert len(os.listdir("/proc/self/fd")) == files
 
 
@@ -164,7 +164,7 @@ def test_where_the_kernel_can_not_map_ahead_it_reads_ahead(tmp_path: Path, monke
     monkeypatch.setattr("hfshard.storage.weights.read_ahead._POPULATE_READ", 9999)
     with opened(tmp_path / "model.safetensors") as shard:
         for thread in read_ahead([(shard, ["x"])]):
-            thread.join()
+            thread.result()
         shard.tensor("x").sum()  # waits for what is still under way
         assert is_cached(shard.fd, shard.header.data_start, 8_000_000)
 
@@ -179,7 +179,7 @@ def test_a_file_that_was_cut_short_ends_no_process_that_reads_ahead(
         os.truncate(path, 5_000_000)
         monkeypatch.setattr("hfshard.storage.weights.read_ahead.is_cached", lambda *_stretch: False)
         for thread in read_ahead([(shard, ["x"])]):
-            thread.join()
+            thread.result()
 
 
 def test_reading_ahead_leaves_half_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_reading_ahead_leaves_half_of_the_memory(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("hfshard.storage.weights.read_ahead._available_bytes", lambda: 2 * 8 * 1024 * 1024)
     with opened(tmp_path / "model.safetensors") as shard:
         for thread in read_ahead([(shard, ["x"])]):
-            thread.join()
+            thread.result()
         assert is_cached(shard.fd, shard.header.data_start, 8_000_000)
         assert not is_cached(shard.fd, shard.header.data_start + 24_000_000, 40_000_000)
 
