@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -34,6 +35,13 @@ def bert(value: float, *, hidden: int = 8, cls: type[BertModel] = Bert) -> Any:
         for tensor in model.state_dict().values():
             tensor.fill_(value)
     return model
+
+
+def warm_up() -> None:
+    """Save and load once: transformers compiles a thousand patterns for the first, which no fork need do again."""
+    with TemporaryDirectory() as folder:
+        bert(0).save_pretrained(folder)
+        Bert.from_pretrained(folder)
 
 
 def value_of(model: torch.nn.Module) -> float:

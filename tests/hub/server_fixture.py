@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from tests.helpers.forkserver import Child, ForkServer
+from tests.helpers.forkserver import WARM_UP, Child, ForkServer
 from tests.hub.client_process import perform
 from tests.hubserver.hub_server import HubServer, RepoView
 
@@ -84,7 +84,7 @@ class HubServerFixture:
         self.home = root / "home"
         self.environment = {**self.server.environment(home=self.home), "OMP_NUM_THREADS": "1"}
         self._numbers = itertools.count(1)
-        self._client = ForkServer(self.client_module, environment=self.environment)
+        self._client = ForkServer(self.client_module, WARM_UP, environment=self.environment)
 
     def stop(self) -> None:
         """End both."""

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
+import subprocess
 import sys
-import traceback
+import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
-from threading import Lock
 from typing import Any, TypeVar
 
 from tests import REPOSITORY
+from tests.helpers import forkserver
 
 Key = TypeVar("Key")
 Outcome = TypeVar("Outcome")
 
 PATIENCE_SECONDS = 120
 """A run takes a second; one that hangs is a failure with a name, and not a session that never ends."""
-
-_PRELOADED = ["torch", "transformers.optimization", "tests.training.resume.roles", "pytest"]
-"""What takes seconds to import: pytest too, which a child of `pytest` imports as its main module."""
-_lock = Lock()
-"""`start()` polls the processes of other threads: two that ask for one exit status would lose it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +34,10 @@ class End:
     """What it wrote to stdout and stderr."""
 
 
-def _child(words: Path, target: Callable[..., None], args: tuple[Any, ...]) -> None:
-    with open(words, "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    # Inherited is the method by which this process was started; workers that fork need no second warm server.
+def _child(target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    # A DataLoader's workers fork, too, and need no warm server of their own.
     multiprocessing.set_start_method("fork", force=True)
-    try:
-        target(*args)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    target(*args)
 
 
 def run(words: Path, target: Callable[..., None], *args: Any, fresh: bool = False) -> End:
@@ -61,31 +49,32 @@ def run(words: Path, target: Callable[..., None], *args: Any, fresh: bool = Fals
         args: For it; pickled on the way.
         fresh: Start an interpreter, rather than fork one that has imported everything and computed nothing.
     """
-    context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
-    process = context.Process(target=_child, args=(words, target, args))
-    with _lock:
-        _start(context, process)
-    ended = wait([process.sentinel], timeout=PATIENCE_SECONDS)
-    with _lock:
-        if not ended:
-            process.kill()
-        process.join()
-        status = process.exitcode if ended else None
-    return End(status, words.read_text(errors="replace") if words.exists() else "")
-
-
-def _start(context: Any, process: Any) -> None:
-    """Start it with the checkout on the path of the server, too, which does not ask for ours."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *([before] if before else [])])
-    try:
-        context.set_forkserver_preload(_PRELOADED)
-        process.start()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
+    with open(words, "wb", buffering=0) as file:
+        if fresh:
+            status = _run_in_new_interpreter(file.fileno(), target, args)
         else:
-            os.environ["PYTHONPATH"] = before
+            child = forkserver.call(_child, target, args, stdout=file.fileno(), stderr=subprocess.STDOUT)
+            status = _ended(child)
+    return End(status, words.read_text(errors="replace"))
+
+
+def _run_in_new_interpreter(words: int, target: Callable[..., None], args: tuple[Any, ...]) -> int | None:
+    paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "tests.training.processes"]
+    with tempfile.TemporaryFile() as order:
+        pickle.dump((target, args), order)
+        order.seek(0)
+        environment = {**os.environ, "PYTHONPATH": paths}
+        return _ended(subprocess.Popen(command, env=environment, stdin=order, stdout=words, stderr=words))
+
+
+def _ended(process: forkserver.Child | subprocess.Popen[bytes]) -> int | None:
+    try:
+        return process.wait(PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return None
 
 
 class Jobs(dict[Key, "Future[Outcome]"]):
@@ -114,3 +103,7 @@ class Jobs(dict[Key, "Future[Outcome]"]):
 def pool() -> ThreadPoolExecutor:
     """Threads that wait for processes: as many as there are cores."""
     return ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
+
+
+if __name__ == "__main__":
+    _child(*pickle.load(sys.stdin.buffer))
