@@ -4,6 +4,7 @@ HfshardError
 ├── InvalidSizeError (ValueError)              a size that `parse_size` can't parse
 ├── InvalidSizeTypeError (TypeError)           a size that is neither an int nor a str
 ├── InvalidArgumentError (ValueError)          an argument with a value that is not allowed
+│   └── InvalidPathError (OSError)             "", bytes, a path with NUL, or a relative one that leads nowhere
 ├── UnknownArgumentError (TypeError)           an unknown keyword; suggests the nearest one
 ├── SaveDirectoryError (NotADirectoryError)    the place to save to is a file
 ├── UnstorableTensorError (ValueError)         a value that the format can't store
@@ -102,6 +103,10 @@ class InvalidSizeTypeError(HfshardError, TypeError):
 
 class InvalidArgumentError(HfshardError, ValueError):
     """An argument with a value that is not allowed."""
+
+
+class InvalidPathError(InvalidArgumentError, OSError):
+    """What is no path, or a relative one in a working directory that is gone."""
 
 
 class UnknownArgumentError(HfshardError, TypeError):

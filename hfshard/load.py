@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hfshard._util.arguments import refuse_unknown
+from hfshard._util.paths import path_text
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.into_module import load_into_module
@@ -85,7 +86,7 @@ def load_state_dict(
         files_of=None if keys is None else lambda index: files_holding(index, keys),
     )
     options = LoadOptions(verify=verify, read=read, disable_mmap=disable_mmap, progress=progress)
-    source = CheckpointSource(os.fspath(path), query)
+    source = CheckpointSource(path_text(path), query)
     if ranges and not local_files_only and source.find_local() is None:
         with open_source_by_ranges(source, lambda index: stored_names(index, keys), options) as checkpoint:
             return read_tensors(checkpoint, keys, device, "pread")
@@ -141,7 +142,7 @@ def load_model(
     if model_args:
         raise InvalidArgumentError("Positional arguments after the path are for a model class, not for a module.")
     refuse_unknown(kwargs, _QUERY_ARGUMENTS, "load_model")
-    source = CheckpointSource(os.fspath(path), CheckpointQuery(**kwargs))
+    source = CheckpointSource(path_text(path), CheckpointQuery(**kwargs))
     with open_source(source, options) as checkpoint:
         info = load_into_module(model, checkpoint, options)
     return (model, info) if output_loading_info else model

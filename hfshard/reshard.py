@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from hfshard._util.paths import absolute_path, path_text
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource
@@ -78,6 +79,7 @@ def reshard_checkpoint(
     Example:
         hfshard.reshard_checkpoint("out", "resharded", "200MB", dtype="bfloat16")
     """
+    directory = absolute_path(dst, "dst")
     query = CheckpointQuery(
         variant=variant,
         use_safetensors=use_safetensors,
@@ -87,9 +89,8 @@ def reshard_checkpoint(
         cache_dir=cache_dir,
         local_files_only=local_files_only,
     )
+    source = CheckpointSource(path_text(src, "src"), query)
     options = SaveOptions(
         max_shard_size=max_shard_size, variant=variant, packing=packing, checksum=checksum, progress=progress
     )
-    return reshard_source(
-        CheckpointSource(os.fspath(src), query), os.fspath(dst), options, dtype=dtype, low_disk=low_disk
-    ).index
+    return reshard_source(source, directory, options, dtype=dtype, low_disk=low_disk).index

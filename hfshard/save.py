@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.planning.plan import Packing
 from hfshard.pretrained.request import request_from_model
@@ -39,7 +40,8 @@ def save_state_dict(
         state_dict: FQN -> tensor: any shape, strides and device, and any dtype that safetensors has (complex128 is
             stored as pairs of real numbers). Names that share one tensor are stored once, and are tied again on load.
             Not mutated.
-        save_directory: Created if it is missing.
+        save_directory: Created if it is missing. "~" is the home directory; a relative path is taken when the call
+            begins, and a change of the working directory leads nowhere else.
         max_shard_size: Bytes, or a string such as "5GB" or "500MiB": the most that a file has, header included, unless
             it holds exactly one tensor.
         packing: "greedy": in the order of the state dict, as transformers; "balanced": the fewest files, of similar
@@ -64,6 +66,7 @@ def save_state_dict(
         index = hfshard.save_state_dict(state_dict, "out", max_shard_size="1GB")
         print(index.weight_map)
     """
+    directory = absolute_path(save_directory, "save_directory")
     options = SaveOptions(
         max_shard_size=max_shard_size,
         variant=variant,
@@ -72,7 +75,7 @@ def save_state_dict(
         checksum=checksum,
         progress=progress,
     )
-    return save_request(request_from_state_dict(state_dict, options), save_directory)
+    return save_request(request_from_state_dict(state_dict, options), directory)
 
 
 def save_model(
@@ -112,6 +115,7 @@ def save_model(
     Example:
         hfshard.save_model(model, "out", max_shard_size="5GB")
     """
+    directory = absolute_path(save_directory, "save_directory")
     options = SaveOptions(
         max_shard_size=max_shard_size,
         variant=variant,
@@ -123,4 +127,4 @@ def save_model(
     )
     if not is_main_process:
         return None
-    return save_request(request_from_model(model, state_dict, options), save_directory)
+    return save_request(request_from_model(model, state_dict, options), directory)

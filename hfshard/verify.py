@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Literal
 
+from hfshard._util.paths import absolute_path
 from hfshard.storage.checkpoint.report import VerifyReport
 from hfshard.storage.checkpoint.verifier import verify_directory
 from hfshard.storage.format.names import WeightNames
@@ -38,5 +39,7 @@ def verify_checkpoint(
         report = hfshard.verify_checkpoint("out")
         assert report.ok, report.problems
     """
-    directory = os.path.join(os.fspath(path), subfolder) if subfolder else os.fspath(path)
+    directory = absolute_path(path)
+    if subfolder:
+        directory = os.path.join(directory, subfolder)
     return verify_directory(directory, WeightNames(variant), level, progress)

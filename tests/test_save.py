@@ -30,15 +30,11 @@ def test_failed_save_leaves_the_directories_above(
     assert (tmp_path / "a" / "b").is_dir() == exists
 
 
-@pytest.mark.parametrize("written", [".", "./", "", "out/", "link", "link/", "link/../beside"])
+@pytest.mark.parametrize("written", [".", "./", "out/", "link", "link/", "link/../beside"])
 def test_directory_may_be_written_in_any_way(written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "real" / "inner").mkdir(parents=True)
     (tmp_path / "link").symlink_to("real/inner")
     monkeypatch.chdir(tmp_path)
-    if written == "":
-        with pytest.raises(FileNotFoundError):
-            hfshard.save_state_dict({"a": torch.ones(1)}, written)
-        return
     hfshard.save_state_dict({"a": torch.ones(1)}, written)
     assert torch.equal(hfshard.load_state_dict(written)["a"], torch.ones(1))
     if written == "link/../beside":

@@ -1,1 +1,1 @@
-"""Small helpers: the progress bar, refused arguments, and work in threads."""
+"""Small helpers: paths, the progress bar, refused arguments, and work in threads."""

@@ -35,8 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     use_any_encoding()
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    if arguments.needs_directory and not os.path.isdir(arguments.directory):
-        parser.error(_no_directory(arguments.directory))
+    if arguments.needs_directory:
+        arguments.directory = os.path.expanduser(arguments.directory)  # not absolute: it is shown as it was typed
+        if not os.path.isdir(arguments.directory):
+            parser.error(_no_directory(arguments.directory))
     try:
         code = _run_command(arguments)
         sys.stdout.flush()

@@ -6,6 +6,7 @@ import os
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from hfshard._util.paths import absolute_path, path_text
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.hub_marker import has_hub_marker
 
@@ -23,7 +24,7 @@ def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
         InvalidArgumentError: A URL of another machine, or of another kind.
     """
     if not isinstance(repo_id, str):
-        return os.path.expanduser(os.fspath(repo_id))
+        return os.path.expanduser(path_text(repo_id, "repo_id"))
     if repo_id.startswith(_FILE_SCHEME):
         parts = urlsplit(repo_id)
         if parts.netloc not in ("", "localhost") or not parts.path or parts.query or parts.fragment:
@@ -44,6 +45,17 @@ def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
     return None
 
 
+def absolute_address(repo_id: str | os.PathLike[str]) -> str:
+    """Return what a repo_id names whatever the working directory becomes: a directory's absolute path, or "org/name".
+
+    Raises:
+        InvalidArgumentError: It is no path and no name; or as `directory_of`.
+    """
+    text = path_text(repo_id, "repo_id")
+    directory = directory_of(repo_id)
+    return text if directory is None else absolute_path(directory, "repo_id")
+
+
 def split_address(place: str | os.PathLike[str]) -> tuple[str, str | None]:
     """Split an address into a path or repo_id, and the revision after the "@".
 
@@ -52,11 +64,12 @@ def split_address(place: str | os.PathLike[str]) -> tuple[str, str | None]:
     Raises:
         InvalidArgumentError: There is nothing before or after the "@", or it is a URL of another kind.
     """
-    text, directory = os.fspath(place), directory_of(place)
+    text = path_text(place, "repo_id")
+    directory = directory_of(place)
     if directory is None:
         at = -1 if os.path.isdir(text) else text.find("@")
         return (text, None) if at < 0 else _split_at(text, at)
-    directory = os.path.abspath(directory)
+    directory = absolute_path(directory, "repo_id")
     ends = [at for at, character in enumerate(directory) if character == "@"]
     hubs = [at for at in ends if has_hub_marker(directory[:at])]
     return (directory, None) if not hubs or os.path.isdir(directory) else _split_at(directory, hubs[0])

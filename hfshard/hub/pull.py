@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 
+from hfshard._util.paths import absolute_path
 from hfshard.errors import IntegrityError
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.hub import DirectoryHub
@@ -56,7 +57,7 @@ def pull_checkpoint(
         progress: Whether to show a bar on stderr. None: on a terminal.
 
     Returns:
-        The directory of the checkpoint: `local_dir`, or the snapshot in the cache (with the subfolder).
+        The absolute path of the checkpoint: `local_dir`, or the snapshot in the cache (with the subfolder).
 
     Raises:
         HubNotFoundError, HubAccessError, HubConnectionError, HubError: The hub can't be asked, or refuses.
@@ -81,6 +82,7 @@ def pull_checkpoint(
         allow_patterns=_listed(allow_patterns),
         ignore_patterns=_listed(ignore_patterns),
     )
+    target = None if local_dir is None else absolute_path(local_dir, "local_dir")
     root = directory_of(repo_id)
     snapshot = (
         DirectoryHub.open(root).snapshot(revision) if root is not None else _fetch_snapshot(repo_id, query, progress)
@@ -88,11 +90,11 @@ def pull_checkpoint(
     directory = os.path.join(snapshot, *query.path("").split("/"))
     try:
         with open_checkpoint(directory.rstrip("/"), variant=variant, verify=verify) as checkpoint:
-            if local_dir is None:
+            if target is None:
                 return checkpoint.directory
             below = len(query.path(""))
             companions = [path[below:] for path in companion_files(_sizes_in(snapshot), query)]
-            export(checkpoint, os.fspath(local_dir), companions)
+            export(checkpoint, target, companions)
     except IntegrityError as error:
         if root is not None or force_download:
             raise
@@ -104,7 +106,7 @@ def pull_checkpoint(
             expected=error.expected,
             actual=error.actual,
         ) from error
-    return os.fspath(local_dir)
+    return target
 
 
 def _fetch_snapshot(repo_id: str, query: CheckpointQuery, progress: bool | None) -> str:

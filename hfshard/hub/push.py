@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from hfshard._util.paths import absolute_path
+from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.local_files import directory_contents
 from hfshard.hub.pushing.push_files import push_files
 from hfshard.hub.pushing.request import PushOptions, PushRequest
@@ -82,7 +84,7 @@ def push_directory(
     ignore_patterns: list[str] | str | None = None,
 ) -> PushResult:
     """Do what `push_checkpoint` does, with its options as one object."""
-    contents, indexes = directory_contents(
-        os.fspath(directory), allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
-    )
+    place = absolute_path(directory, "directory")
+    repo_id = absolute_address(repo_id)
+    contents, indexes = directory_contents(place, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
     return push_files(PushRequest(contents=contents, variants=frozenset(indexes), options=options), repo_id)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from hfshard._util.paths import absolute_path, path_text
 from hfshard._util.progress import bytes_bar
 from hfshard.constants import SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
@@ -35,6 +36,8 @@ class LocalCheckpoint:
     """Of a repo: the one that was pulled."""
     revision: str | None = None
     """The one that was asked for."""
+    is_as_given: bool = False
+    """Whether `path` is the directory that was given, which transformers calls by the name that it was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,19 @@ class CheckpointSource:
     """Where to load from: a directory, a directory hub, or a repo of the Hub; and what of it."""
 
     path: str
+    """"org/name", or the absolute path of a directory, wherever the process goes meanwhile."""
     query: CheckpointQuery = field(default_factory=CheckpointQuery)
+
+    def __post_init__(self) -> None:
+        """Check the path, and make that of a directory absolute.
+
+        Raises:
+            InvalidArgumentError: It is no path and no name.
+        """
+        name = path_text(self.path)
+        directory = name if os.path.isdir(name) else directory_of(name)
+        if directory is not None:
+            object.__setattr__(self, "path", absolute_path(directory))
 
     def fetch(self, progress: bool | None = None) -> LocalCheckpoint:
         """Find the checkpoint on this machine; one of the Hub is downloaded into the cache first."""
@@ -63,12 +78,14 @@ class CheckpointSource:
         """
         path = self.path if os.path.isdir(self.path) else directory_of(self.path) or self.path
         if os.path.isdir(path):
-            if has_hub_marker(path):
+            is_hub = has_hub_marker(path)
+            if is_hub:
                 from hfshard.hub.directory.hub import DirectoryHub
 
                 path = DirectoryHub.open(path).snapshot(self.query.revision)
             subfolder = self.query.subfolder
-            return LocalCheckpoint(os.path.join(path, subfolder) if subfolder else path, path)
+            directory = os.path.join(path, subfolder) if subfolder else path
+            return LocalCheckpoint(directory, path, is_as_given=not is_hub)
         if os.path.exists(path):
             raise InvalidArgumentError(f"'{path}' is a file: give the directory that holds the checkpoint.", path=path)
         if path != self.path or _is_a_path(path):

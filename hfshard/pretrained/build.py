@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedModel
 
+from hfshard._util.paths import path_text
 from hfshard.constants import (
     CHANGED_RETRIES,
 )
@@ -54,7 +55,7 @@ def load_class(
         )
     if issubclass(model_class, PreTrainedModel):
         return load_pretrained(model_class.from_pretrained, model_class, path, model_args, kwargs, options)
-    name = os.fspath(path)
+    name = path_text(path, "pretrained_model_name_or_path")
     local = source_of(name, kwargs).fetch(options.progress)
     if is_adapter(local.directory):  # its base may be another repo, which does not have our commit
         return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
@@ -92,7 +93,7 @@ def load_pretrained(
     kwargs = dict(kwargs)
     if path is None or kwargs.get("state_dict") is not None or kwargs.get("gguf_file") is not None:
         return build(path, *model_args, **kwargs)
-    name = os.fspath(path)
+    name = path_text(path, "pretrained_model_name_or_path")
     source = source_of(name, kwargs)
     local = local or source.fetch(options.progress)
     if is_adapter(local.directory):  # its base may be another repo, which does not have our commit

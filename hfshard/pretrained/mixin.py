@@ -11,8 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from hfshard._util.arguments import refuse_unknown
+from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import InvalidArgumentError
+from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.loading.options import LoadOptions
 from hfshard.planning.plan import Packing
@@ -97,6 +99,7 @@ class ShardedModelMixin:
         Example:
             bert.save_pretrained("out", max_shard_size="5GB")
         """
+        directory = absolute_path(save_directory, "save_directory")
         options = SaveOptions(
             max_shard_size=max_shard_size,
             variant=variant,
@@ -111,7 +114,7 @@ class ShardedModelMixin:
         refuse_unknown(kwargs, SAVE_ARGUMENTS, "save_pretrained")
         if needs_transformers_saver(self, distributed_checkpoint=distributed_checkpoint):
             self._save_with_transformers(
-                save_directory,
+                directory,
                 is_main_process=is_main_process,
                 state_dict=None if state_dict is None else dict(state_dict),
                 max_shard_size=max_shard_size,
@@ -121,20 +124,20 @@ class ShardedModelMixin:
                 distributed_checkpoint=distributed_checkpoint,
             )
             if push_to_hub and is_main_process:
-                repo_id = kwargs.pop("repo_id", None) or default_repo_id(save_directory)
+                repo_id = kwargs.pop("repo_id", None) or default_repo_id(directory)
                 self.push_to_hub(repo_id, token=token, max_shard_size=max_shard_size, variant=variant, **kwargs)
         elif is_main_process:
             request = request_from_model(self, state_dict, options)  # type: ignore[arg-type]
-            index = save_request(request, save_directory)
+            index = save_request(request, directory)
             if push_to_hub:
-                repo_id = kwargs.pop("repo_id", None) or default_repo_id(save_directory)
+                repo_id = kwargs.pop("repo_id", None) or default_repo_id(directory)
                 tags = tags_of(self, kwargs.pop("tags", None))
                 pushing = PushOptions(token=token, progress=progress, **kwargs)
-                push_saved_files(request, index, os.fspath(save_directory), repo_id, tags, pushing)
+                push_saved_files(request, index, directory, repo_id, tags, pushing)
 
-    def _save_with_transformers(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+    def _save_with_transformers(self, directory: str, **kwargs: Any) -> None:
         alias = view_as_alias(self)  # type: ignore[type-var]
-        super(ShardedModelMixin, alias).save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+        super(ShardedModelMixin, alias).save_pretrained(directory, **kwargs)  # type: ignore[misc]
 
     @_untyped
     def push_to_hub(
@@ -181,6 +184,7 @@ class ShardedModelMixin:
         Example:
             bert.push_to_hub("./hub/bert")  # or "org/name"
         """
+        repo_id = absolute_address(repo_id)
         if kwargs.pop("safe_serialization", True) is False:
             raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
         refuse_unknown(kwargs, PUSH_ARGUMENTS, "push_to_hub")

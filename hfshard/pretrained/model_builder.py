@@ -146,12 +146,13 @@ class ModelBuilder:
             )
 
     def _name(self, model: PreTrainedModel) -> None:
-        # transformers was given no name, and wrote "None" in its place.
+        # transformers was given no name, and wrote "None" in its place; or it was given the absolute path.
+        placeholders = {"None", self.local.path} if self.local.is_as_given else {"None"}
         for module in model.modules():
-            if getattr(module, "name_or_path", None) == "None":
+            if getattr(module, "name_or_path", None) in placeholders:
                 module.name_or_path = self.name  # type: ignore[assignment]
             config = getattr(module, "config", None)
-            if isinstance(config, PreTrainedConfig) and config.name_or_path == "None":
+            if isinstance(config, PreTrainedConfig) and config.name_or_path in placeholders:
                 config.name_or_path = self.name
 
     def _tie(self, model: PreTrainedModel) -> None:

@@ -118,6 +118,6 @@ def _push(
     )
 
 
-def default_repo_id(save_directory: str | os.PathLike[str]) -> str:
+def default_repo_id(directory: str) -> str:
     """Name the repo that `save_pretrained(push_to_hub=True)` pushes to by default: after the directory."""
-    return os.path.basename(os.path.abspath(os.fspath(save_directory)))
+    return os.path.basename(os.path.abspath(directory))

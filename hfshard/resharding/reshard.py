@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from hfshard._util.paths import absolute_path
 from hfshard.constants import CONFIG_NAME
 from hfshard.errors import InvalidArgumentError
 from hfshard.loading.options import LoadOptions
@@ -75,6 +76,7 @@ def reshard_source(
         Everything that `reshard_checkpoint` raises.
     """
     floating = _floating_dtype(dtype)
+    dst = absolute_path(dst, "dst")
     local = source.find_local()
     is_in_place = local is not None and is_same_directory(local.directory, dst)
     if low_disk and (not is_in_place or floating is not None):

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 
+from hfshard._util.paths import absolute_path
 from hfshard._util.progress import bytes_bar
 from hfshard.planning.plan import with_one_more_shard
 from hfshard.saving.prepare import avoid_taken_names, needs_new_names, plan_request, with_free_names, write_staged
@@ -31,7 +32,7 @@ def save_request(
     Raises:
         Everything that `hfshard.save_state_dict` raises.
     """
-    directory = os.fspath(save_directory)
+    directory = absolute_path(save_directory, "save_directory")
     names = request.options.names
     writer_threads()  # raises where the environment asks for more than there is
     plan = plan_request(request)

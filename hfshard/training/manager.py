@@ -7,8 +7,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import CheckpointNotFoundError
+from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.saving.options import SaveOptions
 from hfshard.storage.format.integrity import Checksum
@@ -85,7 +87,7 @@ class CheckpointManager(RunReader):
         rotation = Rotation(max_to_keep, keep_best, metric_mode, keep_every)
         SaveOptions(max_shard_size=max_shard_size, checksum=checksum)  # which checks both
         # Absolute, so that a run that changes its working directory goes on saving to the same place.
-        self.root = os.path.abspath(os.path.expanduser(os.fspath(root)))
+        self.root = absolute_path(root, "root")
         self.max_to_keep = max_to_keep
         self.keep_best = keep_best
         self.metric_mode = metric_mode
@@ -182,7 +184,10 @@ class CheckpointManager(RunReader):
             StateDictMismatchError: The state does not fit; the message says what differs, and what to do.
             HfshardError: Another rank could not restore it.
         """
-        restored = resume(state, lambda: self._choose(step, verify, token), step, strict=strict)
+        place = step
+        if isinstance(step, str | os.PathLike):
+            place = absolute_path(step, "step") if os.path.isdir(step) else absolute_address(step)
+        restored = resume(state, lambda: self._choose(place, verify, token), step, strict=strict)
         if restored is None:
             raise CheckpointNotFoundError(
                 f"There is no checkpoint in '{self.root}'. Check the path, or train from the beginning.", path=self.root
@@ -268,9 +273,11 @@ class CheckpointManager(RunReader):
             progress=progress,
         )
 
+        place = absolute_address(repo_id)
+
         def work() -> PushResult | list[PushResult]:
             self._writer.wait_for_all()
-            return push_run(self.root, repo_id, step, self.best_step, options)
+            return push_run(self.root, place, step, self.best_step, options)
 
         return Ranks.current().first(work)
 

@@ -6,6 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -104,3 +105,30 @@ def test_a_link_to_nothing_is_named_as_such(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(SaveDirectoryError, match="is a broken link"):
         hfshard.save_state_dict({"a": torch.zeros(1)}, tmp_path / "link")
+
+
+def test_a_changed_working_directory_leads_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    model = Mine(_config())
+    kept = os.open
+
+    def open_elsewhere(*arguments: Any, **keywords: Any) -> int:
+        os.chdir(there)  # as another thread does
+        return kept(*arguments, **keywords)
+
+    monkeypatch.setattr(os, "open", open_elsewhere)
+    monkeypatch.chdir(here)
+    model.save_pretrained("out", max_shard_size="20KB")
+    monkeypatch.chdir(here)
+    model.push_to_hub("./hub")
+    monkeypatch.chdir(here)
+    loaded = Mine.from_pretrained("out")
+    monkeypatch.setattr(os, "open", kept)
+
+    assert not list(there.iterdir())
+    assert sorted(path.name for path in here.iterdir()) == ["hub", "out"]
+    assert loaded.config.name_or_path == loaded.name_or_path == "out"  # as it was given
+    [snapshot] = (here / "hub" / "snapshots").iterdir()
+    assert GPT2LMHeadModel.from_pretrained(snapshot)

@@ -23,6 +23,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from hfshard._util.paths import absolute_path, path_text
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import HubError, HubNotFoundError, IntegrityError
 from hfshard.hub.address import directory_of
@@ -58,7 +59,7 @@ class DirectoryHub:
 
     def __init__(self, root: str, *, wait_seconds: float = LOCK_WAIT_SECONDS) -> None:
         """Use `open` or `create`, which check what is there."""
-        self.root = os.path.abspath(root)
+        self.root = absolute_path(root)
         self.wait_seconds = wait_seconds
 
     @staticmethod
@@ -318,5 +319,5 @@ class DirectoryHub:
 
 
 def _local(path: str | os.PathLike[str]) -> str:
-    name = os.fspath(path)
-    return os.path.abspath(directory_of(name) or name)
+    name = path_text(path)
+    return absolute_path(directory_of(name) or name)

@@ -138,11 +138,14 @@ def sync(fd: int, path: str) -> None:
 def make_directories(directory: str) -> list[str]:
     """Make a directory and the missing ones above it, durably.
 
+    Args:
+        directory: Absolute, so that nobody asks for the working directory, which may be gone.
+
     Returns:
         Those that were made, deepest last.
     """
     missing = []
-    at = os.path.join(os.getcwd(), directory)  # not normalized: ".." after a link does not lead to the part before it
+    at = directory  # not normalized: ".." after a link does not lead to the part before it
     while not os.path.isdir(at):
         missing.append(at)
         at = os.path.dirname(at)
