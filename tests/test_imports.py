@@ -47,7 +47,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "pull pushing",
         "push",
     ),
-    "hub.directory": ("manifest", "refs stage", "locked_hub revisions", "committing", "hub"),
+    "hub.directory": ("manifest", "deleted", "refs stage", "locked_hub revisions", "committing", "hub"),
     "hub.pushing": ("plan request", "compare local_files", "push_files"),
     "hub.remote": (
         "cache client uploads",

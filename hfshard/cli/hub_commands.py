@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from hfshard.cli.output import print_json, print_text, printable, short_hash, table
+from hfshard.cli.output import print_json, print_message, print_text, printable, short_hash, table
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.pull import pull_checkpoint
 from hfshard.hub.push import push_directory
@@ -75,13 +75,15 @@ def revisions(arguments: argparse.Namespace) -> int:
     elif arguments.prune:
         freed = hub.prune()
     found = hub.revisions()
+    for problem in dict.fromkeys(revision.problem for revision in found if revision.is_damaged):
+        print_message(f"warning: {problem}")
     if arguments.format == "json":
         shown = [{**asdict(revision), "date": revision.date.isoformat()} for revision in found]
         print_json({"revisions": shown, "freed_bytes": freed})
         return 0
     rows = [
         [item.name if item.kind != "commit" else "", item.kind, short_hash(item.commit), format_size(item.size),
-         f"{item.date:%Y-%m-%d %H:%M}", item.message]
+         f"{item.date:%Y-%m-%d %H:%M}", "(damaged)" if item.is_damaged else item.message]
         for item in found
     ]  # fmt: skip
     print_text(table(["name", "kind", "commit", ">size", "date", "message"], rows))

@@ -4,6 +4,7 @@
     <root>/commits/<id>.json       what the commit is: files with size and sha256, parents, message, description
     <root>/snapshots/<id>/...      its files, read-only, a plain directory; unchanged ones are hard links
     <root>/refs/heads/<branch>     an id; so refs/tags/<tag> and refs/pr/<number>
+    <root>/deleted/                notes of names and commits that were deleted, until `prune`; see `deleted.py`
     <root>/.staging/               what is not complete yet; absent at rest
 
 An id is the first 40 hex digits of the sha256 of the manifest, which has no time and no host in it: the same files on
@@ -28,20 +29,11 @@ from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import HubError, HubNotFoundError, IntegrityError
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.committing import branch_for, check_request, commit_changes
+from hfshard.hub.directory.deleted import reachable
 from hfshard.hub.directory.locked_hub import locked_hub
-from hfshard.hub.directory.manifest import (
-    read_commit_manifest,
-    snapshot_path,
-)
-from hfshard.hub.directory.refs import (
-    all_refs,
-    check_free,
-    find_ref,
-    find_revision,
-    read_ref,
-    revision_not_found,
-)
-from hfshard.hub.directory.revisions import Revision, revisions_of, unreachable
+from hfshard.hub.directory.manifest import read_commit_manifest, snapshot_path
+from hfshard.hub.directory.refs import all_refs, check_free, find_ref, find_revision, read_ref, revision_not_found
+from hfshard.hub.directory.revisions import Revision, refuse_lost_names, revisions_of, unreachable
 from hfshard.hub.directory.stage import check_hash, check_snapshot
 from hfshard.hub.hub_marker import check_hub_marker, has_hub_marker, write_hub_marker
 from hfshard.hub.protocols import CommitRequest
@@ -106,14 +98,18 @@ class DirectoryHub:
         As long as there is no `main` either, a branch that is not there yet is empty: its commit is "".
 
         Raises:
-            DamagedCheckpointError: The commit's manifest is not what it was.
+            DamagedCheckpointError: The commit's manifest is missing, or is not what it was; or the hub has commits, and
+                lost all names.
         """
         name = revision or "main"
         commit = find_revision(self.root, name)
         if commit is not None:
             return RepoTree(commit, read_commit_manifest(self.root, commit).files)
         is_branch = not name.startswith(("refs/pr/", "refs/tags/")) and not is_commit_id(name)
-        return RepoTree("") if is_branch and read_ref(self.root, MAIN) is None else None
+        if not is_branch or read_ref(self.root, MAIN) is not None:
+            return None
+        refuse_lost_names(self.root)
+        return RepoTree("")
 
     def make_branch(self, branch: str) -> None:
         """Make a branch where `main` is, unless it is there already or nothing was pushed yet.
@@ -252,6 +248,7 @@ class DirectoryHub:
 
         Raises:
             HubError: The tag is at another commit.
+            DamagedCheckpointError: The commit's manifest is missing, or can't be read.
             InvalidArgumentError: The name is not a valid one, or is that of a branch.
         """
         return self._name(full_name(name, "tag"), revision)
@@ -295,14 +292,18 @@ class DirectoryHub:
             Bytes that were freed on disk.
 
         Raises:
-            DamagedCheckpointError: A manifest on the way can't be read; nothing is removed.
+            DamagedCheckpointError: A manifest on the way is missing or can't be read, or names were lost; nothing is
+                removed.
         """
         with locked_hub(self.root, wait_seconds=self.wait_seconds) as locked:
-            return locked.remove_commits(unreachable(self.root))
+            free_bytes = locked.remove_commits(unreachable(self.root))
+            locked.forget_deleted(reachable(self.root, all_refs(self.root)))
+            return free_bytes
 
     def _name(self, ref: str, revision: str | None) -> str:
         with locked_hub(self.root, wait_seconds=self.wait_seconds) as locked:
             commit = self.resolve(revision)
+            read_commit_manifest(self.root, commit)
             current = read_ref(self.root, ref)
             if current is None:
                 check_free(self.root, ref)

@@ -3,7 +3,8 @@
 A push holds the lock of the root directory's own descriptor: the lock ends with the process, and leaves no file.
 It stages the snapshot, flushes it, and renames into place the snapshot, then the manifest, and last the ref, which is
 the commit. As long as the ref is staged as `.staging/new-commit`, its commit was not finished, and the next push
-removes it. A commit is removed in the other order, manifest first: a snapshot without a manifest is a leftover.
+removes it. A commit is removed by moving its manifest to `deleted/`, then its snapshot goes. A snapshot that has no
+manifest, neither in `commits/` nor in `deleted/`, has lost it, and is left alone.
 """
 
 from __future__ import annotations
@@ -12,11 +13,20 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from hfshard.errors import CommitUnfinishedError, DamagedCheckpointError
+from hfshard.hub.directory.deleted import (
+    DELETED,
+    NEW_COMMIT,
+    deleted_commits,
+    deleted_path,
+    unfinished_commit,
+    unnamed_commits,
+    unnamed_path,
+)
 from hfshard.hub.directory.manifest import (
     COMMITS,
     SNAPSHOTS,
@@ -24,12 +34,12 @@ from hfshard.hub.directory.manifest import (
     commit_id,
     commit_ids,
     manifest_path,
+    read_commit_manifest,
     snapshot_path,
 )
-from hfshard.hub.directory.refs import all_refs, ref_path
+from hfshard.hub.directory.refs import all_refs, read_ref, ref_path
 from hfshard.hub.directory.stage import check_snapshot
 from hfshard.hub.hub_marker import STAGING
-from hfshard.hub.refs import is_commit_id
 from hfshard.storage.disk.fsops import (
     UNSUPPORTED,
     locked_directory,
@@ -43,16 +53,15 @@ from hfshard.storage.disk.fsops import (
 
 logger = logging.getLogger(__name__)
 
-_NEW_COMMIT: Final = "new-commit"
-"""Name in the staging directory of the ref for a commit that is new. As long as it is there, that commit is unfinished;
-renaming it into place commits."""
 _STAGED_REF: Final = "ref"
-"""The same for a commit that existed before: nothing but the ref is unfinished."""
+"""Like `NEW_COMMIT`, for a commit that existed before: nothing but the ref is unfinished."""
+_REPLACED: Final = "replaced-"
+"""A damaged snapshot in the staging directory, followed by its id: put back if no whole one took its place."""
 _STAGED_FILES: Final = "files"
 _STAGED_MANIFEST: Final = "manifest.json"
 _BLOCK_BYTES: Final = 512
 """The unit of st_blocks, whatever the file system's own blocks are."""
-_FOLDERS: Final = (COMMITS, SNAPSHOTS, "refs", "refs/heads", "refs/tags", "refs/pr")
+_FOLDERS: Final = (COMMITS, SNAPSHOTS, DELETED, "refs", "refs/heads", "refs/tags", "refs/pr")
 
 
 @contextmanager
@@ -109,20 +118,21 @@ class HubWriter:
         if self._is_whole(commit, manifest):
             self.set_ref(ref, commit)
             return commit
+        path = manifest_path(self.root, commit)
+        staged_ref = _STAGED_REF if os.path.lexists(path) else NEW_COMMIT
         write_file(self._staged(_STAGED_MANIFEST), raw)
-        write_file(self._staged(_NEW_COMMIT), f"{commit}\n".encode())
+        write_file(self._staged(staged_ref), f"{commit}\n".encode())
         sync_directory(self.staging)
-        sync_directory(self.root)  # from here on, leftovers of this commit are known to be unfinished
+        sync_directory(self.root)  # from here on, leftovers of a new commit are known to be unfinished
         target = snapshot_path(self.root, commit)
         make_directories(os.path.dirname(target))
-        self._remove_snapshot(commit)  # a damaged one
+        self._move_snapshot(commit, _REPLACED)  # a damaged one
         _move_tree(self.staged_files, target)
         sync_directory(os.path.dirname(target))
-        path = manifest_path(self.root, commit)
         make_directories(os.path.dirname(path))
         rename(self._staged(_STAGED_MANIFEST), path)
         sync_directory(os.path.dirname(path))
-        self._place_ref(_NEW_COMMIT, ref)
+        self._place_ref(staged_ref, ref)
         return commit
 
     def set_ref(self, ref: str, commit: str) -> None:
@@ -132,38 +142,59 @@ class HubWriter:
         self._place_ref(_STAGED_REF, ref)
 
     def remove_ref(self, ref: str) -> None:
-        """Remove a branch, tag or pull request."""
+        """Remove a branch, tag or pull request, and note that its commit may go."""
         path = ref_path(self.root, ref)
+        self._note(unnamed_path(self.root, str(read_ref(self.root, ref))))
         os.unlink(path)
         sync_directory(os.path.dirname(path))
 
     def remove_commits(self, commits: Iterable[str]) -> int:
-        """Remove commits that no ref points to: first their manifests, then their files.
+        """Remove commits that no ref points to: first their manifests go to the deleted ones, then their files.
 
         Returns:
             Bytes that were freed on disk; a file that another commit shares frees none.
         """
         doomed = list(commits)
+        make_directories(os.path.join(self.root, DELETED))
         for commit in doomed:
-            unlink_if_there(manifest_path(self.root, commit))
+            try:
+                rename(manifest_path(self.root, commit), deleted_path(self.root, commit))
+            except FileNotFoundError:  # it was lost
+                self._note(deleted_path(self.root, commit))
         if doomed:
-            sync_directory(os.path.join(self.root, COMMITS))
+            self._sync_folders(DELETED, COMMITS)
         free_bytes = _bytes_only_in(snapshot_path(self.root, commit) for commit in doomed)
         for commit in doomed:
             self._remove_snapshot(commit)
         return free_bytes
 
+    def forget_deleted(self, reached: Collection[str]) -> None:
+        """Remove the notes of what was deleted, except of commits that a history needs.
+
+        Args:
+            reached: The commits that names lead to, deleted ones included; no others are left.
+        """
+        for commit in unnamed_commits(self.root):
+            unlink_if_there(unnamed_path(self.root, commit))
+        for commit in deleted_commits(self.root):
+            if commit not in reached:
+                unlink_if_there(deleted_path(self.root, commit))
+        self._sync_folders(DELETED)
+
     def clean_up(self) -> None:
         """Remove what killed changes left: everything that is staged, and commits that were never finished."""
-        if os.path.lexists(new := self._staged(_NEW_COMMIT)):
+        if (new := unfinished_commit(self.root)) is not None:
             self._remove_unfinished(new)
         if os.path.lexists(self.staging):
+            self._put_back()
             shutil.rmtree(self.staging)
-        known = set(commit_ids(self.root))
-        snapshots = os.path.join(self.root, SNAPSHOTS)
-        for name in os.listdir(snapshots) if os.path.isdir(snapshots) else ():
-            if is_commit_id(name) and name not in known:
-                self._remove_snapshot(name)
+        for commit in deleted_commits(self.root):
+            if os.path.lexists(manifest_path(self.root, commit)):  # it was pushed again
+                unlink_if_there(deleted_path(self.root, commit))
+            else:
+                self._remove_snapshot(commit)
+        for commit in set(unnamed_commits(self.root)) & self._pointed_to():
+            unlink_if_there(unnamed_path(self.root, commit))
         for folder in ("refs/heads", "refs/tags"):
             self._remove_empty(os.path.join(self.root, folder))
 
@@ -175,6 +206,7 @@ class HubWriter:
         if commit not in commit_ids(self.root):
             return False
         try:
+            read_commit_manifest(self.root, commit)
             check_snapshot(snapshot_path(self.root, commit), manifest.files)
         except DamagedCheckpointError as error:
             logger.warning("Commit %s was damaged, and is written again: %s", commit, error)
@@ -194,29 +226,67 @@ class HubWriter:
                 path=path,
             ) from error
 
-    def _remove_unfinished(self, new: str) -> None:
-        with open(new, "rb") as file:
-            commit = file.read(64).decode("ascii", "replace").removesuffix("\n")
-        if is_commit_id(commit) and commit not in all_refs(self.root).values():
-            logger.info("Removing commit %s in '%s', which was never finished.", commit, self.root)
-            unlink_if_there(manifest_path(self.root, commit))
-            if os.path.isdir(os.path.join(self.root, COMMITS)):
-                sync_directory(os.path.join(self.root, COMMITS))
-            self._remove_snapshot(commit)
+    def _note(self, path: str) -> None:
+        """Make an empty file among the notes of what was deleted, durably."""
+        make_directories(os.path.dirname(path))
+        if not os.path.lexists(path):
+            write_file(path, b"")
+            sync_directory(os.path.dirname(path))
+
+    def _pointed_to(self) -> set[str]:
+        """The commits that refs point to; empty if one can't be read: then it isn't known which."""
+        try:
+            return set(all_refs(self.root).values())
+        except DamagedCheckpointError as error:
+            logger.warning("%s", error)
+            return set()
+
+    def _remove_unfinished(self, commit: str) -> None:
+        if commit in all_refs(self.root).values():
+            return
+        logger.info("Removing commit %s in '%s', which was never finished.", commit, self.root)
+        unlink_if_there(manifest_path(self.root, commit))
+        self._sync_folders(COMMITS)
+        self._remove_snapshot(commit)
+
+    def _sync_folders(self, *folders: str) -> None:
+        for folder in folders:
+            if os.path.isdir(path := os.path.join(self.root, folder)):
+                sync_directory(path)
+
+    def _put_back(self) -> None:
+        """Put damaged snapshots back that were to be replaced, and were not."""
+        for name in os.listdir(self.staging):
+            target = snapshot_path(self.root, name.removeprefix(_REPLACED))
+            if name.startswith(_REPLACED) and not os.path.lexists(target):
+                os.rename(self._staged(name), target)
+                sync_directory(os.path.dirname(target))
 
     def _remove_snapshot(self, commit: str) -> None:
+        if (removed := self._move_snapshot(commit, "removed-")) is not None:
+            shutil.rmtree(removed)
+
+    def _move_snapshot(self, commit: str, prefix: str) -> str | None:
+        """Move a snapshot into the staging directory, so that a reader finds all of it or nothing.
+
+        Returns:
+            Where it is; None if there was none.
+        """
         path = snapshot_path(self.root, commit)
         if os.path.islink(path) or not os.path.isdir(path):
-            return
+            return None
         self.make_staging()
-        removed = self._staged(f"removed-{commit}")
+        moved = self._staged(f"{prefix}{commit}")
         try:
-            os.rename(path, removed)  # a reader finds all of it or nothing
+            os.rename(path, moved)
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
-            removed = path  # without a manifest it is not a commit any more
-        shutil.rmtree(removed)
+            if prefix != _REPLACED:
+                return path  # without a manifest it is not a commit any more
+            _move_tree(path, moved)
+            shutil.rmtree(path)
+        return moved
 
     def _remove_empty(self, folder: str) -> None:
         """Remove the folders of branches that are gone."""
@@ -232,8 +302,8 @@ def _move_tree(source: str, target: str) -> None:
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
-        logger.warning("'%s' has no rename (%s): a snapshot is copied into place.", os.path.dirname(target), error)
-    for base, _, files in os.walk(source):  # as long as it has no manifest, nobody reads it
+        logger.warning("'%s' has no rename (%s): a snapshot is copied.", os.path.dirname(target), error)
+    for base, _, files in os.walk(source):
         into = os.path.normpath(os.path.join(target, os.path.relpath(base, source)))
         os.mkdir(into)
         for name in files:

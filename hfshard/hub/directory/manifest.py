@@ -87,11 +87,33 @@ def read_commit_manifest(root: str, commit: str) -> CommitManifest:
         IntegrityError: Its bytes are not those that the id was made from.
         DamagedCheckpointError: It is missing, or is not a valid manifest.
     """
+    return read_manifest_file(manifest_path(root, commit), root, commit)
+
+
+def missing_manifest(root: str, commit: str, why: str) -> DamagedCheckpointError:
+    """Make the error for a commit whose manifest was lost.
+
+    Args:
+        root: The hub.
+        commit: Its id.
+        why: What needs the commit; "" if nothing is known to.
+    """
     path = manifest_path(root, commit)
+    needed = f", and {why}" if why else ""
+    return DamagedCheckpointError(
+        f"Commit {commit} has no manifest '{path}'{needed}: it was lost, as in a copy that was cut off. Nothing was "
+        "removed. Copy the file again from where the hub came from, or from a backup. To give the commit up, delete "
+        f"the names that point to it, then run: hfshard revisions {root} --delete {commit}",
+        path=path,
+    )
+
+
+def read_manifest_file(path: str, root: str, commit: str) -> CommitManifest:
+    """Read and check a manifest, wherever it is; raises like `read_commit_manifest`."""
     try:
         raw, _ = read_small(path, root, MAX_CONFIG_BYTES)
     except MissingShardError as error:
-        raise DamagedCheckpointError(f"Commit {commit} has no manifest '{path}'. {_REMEDY}", path=path) from error
+        raise missing_manifest(root, commit, "") from error
     if (actual := commit_id(raw)) != commit:
         raise IntegrityError(
             f"Manifest '{path}' is damaged: its bytes are those of commit {actual}. {_REMEDY}",

@@ -8,6 +8,7 @@ from typing import Final
 
 from hfshard._util.text import list_some
 from hfshard.errors import DamagedCheckpointError, HubError, HubNotFoundError, InvalidArgumentError, MissingShardError
+from hfshard.hub.directory.deleted import lost_commits
 from hfshard.hub.directory.manifest import commit_ids
 from hfshard.hub.refs import MAIN, REF_FOLDERS, RefKind, full_name, is_commit_id, kind_of, short_name
 from hfshard.storage.disk.safe_open import read_small
@@ -108,7 +109,7 @@ def find_ref(root: str, name: str) -> tuple[str, str] | None:
 
 
 def find_commit(root: str, name: str) -> str | None:
-    """Find a commit by its id, or by the first digits of it.
+    """Find a commit by its id, or by the first digits of it, even if its manifest was lost.
 
     Raises:
         HubError: Several ids begin with these digits.
@@ -116,6 +117,7 @@ def find_commit(root: str, name: str) -> str | None:
     if not is_commit_id(name) and not _PREFIX.fullmatch(name):
         return None
     found = [commit for commit in commit_ids(root) if commit.startswith(name)]
+    found = found or [commit for commit in lost_commits(root) if commit.startswith(name)]
     if len(found) > 1:
         raise HubError(
             f"{len(found)} commits of '{root}' begin with {name}: {list_some(found, _SHOWN_NAMES)}. Write more of it.",

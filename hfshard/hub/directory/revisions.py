@@ -5,11 +5,24 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Final
 
+from hfshard._util.text import list_some
 from hfshard.errors import DamagedCheckpointError
-from hfshard.hub.directory.manifest import commit_ids, manifest_path, read_commit_manifest
-from hfshard.hub.directory.refs import all_refs
+from hfshard.hub.directory.deleted import (
+    deleted_commits,
+    lost_commits,
+    may_go,
+    reachable,
+    unfinished_commit,
+    unnamed_commits,
+)
+from hfshard.hub.directory.manifest import commit_ids, manifest_path, missing_manifest, read_commit_manifest
+from hfshard.hub.directory.refs import all_refs, ref_names
 from hfshard.hub.refs import RefKind, kind_of, short_name
+
+_SHOWN: Final = 3
+"""Commits that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +41,15 @@ class Revision:
     size: int
     """Bytes of all its files, shared with other commits or not."""
     is_damaged: bool = False
-    """Whether its manifest can't be read, so that message, parents and size are unknown."""
+    """Whether its manifest is missing or can't be read, so that message, parents and size are unknown."""
+    problem: str = ""
+    """If it is damaged: what is wrong, and what to do."""
 
 
 def revisions_of(root: str) -> list[Revision]:
-    """List all branches (main first), tags and pull requests, then all commits, newest first."""
+    """List all branches (main first), tags and pull requests, then all commits, newest first, then the lost ones."""
     named = [_revision(root, short_name(ref), kind_of(ref), commit) for ref, commit in all_refs(root).items()]
-    commits = [_revision(root, commit, "commit", commit) for commit in commit_ids(root)]
+    commits = [_revision(root, commit, "commit", commit) for commit in [*commit_ids(root), *lost_commits(root)]]
     return named + sorted(commits, key=lambda revision: revision.date, reverse=True)
 
 
@@ -43,23 +58,47 @@ def _revision(root: str, name: str, kind: RefKind, commit: str) -> Revision:
     try:
         date = datetime.fromtimestamp(os.stat(manifest_path(root, commit)).st_mtime, UTC)
         manifest = read_commit_manifest(root, commit)
-    except (FileNotFoundError, DamagedCheckpointError):
-        return Revision(name, kind, commit, "", (), date, 0, is_damaged=True)
-    return Revision(name, kind, commit, manifest.message, manifest.parents, date, manifest.size)
+    except FileNotFoundError:
+        problem = missing_manifest(root, commit, "").message
+    except DamagedCheckpointError as error:
+        problem = error.message
+    else:
+        return Revision(name, kind, commit, manifest.message, manifest.parents, date, manifest.size)
+    return Revision(name, kind, commit, "", (), date, 0, is_damaged=True, problem=problem)
 
 
 def unreachable(root: str) -> list[str]:
     """Find the commits that no branch, tag or pull request leads to, directly or through parents.
 
     Raises:
-        DamagedCheckpointError: A manifest on the way can't be read, so that its parents are unknown.
+        DamagedCheckpointError: A manifest on the way is missing or can't be read, so that its parents are unknown; or
+            no name that was deleted led to such a commit either, so that a name was lost.
     """
-    there = set(commit_ids(root))
-    reached: set[str] = set()
-    ends = list(all_refs(root).values())
-    while ends:
-        commit = ends.pop()
-        if commit in there and commit not in reached:
-            reached.add(commit)
-            ends += read_commit_manifest(root, commit).parents
-    return sorted(there - reached)
+    found = set(commit_ids(root)) - reachable(root, all_refs(root))
+    if lost := sorted(found - may_go(root)):
+        raise _names_lost(root, lost)
+    return sorted(found)
+
+
+def refuse_lost_names(root: str) -> None:
+    """Refuse to begin a hub anew that holds commits, but no names, and none was ever deleted.
+
+    Raises:
+        DamagedCheckpointError: The names were lost.
+    """
+    there = commit_ids(root)
+    unfinished = unfinished_commit(root)  # after the manifests, before the names: it may be finished meanwhile
+    commits = [commit for commit in there if commit != unfinished]
+    if commits and not ref_names(root) and not unnamed_commits(root) and not deleted_commits(root):
+        raise _names_lost(root, commits)
+
+
+def _names_lost(root: str, commits: list[str]) -> DamagedCheckpointError:
+    one = commits[0]
+    return DamagedCheckpointError(
+        f"No branch, tag or pull request of '{root}' leads to {list_some(commits, _SHOWN)}, and none that was deleted "
+        "did: names in refs/ were lost, as in a copy that was cut off. Nothing was removed. Copy "
+        f"'{os.path.join(root, 'refs')}' again from where the hub came from. Or give such a commit a name: "
+        f"hfshard revisions {root} --tag NAME {one}; or delete it: hfshard revisions {root} --delete {one}",
+        path=os.path.join(root, "refs"),
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 from hfshard.hub.directory import locked_hub
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.directory.manifest import CommitManifest, commit_id
-from tests.crash.directory_hub.transitions import TRANSITIONS, Refs, Transition, push, push_first
+from tests.crash.directory_hub.transitions import LOST, TRANSITIONS, Refs, Transition, push, push_first
 from tests.crash.points import Outcome, Point
 from tests.crash.suite import Suite
 from tests.crash.tracer import Run
@@ -29,10 +29,12 @@ ERRORS = ("OSError", "KeyboardInterrupt", "CommitUnfinishedError")
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The ids of all commits before and after a change."""
+    """What was there before and after a change."""
 
     old_commits: frozenset[str]
     new_commits: frozenset[str]
+    kept: frozenset[tuple[str, int]]
+    """Files and sizes that neither the change nor the next push may remove."""
 
 
 class DirectoryHubSuite(Suite[Transition, Baseline]):
@@ -79,9 +81,10 @@ class DirectoryHubSuite(Suite[Transition, Baseline]):
         for place, refs, when in ((before, transition.old, "before"), (after, transition.new, "after")):
             if (found := refs_in(str(place))) != refs:
                 problems.append(f"{when} the change: {found}")
-        if left := litter(str(after)):
+        if not transition.is_partial and (left := litter(str(after))):
             problems.append(f"litter after the change: {left}")
-        return Baseline(commits(str(before)), commits(str(after))), tuple(problems)
+        kept = kept_files(str(before)).items() if transition.keeps_commits else ()
+        return Baseline(commits(str(before)), commits(str(after)), frozenset(kept)), tuple(problems)
 
     def judge(self, point: Point[Transition, Baseline], run: Run, directory: Path) -> Outcome:
         """Read every ref and commit, then push once more."""
@@ -92,13 +95,20 @@ class DirectoryHubSuite(Suite[Transition, Baseline]):
 
 
 def refs_in(root: str) -> Refs:
-    """What readers find at every ref; every commit is checked, whether a ref leads to it or not."""
+    """What readers find at every ref; every commit is checked, whether a ref leads to it or not.
+
+    A commit without a manifest was so before: that nothing of it is removed is looked at by itself.
+    """
     if not DirectoryHub.is_hub(root):
         return {}
     hub = DirectoryHub.open(root)
     found: Refs = {}
     for revision in hub.revisions():
-        assert not revision.is_damaged, revision
+        if revision.is_damaged:
+            assert "has no manifest" in revision.problem, revision
+            if revision.kind != "commit":
+                found[revision.name] = LOST
+            continue
         hub.verify(revision.name)
         folder = Path(hub.snapshot(revision.name))
         files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -111,7 +121,14 @@ def commits(root: str) -> frozenset[str]:
     """The ids of all commits."""
     if not DirectoryHub.is_hub(root):
         return frozenset()
-    return frozenset(one.commit for one in DirectoryHub.open(root).revisions() if one.kind == "commit")
+    found = DirectoryHub.open(root).revisions()
+    return frozenset(one.commit for one in found if one.kind == "commit" and not one.is_damaged)
+
+
+def kept_files(root: str) -> dict[str, int]:
+    """Path in the hub -> size of everything that belongs to commits."""
+    paths = [path for folder in ("commits", "snapshots") for path in Path(root, folder).rglob("*") if path.is_file()]
+    return {str(path.relative_to(root)): path.stat().st_size for path in paths}
 
 
 def _check(point: Point[Transition, Baseline], run: Run, root: str) -> str:
@@ -123,21 +140,24 @@ def _check(point: Point[Transition, Baseline], run: Run, root: str) -> str:
     transition, baseline = point.recorded.transition, point.recorded.baseline
     assert run.status in ENDS.get(point.kind, RAISES_OR_SAVES), (run.status, run.report)
     found = refs_in(root)
-    assert found in (transition.old, transition.new), found
+    assert found in (transition.old, transition.new, transition.mended), found
     if run.status == "saved":
         assert found == transition.new, (found, run.report)
     if run.status == "raised":
         assert run.report.split(":")[0] in ERRORS, run.report
     assert commits(root) <= baseline.old_commits | baseline.new_commits
 
-    pushed = push(root, {"next": b"next"}, "next")
+    branch = transition.whole_branch
+    pushed = push(root, {"next": b"next"}, "next", revision=branch)
 
+    assert not baseline.kept - kept_files(root).items(), baseline.kept - kept_files(root).items()
     is_new = found == transition.new
-    assert refs_in(root)["main"] == found.get("main", {}) | {"next": b"next"}
-    assert litter(root) == [], litter(root)
+    assert refs_in(root)[branch] == found.get(branch, {}) | {"next": b"next"}
+    assert transition.is_partial or litter(root) == [], litter(root)
     left = commits(root) - {pushed}
     if transition.old != transition.new:
-        assert left == (baseline.new_commits if is_new else baseline.old_commits), (is_new, left)
+        are_all_there = is_new or found == transition.mended
+        assert left == (baseline.new_commits if are_all_there else baseline.old_commits), (is_new, left)
     else:  # commits that nothing led to are being removed
         assert baseline.new_commits <= left <= baseline.old_commits
     return "new" if is_new else "old"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,10 @@ class Transition:
         act: The change that is stopped.
         old: What readers find at every ref before it.
         new: After it.
+        is_partial: Whether something was lost before, so that some commits have a snapshot or a manifest alone.
+        keeps_commits: Whether no commit is removed.
+        whole_branch: The branch that can be pushed to afterwards.
+        mended: What readers find too where the change first puts a lost commit in order.
     """
 
     name: str
@@ -34,6 +39,10 @@ class Transition:
     act: Callable[[str], object]
     old: Refs
     new: Refs
+    is_partial: bool = False
+    keeps_commits: bool = True
+    whole_branch: str = "main"
+    mended: Refs | None = None
 
 
 def push(root: str, files: Mapping[str, bytes | None], message: str, **options: object) -> str:
@@ -124,9 +133,39 @@ def prune(root: str) -> None:
     DirectoryHub.open(root).prune()
 
 
+def with_lost_parent(root: str) -> None:
+    """As a copy that was cut off: the manifest of the commit before main's is missing."""
+    both(root)
+    lose_manifest(root, "first")
+
+
+def with_lost_head(root: str) -> None:
+    """The same for main's own commit; dev/x is whole."""
+    push_first(root)
+    make_branch(root)
+    push_second(root)
+    lose_manifest(root, "second")
+
+
+def lose_manifest(root: str, message: str) -> None:
+    commit = next(one.commit for one in DirectoryHub.open(root).revisions() if one.message == message)
+    os.unlink(os.path.join(root, "commits", f"{commit}.json"))
+
+
+def push_second_again(root: str) -> None:
+    push_second(root, revision="dev/x")
+
+
+def delete_middle_commit(root: str) -> None:
+    hub = DirectoryHub.open(root)
+    hub.delete(next(revision.commit for revision in hub.revisions() if revision.message == "first"))
+
+
 AT_FIRST: Refs = {"main": FIRST}
 AT_SECOND: Refs = {"main": SECOND}
 WITH_BRANCH: Refs = {"main": FIRST, "dev/x": FIRST}
+LOST: Files = {"no manifest": b""}
+"""What stands for the files of a ref whose commit has lost its manifest."""
 
 TRANSITIONS = (
     Transition("first", nothing, push_first, {}, AT_FIRST),
@@ -142,7 +181,19 @@ TRANSITIONS = (
     Transition("branch", push_first, make_branch, AT_FIRST, WITH_BRANCH),
     Transition("tag", push_first, make_tag, AT_FIRST, AT_FIRST | {"v1": FIRST}),
     Transition("delete-branch", with_branch, delete_branch, WITH_BRANCH, AT_FIRST),
-    Transition("delete-commit", with_lost_commits, delete_lost_commit, AT_FIRST, AT_FIRST),
-    Transition("prune", with_lost_commits, prune, AT_FIRST, AT_FIRST),
-)
+    Transition("delete-commit", with_lost_commits, delete_lost_commit, AT_FIRST, AT_FIRST, keeps_commits=False),
+    Transition("delete-middle", both, delete_middle_commit, AT_SECOND, AT_SECOND, keeps_commits=False),
+    Transition("prune", with_lost_commits, prune, AT_FIRST, AT_FIRST, keeps_commits=False),
+    Transition("lost-parent", with_lost_parent, push_first_again, AT_SECOND, {"main": SECOND | FIRST}, is_partial=True),
+    Transition(
+        "lost-head", with_lost_head, partial(push, files={"n": b"n"}, message="n", revision="dev/x"),
+        {"main": LOST, "dev/x": FIRST}, {"main": LOST, "dev/x": FIRST | {"n": b"n"}},
+        is_partial=True, whole_branch="dev/x",
+    ),
+    Transition(
+        "made-again", with_lost_head, push_second_again,
+        {"main": LOST, "dev/x": FIRST}, {"main": SECOND, "dev/x": SECOND},
+        is_partial=True, whole_branch="dev/x", mended={"main": SECOND, "dev/x": FIRST},
+    ),
+)  # fmt: skip
 """Every transition; `Refs` are what readers find at every ref before and after."""

@@ -38,7 +38,7 @@ def disk_bytes(folder: str) -> int:
 
 def litter(root: str) -> list[str]:
     """What lies in a hub at rest and does not belong there."""
-    top = set(os.listdir(root)) - {"commits", "snapshots", "refs", "hfshard-hub.json"}
+    top = set(os.listdir(root)) - {"commits", "snapshots", "refs", "deleted", "hfshard-hub.json"}
     ids = {name.removesuffix(".json") for name in os.listdir(f"{root}/commits")}
     lost = set(os.listdir(f"{root}/snapshots")) ^ ids
     empty = [base for base, folders, files in os.walk(f"{root}/refs/heads") if not folders and not files]
