@@ -22,6 +22,8 @@ from hfshard.saving.request import SaveRequest
 from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.format.strict_json import dump_json
+from hfshard.storage.tensors.tensor_bytes import is_plain_type
+from hfshard.storage.tensors.tensor_spec import tensor_specs
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ def request_from_pretrained(
         collected.pop(name, None)
     ties = find_shared_tensors(collected, droppable_patterns=_droppable_patterns(model))
     kept = {name: value for name, value in collected.items() if name not in ties}
+    tensor_specs({name: value for name, value in kept.items() if is_plain_type(value)})  # before any is touched
     stored = revert_weight_conversion(view_as_alias(model), dict(kept)) if options.save_original_format else kept
     tied_names, undeclared_ties = _stored_ties(model, ties, kept, stored)
     files = _model_files(model)

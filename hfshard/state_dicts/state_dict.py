@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from hfshard.errors import InvalidArgumentError
 from hfshard.state_dicts.wrappers import unwrap, without_wrappers, wrapped_prefixes
+from hfshard.storage.tensors.tensor_bytes import is_plain_type, lies_in_storage
 
 
 def collect_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -36,6 +38,21 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
     return names
 
 
+def refuse_freed(model_state: Mapping[str, Any]) -> None:
+    """Refuse to load into tensors whose memory was freed, in whole or in part: to write there would end the process.
+
+    Raises:
+        InvalidArgumentError: There is one.
+    """
+    for name, tensor in model_state.items():
+        if is_plain_type(tensor) and tensor.layout is torch.strided and not lies_in_storage(tensor):
+            raise InvalidArgumentError(
+                f"Can't load into '{name}' of the model: its memory was freed, its storage has only "
+                f"{tensor.untyped_storage().nbytes()} bytes. Give it memory first, or build the model anew.",
+                fqn=name,
+            )
+
+
 def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
     """Load tensors into the model by its own `load_state_dict`; they replace meta tensors. Other names are ignored.
 
@@ -45,8 +62,12 @@ def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
     Args:
         model: Unwrapped; changed.
         state_dict: By the names that `collect_state_dict` gives.
+
+    Raises:
+        InvalidArgumentError: A tensor of the model has no memory; nothing was assigned.
     """
     model_state = model.state_dict()
+    refuse_freed(model_state)
     wrapped = wrapped_prefixes(model)
     short_names = {name: without_wrappers(name, wrapped) for name in model_state}
     tensors = {name: state_dict[short] for name, short in short_names.items() if short in state_dict}

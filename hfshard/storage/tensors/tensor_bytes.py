@@ -32,7 +32,7 @@ def check_storable(name: str, value: Any) -> None:
 
     Raises:
         UnstorableTensorError: Not a tensor; sparse, nested, quantized, meta, or a wrapper (DTensor, torchao); a dtype
-            or a name that the format does not have.
+            or a name that the format does not have; its memory was freed, in whole or in part.
     """
     problem = _problem(name, value)
     if problem is not None:
@@ -53,7 +53,26 @@ def is_plain(value: Any, name: Any) -> TypeGuard[torch.Tensor]:
         and value.layout is torch.strided
         and not (value.is_meta or value.is_nested)
         and value.dim() <= MAX_DIMENSIONS
+        and lies_in_storage(value)
     )
+
+
+def lies_in_storage(tensor: torch.Tensor) -> bool:
+    """Whether all elements of a strided tensor are in its storage, which `resize_` may have freed or shrunk.
+
+    To touch the others would end the process, or give bytes of something else.
+    """
+    if tensor.is_contiguous():
+        end = tensor.numel()
+    else:
+        end = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() == 0:
+        return True
+    try:
+        nbytes = tensor.untyped_storage().nbytes()
+    except NotImplementedError:  # a device without storages
+        return True
+    return (tensor.storage_offset() + end) * tensor.element_size() <= nbytes
 
 
 def _has_memory(value: torch.Tensor) -> bool:
@@ -224,6 +243,9 @@ def _problem(name: Any, value: Any) -> str | None:
         return f"its layout is {value.layout}. Call .to_dense() on it first."
     if hasattr(type(value), "__tensor_flatten__") or not _has_memory(value):
         return f"it is a {type(value).__name__}, a wrapper around other tensors. Gather or dequantize it first."
+    if not lies_in_storage(value):
+        has = value.untyped_storage().nbytes()
+        return f"its memory was freed: its storage has only {has} bytes. Save it before that, or fill it again."
     if value.dim() > MAX_DIMENSIONS:
         return f"it has {value.dim()} dimensions, and readers accept at most {MAX_DIMENSIONS}. Reshape it."
     if stored_dtype_name(value.dtype) is None:

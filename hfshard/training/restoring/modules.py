@@ -11,7 +11,7 @@ from torch import nn
 
 from hfshard.errors import StateDictMismatchError
 from hfshard.loading.into_module import match_to_model
-from hfshard.state_dicts.state_dict import assign, collect_state_dict
+from hfshard.state_dicts.state_dict import assign, collect_state_dict, refuse_freed
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.state_dicts.wrappers import unwrap
 from hfshard.training.parts.pending_loads import PendingLoad
@@ -39,6 +39,7 @@ def plan_module(
     """
     module = unwrap(module)
     own = collect_state_dict(module)
+    refuse_freed(own)
     _refuse_untied(name, saved, own, directory)
     tensors, difference = match_to_model(saved, own)
     ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
