@@ -114,6 +114,7 @@ def load_model(
         model_args: For a class: passed to its `from_pretrained`.
         strict: For a module, True (the default) refuses missing and unexpected names, False ignores them; shapes must
             agree, and at least one name must. For a class, None does as transformers, True refuses any difference.
+            Two different tensors that a module ties are refused in any case; a class unties them, as transformers does.
         verify, read: As in `load_state_dict`.
         progress: As in `load_state_dict`.
         output_loading_info: Return (model, {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"}).
@@ -121,7 +122,8 @@ def load_model(
             class: everything that its `from_pretrained` takes.
 
     Returns:
-        The model, or (model, info).
+        The model, or (model, info). Of a class, names that shared a tensor when they were saved are one parameter. A
+        module's parameters stay its own: those that it ties are one, and the others get a copy each.
 
     Raises:
         StateDictMismatchError: Names or shapes do not fit; nothing was assigned.

@@ -38,8 +38,8 @@ def save_state_dict(
 
     Args:
         state_dict: FQN -> tensor: any shape, strides and device, and any dtype that safetensors has (complex128 is
-            stored as pairs of real numbers). Names that share one tensor are stored once, and are tied again on load.
-            Not mutated.
+            stored as pairs of real numbers). Names that share one tensor are stored once, and `load_state_dict`
+            returns one tensor for them. Not mutated.
         save_directory: Created if it is missing. "~" is the home directory; a relative path is taken when the call
             begins, and a change of the working directory leads nowhere else.
         max_shard_size: Bytes, or a string such as "5GB" or "500MiB": the most that a file has, header included, unless

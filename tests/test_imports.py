@@ -66,7 +66,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "resharding": ("checks in_place request", "reshard"),
     "saving": ("options", "request", "prepare", "in_memory to_directory"),
-    "state_dicts": ("keys tied wrappers", "state_dict"),
+    "state_dicts": ("keys tied wrappers", "overlap state_dict"),
     "storage": ("tensors", "format", "disk", "weights", "checkpoint commit"),
     "storage.checkpoint": ("checks locate report", "checkpoint", "raw_tensors verifier"),
     "storage.commit": ("pending_deletes steps", "directory_state", "commit commit_plan"),

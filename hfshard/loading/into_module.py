@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfshard.errors import StateDictMismatchError
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.reading import read_tensors
 from hfshard.state_dicts.keys import KeyMismatch, compare
+from hfshard.state_dicts.overlap import find_expanded_names, find_merged_names
 from hfshard.state_dicts.state_dict import assign, collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, unwrap
@@ -18,19 +20,29 @@ from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 
 
 def match_to_model(
-    tensors: Mapping[str, torch.Tensor], model_state: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor],
+    model_state: Mapping[str, torch.Tensor],
+    path: str,
+    *,
+    model_name: str = "model",
 ) -> tuple[dict[str, torch.Tensor], KeyMismatch]:
     """Rename the tensors of a checkpoint to the names that a model has for them, and compare the two.
 
     Args:
         tensors: Under the names that they were saved with.
         model_state: The model's tensors, under the names that `collect_state_dict` gives.
+        path: The checkpoint's, for messages.
+        model_name: What messages call the model.
+
+    Raises:
+        StateDictMismatchError: Two different tensors are one in the model, so that one of them would be lost.
     """
     renamed = dict(tensors)
     if has_wrapper_prefix(renamed):
         names = match_prefixes(renamed, model_state.keys())
         renamed = {names[name]: tensor for name, tensor in renamed.items()}
     renamed = _with_tied_names(renamed, model_state)
+    _refuse_merging(renamed, model_state, path, model_name)
     return renamed, compare(renamed, model_state)
 
 
@@ -50,7 +62,9 @@ def load_into_module(model: nn.Module, checkpoint: OpenCheckpoint, options: Load
     """
     model = unwrap(model)
     model_state = collect_state_dict(model)
-    tensors, difference = match_to_model(read_tensors(checkpoint, None, "cpu", options.read), model_state)
+    stored = read_tensors(checkpoint, None, "cpu", options.read)
+    tensors, difference = match_to_model(stored, model_state, checkpoint.directory)
+    refuse_expanded(model, tensors, checkpoint.directory)
     matched = len(model_state) - len(difference.missing)
     difference.raise_unless_allowed(strict=options.strict is not False, path=checkpoint.directory, matched=matched)
     assign(model, tensors)
@@ -60,6 +74,42 @@ def load_into_module(model: nn.Module, checkpoint: OpenCheckpoint, options: Load
         "mismatched_keys": set(difference.mismatched),
         "error_msgs": [],
     }
+
+
+def refuse_expanded(model: nn.Module, tensors: Mapping[str, torch.Tensor], path: str) -> None:
+    """Refuse to load into tensors that torch can't assign to, before the first one is assigned.
+
+    Args:
+        model: Unwrapped.
+        tensors: By the model's names.
+        path: The checkpoint's, for messages.
+
+    Raises:
+        StateDictMismatchError: The checkpoint has a name of the model's whose tensor is expanded.
+    """
+    expanded = [name for name in find_expanded_names(model) if name in tensors]
+    if expanded:
+        raise StateDictMismatchError(
+            f"'{expanded[0]}' of the model is expanded: several of its elements are one in memory, so that the "
+            f"checkpoint '{path}' can't be loaded into it, and nothing was loaded. Give it memory of its own: "
+            ".contiguous().",
+            path=path,
+            fqn=expanded[0],
+        )
+
+
+def _refuse_merging(
+    tensors: Mapping[str, torch.Tensor], model_state: Mapping[str, torch.Tensor], path: str, model_name: str
+) -> None:
+    merged = find_merged_names(tensors, model_state)
+    if merged is not None:
+        raise StateDictMismatchError(
+            f"'{merged[0]}' and '{merged[1]}' are one tensor, or overlap, in the {model_name}, and are two different "
+            f"ones in the checkpoint '{path}': one of them would be lost, and nothing was loaded. Build it as the one "
+            "that was saved (tie_word_embeddings).",
+            path=path,
+            fqn=merged[0],
+        )
 
 
 def _with_tied_names(

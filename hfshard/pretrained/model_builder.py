@@ -120,8 +120,23 @@ class ModelBuilder:
         tensors |= {name: tensors[index.tied_names[name]] for name in index.undeclared_ties}
         if has_wrapper_prefix(tensors):
             names = _names_for(self.model_class, config, tensors)
+            self._refuse_merging(names)
             tensors = {names[name]: tensor for name, tensor in tensors.items()}
         return tensors
+
+    def _refuse_merging(self, names: Mapping[str, str]) -> None:
+        """Refuse names that are one name without the prefixes of wrappers: one of the tensors would be lost."""
+        first: dict[str, str] = {}
+        for name, short in names.items():
+            other = first.setdefault(short, name)
+            if other != name:
+                raise StateDictMismatchError(
+                    f"'{other}' and '{name}' of the checkpoint '{self.name}' are both '{short}' without the prefixes "
+                    "of wrappers (DataParallel, torch.compile): one of them would be lost. Save them apart, by "
+                    "hfshard.load_state_dict(..., keys=...) and hfshard.save_state_dict.",
+                    path=self.name,
+                    fqn=name,
+                )
 
     def _keys(self) -> list[str]:
         """The names in transformers' order: where the config has no dtype, the first tensor's is the model's."""
@@ -156,14 +171,25 @@ class ModelBuilder:
                 config.name_or_path = self.name
 
     def _tie(self, model: PreTrainedModel) -> None:
+        """Tie what the config does not declare; a name may have got, or lost, the prefix of the base model."""
         index = self.checkpoint.index
         modules = dict(model.named_modules(remove_duplicate=False))
+        base = f"{self.model_class.base_model_prefix}."
+
+        def place_of(name: str) -> tuple[torch.nn.Module, str] | None:
+            for form in (name, f"{base}{name}", name.removeprefix(base)):
+                path, _, attribute = form.rpartition(".")
+                if isinstance(getattr(modules.get(path), attribute, None), torch.Tensor):
+                    return modules[path], attribute
+            return None
+
         for tied_name in index.undeclared_ties:
-            tied_path, _, tied_attribute = tied_name.rpartition(".")
-            path, _, attribute = index.tied_names[tied_name].rpartition(".")
-            target, origin = modules.get(tied_path), modules.get(path)
-            if hasattr(target, tied_attribute) and hasattr(origin, attribute):
-                setattr(target, tied_attribute, getattr(origin, attribute))
+            target, origin = place_of(tied_name), place_of(index.tied_names[tied_name])
+            if target is None or origin is None:
+                continue
+            tensor = getattr(*origin)
+            if getattr(*target).shape == tensor.shape:  # not so where ignore_mismatched_sizes passed over one of them
+                setattr(*target, tensor)
 
     def _load_generation_config(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         if not (model.can_generate() and hasattr(model, "adjust_generation_fn")):

@@ -133,13 +133,29 @@ def _by_child(
 
 
 def _as_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make parameters to replace meta parameters: with their dtype, and one for all names that were tied."""
+    """Make what replaces meta parameters and buffers: of the parameters' dtypes, and one for all names that are tied.
+
+    Names that share a tensor in the checkpoint, and none in the model, get one each.
+    """
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    registered = {**dict(model.named_buffers(remove_duplicate=False)), **parameters}
     made: dict[int, torch.Tensor] = {}
+    taken: set[int] = set()
     result = dict(tensors)
-    for name in tensors.keys() & parameters.keys():
-        old = parameters[name]
+    for name in [name for name in tensors if name in registered]:
+        old = registered[name]
         if id(old) not in made:
-            made[id(old)] = nn.Parameter(tensors[name].to(old.dtype), requires_grad=old.requires_grad)
+            made[id(old)] = _with_memory_of_its_own(tensors[name], taken)
+            if name in parameters:
+                value = made[id(old)].to(old.dtype)
+                made[id(old)] = nn.Parameter(value, requires_grad=old.requires_grad)
         result[name] = made[id(old)]
     return result
+
+
+def _with_memory_of_its_own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """Copy a tensor whose memory another name of the model has got already: the model does not tie the two."""
+    if tensor.numel() == 0 or tensor.data_ptr() not in taken:
+        taken.add(tensor.data_ptr())
+        return tensor
+    return tensor.clone()

@@ -15,7 +15,7 @@ def find_shared_tensors(state_dict: Mapping[str, Any], *, droppable_patterns: It
 
     Two names are tied when they view the same bytes in the same way: device, address, dtype, shape and strides (except
     the strides of dimensions of size 1). Other views of one storage, disjoint or overlapping, are separate tensors.
-    Empty tensors are never tied.
+    Empty tensors are never tied. Meta tensors have no address: those of one storage are compared by their offsets.
 
     Args:
         state_dict: FQN -> tensor, any device; not mutated. Values that are not tensors are never tied.
@@ -42,24 +42,31 @@ def find_shared_tensors(state_dict: Mapping[str, Any], *, droppable_patterns: It
 
 def _sharing_an_address(state_dict: Mapping[str, Any]) -> list[str]:
     """The names whose tensors begin at the same address as another one, in order: the few that need a closer look."""
-    first: dict[int, str] = {}
+    first: dict[int | tuple[int, int], str] = {}
     shared: set[str] = set()
     for name, tensor in state_dict.items():
-        if isinstance(tensor, Tensor) and _has_memory(tensor):
-            other = first.setdefault(tensor.data_ptr(), name)
+        if isinstance(tensor, Tensor) and has_memory(tensor):
+            other = first.setdefault(_address(tensor), name)
             if other is not name:
                 shared.update((other, name))
     return [name for name in state_dict if name in shared]
 
 
-def _has_memory(tensor: Tensor) -> bool:
-    return not (tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided) and tensor.numel() > 0
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has elements that lie at an address, or would if it were not a meta tensor."""
+    return not (tensor.is_nested or tensor.layout != torch.strided) and tensor.numel() > 0
+
+
+def _address(tensor: Tensor) -> int | tuple[int, int]:
+    if tensor.is_meta:
+        return tensor.untyped_storage()._cdata, int(tensor.storage_offset())  # the storage's only identity
+    return tensor.data_ptr()
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
     return (
         tensor.device,
-        tensor.data_ptr(),
+        _address(tensor),
         tensor.dtype,
         tuple(tensor.shape),
         tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1),

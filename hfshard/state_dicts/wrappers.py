@@ -81,6 +81,13 @@ def _unwrapped_forms(name: str) -> Iterator[str]:
 
 
 def _wrapped_child(module: nn.Module) -> str | None:
+    child = _child_of_wrapper(module)
+    # A subclass may have tensors and children of its own: then it is a model, and no name is left out.
+    has_own = child is not None and (set(module._modules) != {child} or bool(module._parameters or module._buffers))
+    return None if has_own else child
+
+
+def _child_of_wrapper(module: nn.Module) -> str | None:
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return "module"
     # torch.compile's class is looked up only where it can exist: importing it takes a second.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from hfshard.state_dicts.state_dict import collect_state_dict
@@ -65,3 +66,17 @@ def test_wrappers_are_taken_off_a_model_by_what_they_are_and_never_by_name() -> 
     own = model.state_dict()
     own_names = ["module.weight", "module.bias", "wrapped.module.weight", "wrapped.module.bias"]
     assert [value.data_ptr() for value in state_dict.values()] == [own[name].data_ptr() for name in own_names]
+
+
+class ScaledParallel(nn.DataParallel[nn.Module]):
+    """A wrapper that has a parameter of its own, under the name of one of the wrapped module's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.weight = nn.Parameter(torch.full((1,), 7.0))
+
+
+def test_a_wrapper_with_parameters_of_its_own_loses_none() -> None:
+    wrapper = ScaledParallel(nn.Linear(1, 1, bias=False))
+    assert list(collect_state_dict(wrapper)) == ["weight", "module.weight"]
+    assert list(collect_state_dict(nn.Sequential(wrapper))) == ["0.weight", "0.module.weight"]

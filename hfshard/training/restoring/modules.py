@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from hfshard.errors import StateDictMismatchError
-from hfshard.loading.into_module import match_to_model
+from hfshard.loading.into_module import match_to_model, refuse_expanded
 from hfshard.state_dicts.state_dict import assign, collect_state_dict, refuse_freed
-from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.state_dicts.wrappers import unwrap
 from hfshard.training.parts.pending_loads import PendingLoad
 from hfshard.training.restoring.module_copy import keep_module, may_refuse
@@ -40,8 +39,8 @@ def plan_module(
     module = unwrap(module)
     own = collect_state_dict(module)
     refuse_freed(own)
-    _refuse_untied(name, saved, own, directory)
-    tensors, difference = match_to_model(saved, own)
+    tensors, difference = match_to_model(saved, own, directory, model_name=f"'{name}' that was built")
+    refuse_expanded(module, tensors, directory)
     ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
     missing = tuple(key for key in difference.missing if key not in ignored)
     dtypes = _dtype_differences(tensors, own)
@@ -77,17 +76,3 @@ def _dtype_differences(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> li
         if current.dtype != tensor.dtype:
             found.append(f"{key} was {tensor.dtype}, and is {current.dtype}")
     return found
-
-
-def _refuse_untied(name: str, saved: Mapping[str, Any], own: Mapping[str, Any], directory: str) -> None:
-    """Refuse two different tensors for which the model has only one: one of them would be lost."""
-    for alias, kept in find_shared_tensors(own).items():
-        if alias not in saved or kept not in saved or saved[alias] is saved[kept]:
-            continue
-        if not torch.equal(saved[alias], saved[kept]):
-            raise StateDictMismatchError(
-                f"'{alias}' and '{kept}' of '{name}' are one tensor, and two different ones in the checkpoint "
-                f"'{directory}'. Build the model as in the run that was saved (tie_word_embeddings).",
-                path=directory,
-                fqn=alias,
-            )

@@ -1,0 +1,70 @@
+"""Tensors that a config ties or does not tie, and what from_pretrained makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import hfshard
+from hfshard.errors import StateDictMismatchError
+
+BERT = BertConfig(
+    vocab_size=6, hidden_size=4, num_hidden_layers=2, num_attention_heads=1, intermediate_size=4,
+    max_position_embeddings=4,
+)  # fmt: skip
+
+
+def _llama(*, tied: bool) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=6, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+def _second_layer_is_the_first(base: Any) -> bool:
+    first, second = (layer.output.dense.weight for layer in base.encoder.layer)
+    return first is second
+
+
+@pytest.mark.compat
+def test_two_tensors_that_the_config_ties_are_both_kept_as_in_transformers(tmp_path: Path) -> None:
+    saved = LlamaForCausalLM(_llama(tied=False))
+    hfshard.save_model(saved, tmp_path)
+    config = _llama(tied=True)
+    stock = LlamaForCausalLM.from_pretrained(tmp_path, config=config)
+    for loaded in (stock, hfshard.load_model(LlamaForCausalLM, tmp_path, config=config, strict=True)):
+        assert torch.equal(loaded.lm_head.weight, saved.lm_head.weight)
+        assert torch.equal(loaded.model.embed_tokens.weight, saved.model.embed_tokens.weight)
+
+    with pytest.raises(StateDictMismatchError, match="are one tensor"):
+        hfshard.load_model(LlamaForCausalLM(_llama(tied=True)), tmp_path)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("saved_class, loaded_class", [(BertForMaskedLM, BertModel), (BertModel, BertForMaskedLM)])
+def test_a_tie_is_kept_with_and_without_the_head(
+    tmp_path: Path, saved_class: type[PreTrainedModel], loaded_class: type[PreTrainedModel], dtype: torch.dtype
+) -> None:
+    saved: Any = saved_class(BERT)
+    layers = getattr(saved, "bert", saved).encoder.layer
+    layers[1].output.dense.weight = layers[0].output.dense.weight
+    hfshard.save_model(saved, tmp_path)
+
+    loaded = hfshard.load_model(loaded_class, tmp_path, dtype=dtype)
+
+    assert _second_layer_is_the_first(getattr(loaded, "bert", loaded))
+
+
+@pytest.mark.compat
+def test_two_names_that_are_one_without_prefixes_are_refused(tmp_path: Path) -> None:
+    BERT.save_pretrained(tmp_path)
+    names = {"module.layers.experts.weight": torch.ones(1), "layers.experts.weight": torch.zeros(1)}
+    save_file(names, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StateDictMismatchError, match=r"are both 'layers\.experts\.weight' without the prefixes"):
+        hfshard.load_model(BertModel, tmp_path)
