@@ -139,7 +139,9 @@ def load_model(
         options = LoadOptions(
             strict=strict, verify=verify, read=read, disable_mmap=kwargs.get("disable_mmap"), progress=progress
         )
-        return load_class(model, path, model_args, {**kwargs, "output_loading_info": output_loading_info}, options)
+        if output_loading_info:  # some classes look whether the argument is there, not whether it is true
+            kwargs["output_loading_info"] = True
+        return load_class(model, path, model_args, kwargs, options)
     options = LoadOptions(strict=strict, verify=verify, read=read, progress=progress)
     if model_args:
         raise InvalidArgumentError("Positional arguments after the path are for a model class, not for a module.")

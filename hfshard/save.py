@@ -12,10 +12,11 @@ from torch import nn
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.planning.plan import Packing
-from hfshard.pretrained.request import request_from_model
+from hfshard.pretrained.request import is_pretrained, request_from_model
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import request_from_state_dict
 from hfshard.saving.to_directory import save_request
+from hfshard.state_dicts.wrappers import unwrap
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.integrity import Checksum
 
@@ -107,7 +108,8 @@ def save_model(
             does.
 
     Returns:
-        The index, or None where `is_main_process` is False.
+        The index, or None where `is_main_process` is False; and where the `save_pretrained` that the model's class has
+        for itself leaves the saving to transformers.
 
     Raises:
         Everything that `save_state_dict` raises.
@@ -127,4 +129,8 @@ def save_model(
     )
     if not is_main_process:
         return None
+    if is_pretrained(unwrap(model)):
+        from hfshard.pretrained.saver import save_pretrained_model
+
+        return save_pretrained_model(unwrap(model), save_directory, state_dict, options)  # type: ignore[arg-type]
     return save_request(request_from_model(model, state_dict, options), directory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 from transformers import PreTrainedModel
@@ -18,6 +19,8 @@ from hfshard.errors import (
     CheckpointNotFoundError,
     InvalidArgumentError,
 )
+from hfshard.hub.address import directory_of
+from hfshard.hub.hub_marker import has_hub_marker
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source
 from hfshard.pretrained.arguments import (
@@ -26,8 +29,10 @@ from hfshard.pretrained.arguments import (
     pin_to_commit,
     source_of,
 )
+from hfshard.pretrained.class_alias import alias_class, restore_class
 from hfshard.pretrained.fallback import is_adapter, needs_transformers_loader
 from hfshard.pretrained.model_builder import ModelBuilder
+from hfshard.pretrained.override_chain import ChainCall, call_under_way, has_override, run_chain
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -47,24 +52,24 @@ def load_class(
 
     Raises:
         InvalidArgumentError: It is not a transformers class.
-        Everything that `load_pretrained` raises.
+        Everything that `load_through` raises.
     """
     if not (isinstance(model_class, type) and hasattr(model_class, "from_pretrained")):
         raise InvalidArgumentError(
             f"load_model takes a module or a transformers class, and {model_class!r} is neither."
         )
     if issubclass(model_class, PreTrainedModel):
-        return load_pretrained(model_class.from_pretrained, model_class, path, model_args, kwargs, options)
+        return load_through(model_class.from_pretrained, model_class, path, model_args, kwargs, options)
     name = path_text(path, "pretrained_model_name_or_path")
     local = source_of(name, kwargs).fetch(options.progress)
     if is_adapter(local.directory):  # its base may be another repo, which does not have our commit
         return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
     concrete, kwargs = class_of_auto(model_class, local, pin_to_commit(kwargs, local))
-    return load_pretrained(concrete.from_pretrained, concrete, name, model_args, kwargs, options, local)
+    return load_through(concrete.from_pretrained, concrete, name, model_args, kwargs, options, local)
 
 
-def load_pretrained(
-    build: Callable[..., Any],
+def load_through(
+    start: Callable[..., Any],
     model_class: type[PreTrainedModel],
     path: str | os.PathLike[str] | None,
     model_args: tuple[Any, ...],
@@ -72,10 +77,10 @@ def load_pretrained(
     options: LoadOptions,
     local: LocalCheckpoint | None = None,
 ) -> Any:
-    """Build a model as transformers' `from_pretrained` does, from files that hfshard has found, checked and opened.
+    """Call a class's `from_pretrained` with all its overrides; what it asks of transformers' own, hfshard answers.
 
     Args:
-        build: The class's own `from_pretrained`, of transformers.
+        start: The first method of the chain.
         model_class: The class to build.
         path: A directory or a repo; None: transformers does it all.
         model_args: Positional arguments for the model.
@@ -84,13 +89,75 @@ def load_pretrained(
         local: Where the checkpoint is, if that is known.
 
     Returns:
-        What `build` returns.
+        What `start` returns.
 
     Raises:
+        InvalidArgumentError: Checks are asked for, and an override builds the model without transformers' loader.
         StateDictMismatchError: No tensor of the checkpoint fits, or strict and any name differs.
-        Everything that `open_checkpoint` raises, and transformers.
+        Everything that `open_checkpoint` raises, transformers, and the overrides.
     """
-    kwargs = dict(kwargs)
+    outer = call_under_way("from_pretrained", model_class)
+    if outer is not None and not _asks_for_checks(options):
+        options = outer.options  # those of load_model, which calls the mixin's method
+
+    def answer(pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
+        known = local if _source(pretrained_model_name_or_path, kwargs) == asked else None
+        return _load_pretrained(model_class, pretrained_model_name_or_path, model_args, kwargs, options, known)
+
+    asked = _source(path, kwargs)
+    call = ChainCall("from_pretrained", model_class, answer, options)
+    if has_override(model_class, "from_pretrained"):
+        path = _path_for_override(path, kwargs)
+    built = run_chain(call, start, path, *model_args, **kwargs)
+    if not call.is_answered and _asks_for_checks(options):
+        raise InvalidArgumentError(
+            f"{model_class.__name__}.from_pretrained built the model without transformers' loader, so that strict and "
+            "verify had no effect. Leave them out."
+        )
+    return built
+
+
+def _asks_for_checks(options: LoadOptions) -> bool:
+    return options.strict is not None or options.verify != LoadOptions().verify
+
+
+def _path_for_override(path: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What transformers and an override can read: of a directory hub the snapshot, anything else as it was given."""
+    source = _source(path, kwargs)
+    is_hub = source is not None and has_hub_marker(directory_of(source.path) or source.path)
+    return source.fetch().path if source is not None and is_hub else path
+
+
+def _source(path: Any, kwargs: Mapping[str, Any]) -> CheckpointSource | None:
+    """Where the files come from; None where an override takes something else than a path."""
+    return source_of(os.fspath(path), kwargs) if isinstance(path, str | os.PathLike) else None
+
+
+def _load_pretrained(
+    model_class: type[PreTrainedModel],
+    path: str | os.PathLike[str] | None,
+    model_args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: LoadOptions,
+    local: LocalCheckpoint | None,
+) -> Any:
+    """Build a model as PreTrainedModel's own `from_pretrained` does, from files that hfshard has checked and opened."""
+    alias = alias_class(model_class)
+    build = partial(cast(Any, PreTrainedModel.from_pretrained).__func__, alias)
+    built = _build(build, alias, path, model_args, kwargs, options, local)
+    restore_class(built[0] if isinstance(built, tuple) else built, model_class)
+    return built
+
+
+def _build(
+    build: Callable[..., Any],
+    model_class: type[PreTrainedModel],
+    path: str | os.PathLike[str] | None,
+    model_args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: LoadOptions,
+    local: LocalCheckpoint | None,
+) -> Any:
     if path is None or kwargs.get("state_dict") is not None or kwargs.get("gguf_file") is not None:
         return build(path, *model_args, **kwargs)
     name = path_text(path, "pretrained_model_name_or_path")

@@ -11,28 +11,26 @@ import torch
 from transformers import PreTrainedModel
 
 from hfshard._util.arguments import refuse_unknown
-from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.loading.options import LoadOptions
 from hfshard.planning.plan import Packing
-from hfshard.pretrained.arguments import PUSH_ARGUMENTS, SAVE_ARGUMENTS
-from hfshard.pretrained.build import load_pretrained
+from hfshard.pretrained.arguments import PUSH_ARGUMENTS
+from hfshard.pretrained.build import load_through
 from hfshard.pretrained.class_alias import (
-    alias_class,
     architecture_of,
     delegate_to_base,
     loss_type_of,
-    restore_class,
     view_as_alias,
 )
 from hfshard.pretrained.fallback import needs_transformers_saver
-from hfshard.pretrained.push import default_repo_id, push_model, push_saved_by_transformers, push_saved_files, tags_of
+from hfshard.pretrained.override_chain import has_override
+from hfshard.pretrained.pushing.push import push_by_directory, push_model, tags_of
 from hfshard.pretrained.request import request_from_model
+from hfshard.pretrained.saver import save_through, without_defaults
 from hfshard.saving.options import SaveOptions
-from hfshard.saving.to_directory import save_request
 from hfshard.storage.checkpoint.checkpoint import Verify
 from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.weights.tensor_reader import ReadMode
@@ -99,7 +97,6 @@ class ShardedModelMixin:
         Example:
             bert.save_pretrained("out", max_shard_size="5GB")
         """
-        directory = absolute_path(save_directory, "save_directory")
         options = SaveOptions(
             max_shard_size=max_shard_size,
             variant=variant,
@@ -108,36 +105,19 @@ class ShardedModelMixin:
             checksum=checksum,
             progress=progress,
         )
-        if kwargs.pop("safe_serialization", True) is False:
-            raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
-        kwargs.pop("save_function", None)  # of accelerate's older examples; transformers ignores it too
-        refuse_unknown(kwargs, SAVE_ARGUMENTS, "save_pretrained")
-        if needs_transformers_saver(self, distributed_checkpoint=distributed_checkpoint):
-            self._save_with_transformers(
-                directory,
-                is_main_process=is_main_process,
-                state_dict=None if state_dict is None else dict(state_dict),
-                max_shard_size=max_shard_size,
-                variant=variant,
-                save_peft_format=save_peft_format,
-                save_original_format=save_original_format,
-                distributed_checkpoint=distributed_checkpoint,
-            )
-            if push_to_hub and is_main_process:
-                repo_id = kwargs.pop("repo_id", None) or default_repo_id(directory)
-                self.push_to_hub(repo_id, token=token, max_shard_size=max_shard_size, variant=variant, **kwargs)
-        elif is_main_process:
-            request = request_from_model(self, state_dict, options)  # type: ignore[arg-type]
-            index = save_request(request, directory)
-            if push_to_hub:
-                repo_id = kwargs.pop("repo_id", None) or default_repo_id(directory)
-                tags = tags_of(self, kwargs.pop("tags", None))
-                pushing = PushOptions(token=token, progress=progress, **kwargs)
-                push_saved_files(request, index, directory, repo_id, tags, pushing)
-
-    def _save_with_transformers(self, directory: str, **kwargs: Any) -> None:
-        alias = view_as_alias(self)  # type: ignore[type-var]
-        super(ShardedModelMixin, alias).save_pretrained(directory, **kwargs)  # type: ignore[misc]
+        given = {
+            "is_main_process": is_main_process,
+            "state_dict": state_dict,
+            "push_to_hub": push_to_hub,
+            "max_shard_size": max_shard_size,
+            "variant": variant,
+            "token": token,
+            "save_peft_format": save_peft_format,
+            "save_original_format": save_original_format,
+            "distributed_checkpoint": distributed_checkpoint,
+        }
+        save: Any = super().save_pretrained  # type: ignore[misc]
+        save_through(save, self, save_directory, {**kwargs, **given}, options)  # type: ignore[arg-type]
 
     @_untyped
     def push_to_hub(
@@ -162,7 +142,8 @@ class ShardedModelMixin:
 
         Files that the hub has are not sent; the same commit deletes the shards, indexes and pickles of the last push of
         this variant, everything else stays. Nothing is written to disk, except for a model that only transformers can
-        save (offloaded, on several ranks, with adapters), which goes by way of a temporary directory.
+        save (offloaded, on several ranks, with adapters) and for a class with a `save_pretrained` of its own, which go
+        by way of a temporary directory.
 
         Args:
             repo_id: "org/name", created if it is missing; or a path or `file://` URL of a directory hub.
@@ -201,9 +182,9 @@ class ShardedModelMixin:
             progress=progress,
         )
         tags = tags_of(self, tags)
-        if needs_transformers_saver(self, distributed_checkpoint=False):
-            save = partial(self.save_pretrained, max_shard_size=saving.max_shard_bytes, variant=variant)
-            return push_saved_by_transformers(save, variant, repo_id, tags, options)
+        if needs_transformers_saver(self, distributed_checkpoint=False) or has_override(type(self), "save_pretrained"):
+            given = without_defaults({"max_shard_size": max_shard_size, "variant": variant, "packing": packing})
+            return push_by_directory(partial(self.save_pretrained, **given), variant, repo_id, tags, options)
         request = request_from_model(self, None, saving)  # type: ignore[arg-type]
         return push_model(request, repo_id, tags, options)
 
@@ -247,11 +228,8 @@ class ShardedModelMixin:
         options = LoadOptions(
             strict=strict, verify=verify, read=read, disable_mmap=kwargs.get("disable_mmap"), progress=progress
         )
-        alias: Any = alias_class(cls)
-        build = super(ShardedModelMixin, alias).from_pretrained  # type: ignore[misc]
-        built = load_pretrained(build, alias, pretrained_model_name_or_path, model_args, kwargs, options)
-        restore_class(built[0] if isinstance(built, tuple) else built, cls)
-        return built
+        start: Any = super().from_pretrained  # type: ignore[misc]
+        return load_through(start, cls, pretrained_model_name_or_path, model_args, kwargs, options)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse the wrong order of bases, in which transformers' own methods would come first.

@@ -15,7 +15,7 @@ from hfshard.hub.pushing.local_files import directory_contents
 from hfshard.hub.pushing.push_files import push_files
 from hfshard.hub.pushing.request import PushOptions, PushRequest
 from hfshard.hub.repo_tree import PushResult
-from hfshard.pretrained.model_card import tagged_card
+from hfshard.pretrained.pushing.model_card import tagged_card
 from hfshard.saving.in_memory import stream_request
 from hfshard.saving.request import SaveRequest
 from hfshard.storage.disk.byte_source import ByteSource, file_source
@@ -55,14 +55,14 @@ def push_saved_files(
     return _push(contents, frozenset({request.options.variant}), repo_id, tags, options)
 
 
-def push_saved_by_transformers(
+def push_by_directory(
     save: Callable[[str], object],
     variant: str | None,
     repo_id: str | os.PathLike[str],
     tags: Sequence[str],
     options: PushOptions,
 ) -> CommitInfo | PushResult | None:
-    """Push a model that only transformers can save (offloaded, adapters), by way of a temporary directory.
+    """Push what a `save_pretrained` writes that does more than hfshard can do from memory, by a temporary directory.
 
     Args:
         save: Saves into an empty directory.

@@ -1,0 +1,176 @@
+"""Saves a transformers model through its own save_pretrained: what runs in the place of PreTrainedModel's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from hfshard._util.arguments import refuse_unknown
+from hfshard._util.paths import absolute_path
+from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.errors import InvalidArgumentError
+from hfshard.hub.pushing.request import PushOptions
+from hfshard.pretrained.arguments import SAVE_ARGUMENTS
+from hfshard.pretrained.class_alias import view_as_alias
+from hfshard.pretrained.fallback import needs_transformers_saver
+from hfshard.pretrained.override_chain import ChainCall, call_under_way, has_override, run_chain
+from hfshard.pretrained.pushing.push import default_repo_id, push_saved_files, tags_of
+from hfshard.pretrained.request import request_from_model
+from hfshard.saving.options import SaveOptions
+from hfshard.saving.to_directory import save_request
+from hfshard.storage.format.index import CheckpointIndex
+
+_DEFAULTS: Final[dict[str, Any]] = {
+    "is_main_process": True,
+    "state_dict": None,
+    "push_to_hub": False,
+    "max_shard_size": DEFAULT_MAX_SHARD_SIZE,
+    "variant": None,
+    "token": None,
+    "save_peft_format": True,
+    "save_original_format": True,
+    "distributed_checkpoint": False,
+    "packing": "greedy",
+}
+"""An override is handed what differs from these, as it would be if it were called by itself."""
+
+
+def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the arguments of `save_pretrained` that have their defaults."""
+    return {name: value for name, value in arguments.items() if name not in _DEFAULTS or value != _DEFAULTS[name]}
+
+
+def save_through(
+    start: Callable[..., Any],
+    model: PreTrainedModel,
+    save_directory: str | os.PathLike[str],
+    arguments: Mapping[str, Any],
+    options: SaveOptions,
+) -> CheckpointIndex | None:
+    """Call a model's `save_pretrained` with all its overrides; what it asks of transformers' own, hfshard does.
+
+    Args:
+        start: The first method of the chain.
+        model: The model.
+        save_directory: As in `save_pretrained`.
+        arguments: The others of transformers' `save_pretrained`.
+        options: hfshard's own, checked; sizes and names are those that the last override passes on.
+
+    Returns:
+        The index of what hfshard saved last; None where it saved nothing.
+
+    Raises:
+        UnknownArgumentError: A keyword that no override takes, and hfshard neither.
+        Everything that `save_request` raises, and the overrides.
+    """
+    directory = _absolute(save_directory)
+    outer = call_under_way("save_pretrained", model)
+    if outer is not None and _own(options) == _own(SaveOptions()):
+        options = outer.options  # those of save_model, which calls the mixin's method
+    saved: list[CheckpointIndex] = []
+
+    def answer(*args: Any, **kwargs: Any) -> None:
+        index = _save(model, options, *args, **kwargs)
+        if index is not None:
+            saved.append(index)
+
+    run_chain(ChainCall("save_pretrained", model, answer, options), start, directory, **without_defaults(arguments))
+    return saved[-1] if saved else None
+
+
+def save_pretrained_model(
+    model: PreTrainedModel,
+    save_directory: str | os.PathLike[str],
+    state_dict: Mapping[str, Any] | None,
+    options: SaveOptions,
+) -> CheckpointIndex | None:
+    """Save a transformers model as `hfshard.save_model` does: with what its class's own `save_pretrained` adds.
+
+    Args:
+        model: The model.
+        save_directory: Created if it is missing.
+        state_dict: What to save in place of the model's own; not mutated.
+        options: How.
+
+    Raises:
+        Everything that `save_through` raises.
+    """
+    directory = _absolute(save_directory)
+    if not has_override(type(model), "save_pretrained"):
+        return save_request(request_from_model(model, state_dict, options), directory)
+    arguments = {
+        "state_dict": state_dict,
+        "max_shard_size": options.max_shard_size,
+        "variant": options.variant,
+        "save_original_format": options.save_original_format,
+    }
+    return save_through(model.save_pretrained, model, directory, arguments, options)
+
+
+def _absolute(save_directory: str | os.PathLike[str]) -> str | Path:
+    """Make the path absolute, once and for all; a Path stays one, as an override may count on it."""
+    directory = absolute_path(save_directory, "save_directory")
+    return directory if isinstance(save_directory, str) else Path(directory)
+
+
+def _own(options: SaveOptions) -> tuple[Any, ...]:
+    """The options that transformers does not have."""
+    return options.packing, options.checksum, options.metadata, options.progress
+
+
+def _save(
+    model: PreTrainedModel,
+    options: SaveOptions,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    push_to_hub: bool = False,
+    max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+    variant: str | None = None,
+    token: str | bool | None = None,
+    save_peft_format: bool = True,
+    save_original_format: bool = True,
+    distributed_checkpoint: bool = False,
+    **kwargs: Any,
+) -> CheckpointIndex | None:
+    """Do what PreTrainedModel's `save_pretrained` does, which has these arguments."""
+    if kwargs.pop("safe_serialization", True) is False:
+        raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
+    kwargs.pop("save_function", None)  # of accelerate's older examples; transformers ignores it too
+    refuse_unknown(kwargs, SAVE_ARGUMENTS, "save_pretrained")
+    options = replace(
+        options, max_shard_size=max_shard_size, variant=variant, save_original_format=save_original_format
+    )
+    directory = absolute_path(save_directory, "save_directory")
+    if needs_transformers_saver(model, distributed_checkpoint=distributed_checkpoint):
+        cast(Any, PreTrainedModel).save_pretrained(
+            view_as_alias(model),
+            directory,
+            is_main_process=is_main_process,
+            state_dict=None if state_dict is None else dict(state_dict),
+            max_shard_size=max_shard_size,
+            variant=variant,
+            save_peft_format=save_peft_format,
+            save_original_format=save_original_format,
+            distributed_checkpoint=distributed_checkpoint,
+        )
+        if push_to_hub and is_main_process:
+            repo_id = kwargs.pop("repo_id", None) or default_repo_id(directory)
+            cast(Any, model).push_to_hub(repo_id, token=token, max_shard_size=max_shard_size, variant=variant, **kwargs)
+        return None
+    if not is_main_process:
+        return None
+    request = request_from_model(model, state_dict, options)
+    index = save_request(request, directory)
+    if push_to_hub:
+        repo_id = kwargs.pop("repo_id", None) or default_repo_id(directory)
+        tags = tags_of(model, kwargs.pop("tags", None))
+        pushing = PushOptions(token=token, progress=options.progress, **kwargs)
+        push_saved_files(request, index, directory, repo_id, tags, pushing)
+    return index

@@ -1,0 +1,187 @@
+"""Classes of transformers with a from_pretrained or save_pretrained of their own: what they add runs."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForTextToWaveform, PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+import hfshard
+from tests.zoo.compare import differences, facts_of_load, facts_of_model, load, raw_tensors, read_json, small_files
+from tests.zoo.mixin_classes import with_mixin
+from tests.zoo.overriding import BUILDERS, NOT_BUILT, build
+
+pytestmark = pytest.mark.compat
+
+OMNI = "Qwen2_5OmniForConditionalGeneration"
+CSM, KYUTAI = "CsmForConditionalGeneration", "KyutaiSpeechToTextForConditionalGeneration"
+GRANITE = [name for name in BUILDERS if name.startswith("Granite")]
+METHODS = {"from_pretrained", "save_pretrained"}
+SPEAKERS = {"Chelsie": {"bos_token": 3, "cond": torch.arange(4.0)}}
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each model that can be built, as stock transformers saves it."""
+    root = tmp_path_factory.mktemp("stock")
+    for name in BUILDERS:
+        build(name).save_pretrained(root / name)
+    torch.save(SPEAKERS, root / OMNI / "spk_dict.pt")
+    return root
+
+
+def test_every_class_of_the_installed_transformers_that_overrides_is_tested_here() -> None:
+    found = {
+        name
+        for path in sorted(Path(transformers.__path__[0]).rglob("modeling_*.py"))
+        for name in _names_of_overriding_models(path)
+    }
+
+    assert found == BUILDERS.keys() | NOT_BUILT.keys()
+
+
+def _names_of_overriding_models(path: Path) -> list[str]:
+    """The model classes of a file that define one of the methods; transformers' own base of models does not count."""
+    source = path.read_bytes()
+    if b"PreTrainedModel" not in source or not any(f"def {method}(".encode() in source for method in METHODS):
+        return []
+    overriding = [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+        and any(isinstance(item, ast.FunctionDef) and item.name in METHODS for item in node.body)
+    ]
+    parts = path.relative_to(Path(transformers.__path__[0])).with_suffix("").parts
+    module = importlib.import_module(".".join(["transformers", *parts])) if overriding else None
+    found = [getattr(module, name) for name in overriding]
+    return [model.__name__ for model in found if issubclass(model, PreTrainedModel) and model is not PreTrainedModel]
+
+
+@pytest.mark.parametrize("how", ["mixin", "function"])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_save_writes_what_the_class_adds(name: str, how: str, stock: Path, tmp_path: Path) -> None:
+    stock_class = getattr(transformers, name)
+    if how == "mixin":
+        model = build(name, with_mixin(stock_class))
+        model.save_pretrained(tmp_path)
+    else:
+        model = build(name)
+        index = hfshard.save_model(model, tmp_path)
+        assert index is not None and index.weight_map
+
+    theirs = {path: raw for path, raw in small_files(stock / name).items() if path != "spk_dict.pt"}
+    assert differences({"small files": small_files(tmp_path)}, {"small files": theirs}) == []
+    assert differences({"tensors": raw_tensors(tmp_path)}, {"tensors": raw_tensors(stock / name)}) == []
+    reference = build(name)
+    reference.save_pretrained(tmp_path / "reference")
+    assert differences(_facts(model), _facts(reference)) == []
+
+
+@pytest.mark.parametrize("how", ["mixin", "function"])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_load_gives_what_the_class_adds(name: str, how: str, stock: Path) -> None:
+    stock_class = getattr(transformers, name)
+    theirs = stock_class.from_pretrained(stock / name)
+
+    if how == "mixin":
+        ours = with_mixin(stock_class).from_pretrained(stock / name)
+        assert type(ours) is with_mixin(stock_class)
+    else:
+        ours = hfshard.load_model(stock_class, stock / name)
+        assert type(ours) is stock_class
+
+    assert differences(_facts(ours), _facts(theirs)) == []
+
+
+def _facts(model: Any) -> dict[str, Any]:
+    """What is seen of a model, with the generation configs of the models in it and the voices of Qwen2.5-Omni."""
+    parts = {path: getattr(part, "generation_config", None) for path, part in model.named_modules() if path}
+    return {
+        **facts_of_model(model),
+        "generation configs": {path: part.to_dict() for path, part in parts.items() if part is not None},
+        "voices": repr(getattr(model, "speaker_map", None)),
+    }
+
+
+def test_the_settings_are_those_that_were_saved(stock: Path) -> None:
+    csm: Any = with_mixin(transformers.CsmForConditionalGeneration).from_pretrained(stock / CSM)
+    kyutai = hfshard.load_model(transformers.KyutaiSpeechToTextForConditionalGeneration, stock / KYUTAI)
+    omni = hfshard.load_model(transformers.Qwen2_5OmniForConditionalGeneration, stock / OMNI)
+
+    assert csm.depth_decoder.generation_config.temperature == 0.625
+    assert not hasattr(csm.generation_config, "depth_decoder_temperature")
+    assert kyutai.codec_model.generation_config.max_length == 77
+    assert torch.equal(omni.speaker_map["Chelsie"]["cond"], torch.arange(4.0))
+
+
+@pytest.mark.parametrize("name", [CSM, KYUTAI])
+def test_the_class_decides_what_output_loading_info_returns(name: str, stock: Path) -> None:
+    stock_class = getattr(transformers, name)
+    theirs = load(stock_class, stock / name)
+
+    ours = load(with_mixin(stock_class), stock / name)
+
+    assert differences(facts_of_load(ours), facts_of_load(theirs)) == []
+    _, info = hfshard.load_model(stock_class, stock / name, output_loading_info=True)
+    assert info["missing_keys"] == theirs.info["missing_keys"]
+
+
+def test_an_auto_class_calls_the_override(stock: Path) -> None:
+    ours = hfshard.load_model(AutoModelForTextToWaveform, stock / CSM, verify="structure")
+
+    assert ours.depth_decoder.generation_config.temperature == 0.625
+
+
+def test_a_push_sends_what_the_class_adds(stock: Path, tmp_path: Path) -> None:
+    hub = tmp_path / "hub"
+    build(CSM, with_mixin(transformers.CsmForConditionalGeneration)).push_to_hub(f"file://{hub}")
+    pulled = hfshard.pull_checkpoint(f"file://{hub}", tmp_path / "pulled")
+
+    assert read_json(Path(pulled) / "generation_config.json") == read_json(stock / CSM / "generation_config.json")
+    loaded = hfshard.load_model(transformers.CsmForConditionalGeneration, f"file://{hub}")
+    assert loaded.depth_decoder.generation_config.temperature == 0.625
+
+
+def test_voices_come_from_a_directory_hub_too(stock: Path, tmp_path: Path) -> None:
+    hfshard.push_checkpoint(stock / OMNI, f"file://{tmp_path / 'hub'}")
+
+    loaded = with_mixin(transformers.Qwen2_5OmniForConditionalGeneration).from_pretrained(tmp_path / "hub")
+
+    assert repr(loaded.speaker_map) == repr(SPEAKERS)
+
+
+@pytest.mark.parametrize("name", NOT_BUILT)
+def test_a_class_that_is_not_built_fails_as_in_transformers(name: str) -> None:
+    stock_class = getattr(transformers, name, MtpModel)
+    failures = []
+    for model_class in (stock_class, with_mixin(stock_class)):
+        with pytest.raises((ImportError, AttributeError)) as caught:
+            model_class.from_pretrained("resnet18")
+        failures.append(str(caught.value).replace("Mine", name))
+
+    assert failures[0] == failures[1]
+
+
+@pytest.mark.filterwarnings("ignore:Could not find a config file")  # PEFT's, of a directory that is not there yet
+@pytest.mark.parametrize("name", GRANITE)
+def test_adapters_are_saved_beside_the_model_as_the_class_does(name: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    saved = {}
+    for who, model_class in (("theirs", None), ("ours", with_mixin(getattr(transformers, name)))):
+        model = build(name, model_class)
+        torch.manual_seed(3)
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        model.save_pretrained(str(tmp_path / who))  # the class puts it into JSON
+        saved[who] = {path.name: path.read_bytes() for path in (tmp_path / who).iterdir() if path.suffix == ".json"}
+
+    adapter = "adapter_config.json"
+    assert saved["ours"].pop(adapter).replace(b"ours", b"theirs") == saved["theirs"].pop(adapter)
+    assert saved["ours"] == saved["theirs"]
+    assert raw_tensors(tmp_path / "ours") == raw_tensors(tmp_path / "theirs")
