@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from typing import Final
 
 from hfshard.cli.arguments import make_parser
-from hfshard.cli.output import print_message, printable, use_any_encoding
-from hfshard.errors import HfshardError
+from hfshard.cli.output import drop_output, print_message, printable, replace_closed_streams, use_any_encoding
+from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError, InvalidSizeError, InvalidSizeTypeError
 
 EXIT_DONE: Final = 0
 EXIT_FAILED: Final = 1
 """The checkpoint is damaged or cannot be read."""
 EXIT_USAGE: Final = 2
 """The arguments are wrong; argparse uses the same number."""
+_USAGE_ERRORS: Final = (InvalidArgumentError, InvalidSizeError, InvalidSizeTypeError, InvalidPathError)
+"""An argument that only the work itself could refuse, such as a target that lies in the source."""
 _EXIT_SIGNAL: Final = 128
 """Added to a signal's number, as shells do."""
 _SIGINT: Final = 2
@@ -32,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done and whole, 1 damaged or failed, 2 bad usage.
     """
+    replace_closed_streams()
     use_any_encoding()
     parser = make_parser()
     arguments = parser.parse_args(argv)
@@ -42,14 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run_command(arguments)
         sys.stdout.flush()
+    except _USAGE_ERRORS as error:
+        print_message(str(error))
+        return EXIT_USAGE
     except HfshardError as error:
         print_message(str(error))
         return EXIT_FAILED
     except BrokenPipeError:  # `hfshard inspect DIR | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        drop_output()
         return _EXIT_SIGNAL + _SIGPIPE
-    except OSError as error:
+    except OSError as error:  # `hfshard inspect DIR > /dev/full`
         print_message(f"{error}")
+        drop_output()
         return EXIT_FAILED
     except KeyboardInterrupt:
         return _EXIT_SIGNAL + _SIGINT

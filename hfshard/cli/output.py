@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -14,6 +16,23 @@ _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 _GAP: Final = "  "
 _HASH_DIGITS: Final = 12
 """Hex digits of a hash in a table: enough to tell files and commits apart; JSON has all of them."""
+
+
+def replace_closed_streams() -> None:
+    """Open the null device in place of standard streams that the caller has closed (`hfshard verify DIR >&-`).
+
+    A file that is opened later would take a closed stream's number, and be written to as one.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # open to the end
+
+
+def drop_output() -> None:
+    """Lead stdout, which can't be written to, into the null device: Python would complain of the rest at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def use_any_encoding() -> None:
@@ -36,7 +55,8 @@ def print_json(value: Any) -> None:
 
 def print_message(text: str) -> None:
     """Write a message for the user to stderr."""
-    print(f"hfshard: {printable(text)}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the terminal or pipe is gone: nobody is there to be told
+        print(f"hfshard: {printable(text)}", file=sys.stderr)
 
 
 def printable(text: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import configparser
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,8 +50,31 @@ def test_file_in_place_of_the_directory_is_two_and_names_the_directory(tmp_path:
 
 def test_bad_variant_is_one_message(example: Path, run: Run) -> None:
     done = run("inspect", example, "--variant", "../up")
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("hfshard: The variant '../up' ")
+
+
+@pytest.mark.parametrize(("directory", "code"), [("whole", 0), ("damaged", 1), ("nowhere", 2)])
+def test_closed_streams_leave_the_exit_code(
+    directory: str, code: int, example: Path, tmp_path: Path, child_environment: dict[str, str]
+) -> None:
+    shutil.copytree(example, tmp_path / "whole")
+    example.rename(tmp_path / "damaged")
+    os.truncate(tmp_path / "damaged/model-00001-of-00002.safetensors", 5000)
+    # What `python -m hfshard verify DIR <&- >&- 2>&-` begins with.
+    closed = "import os, sys; os.closerange(0, 3); sys.stdin = sys.stdout = sys.stderr = None"
+    verify = f"from hfshard.cli.main import main; sys.exit(main(['verify', {str(tmp_path / directory)!r}]))"
+
+    done = forkserver.run(["-c", f"{closed}; {verify}"], env=child_environment)
+
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+def test_full_disk_behind_stdout_is_one_message(example: Path, child_environment: dict[str, str]) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        done = forkserver.run(["-m", "hfshard", "inspect", example], env=child_environment, stdout=full.fileno())
+
+    assert (done.returncode, done.stderr) == (1, "hfshard: [Errno 28] No space left on device\n")
 
 
 def test_version_and_help_go_to_stdout(run: Run) -> None:

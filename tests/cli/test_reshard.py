@@ -83,11 +83,11 @@ def test_low_disk_in_place(example: Path, run: Run) -> None:
         (["reshard", "{old}", "{new}", "--max-shard-size", "5XB"], 2, "Invalid size '5XB'."),
         (["reshard", "{old}", "{new}", "--packing", "tight"], 2, "invalid choice: 'tight'"),
         (["convert", "{old}", "{new}", "--low-disk"], 2, "unrecognized arguments: --low-disk"),
-        (["reshard", "{old}", "{new}", "--low-disk"], 1, "give the same directory twice"),
-        (["reshard", "{old}", "{new}", "--dtype", "int8"], 1, "dtype must be one of float16, bfloat16,"),
-        (["reshard", "{old}", "{old}/sub"], 1, "give a directory outside, or the source itself to re-shard in place."),
+        (["reshard", "{old}", "{new}", "--low-disk"], 2, "give the same directory twice"),
+        (["reshard", "{old}", "{new}", "--dtype", "int8"], 2, "invalid choice: 'int8'"),
+        (["reshard", "{old}", "{old}/sub"], 2, "give a directory outside, or the source itself to re-shard in place."),
         (["reshard", "{new}/nowhere", "{new}"], 1, "There is no directory"),
-        (["convert", "{old}", "{new}"], 1, "For files of another size, run: hfshard reshard {old} {new}"),
+        (["convert", "{old}", "{new}"], 2, "For files of another size, run: hfshard reshard {old} {new}"),
     ],
 )
 def test_errors_say_what_to_do(
@@ -142,6 +142,6 @@ def test_convert_of_what_is_safetensors_too_is_refused_in_place(tmp_path: Path, 
     hfshard.save_state_dict({"w": torch.zeros(2)}, tmp_path / "safe")
     os.rename(tmp_path / "safe" / "model.safetensors", old / "model.safetensors")
     done = run("convert", old, old)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert "has 'model.safetensors' too, which is what is loaded" in done.stderr
     assert weights_in(old) == ["model.safetensors", "pytorch_model.bin"]
