@@ -86,7 +86,7 @@ def _add_reshard(commands: Any) -> None:
         "their checksums on the way. What lies in the target stays loadable until the new files are whole.",
     )
     _add_source_and_target(reshard)
-    reshard.add_argument("--dtype", help="cast floating tensors: bfloat16, float16, float32 or float64")
+    reshard.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"), help="cast floating tensors")
     reshard.add_argument(
         "--low-disk", action="store_true", help="in place only: keep at most one shard on the disk twice at any time"
     )
@@ -160,6 +160,9 @@ def _add_push(commands: Any) -> None:
     push.add_argument("--private", action="store_true", default=None, help="make the repo private if it is new")
     push.add_argument("--include", action="append", metavar="GLOB", help="push only these files; may be repeated")
     push.add_argument("--exclude", action="append", metavar="GLOB", help="leave these files out; may be repeated")
+    push.add_argument(
+        "--follow-links", action="store_true", help="push also what links lead to outside of DIR, else refused"
+    )
     _add_token(push)
     _add_format(push)
     _add_no_progress(push)

@@ -23,6 +23,7 @@ def push(arguments: argparse.Namespace) -> int:
         revision=arguments.revision,
         create_pr=arguments.create_pr,
         path_in_repo=arguments.path_in_repo,
+        follow_links=arguments.follow_links,
         progress=arguments.progress,
     )
     result = push_directory(

@@ -25,6 +25,7 @@ def push_checkpoint(
     path_in_repo: str = "",
     allow_patterns: list[str] | str | None = None,
     ignore_patterns: list[str] | str | None = None,
+    follow_links: bool = False,
     progress: bool | None = None,
 ) -> PushResult:
     """Push a saved directory as one commit.
@@ -44,6 +45,7 @@ def push_checkpoint(
         create_pr: Open a pull request on main instead of pushing; not together with another revision.
         path_in_repo: Folder of the repo.
         allow_patterns, ignore_patterns: Globs of paths in the directory, as in huggingface_hub's `upload_folder`.
+        follow_links: Push also what symbolic links lead to outside of the directory; without it they are refused.
         progress: Whether to show a bar on stderr. None: on a terminal.
 
     Returns:
@@ -51,7 +53,8 @@ def push_checkpoint(
 
     Raises:
         CheckpointNotFoundError, DamagedCheckpointError: The directory holds no checkpoint, or one that can't be loaded.
-        InvalidArgumentError: An argument can't be served, such as create_pr together with another branch.
+        InvalidArgumentError: An argument can't be served, such as create_pr together with another branch; or a link
+            leaves the directory.
         HubAccessError, HubNotFoundError, HubConnectionError: The repo can't be pushed to; nothing was committed.
         RemoteChangedError: Somebody else pushed other weights at the same time; nothing was committed.
         IntegrityError: A file differs from its checksum; nothing was committed.
@@ -70,6 +73,7 @@ def push_checkpoint(
         revision=revision,
         create_pr=create_pr,
         path_in_repo=path_in_repo,
+        follow_links=follow_links,
         progress=progress,
     )
     return push_directory(directory, repo_id, options, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
@@ -86,5 +90,10 @@ def push_directory(
     """Do what `push_checkpoint` does, with its options as one object."""
     place = absolute_path(directory, "directory")
     repo_id = absolute_address(repo_id)
-    contents, indexes = directory_contents(place, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+    contents, indexes = directory_contents(
+        place,
+        allow_patterns=allow_patterns,
+        ignore_patterns=ignore_patterns,
+        follow_links=options.follow_links,
+    )
     return push_files(PushRequest(contents=contents, variants=frozenset(indexes), options=options), repo_id)

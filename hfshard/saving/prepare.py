@@ -145,7 +145,7 @@ def _stage_companion_files(
         if name == README and name in session.state.listing:
             continue  # the user's own
         staged[name] = f"{number:05d}.companion"
-        file.copy_to(os.path.join(session.staging, staged[name]), session.status_of(name), progress_callback)
+        file.copy_to(os.path.join(session.staging, staged[name]), session.like(name), progress_callback)
     return staged
 
 

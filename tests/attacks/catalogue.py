@@ -7,9 +7,10 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from pathlib import Path
 
 from tests.attacks.files import bases, raw, torchfile
-from tests.attacks.kinds.hubcache import snapshot
+from tests.attacks.kinds.hubcache import REPO, snapshot
 from tests.attacks.registry import ATTACKS, ENTRIES, Attack, Expected, Place
 
 CONTROLS: dict[str, Attack] = {}
@@ -73,6 +74,37 @@ def _link_inside(place: Place) -> None:
     files["real.safetensors"] = files.pop(raw.SECOND)
     place.write(files)
     os.symlink("real.safetensors", place.checkpoint / raw.SECOND)
+
+
+def _linked(make: Callable[[], raw.Files]) -> Callable[[Place], None]:
+    """Every file is a link to one on another disk, as DVC, git-annex and Nix keep them: read-only, by a hash."""
+
+    def build(place: Place) -> None:
+        elsewhere = place.root / "hub" / "elsewhere"
+        elsewhere.mkdir(parents=True)
+        for number, (name, content) in enumerate(make().items()):
+            target = elsewhere / f"object-{number}"
+            target.write_bytes(content)
+            target.chmod(0o444)
+            if number % 2:  # a chain of two, the first one relative
+                (elsewhere / f"hop-{number}").symlink_to(target)
+                target = Path("../hub/elsewhere") / f"hop-{number}"
+            (place.checkpoint / name).symlink_to(target)
+
+    return build
+
+
+def _weights_of_the_config(name: str) -> raw.Files:
+    config = {**json.loads(raw.config()), "transformers_weights": name}
+    return {raw.CONFIG: json.dumps(config).encode(), name: raw.stock_single()[raw.SINGLE]}
+
+
+def _cached_blobs_elsewhere(place: Place) -> None:
+    """A cache whose blobs were moved to a larger disk."""
+    snapshot(place, raw.stock_sharded())
+    blobs = place.root / "hub" / REPO / "blobs"
+    blobs.rename(place.root / "hub" / "large-disk")
+    blobs.symlink_to("../large-disk")
 
 
 def _directory_is_a_link(place: Place) -> None:
@@ -148,6 +180,22 @@ control(
 control("control-header-without-metadata", _files(_with_single(_no_metadata)), ENTRIES)
 control("control-shard-in-a-folder", _in_a_folder)
 control("control-link-inside", _link_inside)
+for _name, _make in {
+    "stock-sharded": raw.stock_sharded,
+    "stock-single": raw.stock_single,
+    "our-sharded": bases.ours_sharded,
+    "our-single": bases.ours_single,
+    "bin": bases.stock_bin,
+    "bin-sharded": bases.stock_bin_sharded,
+    "weights-of-the-config": lambda: _weights_of_the_config("other.safetensors"),
+}.items():
+    control(f"control-links-{_name}", _linked(_make), full=_name.startswith("our"))
+control(
+    "control-links-generation-config",
+    _linked(lambda: raw.stock_single() | {"generation_config.json": b'{"max_length":7}'}),
+    ("generating",),
+)
+control("control-cache-blobs-elsewhere", _cached_blobs_elsewhere)
 control("control-directory-is-a-link", _directory_is_a_link)
 control("control-cache-snapshot-sharded", lambda place: snapshot(place, raw.stock_sharded()))
 control("control-cache-snapshot-single", lambda place: snapshot(place, raw.stock_single()))

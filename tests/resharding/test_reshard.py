@@ -13,7 +13,6 @@ import hfshard
 from hfshard.errors import (
     IntegrityError,
     MissingShardError,
-    UnsafePathError,
 )
 from hfshard.loading.source import CheckpointSource
 from hfshard.resharding.reshard import reshard_source
@@ -54,13 +53,8 @@ def test_what_lies_beside_goes_along_and_weights_of_others_do_not(tmp_path: Path
     assert hfshard.verify_checkpoint(new).ok
 
 
-def test_links_out_of_the_source_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_broken_link_in_the_source_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     hfshard.save_state_dict(floats(), tmp_path / "old")
-    (tmp_path / "secret").write_text("s")
-    (tmp_path / "old" / "tokenizer.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(UnsafePathError, match=r"tokenizer\.json' is a link to .*secret', outside"):
-        hfshard.reshard_checkpoint(tmp_path / "old", tmp_path / "new")
-    (tmp_path / "old" / "tokenizer.json").unlink()
     (tmp_path / "old" / "tokenizer.json").symlink_to("nowhere")
     with pytest.raises(MissingShardError, match=r"tokenizer\.json"):
         hfshard.reshard_checkpoint(tmp_path / "old", tmp_path / "new")

@@ -9,12 +9,14 @@ from typing import Final
 
 from huggingface_hub.utils import filter_repo_objects
 
+from hfshard._util.text import list_some
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.pushing.plan import is_weights, variants_of
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.locate import directory_not_found
 from hfshard.storage.disk.byte_source import ByteSource, file_source
+from hfshard.storage.disk.safe_open import link_to_outside
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.format.names import WeightNames
 
@@ -22,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 _LEFT_OUT: Final = frozenset({".git", ".cache", "__pycache__"})
 """Folders that are never pushed: git's, those that huggingface_hub and hfshard keep, and Python's."""
+
+_SHOWN_LINKS: Final = 5
+"""Links in a message."""
 
 _JUNK: Final = frozenset({".DS_Store"})
 
@@ -32,6 +37,7 @@ def directory_contents(
     names: Collection[str] | None = None,
     allow_patterns: list[str] | str | None = None,
     ignore_patterns: list[str] | str | None = None,
+    follow_links: bool = False,
 ) -> tuple[dict[str, ByteSource], dict[str | None, CheckpointIndex]]:
     """Collect the files of a directory that is to be pushed; the structure of every checkpoint in it is checked.
 
@@ -39,6 +45,7 @@ def directory_contents(
         directory: Saved checkpoints, and whatever the user put beside them.
         names: The only files to look at. None: all files.
         allow_patterns, ignore_patterns: Globs of paths, as in huggingface_hub's `upload_folder`.
+        follow_links: Whether links may lead out of the directory. Those of a snapshot in the Hub's cache always may.
 
     Returns:
         Path in the directory -> contents, with the sha256 where the save recorded it; and the checkpoints' indexes by
@@ -46,7 +53,8 @@ def directory_contents(
 
     Raises:
         CheckpointNotFoundError: The directory holds no checkpoint.
-        InvalidArgumentError: The patterns leave out all weights, or a part of a checkpoint.
+        InvalidArgumentError: The patterns leave out all weights, or a part of a checkpoint; or a link leaves the
+            directory.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: A checkpoint can't be loaded.
     """
     if not os.path.isdir(directory):
@@ -76,7 +84,21 @@ def directory_contents(
             f"The patterns leave no weights of '{directory}' to push. Check allow_patterns and ignore_patterns.",
             path=directory,
         )
+    if not follow_links:
+        _refuse_links(directory, selected - leftovers)
     return {name: file_source(os.path.join(directory, name), known.get(name)) for name in selected - leftovers}, indexes
+
+
+def _refuse_links(directory: str, names: Collection[str]) -> None:
+    """Refuse links that leave a directory: somebody else may have made them, to a file that is not to be shown."""
+    found = {name: link_to_outside(os.path.join(directory, name), directory) for name in sorted(names)}
+    outside = [f"'{os.path.join(directory, name)}' is a link to '{to}'" for name, to in found.items() if to is not None]
+    if outside:
+        raise InvalidArgumentError(
+            f"{list_some(outside, _SHOWN_LINKS)}, outside the directory that is pushed. Pass follow_links=True "
+            "(hfshard push --follow-links) to push what is there, or leave them out by ignore_patterns.",
+            path=directory,
+        )
 
 
 def _is_selected(files: Collection[str], selected: Collection[str], directory: str) -> bool:

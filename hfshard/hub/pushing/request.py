@@ -34,6 +34,8 @@ class PushOptions:
     """A branch, or "refs/pr/N". None: main."""
     create_pr: bool = False
     path_in_repo: str = ""
+    follow_links: bool = False
+    """Whether to push what links of a directory lead to, outside of it."""
     progress: bool | None = None
 
     def __post_init__(self) -> None:

@@ -51,7 +51,7 @@ def push_saved_files(
 ) -> CommitInfo | PushResult:
     """Push the files that a save has just written into a directory, and nothing else that is there."""
     names = {*index.weight_map.values(), *index.files, request.options.names.index, *request.small_files}
-    contents, _ = directory_contents(directory, names=names)
+    contents, _ = directory_contents(directory, names=names, follow_links=True)  # a link whose bytes did not change
     return _push(contents, frozenset({request.options.variant}), repo_id, tags, options)
 
 

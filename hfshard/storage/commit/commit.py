@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
@@ -12,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Final
 
@@ -59,13 +59,19 @@ class SaveSession:
         return os.path.join(self.directory, STAGING_DIRECTORY)
 
     def status_of(self, name: str) -> os.stat_result | None:
-        """The status of a file in the directory, or None if there is none."""
+        """The status of a file in the directory, of a link its own, or None if there is none."""
         try:
-            return os.stat(os.path.join(self.directory, name))
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ELOOP):  # ELOOP: a link to itself
-                return None
-            raise
+            return os.lstat(os.path.join(self.directory, name))
+        except FileNotFoundError:
+            return None
+
+    def like(self, name: str) -> os.stat_result | None:
+        """The status of the regular file whose mode and group a new one gets; None where there is none.
+
+        What a link leads to is not replaced, and often read-only for everybody.
+        """
+        status = self.status_of(name)
+        return status if status is not None and stat.S_ISREG(status.st_mode) else None
 
     @property
     def replaced(self) -> os.stat_result | None:
@@ -73,7 +79,7 @@ class SaveSession:
         names = self.state.names
         shards = [name for name in sorted(self.state.owned) if names.is_shard(name)]
         for name in [names.single, *shards, names.bin_single]:
-            if (status := self.status_of(name)) is not None:
+            if (status := self.like(name)) is not None:
                 return status
         return None
 
@@ -115,7 +121,7 @@ class SaveSession:
         targets = {step.source: step.target for step in plan.steps if step.kind == "rename"}
         weights = self.replaced
         for staged, content in plan.small_files.items():
-            like = self.status_of(targets[staged]) or weights
+            like = self.like(targets[staged]) or weights
             write_file(os.path.join(self.staging, staged), content, like=like)
         self._note_pending_deletes(plan.steps)
         with _deferred_interrupt() as was_interrupted:
@@ -186,6 +192,8 @@ class SaveSession:
         status = self.status_of(step.target)
         if status is None:
             return lambda: None if os.path.exists(staged) else unlink_if_there(target)
+        if stat.S_ISLNK(status.st_mode):
+            return partial(_link_again, os.readlink(target), staged, target)
         if not stat.S_ISREG(status.st_mode):
             return lambda: None  # a FIFO holds nothing to restore
         if status.st_size > MAX_CONFIG_BYTES or step.target.endswith(".safetensors"):
@@ -199,6 +207,13 @@ class SaveSession:
                 rename(staged, target)
 
         return restore
+
+
+def _link_again(leads_to: str, staged: str, target: str) -> None:
+    """Put a link back that a staged file has replaced, if it has."""
+    if not os.path.exists(staged):
+        os.symlink(leads_to, staged)
+        rename(staged, target)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, WEIGHTS_OVERRIDE_KEY
-from hfshard.errors import HfshardError
+from hfshard.errors import HfshardError, MissingShardError
 from hfshard.storage.commit.pending_deletes import noted_pending_deletes
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex
@@ -124,7 +124,10 @@ def _find_leftovers(
 def _config_and_override(directory: str, listing: frozenset[str]) -> tuple[bytes | None, str | None]:
     if CONFIG_NAME not in listing:
         return None, None
-    raw, _ = read_small(_at(directory, CONFIG_NAME), directory, MAX_CONFIG_BYTES)
+    try:
+        raw, _ = read_small(_at(directory, CONFIG_NAME), directory, MAX_CONFIG_BYTES)
+    except MissingShardError:  # a link to nothing, which is replaced
+        return None, None
     override = weights_override_of(raw)
     return raw, override if override in listing else None
 

@@ -12,7 +12,7 @@ from hfshard._util.progress import ProgressCallback
 from hfshard.constants import ADAPTER_CONFIG_NAME, COPY_BYTES, MAX_COMPANION_BYTES, README, WEIGHTS_SUFFIXES
 from hfshard.errors import SaveDirectoryError
 from hfshard.storage.disk.fsops import copy_mode, sync
-from hfshard.storage.disk.safe_open import open_regular
+from hfshard.storage.disk.safe_open import link_to_outside, open_regular
 from hfshard.storage.format.names import INDEX_FILE
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class CompanionFile:
         """Copy it into a new file, durably.
 
         Raises:
-            UnsafePathError, DamagedCheckpointError: It became a link that leaves `root`, or is not a regular file now.
+            DamagedCheckpointError: It is not a regular file now.
         """
         fd = open_regular(self.path, self.root)
         try:
@@ -50,7 +50,8 @@ def find_companion_files(directory: str, but: Collection[str]) -> dict[str, Comp
     """Find the files at the top level of a checkpoint's directory that are not weights.
 
     Left out are weights and indexes of any library, files over 256 MiB (data sets), names that begin with a dot (git's
-    files, secrets), folders, and the config of an adapter, whose weights do not go along.
+    files, secrets), folders, and the config of an adapter, whose weights do not go along. A link is followed, with a
+    warning where it leaves the directory.
 
     Args:
         directory: The checkpoint's directory.
@@ -60,7 +61,6 @@ def find_companion_files(directory: str, but: Collection[str]) -> dict[str, Comp
         Name -> file, sorted by name.
 
     Raises:
-        UnsafePathError: A link leaves the directory.
         DamagedCheckpointError: A link is broken, or a file can't be opened.
     """
     found = {}
@@ -75,6 +75,8 @@ def find_companion_files(directory: str, but: Collection[str]) -> dict[str, Comp
                 logger.warning("'%s' is a pipe, a socket or a device: it is not copied.", path)
             continue
         os.close(open_regular(path, directory))
+        if (outside := link_to_outside(path, directory)) is not None:
+            logger.warning("'%s' is a link to '%s': what that holds is copied.", path, outside)
         size = os.stat(path).st_size
         if size > MAX_COMPANION_BYTES:
             logger.warning("'%s' has %d bytes, too many for a file beside the weights: it is not copied.", path, size)

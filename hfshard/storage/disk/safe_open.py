@@ -1,4 +1,4 @@
-"""Open files named by untrusted data: only regular files below the checkpoint's directory, read within bounds."""
+"""Open files named by untrusted data: only regular files of the checkpoint's directory, read within bounds."""
 
 from __future__ import annotations
 
@@ -16,36 +16,34 @@ Identity = tuple[int, int, int, int]
 _SHARED_BLOBS_MARK: Final = ".huggingface-shared-blobs"
 """The file by which huggingface_hub 2.4 marks a folder of blobs that all repos of a cache share (for Xet)."""
 
+_KERNEL_FILES: Final = ("/proc/", "/sys/")
+"""Where files have no bytes of their own, though they call themselves regular."""
+
 _NO_FILES_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE})
 """What `open` answers if the process or the system has too many files open."""
 
 
 def open_regular(path: str, root: str) -> int:
-    """Open a regular file that lies below `root`, for reading.
+    """Open a regular file below `root` for reading; a symbolic link in the place of the file is followed.
 
-    A symbolic link may not leave `root`, except for those of the Hub's cache, from `snapshots/<commit>/` to `blobs/`.
+    Who made the directory made its links, as weights are kept on another disk or by DVC, git-annex and Nix. Names that
+    untrusted files give can't choose them: the folder that the file or the link lies in may not be outside of `root`.
 
     Raises:
-        MissingShardError: The file does not exist.
-        UnsafePathError: A link leads outside.
-        DamagedCheckpointError: It is a directory, a FIFO, a socket or a device.
+        MissingShardError: The file does not exist, or what a link leads to.
+        UnsafePathError: A folder of the path is a link to outside.
+        DamagedCheckpointError: It is, or leads to, a directory, a FIFO, a socket, a device or a file of the kernel.
         OSError: The process has too many files open.
     """
     try:
+        _check_folder(path, root)
         real = os.path.realpath(path, strict=True)
-        if not _may_read(real, root):
-            raise UnsafePathError(
-                f"'{path}' is a link to '{real}', outside the checkpoint's directory. "
-                "Copy the file to where the link is, if you trust it.",
-                path=path,
-                actual=real,
-            )
+        # Looked at before it is opened: opening a device or a FIFO may do something.
+        if not stat.S_ISREG(os.stat(real).st_mode) or real.startswith(_KERNEL_FILES):
+            raise _irregular(path)
         fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingShardError(
-            f"File '{path}' is missing. Download or save the checkpoint again, or run 'hfshard verify {root}'.",
-            path=path,
-        ) from error
+        raise _missing(path, root) from error
     except OSError as error:
         if error.errno in _NO_FILES_LEFT:
             hint = "every shard is held open while it is checked. Raise the limit, for example: ulimit -n 65536"
@@ -54,10 +52,44 @@ def open_regular(path: str, root: str) -> int:
         raise DamagedCheckpointError(f"File '{path}' can't be opened: {error.strerror}. {todo}", path=path) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise DamagedCheckpointError(
-            f"'{path}' is not a regular file, and a checkpoint consists of regular files. {remedy(path)}", path=path
-        )
+        raise _irregular(path)
     return fd
+
+
+def link_to_outside(path: str, root: str) -> str | None:
+    """Where a path leads if that is outside of `root`, and not to a blob of the Hub's cache for a snapshot; else None.
+
+    A broken link leads where it says.
+    """
+    real = os.path.realpath(path)
+    return None if _lies_in(real, os.path.realpath(root)) or _is_blob(real, os.path.realpath(root)) else real
+
+
+def _check_folder(path: str, root: str) -> None:
+    folder = os.path.realpath(os.path.dirname(path), strict=True)
+    if not _lies_in(folder, os.path.realpath(root)):
+        raise UnsafePathError(
+            f"'{path}' lies in '{folder}', outside the checkpoint's directory: a folder of its path is a link. "
+            "Link or copy the file itself, if you trust it.",
+            path=path,
+            actual=folder,
+        )
+
+
+def _missing(path: str, root: str) -> MissingShardError:
+    todo = f"Download or save the checkpoint again, or run 'hfshard verify {root}'."
+    if os.path.islink(path):
+        target = os.readlink(path)
+        todo = f"Fetch what it stands for (git annex get, dvc pull), or {todo[0].lower()}{todo[1:]}"
+        return MissingShardError(f"'{path}' is a link to '{target}', which does not exist. {todo}", path=path)
+    return MissingShardError(f"File '{path}' is missing. {todo}", path=path)
+
+
+def _irregular(path: str) -> DamagedCheckpointError:
+    what = f"leads to '{os.path.realpath(path)}', which is not" if os.path.islink(path) else "is not"
+    return DamagedCheckpointError(
+        f"'{path}' {what} a regular file, and a checkpoint consists of regular files. {remedy(path)}", path=path
+    )
 
 
 def identity_of(status: os.stat_result) -> Identity:
@@ -105,10 +137,12 @@ def read_text(fd: int, limit: int, path: str) -> bytes:
     return b"".join(blocks)
 
 
-def _may_read(real: str, root: str) -> bool:
-    real_root = os.path.realpath(root)
-    if real == real_root or real.startswith(real_root.rstrip("/") + "/"):
-        return True
+def _lies_in(real: str, real_root: str) -> bool:
+    return real == real_root or real.startswith(real_root.rstrip("/") + "/")
+
+
+def _is_blob(real: str, real_root: str) -> bool:
+    """Whether a file is one that the Hub's cache keeps for the snapshot `real_root`."""
     parts = real_root.split("/")
     if "snapshots" not in parts:
         return False

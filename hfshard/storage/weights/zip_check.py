@@ -13,6 +13,7 @@ from hfshard.errors import DamagedCheckpointError, remedy
 
 _LOCAL_HEADER_BYTES: Final = 30
 """Bytes of a record before its name."""
+_RECORD_MARK: Final = b"PK\x03\x04"
 _DATA: Final = "/data/"
 """Part of the names of records with tensors' bytes; torch maps them and never looks at their checksums."""
 
@@ -51,13 +52,19 @@ def damaged_record(fd: int, path: str) -> str | None:
 
 
 def data_records(fd: int, path: str) -> dict[int, int]:
-    """Where the records with tensors' bytes begin in a zip that `check_archive` has passed -> their bytes."""
+    """Where the records with tensors' bytes begin in a zip that `check_archive` has passed -> their bytes.
+
+    Raises:
+        DamagedCheckpointError: A record has no header.
+    """
     found = {}
     with _opened(fd, path) as archive:
         for record in archive.infolist():
             if _DATA in record.filename:
-                lengths = os.pread(fd, 4, record.header_offset + _LOCAL_HEADER_BYTES - 4)
-                skipped = sum(int.from_bytes(lengths[at : at + 2], "little") for at in (0, 2))  # name, extra field
+                head = os.pread(fd, _LOCAL_HEADER_BYTES, record.header_offset)
+                if not head.startswith(_RECORD_MARK):
+                    raise damaged_pickle(path, f"there is no record '{record.filename}' where its directory says")
+                skipped = sum(int.from_bytes(head[at : at + 2], "little") for at in (26, 28))  # name, extra field
                 found[record.header_offset + _LOCAL_HEADER_BYTES + skipped] = record.file_size
     return found
 

@@ -168,7 +168,7 @@ def _reuse_files(
 def _reuse_one(job: WriteJob, stop: Event, checksum: Checksum, reusable: ReusableShards) -> FileDigest | None:
     header = blank_header(job, checksum)
     path, before = reusable.files.get(fingerprint_of(header, list(job.tensors.values())), (None, None))
-    if path is None or before is None:
+    if path is None or before is None or os.path.islink(path):  # a link's bytes may go without it
         return None
     record, _ = digest_shard(job, checksum, None, stop)
     if shard_record(record) != before:

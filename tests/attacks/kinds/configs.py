@@ -82,14 +82,6 @@ def generation_fifo(place: Place) -> Expected:
 
 
 @attack("config", entries=("generating",))
-def generation_link_to_outside(place: Place) -> Expected:
-    """Upstream reads it wherever it is."""
-    (place.checkpoint / GENERATION).symlink_to(place.outside / raw.CONFIG)
-    place.write(raw.stock_single())
-    return Expected(GENERATION)
-
-
-@attack("config", entries=("generating",))
 def generation_sparse(place: Place) -> Expected:
     """Three gigabytes that cost nothing."""
     place.write(raw.stock_single() | {GENERATION: b"{"})
@@ -101,13 +93,6 @@ def generation_sparse(place: Place) -> Expected:
 def weights_absolute_to_outside(place: Place) -> Expected:
     """An absolute name of weights that load well."""
     return _explicit(str(place.outside / raw.SINGLE), place)
-
-
-@attack("config")
-def weights_through_a_link(place: Place) -> Expected:
-    """A plain name, and the file is a link to outside."""
-    (place.checkpoint / "other.safetensors").symlink_to(place.outside / raw.SINGLE)
-    return _explicit("other.safetensors", place)
 
 
 def _shape(name: str, shape: tuple[int, ...], place: Place) -> Expected:

@@ -1,4 +1,4 @@
-"""Attacks in the layout of the Hub's cache, where links to blobs are rightful and all others are not."""
+"""Attacks in the layout of the Hub's cache, where every file is a link to a blob."""
 
 from __future__ import annotations
 
@@ -37,34 +37,7 @@ def snapshot(place: Place, files: raw.Files, *, without: str = "") -> str:
     return str(folder)
 
 
-def _foreign_blob(place: Place) -> str:
-    other = place.root / "hub" / "models--other--name" / "blobs"
-    other.mkdir(parents=True)
-    (other / "cafe").write_bytes(raw.shard(raw.of_shard(S, 9)))
-    return "../../../models--other--name/blobs/cafe"
-
-
-def _blob_that_is_a_link(place: Place) -> str:
-    os.symlink(place.outside / S, place.root / "hub" / REPO / "blobs" / "feed")
-    return "../../blobs/feed"
-
-
-def _through_blobs(place: Place) -> str:
-    return f"../../blobs/../../../outside/{S}"
-
-
-def _refs(place: Place) -> str:
-    (place.root / "hub" / REPO / "refs" / S).write_bytes(raw.shard(raw.of_shard(S, 9)))
-    return f"../../refs/{S}"
-
-
 LINKS: dict[str, Callable[[Place], str]] = {
-    "leaves-the-cache": lambda place: "../../../../outside/" + S,
-    "is-absolute-to-outside": lambda place: str(place.outside / S),
-    "to-another-repo": _foreign_blob,
-    "to-a-blob-that-is-a-link": _blob_that_is_a_link,
-    "through-blobs-and-out": _through_blobs,
-    "to-refs": _refs,
     "to-the-blobs-folder": lambda place: "../../blobs",
     "to-a-missing-blob": lambda place: "../../blobs/" + "0" * 64,
 }

@@ -117,6 +117,14 @@ def _link(target: str) -> Callable[[str], None]:
     return lambda path: os.symlink(target, path)
 
 
+def _link_to_text(path: str) -> None:
+    folder = os.path.join(os.path.dirname(os.path.dirname(path)), "hub")
+    os.mkdir(folder)
+    with open(os.path.join(folder, "text"), "w", encoding="utf-8") as file:
+        file.write("root:x:0:0:root:/root:/bin/sh\n")
+    os.symlink("../hub/text", path)
+
+
 def _loop(path: str) -> None:
     os.symlink(os.path.basename(path), path)
 
@@ -138,7 +146,7 @@ KINDS: dict[str, Callable[[str], None]] = {
     "link-to-dev-zero": _link("/dev/zero"),
     "link-to-dev-tty": _link("/dev/tty"),
     "link-to-proc": _link("/proc/self/mem"),
-    "link-to-etc": _link("/etc/passwd"),
+    "link-to-text": _link_to_text,
     "hard-link-to-the-config": _unreadable_hard_link,
 }
 PLACES: dict[str, Callable[[], raw.Files]] = {
@@ -164,19 +172,6 @@ for _file, _base in PLACES.items():
         register(f"kind-{SHORT[_file]}-is-{_kind}", functools.partial(_in_place, _base, _file, _make))
     if os.geteuid() == 0:
         register(f"kind-{SHORT[_file]}-is-device", functools.partial(_in_place, _base, _file, _device))
-    register(
-        f"kind-{SHORT[_file]}-is-link-to-outside",
-        lambda place, b=_base, f=_file: _outside(place, b, f, "../outside/" + f),  # type: ignore[misc]
-    )
-    register(
-        f"kind-{SHORT[_file]}-is-absolute-link-to-outside",
-        lambda place, b=_base, f=_file: _outside(place, b, f, str(place.outside / f)),  # type: ignore[misc]
-    )
-
-
-def _outside(place: Place, base: Callable[[], raw.Files], file: str, target: str) -> Expected:
-    (place.outside / file).write_bytes(base()[file])
-    return _in_place(base, file, _link(target), place)
 
 
 for _kind, _make in KINDS.items():
@@ -188,30 +183,9 @@ for _kind, _make in KINDS.items():
         )
 
 
-@attack("kind", entries=("state_dict", "pretrained", "verify"))
-def config_is_link_to_outside(place: Place) -> Expected:
-    """A config is read before all weights."""
-    (place.checkpoint / raw.CONFIG).symlink_to(place.outside / raw.CONFIG)
-    files = raw.stock_sharded()
-    del files[raw.CONFIG]
-    place.write(files)
-    return Expected(raw.CONFIG)
-
-
 @attack("kind")
 def link_to_a_folder_outside(place: Place) -> Expected:
     """The name is plain, the folder in it is a link."""
     os.symlink("../outside", place.checkpoint / "sub")
     place.write(raw.stock_sharded() | {raw.INDEX: raw.index(names=dict.fromkeys(raw.LAYOUT[S], "sub/" + S))})
-    return Expected(S)
-
-
-@attack("kind")
-def chain_of_links_to_outside(place: Place) -> Expected:
-    """Each link but the last stays inside."""
-    files = raw.stock_sharded()
-    del files[S]
-    place.write(files)
-    os.symlink("hop.safetensors", place.checkpoint / S)
-    os.symlink("../outside/" + S, place.checkpoint / "hop.safetensors")
     return Expected(S)

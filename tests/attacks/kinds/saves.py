@@ -93,14 +93,6 @@ def old_config_names_weights_outside(place: Place) -> None:
 
 
 @trap
-def old_weights_are_links_to_outside(place: Place) -> None:
-    """A save replaces links, and does not write through them."""
-    place.write({raw.CONFIG: raw.config()})
-    for name in (raw.SINGLE, raw.INDEX, *raw.LAYOUT):
-        os.symlink(place.outside / name, place.checkpoint / name)
-
-
-@trap
 def index_is_a_fifo(place: Place) -> None:
     """Whoever opens it to keep a copy waits for ever."""
     place.write(raw.stock_single(2))
@@ -165,9 +157,3 @@ def index_is_damaged(place: Place) -> None:
 def config_is_damaged(place: Place) -> None:
     """It is replaced."""
     place.write(bases.ours_sharded(2) | {raw.CONFIG: b"{"})
-
-
-@trap
-def config_is_a_link_to_outside(place: Place) -> None:
-    """The old config is kept until the commit, and is not ours to read."""
-    os.symlink(place.outside / raw.CONFIG, place.checkpoint / raw.CONFIG)

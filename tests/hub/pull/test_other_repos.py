@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from transformers import BertModel
 
-import hfshard
 from tests.helpers import forkserver
 from tests.helpers.tiny_bert import Bert, bert, value_of
 from tests.hubserver.hub_server import HubServer
@@ -62,7 +61,5 @@ def test_blobs_that_all_repos_of_a_cache_share_are_read(tmp_path: Path) -> None:
     blob = (snapshot / "model.safetensors").resolve()
     os.rename(blob, shared / "ab" / "cdef")
     blob.symlink_to(os.path.relpath(shared / "ab" / "cdef", blob.parent))
-    with pytest.raises(hfshard.HfshardError, match="outside the checkpoint's directory"):
-        Bert.from_pretrained("org/name", cache_dir=tmp_path / "cache")  # as long as nothing says what the folder is
     (shared / ".huggingface-shared-blobs").touch()
     assert value_of(Bert.from_pretrained("org/name", cache_dir=tmp_path / "cache")) == 4
