@@ -54,6 +54,8 @@ WEIGHTS_SUFFIXES: Final = (
     ".tflite", ".ot", ".pkl", ".mlmodel", ".mlpackage", ".npz", ".llamafile", ".engine",
 )  # fmt: skip
 """Suffixes of files that hold weights, of any library."""
+HUB_MARKER: Final = "hfshard-hub.json"
+"""The file that marks a directory as a hub: a directory without it is never taken for one."""
 CONFIG_NAME: Final = "config.json"
 GENERATION_CONFIG_NAME: Final = "generation_config.json"
 ADAPTER_CONFIG_NAME: Final = "adapter_config.json"

@@ -6,8 +6,11 @@ import os
 from typing import Literal
 
 from hfshard._util.paths import absolute_path
+from hfshard.hub.address import directory_of
+from hfshard.hub.directory.report import verify_hub
 from hfshard.storage.checkpoint.report import VerifyReport
 from hfshard.storage.checkpoint.verifier import verify_directory
+from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.storage.format.names import WeightNames
 
 
@@ -21,8 +24,11 @@ def verify_checkpoint(
 ) -> VerifyReport:
     """Check a checkpoint in a directory and report everything that is wrong.
 
+    Of a directory hub, the checkpoint on its `main` is checked, with the sha256 of every file of the commit; and
+    whether commits have lost their manifests, or weights lie beside the commits.
+
     Args:
-        path: A directory.
+        path: A directory, or a directory hub.
         variant, subfolder: As in `from_pretrained`.
         level: "structure": names, sizes, headers and fingerprints; "full": the checksum of every file too. A checkpoint
             that hfshard did not write has none: that is a warning.
@@ -39,7 +45,9 @@ def verify_checkpoint(
         report = hfshard.verify_checkpoint("out")
         assert report.ok, report.problems
     """
-    directory = absolute_path(path)
+    directory = absolute_path(directory_of(path) or path)
+    if has_hub_marker(directory):
+        return verify_hub(directory, WeightNames(variant), subfolder=subfolder, level=level, progress=progress)
     if subfolder:
         directory = os.path.join(directory, subfolder)
     return verify_directory(directory, WeightNames(variant), level, progress)

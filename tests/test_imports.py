@@ -47,7 +47,15 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "pull pushing",
         "push",
     ),
-    "hub.directory": ("manifest", "deleted", "refs stage", "locked_hub revisions", "committing", "hub"),
+    "hub.directory": (
+        "manifest",
+        "checks deleted",
+        "refs stage",
+        "locked_hub revisions",
+        "committing",
+        "hub",
+        "report",
+    ),
     "hub.pushing": ("plan request", "compare local_files", "push_files"),
     "hub.remote": (
         "cache client uploads",
@@ -73,7 +81,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "storage.checkpoint": ("checks locate report", "checkpoint", "raw_tensors verifier"),
     "storage.commit": ("pending_deletes steps", "directory_state", "commit commit_plan"),
     "storage.disk": (
-        "byte_source file_system fsops safe_open",
+        "byte_source file_system fsops hub_place safe_open",
         "clone companions direct_io",
         "block_reader block_writer",
     ),

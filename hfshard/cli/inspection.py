@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
+from hfshard.loading.source import CheckpointSource
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.tensors.dtypes import stored_dtype_name
 
@@ -117,12 +119,15 @@ class Inspection:
 
 
 def inspect_checkpoint(directory: str, *, variant: str | None = None) -> Inspection:
-    """Read a checkpoint's index and headers.
+    """Read a checkpoint's index and headers; of a directory hub, those of its `main`.
 
     Raises:
         CheckpointNotFoundError: No weights there.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Something is wrong with a file.
     """
+    local = CheckpointSource(directory).find_local()
+    if local is not None and has_hub_marker(directory):
+        directory = local.directory
     with open_checkpoint(directory, variant=variant, verify="none") as checkpoint:
         return Inspection(
             directory=directory,

@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from hfshard._util.paths import absolute_path, path_text
 from hfshard.errors import InvalidArgumentError
-from hfshard.hub.hub_marker import has_hub_marker
+from hfshard.storage.disk.hub_place import has_hub_marker
 
 _FILE_SCHEME: Final = "file://"
 _PATH_STARTS: Final = ("/", "./", "../", "~")

@@ -6,7 +6,7 @@ import os
 import shutil
 from typing import Final
 
-from hfshard.constants import FORMAT_VERSION, MAX_CONFIG_BYTES
+from hfshard.constants import FORMAT_VERSION, HUB_MARKER, MAX_CONFIG_BYTES
 from hfshard.errors import HubError, HubNotFoundError
 from hfshard.storage.disk.fsops import (
     locked_directory,
@@ -16,17 +16,12 @@ from hfshard.storage.disk.fsops import (
     sync_directory,
     write_file,
 )
+from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.strict_json import dump_json, parse_json_object
 
-MARKER: Final = "hfshard-hub.json"
 STAGING: Final = ".staging"
 """Where a hub keeps what is not yet whole."""
-
-
-def has_hub_marker(root: str) -> bool:
-    """Whether a directory is a hub."""
-    return os.path.isfile(os.path.join(root, MARKER))
 
 
 def check_hub_marker(root: str) -> None:
@@ -43,7 +38,7 @@ def check_hub_marker(root: str) -> None:
             "checkpoint is loaded from its directory, without a revision.",
             path=root,
         )
-    marker = os.path.join(root, MARKER)
+    marker = os.path.join(root, HUB_MARKER)
     raw, _ = read_small(marker, root, MAX_CONFIG_BYTES)
     value = parse_json_object(raw, path=marker, what="File", remedy='Write {"format": 1} into it.')
     if value.get("format") != FORMAT_VERSION:
@@ -85,7 +80,7 @@ def write_hub_marker(root: str, *, wait_seconds: float) -> bool:
 def _check_empty(root: str) -> None:
     left = set(os.listdir(root))
     staging = os.path.join(root, STAGING)
-    if left == {STAGING} and os.path.isdir(staging) and set(os.listdir(staging)) <= {MARKER}:
+    if left == {STAGING} and os.path.isdir(staging) and set(os.listdir(staging)) <= {HUB_MARKER}:
         return  # left by a process that was killed
     if left:
         raise HubError(
@@ -99,11 +94,11 @@ def _write_marker_file(root: str) -> None:
     staging = os.path.join(root, STAGING)
     try:
         os.makedirs(staging, exist_ok=True)
-        staged = os.path.join(staging, MARKER)
+        staged = os.path.join(staging, HUB_MARKER)
         if os.path.lexists(staged):
             os.unlink(staged)
         write_file(staged, dump_json({"format": FORMAT_VERSION}))
-        rename(staged, os.path.join(root, MARKER))
+        rename(staged, os.path.join(root, HUB_MARKER))
         sync_directory(root)
     finally:
         shutil.rmtree(staging, ignore_errors=True)  # if this fails, the first push does it

@@ -13,12 +13,12 @@ from hfshard._util.progress import bytes_bar
 from hfshard.constants import SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
 from hfshard.hub.address import directory_of
-from hfshard.hub.hub_marker import has_hub_marker
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file
 from hfshard.storage.checkpoint.locate import directory_not_found, weights_bytes
+from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.storage.format.index import CheckpointIndex
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,6 @@ from hfshard.errors import (
     InvalidArgumentError,
 )
 from hfshard.hub.address import directory_of
-from hfshard.hub.hub_marker import has_hub_marker
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source
 from hfshard.pretrained.arguments import (
@@ -34,6 +33,7 @@ from hfshard.pretrained.fallback import is_adapter, needs_transformers_loader
 from hfshard.pretrained.model_builder import ModelBuilder
 from hfshard.pretrained.override_chain import ChainCall, call_under_way, has_override, run_chain
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.disk.hub_place import has_hub_marker
 
 logger = logging.getLogger(__name__)
 

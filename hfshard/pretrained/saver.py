@@ -24,6 +24,7 @@ from hfshard.pretrained.pushing.push import default_repo_id, push_saved_files, t
 from hfshard.pretrained.request import request_from_model
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.to_directory import save_request
+from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.storage.format.index import CheckpointIndex
 
 _DEFAULTS: Final[dict[str, Any]] = {
@@ -70,6 +71,7 @@ def save_through(
         Everything that `save_request` raises, and the overrides.
     """
     directory = _absolute(save_directory)
+    refuse_hub(os.fspath(directory))
     outer = call_under_way("save_pretrained", model)
     if outer is not None and _own(options) == _own(SaveOptions()):
         options = outer.options  # those of save_model, which calls the mixin's method

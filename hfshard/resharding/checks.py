@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.hub.address import directory_of
-from hfshard.hub.hub_marker import has_hub_marker
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.storage.disk.safe_open import Identity, identity_of
 
 
@@ -24,7 +24,9 @@ def check_places(source: CheckpointSource, local: LocalCheckpoint, dst: str, *, 
 
     Raises:
         InvalidArgumentError: `dst` is not allowed; the message says what is.
+        SaveDirectoryError: `dst` lies in a directory hub.
     """
+    refuse_hub(dst)
     root, target = os.path.realpath(local.directory), os.path.realpath(dst)
     subfolder = source.query.subfolder
     if subfolder and not is_in_place and is_same_directory(source.path, dst):
@@ -34,7 +36,7 @@ def check_places(source: CheckpointSource, local: LocalCheckpoint, dst: str, *, 
             path=dst,
         )
     hub = directory_of(source.path) or (source.path if os.path.isdir(source.path) else None)
-    is_hub = local.commit is not None or (hub is not None and has_hub_marker(hub)) or _is_snapshot(root)
+    is_hub = local.commit is not None or _is_snapshot(root)
     roots = [root, os.path.realpath(hub)] if is_hub and hub is not None else [root]
     if any(target.startswith(above.rstrip("/") + "/") or (is_hub and target == above) for above in roots):
         what = "what a hub keeps" if is_hub else "the checkpoint that is re-sharded"

@@ -9,6 +9,7 @@ import weakref
 
 from hfshard._util.progress import bytes_bar
 from hfshard.storage.disk.fsops import make_directories
+from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.training.collecting import SavePayload
 from hfshard.training.pushing.pusher import BackgroundPusher
 from hfshard.training.run.background import Background
@@ -89,6 +90,7 @@ class RunWriter:
     def _begin(self) -> None:
         """At the first save: create the directory, lock it, and remove what killed saves left."""
         if self._lock is None or not self._lock.is_held:  # a forked process needs a lock of its own
+            refuse_hub(self.root)
             make_directories(self.root)
             self._lock = RunLock(self.root)
             weakref.finalize(self, self._lock.release)

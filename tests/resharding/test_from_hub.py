@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hfshard
-from hfshard.errors import HubNotFoundError, InvalidArgumentError
+from hfshard.errors import HubNotFoundError, SaveDirectoryError
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.push import push_checkpoint
 from tests.hub.models import files_of, saved
@@ -57,6 +57,6 @@ def test_a_directory_hub_is_resharded_by_revision(folder: Path, tmp_path: Path) 
         }  # fmt: skip
     before = sorted(os.walk(root))
     for target in (root, root / "sub", Path(DirectoryHub.open(str(root)).snapshot())):
-        with pytest.raises(InvalidArgumentError, match=r"what a hub keeps"):
+        with pytest.raises(SaveDirectoryError, match=r"which holds commits"):
             hfshard.reshard_checkpoint(root, target, WHOLE)
     assert sorted(os.walk(root)) == before

@@ -26,20 +26,21 @@ from typing import Final
 
 from hfshard._util.paths import absolute_path, path_text
 from hfshard.constants import MAX_INDEX_BYTES
-from hfshard.errors import HubError, HubNotFoundError, IntegrityError
+from hfshard.errors import HubError, HubNotFoundError
 from hfshard.hub.address import directory_of
+from hfshard.hub.directory.checks import check_hash, check_hashes, check_no_strays, check_snapshot
 from hfshard.hub.directory.committing import branch_for, check_request, commit_changes
 from hfshard.hub.directory.deleted import reachable
 from hfshard.hub.directory.locked_hub import locked_hub
 from hfshard.hub.directory.manifest import read_commit_manifest, snapshot_path
 from hfshard.hub.directory.refs import all_refs, check_free, find_ref, find_revision, read_ref, revision_not_found
 from hfshard.hub.directory.revisions import Revision, refuse_lost_names, revisions_of, unreachable
-from hfshard.hub.directory.stage import check_hash, check_snapshot
-from hfshard.hub.hub_marker import check_hub_marker, has_hub_marker, write_hub_marker
+from hfshard.hub.hub_marker import check_hub_marker, write_hub_marker
 from hfshard.hub.protocols import CommitRequest
 from hfshard.hub.refs import MAIN, full_name, is_commit_id, kind_of, short_name
 from hfshard.hub.repo_tree import PushResult, RepoTree
 from hfshard.storage.disk.byte_source import ByteSource
+from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.storage.disk.safe_open import read_small
 
 LOCK_WAIT_SECONDS: Final = 600.0
@@ -219,8 +220,12 @@ class DirectoryHub:
         check_snapshot(folder, read_commit_manifest(self.root, commit).files)
         return folder
 
-    def verify(self, revision: str | None = None) -> None:
+    def verify(self, revision: str | None = None, *, progress: bool | None = False) -> None:
         """Read all files of a revision, and compare their sha256 with those that were pushed.
+
+        Args:
+            revision: As in `resolve`.
+            progress: Whether to show a bar on stderr. None: on a terminal.
 
         Raises:
             IntegrityError: A file differs, or was not pushed.
@@ -230,11 +235,8 @@ class DirectoryHub:
         folder = snapshot_path(self.root, commit)
         files = read_commit_manifest(self.root, commit).files
         found = check_snapshot(folder, files)
-        if extra := sorted(set(found) - set(files)):
-            where = os.path.join(folder, extra[0])
-            raise IntegrityError(f"'{where}' was not pushed, and lies in the snapshot. Remove it.", path=where)
-        for path, file in files.items():
-            check_hash(os.path.join(folder, path), str(file.sha256))
+        check_no_strays(folder, files, found)
+        check_hashes(folder, files, progress)
 
     def revisions(self) -> list[Revision]:
         """All branches (main first), tags and pull requests, then all commits, the newest first."""

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from hfshard.errors import CommitUnfinishedError, DamagedCheckpointError
+from hfshard.hub.directory.checks import check_snapshot
 from hfshard.hub.directory.deleted import (
     DELETED,
     NEW_COMMIT,
@@ -38,7 +39,6 @@ from hfshard.hub.directory.manifest import (
     snapshot_path,
 )
 from hfshard.hub.directory.refs import all_refs, read_ref, ref_path
-from hfshard.hub.directory.stage import check_snapshot
 from hfshard.hub.hub_marker import STAGING
 from hfshard.storage.disk.fsops import (
     UNSUPPORTED,

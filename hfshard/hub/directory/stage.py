@@ -13,7 +13,8 @@ from typing import Final
 
 from hfshard._util.progress import ProgressCallback
 from hfshard.constants import COPY_BYTES
-from hfshard.errors import DamagedCheckpointError, IntegrityError, MissingShardError
+from hfshard.errors import DamagedCheckpointError, IntegrityError
+from hfshard.hub.directory.checks import check_snapshot, hash_file
 from hfshard.hub.directory.manifest import commit_ids, read_commit_manifest, snapshot_path
 from hfshard.hub.repo_tree import RemoteFile
 from hfshard.storage.disk.byte_source import ByteSource, FileSource
@@ -179,74 +180,6 @@ class Stage:
     def _tell(self, count: int) -> None:
         if self.progress_callback is not None:
             self.progress_callback(count)
-
-
-def check_snapshot(folder: str, files: Mapping[str, RemoteFile]) -> dict[str, os.stat_result]:
-    """Check that the files of a snapshot are there, regular and of the right size; no link is followed.
-
-    Returns:
-        Path -> status of every file in the directory, including those that are not in `files`.
-
-    Raises:
-        MissingShardError: A file is missing, is a link, or lies below one.
-        IntegrityError: A file has another size.
-    """
-    found = dict(_walk(folder))
-    for path, file in files.items():
-        where = os.path.join(folder, path)
-        if path not in found:
-            raise MissingShardError(
-                f"'{where}' is missing, or is not a regular file, though its commit was complete. Restore it from a "
-                "backup, or delete the commit and push again.",
-                path=where,
-            )
-        if found[path].st_size != file.size:
-            raise IntegrityError(
-                f"'{where}' is damaged: it must have {file.size} bytes, and has {found[path].st_size}. Restore it from "
-                "a backup, or delete the commit and push again.",
-                path=where,
-                expected=file.size,
-                actual=found[path].st_size,
-            )
-    return found
-
-
-def _walk(folder: str, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """Path -> status of the regular files in and below a directory; of a link, none."""
-    if below == "" and (os.path.islink(folder) or not os.path.isdir(folder)):
-        return
-    with os.scandir(os.path.join(folder, below)) as entries:
-        for entry in entries:
-            path = f"{below}/{entry.name}" if below else entry.name
-            if entry.is_dir(follow_symlinks=False):
-                yield from _walk(folder, path)
-            elif entry.is_file(follow_symlinks=False):
-                yield path, entry.stat(follow_symlinks=False)
-
-
-def hash_file(path: str) -> str:
-    """The sha256 of a file, in hex."""
-    hasher = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(COPY_BYTES):
-            hasher.update(block)
-    return hasher.hexdigest()
-
-
-def check_hash(path: str, sha256: str) -> None:
-    """Read a file of a snapshot, and compare its sha256.
-
-    Raises:
-        IntegrityError: It has another one.
-    """
-    if (actual := hash_file(path)) != sha256:
-        raise IntegrityError(
-            f"'{path}' is damaged: it must have sha256 {sha256}, and has {actual}. Restore it from a backup, or "
-            "delete the commit and push again.",
-            path=path,
-            expected=sha256,
-            actual=actual,
-        )
 
 
 def share(source: str, target: str, status: os.stat_result) -> bool:

@@ -32,6 +32,7 @@ from hfshard.storage.disk.fsops import (
     unlink_if_there,
     write_file,
 )
+from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.storage.format.names import WeightNames
 
 logger = logging.getLogger(__name__)
@@ -228,9 +229,10 @@ def save_session(
         wait_seconds: How long to wait for another save there.
 
     Raises:
-        SaveDirectoryError: It is a file.
+        SaveDirectoryError: It is a file, or lies in a directory hub.
         DirectoryLockedError: Another process is saving there.
     """
+    refuse_hub(directory)
     made = _make(directory)
     try:
         with locked_directory(directory, wait_seconds=wait_seconds):

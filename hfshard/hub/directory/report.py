@@ -1,0 +1,123 @@
+"""Checks a revision of a directory hub, and the hub around it, and reports everything that is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final, Literal
+
+from hfshard.constants import CONFIG_NAME, HUB_MARKER, WEIGHTS_SUFFIXES
+from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
+from hfshard.hub.directory.checks import check_no_strays, check_size, check_snapshot, hash_errors
+from hfshard.hub.directory.deleted import DELETED, lost_commits
+from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.hub.directory.manifest import (
+    COMMITS,
+    SNAPSHOTS,
+    CommitManifest,
+    missing_manifest,
+    read_commit_manifest,
+    snapshot_path,
+)
+from hfshard.storage.checkpoint.report import Problem, VerifyReport
+from hfshard.storage.checkpoint.verifier import verify_directory
+from hfshard.storage.format.names import INDEX_FILE, WeightNames
+
+_OWN: Final = frozenset({HUB_MARKER, COMMITS, SNAPSHOTS, DELETED, "refs"})
+"""What lies in a hub's directory; names that begin with a dot are looked over."""
+
+
+def verify_hub(
+    path: str,
+    names: WeightNames,
+    *,
+    subfolder: str = "",
+    level: Literal["structure", "full"],
+    progress: bool | None = None,
+) -> VerifyReport:
+    """Check the checkpoint on the `main` of a directory hub, all other files of the commit, and what lies beside it.
+
+    Args:
+        path: The hub.
+        names: The file names of the checkpoint.
+        subfolder: The folder of the checkpoint.
+        level: "structure": names, sizes and headers; "full": the sha256 of every file of the commit too.
+        progress: Whether to show a bar on stderr.
+
+    Raises:
+        HubNotFoundError: There is no main.
+        CheckpointNotFoundError: Its commit has no weights.
+    """
+    hub = DirectoryHub.open(path)
+    commit = hub.resolve()
+    folder = snapshot_path(hub.root, commit)
+    around = [*_lost(hub.root), *(_stray(hub.root, name) for name in _beside(hub.root) if _is_weights(name))]
+    warnings = tuple(
+        f"'{name}' in '{hub.root}' is not the hub's." for name in _beside(hub.root) if not _is_weights(name)
+    )
+    try:
+        manifest = read_commit_manifest(hub.root, commit)
+    except DamagedCheckpointError as error:
+        problems = dict.fromkeys([_problem(error, hub.root), *around])
+        return VerifyReport(folder, (), tuple(problems), warnings, 0)
+    checkpoint = os.path.join(folder, subfolder) if subfolder else folder
+    wrong = _differences(folder, manifest, level, progress)
+    report = verify_directory(checkpoint, names, "full" if wrong and level == "full" else "structure", progress)
+    known = {problem.file for problem in report.problems}
+    damaged = [_problem(error, folder) for error in wrong if error.path not in known]
+    bad_paths = {error.path for error in wrong}
+    compared = sum(file.size for path, file in manifest.files.items() if os.path.join(folder, path) not in bad_paths)
+    return replace(
+        report,
+        files=tuple(sorted(manifest.files)),
+        problems=(*report.problems, *damaged, *around),
+        warnings=(*(report.warnings if level == "structure" else ()), *warnings),
+        checked_bytes=compared if level == "full" else 0,
+    )
+
+
+def _differences(folder: str, manifest: CommitManifest, level: str, progress: bool | None) -> list[HfshardError]:
+    """What differs between a snapshot and its manifest: sizes, with "full" the hashes, and files that are not in it."""
+    found = check_snapshot(folder, {})
+    errors: list[HfshardError] = []
+    whole = {}
+    for path, file in manifest.files.items():
+        try:
+            check_size(folder, path, file, found)
+            whole[path] = file
+        except DamagedCheckpointError as error:
+            errors.append(error)
+    if level == "full":
+        errors += hash_errors(folder, whole, progress)
+    try:
+        check_no_strays(folder, manifest.files, found)
+    except IntegrityError as error:
+        errors.append(error)
+    return errors
+
+
+def _lost(root: str) -> Iterator[Problem]:
+    for commit in lost_commits(root):
+        yield _problem(missing_manifest(root, commit, ""), root)
+
+
+def _beside(root: str) -> list[str]:
+    return sorted(name for name in os.listdir(root) if name not in _OWN and not name.startswith("."))
+
+
+def _is_weights(name: str) -> bool:
+    return name == CONFIG_NAME or name.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(name) is not None
+
+
+def _stray(root: str, name: str) -> Problem:
+    return Problem(
+        os.path.join(root, name),
+        None,
+        f"'{name}' in '{root}' belongs to no commit of the hub, and is loaded by nobody who asks for the hub. Move it "
+        f"into a directory of its own, and run: hfshard push DIR {root}",
+    )
+
+
+def _problem(error: HfshardError, root: str) -> Problem:
+    return Problem(error.path or root, error.fqn, error.message)
