@@ -7,6 +7,8 @@ HfshardError
 │   └── InvalidPathError (OSError)             "", bytes, a path with NUL, or a relative one that leads nowhere
 ├── UnknownArgumentError (TypeError)           an unknown keyword; suggests the nearest one
 ├── SaveDirectoryError (NotADirectoryError)    the place to save to is a file
+├── AccessDeniedError (PermissionError)        the system does not let this user read or write there
+├── RunRemovedError (FileNotFoundError)        a run's directory was removed while it was saved into
 ├── UnstorableTensorError (ValueError)         a value that the format can't store
 ├── NotEnoughSpaceError (OSError)              the disk is too full for the save; nothing was written
 ├── CommitUnfinishedError (OSError)            saved and committed, but cleaning up failed
@@ -115,6 +117,18 @@ class UnknownArgumentError(HfshardError, TypeError):
 
 class SaveDirectoryError(HfshardError, NotADirectoryError):
     """The place to save to is a file, or can't be a directory."""
+
+
+class AccessDeniedError(HfshardError, PermissionError):
+    """The system does not let this user read or write there. `errno` is EACCES."""
+
+    def __init__(self, message: str, **data: Any) -> None:
+        super().__init__(message, **data)
+        self.errno = errno.EACCES
+
+
+class RunRemovedError(HfshardError, FileNotFoundError):
+    """The directory of a training run was removed, or renamed, while the run was saving into it."""
 
 
 class UnstorableTensorError(HfshardError, ValueError):

@@ -81,6 +81,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "storage.checkpoint": ("checks locate report", "checkpoint", "raw_tensors verifier"),
     "storage.commit": ("pending_deletes steps", "directory_state", "commit commit_plan"),
     "storage.disk": (
+        "own_descriptor",
         "byte_source file_system fsops hub_place safe_open",
         "clone companions direct_io",
         "block_reader block_writer",
@@ -123,7 +124,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "training.pushing": ("contents", "hubs", "pusher"),
     "training.recompute": ("block_state", "recomputation", "gradient_checkpointing"),
     "training.restoring": ("applying module_copy", "modules", "restoration", "resume"),
-    "training.run": ("manifest background host_copy lock", "directory rotation writing", "finding"),
+    "training.run": ("manifest background host_copy lock root turns", "directory rotation writing", "finding"),
 }
 
 # At most so many rooms, and arrows between them, at the package's own level; and so many files in one folder.

@@ -15,7 +15,7 @@ from hfshard.hub.pushing.request import PushOptions
 from hfshard.saving.options import SaveOptions
 from hfshard.storage.format.integrity import Checksum
 from hfshard.training.collecting import collect
-from hfshard.training.pushing.hubs import push_run
+from hfshard.training.pushing.hubs import found_to_push, push_run
 from hfshard.training.pushing.pusher import BackgroundPusher
 from hfshard.training.ranks import Ranks
 from hfshard.training.restoring.resume import choose_checkpoint, resume
@@ -47,7 +47,8 @@ class CheckpointManager(RunReader):
     Each checkpoint is a directory such as `run/checkpoint-00001200`. It is complete in itself, stock transformers loads
     it as a model, and it appears by one rename when every byte is on the disk. No pickle is written or read.
 
-    The directory is locked from the first save until `close()` or the end of the process. For questions about the run
+    The directory is locked from the first save until `close()` or the end of the process. Threads may share a manager:
+    each call waits until the save, the restore or the question of another thread is done. For questions about the run
     (`latest_step`, `best_step`, `all_steps`, `path_of`, `verify`) see `RunReader`.
     """
 
@@ -132,6 +133,9 @@ class CheckpointManager(RunReader):
         Raises:
             InvalidArgumentError, UnstorableTensorError: Nothing was written.
             DirectoryLockedError: Another manager is saving into the directory.
+            SaveDirectoryError, AccessDeniedError: The directory is a file, or may not be written.
+            RunRemovedError: It was removed or renamed since the last save. The next save makes a new one.
+            HfshardError: It was called in the middle of another call of this thread, by a signal handler or a hook.
             NotEnoughSpaceError: Nothing was written.
             OSError: The disk failed. All older checkpoints are still there, and the next save may succeed.
         """
@@ -146,7 +150,8 @@ class CheckpointManager(RunReader):
             self._writer.save(agreed, payload, metrics, dict(files or {}), blocking=blocking)
             return checkpoint_path(self.root, agreed)
 
-        return save_on_all_ranks(step, state, write)
+        with self._writer.turn("save()"):
+            return save_on_all_ranks(step, state, write)
 
     def restore(
         self,
@@ -187,7 +192,8 @@ class CheckpointManager(RunReader):
         place = step
         if isinstance(step, str | os.PathLike):
             place = absolute_path(step, "step") if os.path.isdir(step) else absolute_address(step)
-        restored = resume(state, lambda: self._choose(place, verify, token), step, strict=strict)
+        with self._writer.turn("restore()"):
+            restored = resume(state, lambda: self._choose(place, verify, token), step, strict=strict)
         if restored is None:
             raise CheckpointNotFoundError(
                 f"There is no checkpoint in '{self.root}'. Check the path, or train from the beginning.", path=self.root
@@ -211,7 +217,8 @@ class CheckpointManager(RunReader):
             DamagedCheckpointError: All checkpoints are damaged.
             StateDictMismatchError: As in `restore`.
         """
-        return resume(state, lambda: self._choose(None, verify, None), strict=strict)
+        with self._writer.turn("restore_latest()"):
+            return resume(state, lambda: self._choose(None, verify, None), strict=strict)
 
     @overload
     def push(
@@ -276,8 +283,8 @@ class CheckpointManager(RunReader):
         place = absolute_address(repo_id)
 
         def work() -> PushResult | list[PushResult]:
-            self._writer.wait_for_all()
-            return push_run(self.root, place, step, self.best_step, options)
+            with self._writer.kept(lambda: found_to_push(self.root, step, self.best_step)) as found:
+                return push_run(found, place, step, options)
 
         return Ranks.current().first(work)
 

@@ -33,11 +33,11 @@ class RunReader:
         Raises:
             DamagedCheckpointError: With `verify`, all checkpoints are damaged.
         """
-        self._writer.wait()
-        if verify is not None:
-            newest = newest_whole(self.root, verify, self.progress)
-            return None if newest is None else newest[0].step
-        return next((one.step for one in checkpoints_in(self.root) if one.manifest is not None), None)
+        with self._writer.settled():
+            if verify is not None:
+                newest = newest_whole(self.root, verify, self.progress)
+                return None if newest is None else newest[0].step
+            return next((one.step for one in checkpoints_in(self.root) if one.manifest is not None), None)
 
     def best_step(self) -> int | None:
         """Find the step of the checkpoint with the best value of the metric that `keep_best` names.
@@ -52,8 +52,8 @@ class RunReader:
         """
         if self.keep_best is None:
             raise InvalidArgumentError("The manager has no metric: CheckpointManager(..., keep_best='eval_loss').")
-        self._writer.wait()
-        best = best_of(manifests_in(self.root), self.keep_best, self.metric_mode)
+        with self._writer.settled():
+            best = best_of(manifests_in(self.root), self.keep_best, self.metric_mode)
         return None if best is None else best.step
 
     def all_steps(self) -> list[int]:
@@ -62,8 +62,8 @@ class RunReader:
         for step in manager.all_steps():
             print(manager.path_of(step))
         """
-        self._writer.wait()
-        return sorted(manifest.step for manifest in manifests_in(self.root))
+        with self._writer.settled():
+            return sorted(manifest.step for manifest in manifests_in(self.root))
 
     def path_of(self, step: int) -> str:
         """Return the directory of a step's checkpoint, whether it exists or not.
@@ -88,6 +88,6 @@ class RunReader:
         Raises:
             CheckpointNotFoundError: There is no checkpoint of this step.
         """
-        self._writer.wait()
-        checkpoints = checkpoints_in(self.root) if step is None else [checkpoint_of_step(self.root, step)]
-        return {one.step: checkpoint_problems(one, level) for one in sorted(checkpoints, key=lambda one: one.step)}
+        with self._writer.settled():
+            checkpoints = checkpoints_in(self.root) if step is None else [checkpoint_of_step(self.root, step)]
+            return {one.step: checkpoint_problems(one, level) for one in sorted(checkpoints, key=lambda one: one.step)}

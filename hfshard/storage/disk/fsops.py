@@ -14,6 +14,7 @@ from typing import Final
 
 from hfshard.constants import COPY_BYTES
 from hfshard.errors import DirectoryLockedError, NotEnoughSpaceError, SaveDirectoryError
+from hfshard.storage.disk.own_descriptor import OwnDescriptor
 
 logger = logging.getLogger(__name__)
 
@@ -44,18 +45,19 @@ def locked_directory(directory: str, *, wait_seconds: float) -> Iterator[int]:
     Raises:
         DirectoryLockedError: Another process held it for all that time.
     """
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    own = OwnDescriptor(directory)
     try:
-        lock(fd, directory, wait_seconds)
-        yield fd
+        lock(own.fd, directory, wait_seconds)
+        yield own.fd
     finally:
-        unlock(fd, directory)
-        os.close(fd)
+        if own.is_open:  # in a process that was forked meanwhile it is not, and the lock is its parent's
+            unlock(own.fd, directory)
+            own.close()
 
 
 def unlock(fd: int, directory: str) -> None:
     """Release a lock; logs a warning where that fails."""
-    # Closing is not enough: a process that was forked meanwhile (a DataLoader's worker) has the descriptor too.
+    # Closing is not enough: a process that C code has forked meanwhile, without Python's hooks, has the descriptor too.
     try:
         fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:

@@ -54,19 +54,14 @@ class PushArguments(TypedDict, total=False):
     progress: bool | None
 
 
-def push_run(
-    root: str,
-    repo_id: str | os.PathLike[str],
-    step: int | Literal["best", "all"] | None,
-    best_step: Callable[[], int | None],
-    options: PushOptions,
-) -> PushResult | list[PushResult]:
-    """Push one checkpoint of a run, or all; see `CheckpointManager.push`.
+def found_to_push(
+    root: str, step: int | Literal["best", "all"] | None, best_step: Callable[[], int | None]
+) -> list[RunCheckpoint]:
+    """Find the checkpoint of a run to push, or all; see `CheckpointManager.push`.
 
     Raises:
         InvalidArgumentError: `step` is not one.
         CheckpointNotFoundError: There is no such checkpoint.
-        Everything that `push_found` and `push_all` raise.
     """
     if isinstance(step, str) and step not in ("best", "all"):
         raise InvalidArgumentError(f"step must be a number, 'best', 'all' or None, got {step!r}.")
@@ -74,9 +69,9 @@ def push_run(
     if not found:
         raise CheckpointNotFoundError(f"There is no checkpoint in '{root}'. Check the path.", path=root)
     if step == "all":
-        return push_all(found, repo_id, options)
+        return found
     if step is None:
-        return push_found(found[0], repo_id, options)  # even if it is damaged: an older one is never pushed silently
+        return found[:1]  # even if it is damaged: an older one is never pushed silently
     number = best_step() if step == "best" else checked_step(step)
     if number is None:
         raise CheckpointNotFoundError(
@@ -84,7 +79,21 @@ def push_run(
             "manager.save(step, state, metric=...).",
             path=root,
         )
-    return push_found(checkpoint_of_step(root, number), repo_id, options)
+    return [checkpoint_of_step(root, number)]
+
+
+def push_run(
+    found: Sequence[RunCheckpoint],
+    repo_id: str | os.PathLike[str],
+    step: int | Literal["best", "all"] | None,
+    options: PushOptions,
+) -> PushResult | list[PushResult]:
+    """Push what `found_to_push` found.
+
+    Raises:
+        Everything that `push_found` and `push_all` raise.
+    """
+    return push_all(found, repo_id, options) if step == "all" else push_found(found[0], repo_id, options)
 
 
 def push_found(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from dataclasses import replace
+from typing import Final
 
 from hfshard.hub.address import directory_of, split_address
 from hfshard.hub.pushing.request import PushOptions
@@ -15,6 +17,8 @@ from hfshard.training.run.background import Background
 from hfshard.training.run.directory import RunCheckpoint
 
 logger = logging.getLogger(__name__)
+
+_all: Final[weakref.WeakSet[BackgroundPusher]] = weakref.WeakSet()
 
 
 class BackgroundPusher:
@@ -41,6 +45,7 @@ class BackgroundPusher:
         self._waiting: RunCheckpoint | None = None
         self._error: Exception | None = None
         """The last push's."""
+        _all.add(self)
 
     @property
     def steps_in_use(self) -> set[int]:
@@ -64,6 +69,11 @@ class BackgroundPusher:
             self._pushing = found
         self._thread.wait()
         self._thread.start(self._work, f"Pushing to '{self._repo_id}'")
+
+    def forget(self) -> None:
+        """Forget the pushes in a forked process, where the thread does not exist."""
+        self._lock = threading.Lock()
+        self._pushing = self._waiting = self._error = None
 
     def join(self) -> None:
         """Wait for the running push."""
@@ -94,3 +104,11 @@ class BackgroundPusher:
             self._error = error
         else:
             self._error = None
+
+
+def _forget_in_child() -> None:
+    for one in list(_all):
+        one.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

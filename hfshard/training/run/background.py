@@ -13,6 +13,8 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 _running: Final[weakref.WeakSet[Background]] = weakref.WeakSet()
+_listing = threading.RLock()
+"""Held for a moment where a thread is noted or forgotten: any thread may start, wait or end the process."""
 
 
 class Background:
@@ -33,27 +35,35 @@ class Background:
                 self._error = error
 
         thread = threading.Thread(target=run, name="hfshard-save")
-        try:
-            thread.start()
-        except RuntimeError:  # Python exits, or the system has no more threads
+        with _listing:
+            try:
+                thread.start()
+            except RuntimeError:  # Python exits, or the system has no more threads
+                is_started = False
+            else:
+                is_started = True
+                self._thread = thread
+                _running.add(self)
+        if not is_started:
             run()
-            return
-        self._thread = thread
-        _running.add(self)
 
     @property
     def is_running(self) -> bool:
         """Whether the work is still running."""
-        return self._thread is not None and self._thread.is_alive()
+        thread = self._thread
+        return thread is not None and thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until the work is done, and raise its error, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-            _running.discard(self)
-        error = self._error
-        self._error = None
+        """Wait until the work is done, and raise its error, once: in one of the threads that wait."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+        with _listing:
+            if self._thread is thread:
+                self._thread = None
+                _running.discard(self)
+            error = self._error
+            self._error = None
         if error is not None:
             raise error
 
@@ -62,13 +72,21 @@ class Background:
         self._thread = self._error = None
 
 
+def _under_way() -> list[threading.Thread]:
+    with _listing:
+        threads = [one._thread for one in _running]
+    return [thread for thread in threads if thread is not None and thread.is_alive()]
+
+
 def _wait_for_all() -> None:
-    while threads := [one._thread for one in list(_running) if one._thread is not None and one._thread.is_alive()]:
+    while threads := _under_way():
         for thread in threads:
             thread.join()  # and look again: a save may have started a push
 
 
 def _forget_in_child() -> None:
+    global _listing
+    _listing = threading.RLock()
     for one in list(_running):
         one.forget()
 

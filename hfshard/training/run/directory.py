@@ -12,7 +12,8 @@ from typing import Final
 
 from hfshard.errors import DamagedCheckpointError, HfshardError
 from hfshard.storage.disk.fsops import sync_directory
-from hfshard.training.run.manifest import CheckpointManifest, read_checkpoint_manifest
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, read_checkpoint_manifest
+from hfshard.training.run.root import names_in
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,11 @@ class RunCheckpoint:
     manifest: CheckpointManifest | None
     problem: HfshardError | None = None
     """Why its manifest can't be read; None where it can."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a save has made it under this name; a copy that a user has made is never removed."""
+        return self.manifest is not None and _is_own_name(os.path.basename(self.path), self.step)
 
 
 def checkpoint_path(root: str, step: int) -> str:
@@ -72,19 +78,37 @@ def has_changed(checkpoint: RunCheckpoint) -> bool:
 
 
 def _names_in(root: str) -> list[str]:
-    names = os.listdir(root) if os.path.isdir(root) else []
-    return sorted(name for name in names if _CHECKPOINT.fullmatch(name) or _REPLACED.fullmatch(name))
+    return sorted(name for name in names_in(root) if _CHECKPOINT.fullmatch(name) or _REPLACED.fullmatch(name))
 
 
 def _step_directories(root: str, names: list[str]) -> Iterator[tuple[str, int]]:
-    """The name and step of each directory among some names; of those moved aside only where nothing replaced them."""
-    steps = {int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))}
+    """The name and step of each directory among some names that is a checkpoint.
+
+    Those that were moved aside count where nothing has replaced them, and those of other names, such as a user's copy
+    `checkpoint-4`, where the step has no other and they have a manifest: without one, they are another tool's.
+    """
+    steps: set[int] = set()
     for name in names:
-        match = _CHECKPOINT.fullmatch(name) or _REPLACED.fullmatch(name)
-        if match is not None and os.path.isdir(os.path.join(root, name)):
-            step = int(match[1])
-            if not (name.startswith(".") and step in steps):
+        match = _CHECKPOINT.fullmatch(name)
+        if match is not None and _is_own_name(name, step := int(match[1])):
+            steps.add(step)
+            if os.path.isdir(os.path.join(root, name)):
                 yield name, step
+    for name in names:
+        match = _REPLACED.fullmatch(name)
+        if match is not None and (step := int(match[1])) not in steps and os.path.isdir(os.path.join(root, name)):
+            yield name, step
+    for name in names:
+        match = _CHECKPOINT.fullmatch(name)
+        if match is None or (step := int(match[1])) in steps:
+            continue
+        if os.path.lexists(os.path.join(root, name, MANIFEST)):
+            steps.add(step)
+            yield name, step
+
+
+def _is_own_name(name: str, step: int) -> bool:
+    return name == os.path.basename(checkpoint_path("", step))
 
 
 def _age(one: RunCheckpoint) -> tuple[bool, int, int]:

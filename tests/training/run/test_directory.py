@@ -5,11 +5,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hfshard.errors import HfshardError
+from hfshard.errors import AccessDeniedError, HfshardError, RunRemovedError, SaveDirectoryError
 from hfshard.training import CheckpointManager, TrainingState
 from tests.crash.runs.content import Counter, litter
 from tests.training import processes
@@ -84,11 +89,18 @@ def test_a_checkpoint_that_was_moved_and_linked_restores_and_goes(tmp_path: Path
 
 def test_a_file_in_the_place_of_the_run_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(OSError, match="run"):
-        CheckpointManager(tmp_path / "run").save(1, state())
-    with pytest.raises(OSError, match="run"):
-        CheckpointManager(tmp_path / "run/below").save(1, state())
-    assert CheckpointManager(tmp_path / "run").restore_latest(state()) is None
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for place in ("run", "run/below", "link"):
+        manager = CheckpointManager(tmp_path / place)
+        calls: list[Callable[[], object]] = [
+            partial(manager.save, 1, state()),
+            partial(manager.save, 1, state(), blocking=False),
+            partial(manager.restore_latest, state()),
+            manager.all_steps,
+        ]
+        for call in calls:
+            with pytest.raises(SaveDirectoryError, match=re.escape(f"'{tmp_path / place}' can't be the directory")):
+                call()
     assert (tmp_path / "run").read_text() == "a file"
 
 
@@ -112,11 +124,15 @@ def read_only_child(run: str) -> None:
     assert count_of(manager) == 1
     assert manager.verify() == {1: []}
     for blocking in (True, False):
-        with pytest.raises(PermissionError, match=r"Permission denied.*run"):
+        with pytest.raises(AccessDeniedError, match=f"'{run}' can't be saved into .*Permission denied"):
             manager.save(2, state(2), blocking=blocking)
             manager.wait_until_finished()
-    with pytest.raises(PermissionError, match=r"Permission denied.*new"):
+    with pytest.raises(PermissionError, match=r"/new' can't be saved into .*Permission denied"):
         CheckpointManager(os.path.join(run, "new")).save(1, state())
+    with pytest.raises(AccessDeniedError, match=r"hidden' can't be read .*Give the user the right"):
+        CheckpointManager(os.path.join(run, "hidden")).restore_latest(state())
+    with pytest.raises(AccessDeniedError, match="below' can't be read"):
+        CheckpointManager(os.path.join(run, "hidden/below")).restore_latest(state())
     assert manager.all_steps() == [1]
     manager.close()
 
@@ -128,11 +144,12 @@ def test_a_read_only_run_is_restored_and_not_saved_into(tmp_path: Path) -> None:
     for directory in (*list(tmp_path.parents)[:3], tmp_path):
         if os.geteuid() == 0:
             directory.chmod(directory.stat().st_mode | 0o055)
+    (run / "hidden").mkdir(mode=0)
     run.chmod(0o555)
     end = processes.run(tmp_path / "words", read_only_child, str(run))
     run.chmod(0o755)
     assert end.status == 0, end.words
-    assert os.listdir(run) == ["checkpoint-00000001"]
+    assert sorted(os.listdir(run)) == ["checkpoint-00000001", "hidden"]
 
 
 def unreadable_child(run: str) -> None:
@@ -172,18 +189,44 @@ def test_a_file_system_without_locks_or_flushes_is_warned_of_and_served(
     assert os.listdir(tmp_path / "run") == ["checkpoint-00000002"]
 
 
-def test_a_run_that_was_removed_meanwhile_is_an_error_and_not_a_lock_for_ever(tmp_path: Path) -> None:
-    import shutil
-
-    manager = CheckpointManager(tmp_path / "run")
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("what", ["removed", "renamed", "made anew"])
+def test_a_run_that_was_removed_meanwhile_is_an_error_that_names_it(tmp_path: Path, what: str, blocking: bool) -> None:
+    run = tmp_path / "run"
+    manager = CheckpointManager(run)
     manager.save(1, state(1))
-    shutil.rmtree(tmp_path / "run")
-    with pytest.raises(FileNotFoundError, match="run"):
-        manager.save(2, state(2))
+    run.rename(tmp_path / "old")
+    if what == "removed":
+        shutil.rmtree(tmp_path / "old")
+    if what == "made anew":
+        run.mkdir()
+    with pytest.raises(RunRemovedError, match=f"'{run}' was removed or renamed"):
+        manager.save(2, state(2), blocking=blocking)
+        manager.close()
+    manager.save(2, state(2), blocking=blocking)
     manager.close()
+    assert os.listdir(run) == ["checkpoint-00000002"]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_run_that_is_removed_amid_a_save_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocking: bool
+) -> None:
+    run, rename = tmp_path / "run", os.rename
+    manager = CheckpointManager(run)
+
+    def remove_and_rename(*paths: Any) -> None:
+        shutil.rmtree(run)
+        rename(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", remove_and_rename)
+        with pytest.raises(RunRemovedError, match=f"'{run}' was removed or renamed"):
+            manager.save(1, state(1), blocking=blocking)
+            manager.wait_until_finished()
     manager.save(2, state(2))
     manager.close()
-    assert os.listdir(tmp_path / "run") == ["checkpoint-00000002"]
+    assert os.listdir(run) == ["checkpoint-00000002"]
 
 
 def test_files_get_the_modes_that_the_umask_gives(tmp_path: Path) -> None:

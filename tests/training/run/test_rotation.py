@@ -221,3 +221,41 @@ def test_files_in_the_place_of_wrecks_and_checkpoints_do_not_stop_a_run(tmp_path
         manager.save(1, state())
         assert manager.verify() == {1: []}
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-00000001", "checkpoint-x", "notes.txt"]
+
+
+def test_what_another_tool_or_the_user_put_there_is_neither_a_checkpoint_nor_removed(tmp_path: Path) -> None:
+    stock = tmp_path / "checkpoint-500"
+    stock.mkdir()
+    (stock / "trainer_state.json").write_text("{}")
+    manager = CheckpointManager(tmp_path, max_to_keep=1)
+    assert manager.restore_latest(state()) is None  # a fresh run
+    assert (manager.all_steps(), manager.verify()) == ([], {})
+    manager.save(4, state())
+    shutil.copytree(tmp_path / "checkpoint-00000004", tmp_path / "checkpoint-4")
+    assert manager.all_steps() == [4]
+    manager.save(5, state())
+    manager.save(500, state())
+
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-00000500", "checkpoint-4", "checkpoint-500"]
+    assert manager.verify() == {4: [], 500: []}
+    assert (manager.latest_step(), manager.restore(state(), 4)) == (500, 4)
+    manager.save(6, state())
+    manager.close()
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-00000006", "checkpoint-4", "checkpoint-500"]
+
+
+def test_a_checkpoint_that_was_exchanged_is_not_rotated_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, rename = tmp_path / "checkpoint-00000001", os.rename
+
+    def exchange(source: str, target: str) -> None:
+        rename(source, target)
+        if target.endswith("2"):
+            shutil.rmtree(mine)
+            mine.mkdir()
+            (mine / "notes.txt").write_text("mine")
+
+    with CheckpointManager(tmp_path, max_to_keep=1) as manager:
+        manager.save(1, state())
+        monkeypatch.setattr(os, "rename", exchange)
+        manager.save(2, state())
+    assert (mine / "notes.txt").read_text() == "mine"
