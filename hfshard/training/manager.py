@@ -18,7 +18,7 @@ from hfshard.training.collecting import collect
 from hfshard.training.pushing.hubs import found_to_push, push_run
 from hfshard.training.pushing.pusher import BackgroundPusher
 from hfshard.training.ranks import Ranks
-from hfshard.training.restoring.resume import choose_checkpoint, resume
+from hfshard.training.restoring.resume import absolute_place, choose_checkpoint, resume
 from hfshard.training.run.directory import RunCheckpoint, checkpoint_path
 from hfshard.training.run.finding import Level, newest_whole
 from hfshard.training.run.manifest import CheckpointManifest, plain_metrics
@@ -189,9 +189,7 @@ class CheckpointManager(RunReader):
             StateDictMismatchError: The state does not fit; the message says what differs, and what to do.
             HfshardError: Another rank could not restore it.
         """
-        place = step
-        if isinstance(step, str | os.PathLike):
-            place = absolute_path(step, "step") if os.path.isdir(step) else absolute_address(step)
+        place = Ranks.current().on_each(lambda: absolute_place(step))
         with self._writer.turn("restore()"):
             restored = resume(state, lambda: self._choose(place, verify, token), step, strict=strict)
         if restored is None:
@@ -270,19 +268,17 @@ class CheckpointManager(RunReader):
             DamagedCheckpointError: It is damaged; nothing was pushed.
             HubError: As in `push_checkpoint`.
         """
-        progress = self.progress if progress is None else progress
-        options = PushOptions(
-            revision=revision,
-            private=private,
-            token=token,
-            commit_message=commit_message,
-            create_pr=create_pr,
-            progress=progress,
-        )
-
-        place = absolute_address(repo_id)
 
         def work() -> PushResult | list[PushResult]:
+            place = absolute_address(repo_id)
+            options = PushOptions(
+                revision=revision,
+                private=private,
+                token=token,
+                commit_message=commit_message,
+                create_pr=create_pr,
+                progress=self.progress if progress is None else progress,
+            )
             with self._writer.kept(lambda: found_to_push(self.root, step, self.best_step)) as found:
                 return push_run(found, place, step, options)
 

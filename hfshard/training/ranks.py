@@ -73,6 +73,21 @@ class Ranks:
             raise HfshardError(f"Rank 0 of {self.world_size} failed, so all ranks stop: {told}")
         return value  # type: ignore[no-any-return]
 
+    def on_each(self, work: Callable[[], _Value]) -> _Value:
+        """Call a function on every rank, and return each rank's own result if none failed. Every rank must call.
+
+        Raises:
+            HfshardError: It failed on another rank. A rank where it failed raises its own error.
+        """
+        made: list[_Value] = []
+        error: Exception | None = None
+        try:
+            made.append(work())
+        except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
+            error = caught
+        self.agree(error)
+        return made[0]
+
     def agree(self, error: BaseException | None) -> None:
         """Go on only if no rank has an error. Every rank must call.
 

@@ -68,6 +68,8 @@ def own_run(run: Path, rank: int) -> str:
 def restore(case: str, build: Build, run: Path, rank: int) -> int | None:
     """What one rank calls."""
     manager = CheckpointManager(own_run(run, rank) if case == "another run" else run)
+    if case == "no place":
+        return manager.restore(build.state(), 1 if rank == 0 else "")
     if case == "another step":
         return manager.restore(build.state(), rank + 1)
     if case == "the newest on one rank":
@@ -92,6 +94,7 @@ CASES = {
     "not strict": "StateDictMismatchError: 'counter' (RefusingCounter) refused its state",
     "refused weights": "StateDictMismatchError: 'model' refused its state",
     "another run": "CheckpointChangedError: The first rank restores",
+    "no place": "InvalidPathError: ",
     "another step": "InvalidArgumentError: All ranks must restore the same step, got [1, 2].",
     "the newest on one rank": "InvalidArgumentError: All ranks must restore the same step, got [None, 1].",
 }

@@ -9,7 +9,9 @@ from typing import Final
 
 import torch
 
+from hfshard._util.paths import absolute_path
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
+from hfshard.hub.address import absolute_address
 from hfshard.training.pushing.hubs import checked_at
 from hfshard.training.ranks import Ranks
 from hfshard.training.restoring.restoration import Restoration, plan_restoration
@@ -25,6 +27,17 @@ _TRIES: Final = 50
 """How often a checkpoint is chosen again that was replaced while it was read."""
 
 ChosenCheckpoint = tuple[RunCheckpoint, CheckpointManifest]
+
+
+def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.PathLike[str] | None:
+    """Return a step as it is, and the place of a checkpoint from elsewhere as an absolute one.
+
+    Raises:
+        InvalidPathError: It is neither.
+    """
+    if not isinstance(step, str | os.PathLike):
+        return step
+    return absolute_path(step, "step") if os.path.isdir(step) else absolute_address(step)
 
 
 def choose_checkpoint(
