@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ _ZIP_MARK = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The pickled number at the beginning of files older than the zip format. Other pickles and tars are refused."""
 _FIRST_BYTES = 32
+_MARK_BYTES = 16
+_MARKED_LOADS = 6
+"""A tensor of one byte has the same value as its mark in one of 2**48 files."""
 _GLOBAL = re.compile(r"(?:Unsupported global: )?GLOBAL ([\w.]+)")
 
 
@@ -94,8 +98,9 @@ def _load(fd: int, path: str, *, mapped: bool) -> Any:
         if mapped:
             source = f"/proc/self/fd/{fd}" if os.path.exists(f"/proc/self/fd/{fd}") else path
             return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-        with os.fdopen(os.dup(fd), "rb") as file:
-            return torch.load(file, map_location="cpu", weights_only=True)
+        return _load_old_format(fd, path)
+    except DamagedCheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         found = _GLOBAL.search(str(error))
         if found is None and "Unsupported" not in str(error):
@@ -110,6 +115,36 @@ def _load(fd: int, path: str, *, mapped: bool) -> Any:
         ) from error
     except Exception as error:  # torch.load raises a dozen different errors for damaged files
         raise damaged_pickle(path, _reason(error)) from error
+
+
+def _load_old_format(fd: int, path: str) -> Any:
+    """Load a file older than the zip format, and check that the bytes of every tensor were read.
+
+    Such a file lists whose bytes it holds. torch makes room for all tensors, and what is not listed keeps whatever was
+    in the memory. So the room is marked before: a mark that is still there after the load was not read over. A short
+    one may have been in the file by chance, but not time after time.
+
+    Raises:
+        DamagedCheckpointError: A tensor's bytes are not in the file.
+    """
+    unread: set[int] | None = None
+    for _ in range(_MARKED_LOADS):
+        marks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        os.lseek(fd, 0, os.SEEK_SET)
+        with os.fdopen(os.dup(fd), "rb") as file:
+            value = torch.load(file, map_location=partial(_mark, marks), weights_only=True)
+        found = {at for at, (begin, made) in enumerate(marks) if len(begin) and torch.equal(begin, made)}
+        unread = found if unread is None else unread & found
+        if not unread:
+            return value
+    raise damaged_pickle(path, "it does not hold the bytes of all its tensors")
+
+
+def _mark(marks: list[tuple[torch.Tensor, torch.Tensor]], storage: Any, _location: str) -> Any:
+    begin = torch.empty(0, dtype=torch.uint8).set_(storage)[:_MARK_BYTES]
+    begin.copy_(torch.frombuffer(bytearray(os.urandom(_MARK_BYTES)), dtype=torch.uint8)[: len(begin)])
+    marks.append((begin, begin.clone()))
+    return storage
 
 
 def _state_dict_of(value: Any, path: str) -> dict[str, torch.Tensor]:

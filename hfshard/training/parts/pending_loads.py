@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hfshard.errors import HfshardError, StateDictMismatchError
+from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError, UnstorableTensorError
 from hfshard.training.parts.nested import decode, encode
 
 logger = logging.getLogger(__name__)
@@ -27,9 +27,20 @@ class StatefulLoad:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors in the state."""
+        """Bytes of the tensors in the state.
+
+        Raises:
+            DamagedCheckpointError: The state is not one that a save writes.
+        """
         tensors: dict[str, torch.Tensor] = {}
-        encode(self.state, self.name, tensors)
+        try:
+            encode(self.state, self.name, tensors)
+        except UnstorableTensorError as error:
+            raise DamagedCheckpointError(
+                f"The state of '{self.name}' in the checkpoint '{self.directory}' is not what hfshard writes: "
+                f"{error.message} Restore another checkpoint, or download it again.",
+                path=self.directory,
+            ) from error
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def load(self) -> None:

@@ -33,6 +33,8 @@ class Base:
     readers: tuple[str, ...] = WEIGHTS
     truth: dict[str, torch.Tensor] = field(default_factory=dict)
     """What `verify="full"` must give where it gives anything; empty where there are no checksums."""
+    original: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What stood in the files before they were changed: always right."""
     sealed: bool = False
     """Put right the checksums over what was changed, as a stranger would who made the files."""
 
@@ -104,11 +106,11 @@ def all_bases() -> dict[str, Base]:
     found = [
         Base("ours-sharded", bases.ours_sharded(), truth=tensors),
         Base("ours-single", bases.ours_single(), truth=tensors),
-        Base("stock-sharded", raw.stock_sharded()),
-        Base("stock-single", raw.stock_single()),
-        Base("bin-zip", bases.stock_bin()),
-        Base("bin-legacy", bases.stock_bin(legacy=True)),
-        Base("bin-sharded", bases.stock_bin_sharded()),
+        Base("stock-sharded", raw.stock_sharded(), original=tensors),
+        Base("stock-single", raw.stock_single(), original=tensors),
+        Base("bin-zip", bases.stock_bin(), original=tensors),
+        Base("bin-legacy", bases.stock_bin(legacy=True), original=tensors),
+        Base("bin-sharded", bases.stock_bin_sharded(), original=tensors),
         Base("run", run, RUN),
         Base("run-sealed", run, RUN, sealed=True),
         Base("hub", hub, HUB, truth=tensors),

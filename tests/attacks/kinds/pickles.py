@@ -243,3 +243,12 @@ for _name, _count in LEGACY_COUNTS.items():
     register(f"pickle-legacy-storage-count-{_name}", functools.partial(_legacy_count, _count, False))
 for _name in ("2-to-33", "2-to-62", "negative"):
     register(f"pickle-legacy-numel-{_name}", functools.partial(_legacy_count, LEGACY_COUNTS[_name], True))
+
+
+@attack("pickle")
+def legacy_storage_that_is_not_listed(place: Place) -> Expected:
+    """The list of storages in the file lacks one, and so does the file: torch returns what was in the memory."""
+    opcodes, storages = state(legacy=True)
+    del storages["1"]
+    place.write({raw.CONFIG: raw.config(), raw.BIN: legacy(mapping(opcodes), storages)})
+    return Expected(raw.BIN, "does not hold the bytes of all its tensors")
