@@ -47,7 +47,8 @@ def load_state_dict(
     """Load a state dict from a checkpoint of hfshard, transformers, huggingface_hub or torch.save.
 
     Args:
-        path: A directory, or a repo of the Hub ("org/name").
+        path: A directory, or a repo of the Hub ("org/name"); or one file: safetensors, a pickle of torch.save
+            (pytorch_model.bin, .pt), or an index. Then it is loaded whatever else lies beside it.
         keys: Which names to load: names, globs ("*.bias"), or a function of the name. None: all. Only their bytes are
             read, and only the shards that hold them are downloaded.
         device: Where the tensors go.
@@ -86,7 +87,7 @@ def load_state_dict(
         files_of=None if keys is None else lambda index: files_holding(index, keys),
     )
     options = LoadOptions(verify=verify, read=read, disable_mmap=disable_mmap, progress=progress)
-    source = CheckpointSource(path_text(path), query)
+    source = CheckpointSource(path_text(path), query, takes_files=True)
     if ranges and not local_files_only and source.find_local() is None:
         with open_source_by_ranges(source, lambda index: stored_names(index, keys), options) as checkpoint:
             return read_tensors(checkpoint, keys, device, "pread")
@@ -110,7 +111,7 @@ def load_model(
     Args:
         model: An `nn.Module` to load into, in place (wrappers are looked through); or a transformers class, concrete
             or Auto, to build.
-        path: A directory, or a repo of the Hub.
+        path: A directory, or a repo of the Hub; for a module also one file, as in `load_state_dict`.
         model_args: For a class: passed to its `from_pretrained`.
         strict: For a module, True (the default) refuses missing and unexpected names, False ignores them; shapes must
             agree, and at least one name must. For a class, None does as transformers, True refuses any difference.
@@ -146,7 +147,7 @@ def load_model(
     if model_args:
         raise InvalidArgumentError("Positional arguments after the path are for a model class, not for a module.")
     refuse_unknown(kwargs, _QUERY_ARGUMENTS, "load_model")
-    source = CheckpointSource(path_text(path), CheckpointQuery(**kwargs))
+    source = CheckpointSource(path_text(path), CheckpointQuery(**kwargs), takes_files=True)
     with open_source(source, options) as checkpoint:
         info = load_into_module(model, checkpoint, options)
     return (model, info) if output_loading_info else model

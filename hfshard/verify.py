@@ -8,6 +8,7 @@ from typing import Literal
 from hfshard._util.paths import absolute_path
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.report import verify_hub
+from hfshard.storage.checkpoint.locate import split_weights_path
 from hfshard.storage.checkpoint.report import VerifyReport
 from hfshard.storage.checkpoint.verifier import verify_directory
 from hfshard.storage.disk.hub_place import has_hub_marker
@@ -28,7 +29,8 @@ def verify_checkpoint(
     whether commits have lost their manifests, or weights lie beside the commits.
 
     Args:
-        path: A directory, or a directory hub.
+        path: A directory, or a directory hub; or one file of weights, or an index, which is checked whatever else lies
+            beside it. The checksum of one of several shards is in their index.
         variant, subfolder: As in `from_pretrained`.
         level: "structure": names, sizes, headers and fingerprints; "full": the checksum of every file too. A checkpoint
             that hfshard did not write has none: that is a warning.
@@ -39,7 +41,7 @@ def verify_checkpoint(
 
     Raises:
         CheckpointNotFoundError: There is no such directory, or it holds no weights.
-        InvalidArgumentError: `level` has another value.
+        InvalidArgumentError: `level` has another value, or the path is a file that is no checkpoint.
 
     Example:
         report = hfshard.verify_checkpoint("out")
@@ -50,4 +52,5 @@ def verify_checkpoint(
         return verify_hub(directory, WeightNames(variant), subfolder=subfolder, level=level, progress=progress)
     if subfolder:
         directory = os.path.join(directory, subfolder)
-    return verify_directory(directory, WeightNames(variant), level, progress)
+    directory, weights_name = split_weights_path(directory)
+    return verify_directory(directory, WeightNames(variant), level, progress, weights_name)

@@ -11,13 +11,21 @@ from dataclasses import dataclass, field
 from hfshard._util.paths import absolute_path, path_text
 from hfshard._util.progress import bytes_bar
 from hfshard.constants import SAFETENSORS_SUFFIX
-from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
+from hfshard.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    HfshardError,
+    HubAccessError,
+    HubConnectionError,
+    HubNotFoundError,
+    InvalidArgumentError,
+)
 from hfshard.hub.address import directory_of
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file
-from hfshard.storage.checkpoint.locate import directory_not_found, weights_bytes
+from hfshard.storage.checkpoint.locate import directory_not_found, is_weights_name, split_weights_path, weights_bytes
 from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.storage.format.index import CheckpointIndex
 
@@ -38,6 +46,8 @@ class LocalCheckpoint:
     """The one that was asked for."""
     is_as_given: bool = False
     """Whether `path` is the directory that was given, which transformers calls by the name that it was given."""
+    weights_name: str | None = None
+    """The file of weights, or the index, that was given; None where a directory or a repo was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,8 @@ class CheckpointSource:
     path: str
     """"org/name", or the absolute path of a directory, wherever the process goes meanwhile."""
     query: CheckpointQuery = field(default_factory=CheckpointQuery)
+    takes_files: bool = False
+    """Whether the path may be that of one file of weights, or of an index, whatever else lies beside it."""
 
     def __post_init__(self) -> None:
         """Check the path, and make that of a directory absolute.
@@ -66,7 +78,8 @@ class CheckpointSource:
             return local
         from hfshard.hub.pull import fetch_checkpoint  # imports huggingface_hub, which takes time
 
-        resolved = fetch_checkpoint(self.path, self.query, progress)
+        with no_directory_either(self.path):
+            resolved = fetch_checkpoint(self.path, self.query, progress)
         return LocalCheckpoint(resolved.directory, self.path, resolved.commit)
 
     def find_local(self) -> LocalCheckpoint | None:
@@ -87,10 +100,20 @@ class CheckpointSource:
             directory = os.path.join(path, subfolder) if subfolder else path
             return LocalCheckpoint(directory, path, is_as_given=not is_hub)
         if os.path.exists(path):
-            raise InvalidArgumentError(f"'{path}' is a file: give the directory that holds the checkpoint.", path=path)
+            return self._find_file(path)
+        if is_weights_name(os.path.basename(path)) and os.path.isdir(os.path.dirname(path) or os.curdir):
+            raise CheckpointNotFoundError(f"There is no file '{path}'. Check the path.", path=path)
         if path != self.path or _is_a_path(path):
             raise directory_not_found(path)
         return None
+
+    def _find_file(self, path: str) -> LocalCheckpoint:
+        if not self.takes_files:
+            raise InvalidArgumentError(f"'{path}' is a file: give the directory that holds the checkpoint.", path=path)
+        directory, name = split_weights_path(absolute_path(path))
+        if self.query.subfolder or self.query.variant is not None:
+            raise InvalidArgumentError(f"'{path}' is a file: leave out subfolder and variant.", path=path)
+        return LocalCheckpoint(directory, directory, weights_name=name)
 
 
 @contextmanager
@@ -120,6 +143,7 @@ def open_source(
             verify=options.verify,
             progress_callback=progress_callback,
             files_of=query.files_of if local.commit is not None else None,
+            weights_name=local.weights_name,
         ) as checkpoint,
     ):
         if options.verify == "structure":
@@ -145,7 +169,8 @@ def open_source_by_ranges(
     from hfshard.hub.remote.fetching import fetch_tree_for_reading
 
     query = source.query
-    listing = fetch_tree_for_reading(source.path, query.revision, query.token)
+    with no_directory_either(source.path):
+        listing = fetch_tree_for_reading(source.path, query.revision, query.token)
     with ranges.open_by_ranges(
         source.path, listing, query, names_of, verify=options.verify, progress=options.progress
     ) as checkpoint:
@@ -159,6 +184,16 @@ def _warn_of_edited_files(checkpoint: OpenCheckpoint) -> None:
                 check_small_file(checkpoint.directory, name, record)
             except DamagedCheckpointError as error:
                 logger.warning("%s", error)
+
+
+@contextmanager
+def no_directory_either(path: str) -> Iterator[None]:
+    """Say of a name that a hub does not give that it is no directory of this machine either: it may be misspelt."""
+    try:
+        yield
+    except (HubNotFoundError, HubAccessError, HubConnectionError, CheckpointNotFoundError) as error:
+        kind: type[HfshardError] = type(error)
+        raise kind(f"{error.message} (There is no file or directory '{path}' either.)", path=error.path) from error
 
 
 def _is_a_path(path: str) -> bool:

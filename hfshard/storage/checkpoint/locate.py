@@ -17,15 +17,18 @@ from hfshard.constants import (
     SAFETENSORS_SUFFIX,
     WEIGHTS_OVERRIDE_KEY,
 )
-from hfshard.errors import CheckpointNotFoundError, UnsafePathError
+from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
 from hfshard.storage.disk.safe_open import Identity, identity_of, read_small
-from hfshard.storage.format.names import MODEL_BASE, WeightNames, check_file_name
+from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames, check_file_name
 from hfshard.storage.format.strict_json import parse_json_object
 
 _SHOWN: Final = 5
 """Names of files in a message."""
 
 WeightsKind = Literal["single", "index", "bin", "bin_index"]
+
+_PICKLE_SUFFIXES: Final = (BIN_SUFFIX, ".pt", ".pth", ".ckpt")
+"""How files of torch.save are called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +66,46 @@ def candidate_weights(
         weights_override: The file that config.json names: then it is the only candidate.
     """
     if weights_override is not None:
-        return [WeightsEntry("index" if weights_override.endswith(INDEX_SUFFIX) else "single", weights_override)]
+        return [entry_of(weights_override)]
     candidates = []
     if use_safetensors is not False:
         candidates += [WeightsEntry("single", names.single), WeightsEntry("index", names.index)]
     if not use_safetensors:
         candidates += [WeightsEntry("bin", names.bin_single), WeightsEntry("bin_index", names.bin_index)]
     return candidates
+
+
+def is_weights_name(name: str) -> bool:
+    """Whether a file of this name can be a checkpoint, or the index of one."""
+    return name.endswith((SAFETENSORS_SUFFIX, *_PICKLE_SUFFIXES)) or INDEX_FILE.fullmatch(name) is not None
+
+
+def entry_of(name: str) -> WeightsEntry:
+    """Describe the file that was named, by its suffix."""
+    if name.endswith(".json"):
+        return WeightsEntry("bin_index" if f"{BIN_SUFFIX}.index" in name else "index", name)
+    return WeightsEntry("bin" if name.endswith(_PICKLE_SUFFIXES) else "single", name)
+
+
+def split_weights_path(path: str) -> tuple[str, str | None]:
+    """Split the path of a file of weights, or of an index, into its directory and its name.
+
+    Args:
+        path: That of a directory is returned as it is, with None.
+
+    Raises:
+        InvalidArgumentError: It is a file of another kind.
+    """
+    if os.path.isdir(path) or not os.path.lexists(path):
+        return path, None
+    directory, name = os.path.split(path)
+    if not is_weights_name(name):
+        raise InvalidArgumentError(
+            f"'{path}' is a file, and no checkpoint by its name: give a directory, a file of weights "
+            f"({', '.join((SAFETENSORS_SUFFIX, *_PICKLE_SUFFIXES))}) or an index.",
+            path=path,
+        )
+    return directory or os.curdir, name
 
 
 def find_weights(

@@ -19,7 +19,7 @@ from hfshard.errors import (
 )
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file, check_total
-from hfshard.storage.checkpoint.locate import directory_not_found, locate_checkpoint, weights_bytes
+from hfshard.storage.checkpoint.locate import directory_not_found, entry_of, locate_checkpoint, weights_bytes
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, check_tied_names
@@ -58,8 +58,17 @@ class _Findings:
         self.data_bytes += other.data_bytes
 
 
-def verify_directory(directory: str, names: WeightNames, level: str, progress: bool | None) -> VerifyReport:
+def verify_directory(
+    directory: str, names: WeightNames, level: str, progress: bool | None, weights_name: str | None = None
+) -> VerifyReport:
     """Check the checkpoint in a directory, with a bar on the way; see `hfshard.verify_checkpoint`.
+
+    Args:
+        directory: Where it is.
+        names: Those of its files.
+        level: "structure" or "full".
+        progress: A bar on stderr; None: on a terminal.
+        weights_name: The index or single file to check, whatever else lies there. None: what transformers finds.
 
     Raises:
         CheckpointNotFoundError: There is no such directory, or it holds no weights.
@@ -67,7 +76,7 @@ def verify_directory(directory: str, names: WeightNames, level: str, progress: b
     """
     if level not in ("structure", "full"):
         raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
-    verifier = Verifier(directory, names, level)
+    verifier = Verifier(directory, names, level, weights_name)
     total = weights_bytes(directory, (SAFETENSORS_SUFFIX,)) if level == "full" else 0
     with bytes_bar("Verifying", total, progress if total else False) as progress_callback:
         verifier.run(progress_callback)
@@ -77,8 +86,9 @@ def verify_directory(directory: str, names: WeightNames, level: str, progress: b
 class Verifier:
     """Collects problems file by file, several at once, then those that only all files together show."""
 
-    def __init__(self, directory: str, names: WeightNames, level: str) -> None:
+    def __init__(self, directory: str, names: WeightNames, level: str, weights_name: str | None = None) -> None:
         self.directory = directory
+        self.weights_name = weights_name
         self.names = names
         self.level = level
         self.files: list[str] = []
@@ -99,7 +109,8 @@ class Verifier:
     def run(self, progress_callback: ProgressCallback) -> None:
         """Check everything."""
         try:
-            weights = locate_checkpoint(self.directory, self.names)
+            named = self.weights_name
+            weights = entry_of(named) if named is not None else locate_checkpoint(self.directory, self.names)
         except CheckpointNotFoundError:
             raise
         except HfshardError as error:
@@ -116,7 +127,8 @@ class Verifier:
                 self._check_total(weights.name, index)
         elif weights.kind != "index":
             self._check_pickles()
-        self._warn_of_strays(index)
+        if self.weights_name is None:
+            self._warn_of_strays(index)
 
     def _read_index(self, name: str) -> CheckpointIndex | None:
         path = os.path.join(self.directory, name)
@@ -248,7 +260,9 @@ class Verifier:
 
     def _check_pickles(self) -> None:
         try:
-            with open_checkpoint(self.directory, variant=self.names.variant) as checkpoint:
+            with open_checkpoint(
+                self.directory, variant=self.names.variant, weights_name=self.weights_name
+            ) as checkpoint:
                 self._warn_of_unchecked_pickles(checkpoint)
         except HfshardError as error:
             self.findings.add_error(error, self.directory)
