@@ -83,7 +83,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "storage.disk": (
         "own_descriptor",
         "byte_source file_system fsops hub_place safe_open",
-        "clone companions direct_io",
+        "clone companions direct_io folders",
         "block_reader block_writer",
     ),
     "storage.format": ("integrity names strict_json", "header index weights_override"),

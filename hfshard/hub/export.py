@@ -30,15 +30,14 @@ def export(checkpoint: OpenCheckpoint, directory: str, companions: Collection[st
         companions: Paths below the checkpoint's directory that are copied too.
 
     Raises:
-        SaveDirectoryError: The target is a file, or has shards of the same names with other contents.
+        SaveDirectoryError: The target is a file, has shards of the same names with other contents, or has a link where
+            a folder is needed.
         Everything that `SaveSession.commit` raises.
     """
     names = checkpoint.names
     source = checkpoint.directory
-    weights = [*checkpoint.shards, *checkpoint.pickles]
     entry = checkpoint.weights.name
-    is_index = checkpoint.weights.is_index
-    extras = sorted({*companions, *([entry] if is_index else [])} - _LEFT_OUT - {*weights, CONFIG_NAME})
+    weights, extras = exported_names(checkpoint, companions)
     small = {name: _read(source, name) for name in extras}
     config = _read(source, CONFIG_NAME) if os.path.isfile(os.path.join(source, CONFIG_NAME)) else None
     with save_session(directory, names) as session:
@@ -46,18 +45,24 @@ def export(checkpoint: OpenCheckpoint, directory: str, companions: Collection[st
         names_of_all = [*weights, *extras, *([CONFIG_NAME] if config else [])]
         if all(_has_same_bytes(directory, name, source) for name in names_of_all):
             return
+        session.make_folders(extras)
         session.check_space(sum(os.path.getsize(os.path.join(source, name)) for name in weights))
         staged = {name: f"{number:05d}.weights" for number, name in enumerate(weights)}
         for name, target in staged.items():
             copy_file(os.path.join(source, name), os.path.join(session.staging, target), session.replaced)
-        for name in extras:
-            os.makedirs(os.path.join(directory, os.path.dirname(name)), exist_ok=True)
         index = small.pop(names.index, None) if entry == names.index else None
         if README in small and README in session.state.listing:
             del small[README]  # the user's own
         digest = content_digest([index or b"", *(name.encode() for name in weights)])
         new = NewCheckpoint(staged, checkpoint.keys, index, config, small, digest)
         session.commit(plan_commit(session.state, new))
+
+
+def exported_names(checkpoint: OpenCheckpoint, companions: Collection[str]) -> tuple[list[str], list[str]]:
+    """Name the files that `export` copies: the weights, and all others but config.json."""
+    weights = [*checkpoint.shards, *checkpoint.pickles]
+    index = [checkpoint.weights.name] if checkpoint.weights.is_index else []
+    return weights, sorted({*companions, *index} - _LEFT_OUT - {*weights, CONFIG_NAME})
 
 
 def _refuse_other_contents(session: SaveSession, checkpoint: OpenCheckpoint, weights: Collection[str]) -> None:

@@ -8,19 +8,20 @@ from collections.abc import Sequence
 from functools import partial
 
 from hfshard._util.paths import absolute_path
+from hfshard.constants import CONFIG_NAME
 from hfshard.errors import IntegrityError
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.hub.export import export
+from hfshard.hub.export import export, exported_names
 from hfshard.hub.remote.fetching import Fetcher, fetch, is_offline
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, companion_files, resolve_checkpoint
-from hfshard.storage.checkpoint.checkpoint import Verify, open_checkpoint
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify, open_checkpoint
 
 logger = logging.getLogger(__name__)
 
 
 def pull_checkpoint(
-    repo_id: str,
+    repo_id: str | os.PathLike[str],
     local_dir: str | os.PathLike[str] | None = None,
     *,
     revision: str | None = None,
@@ -53,7 +54,8 @@ def pull_checkpoint(
         force_download: Download files even if the cache holds them.
         allow_patterns, ignore_patterns: Globs of paths: which of the other files are pulled; the checkpoint always is.
             `allow_patterns` may name any file, except other weights of the same checkpoint.
-        verify: How the files are checked afterwards: "none", "structure", or "full" for every byte.
+        verify: How the files are checked afterwards: "none", "structure", or "full" for every byte. From a directory
+            hub, every file is compared with its sha256 in any case, before it is copied.
         progress: Whether to show a bar on stderr. None: on a terminal.
 
     Returns:
@@ -62,9 +64,10 @@ def pull_checkpoint(
     Raises:
         HubNotFoundError, HubAccessError, HubConnectionError, HubError: The hub can't be asked, or refuses.
         CheckpointNotFoundError: There are no weights; or, with local_files_only, the cache does not hold all files.
-        IntegrityError: A file was damaged on the way; nothing of it was kept.
+        IntegrityError: A file was damaged on the way, or in the directory hub; nothing of it was kept.
         NotEnoughSpaceError: The disk is too full; nothing was downloaded.
-        SaveDirectoryError: `local_dir` is a file, or has shards of the same names with other contents.
+        SaveDirectoryError: `local_dir` is a file, is or lies in a directory hub, has shards of the same names with
+            other contents, or has a link where a folder is needed.
 
     Example:
         >>> directory = hfshard.pull_checkpoint("org/name", revision="v1", verify="full")
@@ -84,17 +87,20 @@ def pull_checkpoint(
     )
     target = None if local_dir is None else absolute_path(local_dir, "local_dir")
     root = directory_of(repo_id)
-    snapshot = (
-        DirectoryHub.open(root).snapshot(revision) if root is not None else _fetch_snapshot(repo_id, query, progress)
-    )
+    hub = DirectoryHub.open(root) if root is not None else None
+    commit = hub.resolve(revision) if hub is not None else None
+    snapshot = hub.snapshot(commit) if hub is not None else _fetch_snapshot(os.fspath(repo_id), query, progress)
     directory = os.path.join(snapshot, *query.path("").split("/"))
     try:
         with open_checkpoint(directory.rstrip("/"), variant=variant, verify=verify) as checkpoint:
+            companions = [] if target is None else companion_files(_sizes_in(snapshot), query)
+            if hub is not None:
+                hub.verify(
+                    commit, paths=_exported(checkpoint, companions, query) if target else None, progress=progress
+                )
             if target is None:
                 return checkpoint.directory
-            below = len(query.path(""))
-            companions = [path[below:] for path in companion_files(_sizes_in(snapshot), query)]
-            export(checkpoint, target, companions)
+            export(checkpoint, target, [path.removeprefix(query.path("")) for path in companions])
     except IntegrityError as error:
         if root is not None or force_download:
             raise
@@ -107,6 +113,14 @@ def pull_checkpoint(
             actual=error.actual,
         ) from error
     return target
+
+
+def _exported(checkpoint: OpenCheckpoint, companions: Sequence[str], query: CheckpointQuery) -> list[str]:
+    """The paths in the repo of the files that are copied."""
+    below = query.path("")
+    weights, others = exported_names(checkpoint, [path.removeprefix(below) for path in companions])
+    has_config = os.path.isfile(os.path.join(checkpoint.directory, CONFIG_NAME))
+    return [query.path(name) for name in (*weights, *others, *([CONFIG_NAME] if has_config else []))]
 
 
 def _fetch_snapshot(repo_id: str, query: CheckpointQuery, progress: bool | None) -> str:

@@ -21,7 +21,7 @@ into one hub, unchanged files share their blocks if the file system can (btrfs, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from hfshard._util.paths import absolute_path, path_text
@@ -220,11 +220,14 @@ class DirectoryHub:
         check_snapshot(folder, read_commit_manifest(self.root, commit).files)
         return folder
 
-    def verify(self, revision: str | None = None, *, progress: bool | None = False) -> None:
-        """Read all files of a revision, and compare their sha256 with those that were pushed.
+    def verify(
+        self, revision: str | None = None, *, paths: Collection[str] | None = None, progress: bool | None = False
+    ) -> None:
+        """Read files of a revision, and compare their sha256 with those that were pushed.
 
         Args:
             revision: As in `resolve`.
+            paths: Which files are read. None: all.
             progress: Whether to show a bar on stderr. None: on a terminal.
 
         Raises:
@@ -236,7 +239,7 @@ class DirectoryHub:
         files = read_commit_manifest(self.root, commit).files
         found = check_snapshot(folder, files)
         check_no_strays(folder, files, found)
-        check_hashes(folder, files, progress)
+        check_hashes(folder, files if paths is None else {path: files[path] for path in paths}, progress)
 
     def revisions(self) -> list[Revision]:
         """All branches (main first), tags and pull requests, then all commits, the newest first."""

@@ -8,8 +8,8 @@ import shutil
 import signal
 import stat
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -20,6 +20,7 @@ from hfshard.errors import CommitUnfinishedError, SaveDirectoryError
 from hfshard.storage.commit.directory_state import DirectoryState, read_state
 from hfshard.storage.commit.pending_deletes import note_pending_deletes
 from hfshard.storage.commit.steps import CommitPlan, CommitStep
+from hfshard.storage.disk.folders import open_folder
 from hfshard.storage.disk.fsops import (
     can_link,
     locked_directory,
@@ -28,6 +29,7 @@ from hfshard.storage.disk.fsops import (
     remove_empty_directories,
     rename,
     require_space,
+    sync,
     sync_directory,
     unlink_if_there,
     write_file,
@@ -50,6 +52,8 @@ class SaveSession:
     """What was there when the session began, without the leftovers of killed saves."""
     made: list[str] = field(default_factory=list)
     """Directories that the session made, deepest last."""
+    changed_folders: set[str] = field(default_factory=set)
+    """Folders below the directory in which files were renamed since they were flushed."""
     is_committed: bool = False
     is_unfinished: bool = False
     """Cleaning up failed: the staging directory stays, because it tells the next save what to remove."""
@@ -171,7 +175,7 @@ class SaveSession:
     def _execute(self, step: CommitStep) -> None:
         target = os.path.join(self.directory, step.target)
         if step.kind == "rename":
-            rename(os.path.join(self.staging, step.source), target)
+            self._place(os.path.join(self.staging, step.source), step.target)
         elif step.kind == "link":
             second = os.path.join(self.staging, "second-name")
             os.link(os.path.join(self.directory, step.source), second)
@@ -179,7 +183,41 @@ class SaveSession:
         elif step.kind == "remove":
             unlink_if_there(target)
         else:
+            for folder in sorted(self.changed_folders):
+                with open_folder(self.directory, folder) as fd:
+                    sync(fd, os.path.join(self.directory, folder))
+            self.changed_folders.clear()
             sync_directory(self.directory)
+
+    def _place(self, source: str, name: str) -> None:
+        """Rename a staged file into place; into a folder below the directory through no link."""
+        folder = os.path.dirname(name)
+        target = os.path.join(self.directory, name)
+        if not folder:
+            rename(source, target)
+            return
+        with open_folder(self.directory, folder) as fd:
+            self.changed_folders.add(folder)
+            rename(source, target, fd)
+
+    def make_folders(self, names: Iterable[str]) -> None:
+        """Make the folders of files that will lie below the directory; they go again if the session fails.
+
+        Raises:
+            SaveDirectoryError: A link or a file has the name of a folder, or a folder that of a file.
+        """
+        places = sorted(names)
+        for name in places:
+            with suppress(FileNotFoundError), open_folder(self.directory, os.path.dirname(name)):
+                if os.path.isdir(path := os.path.join(self.directory, name)) and not os.path.islink(path):
+                    raise SaveDirectoryError(
+                        f"'{path}' is a directory, and a file of this name is to be written. Remove or rename it, or "
+                        "choose another directory.",
+                        path=path,
+                    )
+        for name in places:
+            with open_folder(self.directory, os.path.dirname(name), self.made):
+                continue
 
     def _rollback_for(self, step: CommitStep) -> Callable[[], None]:
         """A function that takes one step before the commit back, to be made before the step.
@@ -205,7 +243,7 @@ class SaveSession:
         def restore() -> None:
             if not os.path.exists(staged):
                 write_file(staged, old, like=status)
-                rename(staged, target)
+                self._place(staged, step.target)
 
         return restore
 

@@ -197,7 +197,6 @@ def remove_empty_directories(paths: Sequence[str]) -> None:
             os.rmdir(path)
         except OSError as error:
             logger.debug("'%s' is left: %s", path, error)
-            return
 
 
 def write_all(fd: int, raw: bytes | memoryview) -> None:
@@ -232,10 +231,16 @@ def copy_mode(fd: int, like: os.stat_result | None) -> None:
         os.fchmod(fd, stat.S_IMODE(like.st_mode))
 
 
-def rename(source: str, target: str) -> None:
-    """Rename a file over another one; where the file system can't rename, copy it with a warning."""
+def rename(source: str, target: str, folder_fd: int | None = None) -> None:
+    """Rename a file over another one; where the file system can't rename, copy it with a warning.
+
+    Args:
+        source: The file.
+        target: Its new path.
+        folder_fd: The open folder of the target, if that path might lead elsewhere meanwhile.
+    """
     try:
-        os.rename(source, target)
+        os.rename(source, target if folder_fd is None else os.path.basename(target), dst_dir_fd=folder_fd)
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
