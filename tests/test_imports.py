@@ -116,14 +116,15 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "training.integrations": ("accelerate trainer_data trainer_files trainer_settings", "trainer_callback"),
     "training.parts": (
         "nested_types same_class padded_json rng gradients",
-        "nested_decoding",
+        "nested_decoding positions",
         "nested",
         "pending_loads",
         "optimizer scheduler",
     ),
+    "training.parts.positions": ("entries holders", "ordered_state reordering"),
     "training.pushing": ("contents", "hubs", "pusher"),
     "training.recompute": ("block_state", "recomputation", "gradient_checkpointing"),
-    "training.restoring": ("applying module_copy", "modules", "restoration", "resume"),
+    "training.restoring": ("applying module_copy", "modules reorderings", "restoration", "resume"),
     "training.run": ("manifest background host_copy lock root turns", "directory rotation writing", "finding"),
 }
 

@@ -105,6 +105,9 @@ def collect(
         for name, kind in state.kinds.items()
         if kind != "loader"
     }
+    for name in components:
+        if (order := state.order_digest(name)) is not None:
+            components[name]["order"] = order
     for rank in ranks:
         tensors |= rank.tensors
     extras = encode(extra, "extra", tensors)

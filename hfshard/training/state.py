@@ -14,6 +14,7 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.state_dicts.state_dict import parameter_names
 from hfshard.training.data.external_loader import track
 from hfshard.training.parts.gradients import Gradients
+from hfshard.training.parts.positions.holders import order_digest
 from hfshard.training.parts.scheduler import is_scheduler
 
 PartKind = Literal["module", "optimizer", "scheduler", "loader", "stateful"]
@@ -72,6 +73,19 @@ class TrainingState:
             modules = state.of_kind("module")
         """
         return {name: part for name, part in self.components.items() if self.kinds[name] == kind}
+
+    def order_digest(self, name: str) -> str | None:
+        """Return a digest of the orders of parameters and groups that a part may have matched its state to by position.
+
+        None for a part that has no such state.
+
+        Example:
+            assert state.order_digest("ema") == other.order_digest("ema")  # its lists have the same order
+        """
+        if self.kinds[name] not in ("scheduler", "stateful"):
+            return None
+        modules = self.of_kind("module") if self.kinds[name] == "stateful" else None
+        return order_digest(self.components[name], self.parameter_names(), modules)
 
     def parameter_names(self) -> dict[int, str]:
         """Return the id of every parameter -> its name, which is "component:name" outside of the model."""

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from hfshard._util.text import list_some
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.training.parts.nested import encode
 from hfshard.training.parts.pending_loads import PendingLoad
+from hfshard.training.parts.positions.holders import Names
+from hfshard.training.parts.positions.ordered_state import find_in, find_ordered_state, one_per_parameter
+from hfshard.training.parts.positions.reordering import Reordering, matched_positions
 from hfshard.training.parts.same_class import check_class
-
-Names = Mapping[int, str]
-"""id of a parameter -> its name."""
 
 _SHOWN = 5
 """How many names a message lists."""
@@ -77,7 +77,8 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
         path: The checkpoint's, for messages.
 
     Raises:
-        StateDictMismatchError: It is of another class, or its groups have other parameters.
+        StateDictMismatchError: It is of another class, or its groups have other parameters; or these stand in another
+            order, and a part of the state depends on it.
     """
     _check_form(saved)
     check_class(saved["class"], optimizer, "optimizer", component, path)
@@ -95,9 +96,11 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
             unexpected_keys=tuple(unknown),
         )
     state = {positions[name]: value for name, value in saved["state"].items()} | saved["others"]
+    _refuse_ordered_state(optimizer, saved, names, component, path)
     groups = [
-        {**now, **_moved_like(before["options"], now), **_kept_options(now), "params": now["params"]}
-        for now, before in zip(current["param_groups"], matched)
+        {**now, **_moved_like(_options_in_order(optimizer, number, before, names, component, path), now)}
+        | {**_kept_options(now), "params": now["params"]}
+        for number, (now, before) in enumerate(zip(current["param_groups"], matched))
     ]
     loaded = {**saved["more"], "state": state, "param_groups": groups}
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
@@ -116,6 +119,21 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
                 optimizer.state[parameter] = slots
 
     return PendingLoad(component, load, lambda: vars(optimizer).update(before))
+
+
+def group_names(optimizer: Optimizer, names: Names, component: str) -> list[list[str]]:
+    """The names of the parameters in each group of an optimizer.
+
+    Raises:
+        InvalidArgumentError: A parameter has no name.
+
+    Example:
+        assert group_names(optimizer, parameter_names(model), "optimizer") == [["weight", "bias"]]
+    """
+    return [
+        [_name_of(one, names, component, number) for one in group["params"]]
+        for number, group in enumerate(_groups(optimizer))
+    ]
 
 
 def _check_form(saved: dict[str, Any]) -> None:
@@ -158,22 +176,14 @@ def _matched_groups(
     optimizer: Optimizer, saved: list[dict[str, Any]], names: Names, component: str, path: str
 ) -> list[dict[str, Any]]:
     """Find the saved group for each of the optimizer's groups: the one with the same parameters, in any order."""
-    current = [
-        [_name_of(one, names, component, i) for one in group["params"]] for i, group in enumerate(_groups(optimizer))
-    ]
+    current = group_names(optimizer, names, component)
+    positions = matched_positions(current, [group["params"] for group in saved])
+    if positions is not None:
+        return [saved[position] for position in positions]
     before = {name: number for number, group in enumerate(saved) for name in group["params"]}
     now = {name: number for number, group in enumerate(current) for name in group}
     missing = [name for name in now if name not in before]
     unexpected = [name for name in before if name not in now]
-    left = list(saved)
-    matched = []
-    for group in current:
-        match = next((one for one in left if set(one["params"]) == set(group)), None)
-        if match is not None:
-            left.remove(match)
-            matched.append(match)
-    if len(matched) == len(current) and not left:
-        return matched
     parts = []
     if len(saved) != len(current):
         parts.append(f"it had {len(saved)} groups of parameters, and has {len(current)}")
@@ -194,6 +204,57 @@ def _matched_groups(
         missing_keys=tuple(missing),
         unexpected_keys=tuple(unexpected),
     )
+
+
+def _refuse_ordered_state(optimizer: Optimizer, saved: dict[str, Any], names: Names, component: str, path: str) -> None:
+    """Refuse a state that is not of one parameter, but of all in their order, where that is another one now."""
+    before = [group["params"] for group in saved["groups"]]
+    if group_names(optimizer, names, component) == before:
+        return
+    parameters = {names[id(one)]: one for one in _all_parameters(optimizer)}
+    place = find_ordered_state(saved, parameters)
+    if isinstance(optimizer, LBFGS) and saved["state"]:
+        place = f"state.{next(iter(saved['state']))}"
+    if place is not None:
+        raise _ordered(place, optimizer, [name for group in before for name in group], component, path)
+
+
+def _ordered(
+    place: str, optimizer: Optimizer, in_order: list[str], component: str, path: str
+) -> StateDictMismatchError:
+    return StateDictMismatchError(
+        f"The '{place}' of '{component}' ({type(optimizer).__qualname__}) depends on the order of its parameters, "
+        f"which is another one than in the checkpoint '{path}'. Give it the parameters in the order of that run "
+        f"({list_some(in_order, _SHOWN, quote=True)}), or pass strict=False to let it start afresh.",
+        path=path,
+    )
+
+
+def _options_in_order(
+    optimizer: Optimizer, number: int, saved: dict[str, Any], names: Names, component: str, path: str
+) -> dict[str, Any]:
+    """The saved options of a group; those with an entry for each parameter in the order of now."""
+    group = _groups(optimizer)[number]
+    current = [names[id(one)] for one in group["params"]]
+    if current == saved["params"]:
+        return dict(saved["options"])
+    before = {name: position for position, name in enumerate(saved["params"])}
+    is_one_each = one_per_parameter(group["params"])
+    reordering = Reordering(
+        part=component,
+        owners=f"parameters of its group {number}",
+        path=path,
+        positions=tuple(before[name] for name in current),
+        counts=frozenset({len(current)}),
+        known=frozenset({"param_names"}),
+    )
+    # What has a default is the same for groups of any size: betas are not one for each of two parameters.
+    own = {key: value for key, value in saved["options"].items() if key not in optimizer.defaults}
+    place = find_in(own, lambda value: hasattr(value, "shape") and is_one_each(value), f"group {number}")
+    if place is not None:
+        raise _ordered(place, optimizer, saved["params"], component, path)
+    options: dict[str, Any] = saved["options"] | reordering.apply(own, group, f".group {number}")
+    return options
 
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import enum
 import functools
 import types
 import weakref
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,7 @@ from hfshard.errors import StateDictMismatchError, UnstorableTensorError
 from hfshard.training.parts.nested import encode
 from hfshard.training.parts.nested_types import NOT_STORED, NotStored, ObjectState
 from hfshard.training.parts.pending_loads import PendingLoad
+from hfshard.training.parts.positions.reordering import Reordering
 from hfshard.training.parts.same_class import check_class
 
 _NEVER_STORED: Final = (
@@ -58,10 +60,12 @@ def encode_scheduler(scheduler: Any, path: str, tensors: dict[str, torch.Tensor]
     if not isinstance(held, dict):
         raise UnstorableTensorError(f"'{path}' has a state_dict that is a {type(held).__name__}: let it return a dict.")
     state = encode(held, path, tensors, on_object=_stand_in)
-    return {"class": type(scheduler).__qualname__, "state": state}
+    return {"class": type(scheduler).__qualname__, "parts": _part_classes(scheduler), "state": state}
 
 
-def plan_scheduler(scheduler: Any, saved: dict[str, Any], name: str, path: str) -> PendingLoad:
+def plan_scheduler(
+    scheduler: Any, saved: dict[str, Any], name: str, path: str, reorderings: Sequence[Reordering] = ()
+) -> PendingLoad:
     """Check a state against a freshly built scheduler, and return what loads it.
 
     Args:
@@ -69,16 +73,24 @@ def plan_scheduler(scheduler: Any, saved: dict[str, Any], name: str, path: str) 
         saved: What `encode_scheduler` returned, decoded.
         name: The scheduler's name in the training state, for messages.
         path: The checkpoint's, for messages.
+        reorderings: How the groups of its optimizers stand now, where that is another order than when it was saved.
 
     Raises:
-        StateDictMismatchError: It has another class, or lacks an object that was marked as not stored.
+        StateDictMismatchError: It has another class, or schedulers of other classes, or lacks an object that was marked
+            as not stored; or groups are reordered, and it is not known whether a list is theirs.
     """
     if not isinstance(saved["state"], dict):
         raise TypeError("the state of a scheduler is not a dict")
     check_class(saved["class"], scheduler, "scheduler", name, path)
+    parts = _part_classes(scheduler)
+    if saved.get("parts", parts) != parts:
+        raise _differs("_schedulers", name, path, str(saved["parts"]), str(parts))
     fresh = scheduler.state_dict()
+    state = saved["state"]
+    for reordering in reorderings:
+        state = reordering.apply(state, fresh)
     held: list[tuple[Any, dict[str, Any]]] = []
-    merged = _Merging(name, path, held).merge(saved["state"], fresh, "")
+    merged = _Merging(name, path, held).merge(state, fresh, "")
     owners: dict[int, Any] = {}
     _collect_owners([scheduler, *(one for one, _ in held)], owners)
     before = [(one, dict(vars(one))) for one in owners.values()]
@@ -96,6 +108,14 @@ def plan_scheduler(scheduler: Any, saved: dict[str, Any], name: str, path: str) 
             vars(one).update(attributes)
 
     return PendingLoad(name, load, undo)
+
+
+def _part_classes(scheduler: Any) -> list[Any]:
+    """The classes of the schedulers in a chained or sequential one, each before the list of its own."""
+    parts: list[Any] = []
+    for part in getattr(scheduler, "_schedulers", ()):
+        parts += [type(part).__qualname__, _part_classes(part)]
+    return parts
 
 
 def _stand_in(value: Any) -> NotStored | ObjectState | None:
@@ -155,10 +175,19 @@ class _Merging:
             others = list(fresh) if isinstance(fresh, list | tuple) else []
             if at.endswith("_schedulers") and len(others) != len(saved):
                 raise self._differs(at, f"{len(saved)} schedulers", f"{len(others)}")
+            if at.endswith("lr_lambdas"):  # torch has None for a function, and the attributes of another callable
+                self._check_callables(saved, others, at)
             others += [_MISSING] * (len(saved) - len(others))
             items = [self.merge(item, other, f"{at}[{i}]") for i, (item, other) in enumerate(zip(saved, others))]
             return items if isinstance(saved, list) else type(saved)(items)
         return saved
+
+    def _check_callables(self, saved: list[Any] | tuple[Any, ...], fresh: list[Any], at: str) -> None:
+        for number, (before, now) in enumerate(zip(saved, fresh)):
+            if (before is None) != (now is None):
+                words = ("a function", "another callable")
+                expected, actual = words if before is None else words[::-1]
+                raise self._differs(f"{at}[{number}]", expected, actual)
 
     def _object(self, saved: ObjectState, fresh: Any, at: str) -> Any:
         if fresh is _MISSING or type(fresh).__qualname__ != saved.class_name:
@@ -169,10 +198,14 @@ class _Merging:
         return fresh
 
     def _differs(self, at: str, expected: str, actual: str) -> StateDictMismatchError:
-        return StateDictMismatchError(
-            f"'{at}' of '{self.name}' was {expected} when the checkpoint '{self.path}' was saved, and is {actual} in "
-            "the scheduler that was built. Build it as in the run that was saved.",
-            path=self.path,
-            expected=expected,
-            actual=actual,
-        )
+        return _differs(at, self.name, self.path, expected, actual)
+
+
+def _differs(at: str, name: str, path: str, expected: str, actual: str) -> StateDictMismatchError:
+    return StateDictMismatchError(
+        f"'{at}' of '{name}' was {expected} when the checkpoint '{path}' was saved, and is {actual} in the scheduler "
+        "that was built. Build it as in the run that was saved.",
+        path=path,
+        expected=expected,
+        actual=actual,
+    )

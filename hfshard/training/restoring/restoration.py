@@ -30,6 +30,7 @@ from hfshard.training.parts.scheduler import plan_scheduler
 from hfshard.training.ranks import ALONE, Ranks
 from hfshard.training.restoring.applying import all_or_nothing, load_all
 from hfshard.training.restoring.modules import plan_module
+from hfshard.training.restoring.reorderings import find_reorderings, reordered_state
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.writing import TRAINING_STATE
 from hfshard.training.state import PartKind, TrainingState
@@ -98,10 +99,10 @@ def plan_restoration(
     restoration = Restoration(directory=directory)
     _check_components(state, saved, directory, restoration, strict=strict)
     tensors = _part(directory, manifest, "state")
-    planner = _Planner(state, directory, manifest, path, tensors, restoration, strict)
+    planner = _Planner(state, saved, directory, manifest, path, tensors, restoration, strict)
     common = [name for name in state.components if name in saved and saved[name].get("kind") == state.kinds[name]]
     for name in sorted(common, key=lambda name: _ORDER[state.kinds[name]]):
-        planner.plan(name, saved[name]["state"])
+        planner.plan(name)
     rng, restoration.extra = decode([own["rng"], saved_state["extra"]], tensors, path)
     check_rng_state(rng, path)
     restoration.trackers = [one for name in common if isinstance(one := state.components[name], LoaderTracker)]
@@ -118,6 +119,7 @@ class _Planner:
     def __init__(
         self,
         state: TrainingState,
+        saved: Mapping[str, dict[str, Any]],
         directory: str,
         manifest: CheckpointManifest,
         path: str,
@@ -126,6 +128,7 @@ class _Planner:
         strict: bool,
     ) -> None:
         self.state = state
+        self.saved = saved
         self.parameter_names = state.parameter_names()
         self.directory = directory
         self.manifest = manifest
@@ -134,7 +137,7 @@ class _Planner:
         self.restoration = restoration
         self.strict = strict
 
-    def plan(self, name: str, encoded: Any) -> None:
+    def plan(self, name: str) -> None:
         """Plan one component.
 
         Raises:
@@ -145,7 +148,7 @@ class _Planner:
         tensors = self.tensors
         if name == "optimizer":
             tensors = _part(self.directory, self.manifest, name, is_copied=_is_on_accelerators(part))
-        value = decode(encoded, tensors, self.path)
+        value = decode(self.saved[name]["state"], tensors, self.path)
         try:
             if name == "model":
                 value |= _part(self.directory, self.manifest, MODEL_BASE, is_copied=True)
@@ -165,6 +168,8 @@ class _Planner:
         kind = self.state.kinds[name]
         if kind in ("stateful", "loader"):
             _check_object(name, part, value, self.directory)
+            if kind == "stateful":
+                value = reordered_state(name, self.state, self.saved, self.directory, value)
             self.restoration.objects.append(StatefulLoad(name, part, value, self.directory))
             return
         if kind == "module":
@@ -172,7 +177,8 @@ class _Planner:
         elif kind == "optimizer":
             load = plan_optimizer(part, value, self.parameter_names, name, self.directory)
         else:
-            load = plan_scheduler(part, value, name, self.directory)
+            reorderings = find_reorderings(name, self.state, self.saved, self.directory)
+            load = plan_scheduler(part, value, name, self.directory, reorderings)
         self.restoration.pending_loads.append(load)
 
 

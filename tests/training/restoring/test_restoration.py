@@ -164,7 +164,7 @@ OTHERS = {
         {"optimizer": _without_head}, ("'optimizer'", "had 2 groups", "last.weight"), ("optimizer", "scheduler")
     ),
     "moved-parameter": Other(
-        {"optimizer": _moved}, ("'optimizer'", "'first.bias' was in another group"), ("optimizer",)
+        {"optimizer": _moved}, ("'optimizer'", "'first.bias' was in another group"), ("optimizer", "scheduler")
     ),
     "other-optimizer": Other(
         {"optimizer": lambda model: torch.optim.SGD(_adamw(model).param_groups, lr=0.1)},
