@@ -50,7 +50,7 @@ def load_state_dict(
         path: A directory, or a repo of the Hub ("org/name"); or one file: safetensors, a pickle of torch.save
             (pytorch_model.bin, .pt), or an index. Then it is loaded whatever else lies beside it.
         keys: Which names to load: names, globs ("*.bias"), or a function of the name. None: all. Only their bytes are
-            read, and only the shards that hold them are downloaded.
+            read, and only the shards that hold them are downloaded, opened and checked.
         device: Where the tensors go.
         variant, subfolder, revision, token, cache_dir, local_files_only: As in transformers' `from_pretrained`.
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.

@@ -142,7 +142,7 @@ def open_source(
             use_safetensors=query.use_safetensors,
             verify=options.verify,
             progress_callback=progress_callback,
-            files_of=query.files_of if local.commit is not None else None,
+            files_of=query.files_of,
             weights_name=local.weights_name,
         ) as checkpoint,
     ):

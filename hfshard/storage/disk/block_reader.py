@@ -77,9 +77,14 @@ def is_cached(fd: int, start: int, count_bytes: int) -> bool:
 def open_direct(fd: int) -> int:
     """Open the same file as `fd` for reading past the page cache; -1 where that is impossible."""
     try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        return reopen_direct(fd)
     except OSError:
         return -1
+
+
+def reopen_direct(fd: int) -> int:
+    """Do what `open_direct` does, but raise the OSError."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
 
 def read_direct(fd: int, direct: int, buffer: memoryview, start: int, count_bytes: int) -> memoryview:

@@ -19,7 +19,7 @@ _SHARED_BLOBS_MARK: Final = ".huggingface-shared-blobs"
 _KERNEL_FILES: Final = ("/proc/", "/sys/")
 """Where files have no bytes of their own, though they call themselves regular."""
 
-_NO_FILES_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE})
+NO_FILES_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE})
 """What `open` answers if the process or the system has too many files open."""
 
 
@@ -45,8 +45,8 @@ def open_regular(path: str, root: str) -> int:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _missing(path, root) from error
     except OSError as error:
-        if error.errno in _NO_FILES_LEFT:
-            hint = "every shard is held open while it is checked. Raise the limit, for example: ulimit -n 65536"
+        if error.errno in NO_FILES_LEFT:
+            hint = "close some, or raise the limit, for example: ulimit -n 65536"
             raise OSError(error.errno, f"{error.strerror}: {hint}", path) from error
         todo = f"Run: chmod u+r {path}" if error.errno in (errno.EACCES, errno.EPERM) else remedy(path)
         raise DamagedCheckpointError(f"File '{path}' can't be opened: {error.strerror}. {todo}", path=path) from error

@@ -46,12 +46,14 @@ def read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) -> list[
         What the threads do, nothing if everything is cached or none can be started; they end by themselves, and keep
         the files mapped until then.
     """
-    cold = [
-        (shard.mapping, begin, end)
-        for shard, names in wanted
-        for begin, end in _stretches(shard, names)
-        if not is_cached(shard.fd, begin, end - begin)
-    ]
+    cold: list[tuple[torch.UntypedStorage, int, int]] = []
+    for shard, names in wanted:
+        with shard.opened() as fd:
+            cold += [
+                (shard.mapping, begin, end)
+                for begin, end in _stretches(shard, names)
+                if not is_cached(fd, begin, end - begin)
+            ]
     if not cold:
         return []
     pieces = _Pieces(cold)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.text import list_some
 from hfshard.constants import FINGERPRINT_BYTES, MAX_HEADER_BYTES, METADATA_KEY
-from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
+from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError, MissingShardError, remedy
 from hfshard.storage.disk.block_reader import read_blocks
 from hfshard.storage.disk.direct_io import BLOCK_BYTES
 from hfshard.storage.disk.safe_open import identity_of, open_regular, read_text
@@ -33,6 +35,7 @@ from hfshard.storage.format.integrity import (
     zeroed,
 )
 from hfshard.storage.tensors.dtypes import TORCH_DTYPES, torch_shape
+from hfshard.storage.weights.open_files import HeldFile, open_with_room
 from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
 
 _SHOWN: Final = 10
@@ -40,7 +43,7 @@ _SHOWN: Final = 10
 
 
 class SafetensorsFile:
-    """One open safetensors file.
+    """One safetensors file, checked; open while it is read, and as long as there is room (see `open_files`).
 
     Attributes:
         path: Where it was found.
@@ -57,16 +60,17 @@ class SafetensorsFile:
             UnsafePathError: It is a link that leaves `root`.
         """
         self.path = path
-        self._fd = open_regular(path, root)
+        self._root = root
         self._mapped: torch.UntypedStorage | None = None
+        fd = open_with_room(partial(open_regular, path, root))
         try:
-            status = os.fstat(self._fd)
+            status = os.fstat(fd)
             self.size = status.st_size
             self.identity = identity_of(status)
-            length = read_header_length(os.pread(self._fd, LENGTH_BYTES, 0), self.size, path)
+            length = read_header_length(os.pread(fd, LENGTH_BYTES, 0), self.size, path)
             assert length <= MAX_HEADER_BYTES
-            os.lseek(self._fd, LENGTH_BYTES, os.SEEK_SET)
-            raw = read_text(self._fd, length, path)
+            os.lseek(fd, LENGTH_BYTES, os.SEEK_SET)
+            raw = read_text(fd, length, path)
             self._raw_header = length.to_bytes(LENGTH_BYTES, "little") + raw
             self.header: Header = parse_header(raw, self.size, path)
             self.hfshard_metadata: HfshardMetadata = parse_single_file_metadata(
@@ -74,14 +78,21 @@ class SafetensorsFile:
             )
             self._complex_as_real = self._complex_names()
         except BaseException:
-            os.close(self._fd)
+            os.close(fd)
             raise
+        self._file = HeldFile(fd, self._open_again)
 
     def close(self) -> None:
         """Close the file; tensors that were mapped stay valid."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
+
+    def opened(self) -> AbstractContextManager[int]:
+        """The open file, which stays open until the block ends.
+
+        Raises:
+            CheckpointChangedError: It had to be opened again, and another file has its name now.
+        """
+        return self._file.opened()
 
     @property
     def written_by_hfshard(self) -> bool:
@@ -92,11 +103,6 @@ class SafetensorsFile:
     def data_bytes(self) -> int:
         """Bytes of its tensors, which lie without gaps between the header and the end."""
         return self.size - self.header.data_start
-
-    @property
-    def fd(self) -> int:
-        """The open file."""
-        return self._fd
 
     def tensor(self, name: str) -> torch.Tensor:
         """Map one tensor: a private mapping of its bytes, paged in when touched."""
@@ -138,9 +144,10 @@ class SafetensorsFile:
             DamagedCheckpointError: The file was truncated since it was opened.
         """
         count_bytes = 0
-        for block in read_blocks(self._fd, self.header.data_start + info.begin, info.nbytes, block_bytes):
-            count_bytes += len(block)
-            yield block
+        with self.opened() as fd:
+            for block in read_blocks(fd, self.header.data_start + info.begin, info.nbytes, block_bytes):
+                count_bytes += len(block)
+                yield block
         if count_bytes != info.nbytes:
             raise self.truncated_error()
 
@@ -149,12 +156,11 @@ class SafetensorsFile:
         fingerprint = new_fingerprint()
         fingerprint.update(self._blank_header())
         infos = list(self.header.tensors.values())
-        for position in fingerprint_positions(len(infos)):
-            info = infos[position]
-            if info.nbytes:
-                fingerprint.update(
-                    os.pread(self._fd, min(info.nbytes, FINGERPRINT_BYTES), self.header.data_start + info.begin)
-                )
+        with self.opened() as fd:
+            for position in fingerprint_positions(len(infos)):
+                count, start = min(infos[position].nbytes, FINGERPRINT_BYTES), infos[position].begin
+                if count:
+                    fingerprint.update(os.pread(fd, count, self.header.data_start + start))
         return fingerprint.hexdigest()
 
     def checksum(
@@ -233,14 +239,16 @@ class SafetensorsFile:
         expected = recorded.split_tensor_digests(len(infos))
         if expected is None:
             return []
-        return [
-            info.name
-            for info, digest in zip(infos, expected, strict=True)
-            if tensor_digest(read_blocks(self._fd, self.header.data_start + info.begin, info.nbytes)) != digest
-        ]
+        with self.opened() as fd:
+            return [
+                info.name
+                for info, digest in zip(infos, expected, strict=True)
+                if tensor_digest(read_blocks(fd, self.header.data_start + info.begin, info.nbytes)) != digest
+            ]
 
     def _data(self, *, keep_cached: bool = False) -> Iterator[memoryview]:
-        return read_blocks(self._fd, self.header.data_start, self.data_bytes, keep_cached=keep_cached)
+        with self.opened() as fd:
+            yield from read_blocks(fd, self.header.data_start, self.data_bytes, keep_cached=keep_cached)
 
     def _differs(self, what: str, expected: Any, actual: Any, damaged: Sequence[str] = ()) -> IntegrityError:
         which = "It is damaged, or belongs to another save."
@@ -288,13 +296,29 @@ class SafetensorsFile:
     def mapping(self) -> torch.UntypedStorage:
         """The whole file, mapped privately."""
         if self._mapped is None:
-            mapping = torch.UntypedStorage.from_file(self._fd_path(), shared=False, nbytes=self.size)
+            with self.opened() as fd:
+                mapping = torch.UntypedStorage.from_file(self._path_of(fd), shared=False, nbytes=self.size)
             self._mapped = cast(torch.UntypedStorage, mapping)
         return self._mapped
 
-    def _fd_path(self) -> str:
+    def _path_of(self, fd: int) -> str:
         # The open file itself, even if its name has been given to another file since.
         for folder in ("/proc/self/fd", "/dev/fd"):
-            if os.path.exists(f"{folder}/{self._fd}"):
-                return f"{folder}/{self._fd}"
+            if os.path.exists(f"{folder}/{fd}"):
+                return f"{folder}/{fd}"
         return self.path
+
+    def _open_again(self) -> int:
+        problem: Exception | None = None
+        try:
+            fd = open_regular(self.path, self._root)
+            if identity_of(os.fstat(fd)) == self.identity:
+                return fd
+            os.close(fd)
+        except MissingShardError as error:
+            problem = error
+        raise CheckpointChangedError(
+            f"'{self.path}' was replaced or removed while its checkpoint was being read. "
+            "Load it again when the process that saves there is done.",
+            path=self.path,
+        ) from problem

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +16,11 @@ import torch
 from hfshard._util.threads import in_threads
 from hfshard.constants import DATA_ALIGNMENT
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.disk.block_reader import is_cached, open_direct, read_direct
+from hfshard.storage.disk.block_reader import is_cached, open_direct, read_direct, reopen_direct
 from hfshard.storage.disk.direct_io import aligned_block, check_setting, is_direct_wanted
 from hfshard.storage.disk.file_system import is_remote
 from hfshard.storage.tensors.tensor_bytes import memory_of
+from hfshard.storage.weights.open_files import HeldFile
 from hfshard.storage.weights.read_ahead import read_ahead
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
@@ -137,16 +137,24 @@ class _File:
     """A file to read pieces from, past the page cache where it is cold."""
 
     def __init__(self, shard: SafetensorsFile, stack: ExitStack) -> None:
-        self.shard, self.direct = shard, -1
-        if is_direct_wanted(shard.data_bytes) and not is_cached(shard.fd, shard.header.data_start, shard.data_bytes):
-            self.direct = open_direct(shard.fd)
-            if self.direct >= 0:
-                stack.callback(os.close, self.direct)
+        self.shard = shard
+        self._held: HeldFile | None = None
+        if not is_direct_wanted(shard.data_bytes):
+            return
+        with shard.opened() as fd:
+            if not is_cached(fd, shard.header.data_start, shard.data_bytes) and (direct := open_direct(fd)) >= 0:
+                self._held = HeldFile(direct, self._open_again)
+                stack.callback(self._held.close)
 
     def read(self, buffer: memoryview, start: int, count_bytes: int) -> None:
         """Read a stretch into an aligned buffer with room around it (see `read_direct`)."""
-        if len(read_direct(self.shard.fd, self.direct, buffer, start, count_bytes)) < count_bytes:
-            raise self.shard.truncated_error()
+        with self.shard.opened() as fd, nullcontext(-1) if self._held is None else self._held.opened() as direct:
+            if len(read_direct(fd, direct, buffer, start, count_bytes)) < count_bytes:
+                raise self.shard.truncated_error()
+
+    def _open_again(self) -> int:
+        with self.shard.opened() as fd:
+            return reopen_direct(fd)
 
 
 def _own_pages(file: _File, start: int, nbytes: int) -> tuple[torch.UntypedStorage, list[Callable[[], object]]]:

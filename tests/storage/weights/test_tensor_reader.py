@@ -24,6 +24,11 @@ from hfshard.storage.weights.tensor_reader import check_read_mode, read_from
 CPU = torch.device("cpu")
 
 
+def _is_cached(shard: SafetensorsFile, start: int, count_bytes: int) -> bool:
+    with shard.opened() as fd:
+        return is_cached(fd, start, count_bytes)
+
+
 def tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {
@@ -126,9 +131,9 @@ def test_what_the_page_cache_lacks_is_read_ahead_and_nothing_else(tmp_path: Path
         info = shard.header.tensors["second"]
         for thread in read_ahead([(shard, ["second"])]):
             thread.result()
-        assert is_cached(shard.fd, shard.header.data_start + info.begin, info.nbytes)
+        assert _is_cached(shard, shard.header.data_start + info.begin, info.nbytes)
         assert read_ahead([(shard, ["second"])]) == []
-        assert not is_cached(shard.fd, shard.header.data_start, 48_000_000)  # of 64; the kernel reads around a page
+        assert not _is_cached(shard, shard.header.data_start, 48_000_000)  # of 64; the kernel reads around a page
 
 
 def test_the_files_may_be_closed_while_they_are_read_ahead(tmp_path: Path) -> None:
@@ -166,7 +171,7 @@ def test_where_the_kernel_can_not_map_ahead_it_reads_ahead(tmp_path: Path, monke
         for thread in read_ahead([(shard, ["x"])]):
             thread.result()
         shard.tensor("x").sum()  # waits for what is still under way
-        assert is_cached(shard.fd, shard.header.data_start, 8_000_000)
+        assert _is_cached(shard, shard.header.data_start, 8_000_000)
 
 
 def test_a_file_that_was_cut_short_ends_no_process_that_reads_ahead(
@@ -189,8 +194,8 @@ def test_reading_ahead_leaves_half_of_the_memory(tmp_path: Path, monkeypatch: py
     with opened(tmp_path / "model.safetensors") as shard:
         for thread in read_ahead([(shard, ["x"])]):
             thread.result()
-        assert is_cached(shard.fd, shard.header.data_start, 8_000_000)
-        assert not is_cached(shard.fd, shard.header.data_start + 24_000_000, 40_000_000)
+        assert _is_cached(shard, shard.header.data_start, 8_000_000)
+        assert not _is_cached(shard, shard.header.data_start + 24_000_000, 40_000_000)
 
 
 def test_nothing_wanted_is_nothing_read(tmp_path: Path) -> None:
