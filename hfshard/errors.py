@@ -11,6 +11,7 @@ HfshardError
 ├── RunRemovedError (FileNotFoundError)        a run's directory was removed while it was saved into
 ├── UnstorableTensorError (ValueError)         a value that the format can't store
 ├── NotEnoughSpaceError (OSError)              the disk is too full for the save; nothing was written
+├── CommitUndoneError (OSError)                a step of the commit failed; all is as it was
 ├── CommitUnfinishedError (OSError)            saved and committed, but cleaning up failed
 ├── DirectoryLockedError (BlockingIOError)     another process is saving there
 ├── CheckpointNotFoundError (FileNotFoundError)  no weights where they were looked for
@@ -143,8 +144,20 @@ class NotEnoughSpaceError(HfshardError, OSError):
         self.errno = errno.ENOSPC
 
 
+class CommitUndoneError(HfshardError, OSError):
+    """A step of the commit failed, and all were taken back: the directory is as it was. `errno` is the system's."""
+
+    def __init__(self, message: str, *, error_number: int | None = None, **data: Any) -> None:
+        super().__init__(message, **data)
+        self.errno = error_number
+
+
 class CommitUnfinishedError(HfshardError, OSError):
-    """The new checkpoint is committed and loads, but a step of cleaning up failed."""
+    """Every reader loads the new checkpoint, but a step of cleaning up failed.
+
+    Or, where one step moves some readers to the new checkpoint and the next one the others: the first step could be
+    neither completed nor taken back. Then the message says who loads which.
+    """
 
 
 class DirectoryLockedError(HfshardError, BlockingIOError):

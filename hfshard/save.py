@@ -60,8 +60,9 @@ def save_state_dict(
         SaveDirectoryError: The directory is a file.
         NotEnoughSpaceError: Nothing was written.
         DirectoryLockedError: Another process is saving there.
-        OSError: The disk failed; the directory is as it was.
-        CommitUnfinishedError: The new checkpoint loads, but the old one could not be removed.
+        OSError: The disk failed; the directory is as it was. (While files are put in place: CommitUndoneError.)
+        CommitUnfinishedError: Every reader loads the new checkpoint, but what is left of the old one could not be
+            removed; or, if taking a failed step back failed too, the message says who loads which.
 
     Example:
         index = hfshard.save_state_dict(state_dict, "out", max_shard_size="1GB")

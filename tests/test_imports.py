@@ -79,7 +79,12 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "state_dicts": ("keys tied wrappers", "overlap state_dict"),
     "storage": ("tensors", "format", "disk", "weights", "checkpoint commit"),
     "storage.checkpoint": ("checks locate report", "checkpoint", "raw_tensors verifier"),
-    "storage.commit": ("pending_deletes steps", "directory_state", "commit commit_plan"),
+    "storage.commit": (
+        "damage interrupts steps",
+        "pending_deletes rollback",
+        "directory_state",
+        "commit commit_plan",
+    ),
     "storage.disk": (
         "own_descriptor",
         "byte_source file_system fsops hub_place safe_open",

@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import stat
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from types import FrameType
 from typing import Final
 
-from hfshard.constants import MAX_CONFIG_BYTES, STAGING_DIRECTORY
-from hfshard.errors import CommitUnfinishedError, SaveDirectoryError
+from hfshard.constants import STAGING_DIRECTORY
+from hfshard.errors import CommitUndoneError, CommitUnfinishedError, HfshardError, SaveDirectoryError
 from hfshard.storage.commit.directory_state import DirectoryState, read_state
+from hfshard.storage.commit.interrupts import deferred_interrupt
 from hfshard.storage.commit.pending_deletes import note_pending_deletes
+from hfshard.storage.commit.rollback import Rollback
 from hfshard.storage.commit.steps import CommitPlan, CommitStep
 from hfshard.storage.disk.folders import open_folder
 from hfshard.storage.disk.fsops import (
@@ -119,8 +117,10 @@ class SaveSession:
         """Stage the small files, then carry out the steps of a plan.
 
         Raises:
-            OSError: A step before the commit failed; the directory is as it was.
-            CommitUnfinishedError: A step after the commit failed; the new checkpoint loads.
+            CommitUndoneError: A step before the commit failed; the directory is as it was.
+            CommitUnfinishedError: A step after the commit failed, and every reader loads the new checkpoint; or one
+                before it could not be taken back, and the message says who loads which.
+            OSError: The small files could not be staged; the directory is as it was.
             KeyboardInterrupt: Ctrl-C was pressed: the directory is as it was, or, after the commit, all steps are done.
         """
         targets = {step.source: step.target for step in plan.steps if step.kind == "rename"}
@@ -128,49 +128,83 @@ class SaveSession:
         for staged, content in plan.small_files.items():
             like = self.like(targets[staged]) or weights
             write_file(os.path.join(self.staging, staged), content, like=like)
-        self._note_pending_deletes(plan.steps)
-        with _deferred_interrupt() as was_interrupted:
-            done = self._run_to_commit(plan.steps, was_interrupted)
+        to_commit = plan.to_commit
+        decisive = next(step.source for step in reversed(to_commit) if step.kind == "rename")
+        self._note_pending_deletes(plan.steps, decisive)
+        with deferred_interrupt() as was_interrupted:
+            self._run_to_commit(to_commit, was_interrupted)
             self.is_committed = True
-            self._run_after_commit(plan.steps[done:])
+            self._run_after_commit(plan.steps[len(to_commit) :])
 
-    def _note_pending_deletes(self, steps: list[CommitStep]) -> None:
-        """Note the shards to delete that hfshard did not write: its own are recognized when no index names them."""
+    def _note_pending_deletes(self, steps: list[CommitStep], decisive: str) -> None:
+        """Note the shards to delete that hfshard did not write: its own are recognized when no index names them.
+
+        Args:
+            steps: All steps of the commit.
+            decisive: The staged file of the last rename up to the commit, after which no index names them.
+        """
         ours = self.state.index.files if self.state.index is not None else {}
         removed = [step.target for step in steps if step.kind == "remove" and self.state.names.is_shard(step.target)]
         if foreign := [name for name in removed if name not in ours]:
-            note_pending_deletes(self.directory, foreign, next(step.source for step in steps if step.is_commit))
+            note_pending_deletes(self.directory, foreign, decisive)
 
-    def _run_to_commit(self, steps: list[CommitStep], was_interrupted: Callable[[], bool]) -> int:
-        """Carry out the steps up to the commit, and return how many; on an error all of them are rolled back."""
-        rollbacks: list[Callable[[], None]] = []
-        end = next(position for position, step in enumerate(steps) if step.is_commit) + 1
+    def _run_to_commit(self, steps: list[CommitStep], was_interrupted: Callable[[], bool]) -> None:
+        """Carry out the steps up to the commit; on an error all of them are rolled back."""
+        rollback = Rollback(self.directory, self.staging)
+        step = steps[0]
         try:
-            for step in steps[:end]:
+            for step in steps:
                 if was_interrupted():
                     raise KeyboardInterrupt
-                rollbacks.append(self._rollback_for(step))
+                rollback.prepare(step)
                 self._execute(step)
-        except BaseException:
-            for roll_back in reversed(rollbacks):
-                try:
-                    roll_back()
-                except OSError as error:
-                    logger.error("A step of a failed save into '%s' could not be undone: %s", self.directory, error)
+        except BaseException as error:
+            moved = rollback.run()
+            self.is_unfinished = bool(moved)
+            if moved or isinstance(error, OSError):
+                raise self._failure(step, error, moved) from error
             raise
-        return end
+
+    def _failure(self, step: CommitStep, error: BaseException, moved: list[str]) -> HfshardError:
+        """Make the error that says which checkpoint loads, and for whom."""
+        failed = f"failed at '{step.kind} {step.target}': {error or type(error).__name__}"
+        if moved:
+            return CommitUnfinishedError(
+                f"Saving into '{self.directory}' {failed}, and could not be taken back. {' and '.join(moved)} load the "
+                "new checkpoint, other readers the old one. Save again to finish.",
+                path=self.directory,
+            )
+        todo = "Save again, or into another directory."
+        if step.kind == "remove":
+            todo = f"Make it possible to remove '{step.target}', or save into another directory."
+        return CommitUndoneError(
+            f"Saving into '{self.directory}' {failed}. It was taken back, and the directory is as it was: what was "
+            f"there before loads. {todo}",
+            path=os.path.join(self.directory, step.target),
+            error_number=error.errno if isinstance(error, OSError) else None,
+        )
 
     def _run_after_commit(self, steps: list[CommitStep]) -> None:
-        for step in steps:
+        for number, step in enumerate(steps):
             try:
                 self._execute(step)
             except OSError as error:
                 self.is_unfinished = True
+                self._remove_old_shards(steps[number + 1 :])
                 raise CommitUnfinishedError(
-                    f"The new checkpoint in '{self.directory}' is saved and loads, but cleaning up failed at "
-                    f"'{step.kind} {step.target}': {error}. Save again to finish.",
+                    f"The new checkpoint in '{self.directory}' is saved, and every reader loads it; but cleaning up "
+                    f"failed at '{step.kind} {step.target}': {error}. Save again to finish.",
                     path=self.directory,
                 ) from error
+
+    def _remove_old_shards(self, steps: list[CommitStep]) -> None:
+        """Remove the old shards, which no reader looks at, though a step before failed: the disk holds no third set."""
+        for step in steps:
+            if step.kind == "remove" and self.state.names.is_shard(step.target):
+                try:
+                    self._execute(step)
+                except OSError as error:
+                    logger.warning("'%s' in '%s' could not be removed: %s", step.target, self.directory, error)
 
     def _execute(self, step: CommitStep) -> None:
         target = os.path.join(self.directory, step.target)
@@ -218,41 +252,6 @@ class SaveSession:
         for name in places:
             with open_folder(self.directory, os.path.dirname(name), self.made):
                 continue
-
-    def _rollback_for(self, step: CommitStep) -> Callable[[], None]:
-        """A function that takes one step before the commit back, to be made before the step.
-
-        It may be called whether the step was done or not.
-        """
-        if step.kind != "rename":
-            return lambda: None
-        target = os.path.join(self.directory, step.target)
-        staged = os.path.join(self.staging, step.source)
-        status = self.status_of(step.target)
-        if status is None:
-            return lambda: None if os.path.exists(staged) else unlink_if_there(target)
-        if stat.S_ISLNK(status.st_mode):
-            return partial(_link_again, os.readlink(target), staged, target)
-        if not stat.S_ISREG(status.st_mode):
-            return lambda: None  # a FIFO holds nothing to restore
-        if status.st_size > MAX_CONFIG_BYTES or step.target.endswith(".safetensors"):
-            return lambda: None  # a shard that replaces another is the same, byte for byte
-        with open(target, "rb") as file:
-            old = file.read()
-
-        def restore() -> None:
-            if not os.path.exists(staged):
-                write_file(staged, old, like=status)
-                self._place(staged, step.target)
-
-        return restore
-
-
-def _link_again(leads_to: str, staged: str, target: str) -> None:
-    """Put a link back that a staged file has replaced, if it has."""
-    if not os.path.exists(staged):
-        os.symlink(leads_to, staged)
-        rename(staged, target)
 
 
 @contextmanager
@@ -329,26 +328,3 @@ def _clear_staging(directory: str) -> None:
         logger.warning(
             "The staging directory '%s' could not be removed (%s). The next save tries again.", staging, error
         )
-
-
-@contextmanager
-def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Hold Ctrl-C back while the steps of a commit run, which takes milliseconds; yield whether it was pressed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    interrupts: list[FrameType | None] = []
-    before = signal.getsignal(signal.SIGINT)
-    if before is None:  # not installed from Python: it could not be restored
-        yield lambda: False
-        return
-    signal.signal(signal.SIGINT, lambda _signum, frame: interrupts.append(frame))
-    try:
-        yield lambda: bool(interrupts) and before is signal.default_int_handler
-    except KeyboardInterrupt:
-        interrupts.clear()
-        raise
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if interrupts and callable(before):
-            before(signal.SIGINT, interrupts[0])

@@ -7,13 +7,19 @@ Two kinds of readers must find a whole checkpoint at every moment. They look for
 
 Three rules follow. An index must stand wherever two `*.safetensors` files do. Where the config changes, one rename must
 switch config and weights together. And a file of the old checkpoint may go only when neither kind of reader looks at it
-any more. README.md beside this file shows each path as a table; `scripts/crash_sweep` kills saves at every system call.
+any more.
+
+Where no single step moves both kinds of readers, one step moves the first, and the next one the other: that is the
+commit, and an error between the two takes the first one back.
+
+README.md beside this file shows each path as a table; `scripts/crash_sweep` kills saves at every system call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from hfshard.constants import CONFIG_NAME
 from hfshard.storage.commit.directory_state import DirectoryState, weights_override_of
@@ -21,6 +27,9 @@ from hfshard.storage.commit.steps import CommitPlan
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.weights_override import with_weights_override, without_weights_override
+
+_TRANSFORMERS: Final = "hfshard and transformers"
+_HUB: Final = "huggingface_hub"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +92,20 @@ def _into_empty(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
     plan.rename(new.companion_files)
     if new.index is not None:
         plan.write_small(old.names.index, new.index)
+    elif old.strays:  # beside them, huggingface_hub needs to be told which file counts
+        plan.write_small(old.names.index, _compat_index(new.keys, old.names.single))
     plan.sync()
 
     # Commit: the last file of weights makes the checkpoint whole.
     plan.rename(new.shards, is_commit=True)
     plan.sync()
 
-    # Clean up: files with names that only a commit under way gives.
+    # Clean up: files with names that only a commit under way gives, and shards of a stock save that was killed.
     plan.remove(_outdated_files(old, new))
     plan.sync()
+    if new.index is None and old.strays:
+        plan.remove([old.names.index])
+        plan.sync()
     return plan
 
 
@@ -105,11 +119,13 @@ def _sharded_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | N
     plan.rename(new.shards)
     plan.sync()
 
-    # Commit: the index. For transformers, a single file outranks it, and its removal is the commit.
-    plan.write_small(old.names.index, new.index or b"", is_commit=True)
+    # Commit: the index. For transformers, a single file outranks it: then it moves huggingface_hub alone, and the
+    # removal of the single file is the commit.
+    index = new.index or b""
+    plan.write_small(old.names.index, index, is_commit=not old.has_single, moves=_HUB if old.has_single else "")
     plan.sync()
     if old.has_single:
-        plan.remove([old.names.single])
+        plan.remove([old.names.single], is_commit=True)
         plan.sync()
 
     # Replace the small files, then clean up what only the old checkpoint needed.
@@ -130,14 +146,15 @@ def _sharded_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) -
     plan.write_small(unique, new.index or b"")
     plan.sync()
 
-    # Commit: the new config, with the override that leads transformers to the new index.
-    plan.write_small(CONFIG_NAME, with_weights_override(config, unique), is_commit=True)
+    # Commit: the new config has the override that leads transformers to the new index; the conventional index moves
+    # huggingface_hub, and then leads transformers to the new weights too.
+    plan.write_small(CONFIG_NAME, with_weights_override(config, unique), moves=_TRANSFORMERS)
+    plan.sync()
+    plan.write_small(old.names.index, new.index or b"", is_commit=True)
     plan.sync()
 
-    # Settle: the conventional index switches huggingface_hub, and then leads transformers to the new weights too.
+    # Settle: the conventional files lead where the override did.
     _replace_small_files(plan, old, new, None)
-    plan.write_small(old.names.index, new.index or b"")
-    plan.sync()
     if old.has_single:  # it outranks the index once the override is gone
         plan.remove([old.names.single])
         plan.sync()
@@ -153,23 +170,26 @@ def _single_by_rename(old: DirectoryState, new: NewCheckpoint, config: bytes | N
     """Commit a single file by its own rename: the config stays as it is, or is shared with other weights."""
     plan = CommitPlan()
 
-    # Prepare.
+    # Prepare: beside shards that no index names, huggingface_hub needs to be told which file counts.
+    if old.strays and not old.has_index:
+        _index_of_old_single(plan, old)
+        plan.sync()
     _add_new_files(plan, old, new)
     plan.sync()
 
-    # Commit: for transformers, `model.safetensors` outranks the old index.
-    plan.rename(new.shards, is_commit=True)
+    # Commit: for transformers, `model.safetensors` outranks the old index. huggingface_hub reads that first, so it is
+    # made to point at the single file ...
+    needs_index = old.has_index or bool(old.strays)
+    plan.rename(new.shards, is_commit=not needs_index, moves=_TRANSFORMERS if needs_index else "")
     plan.sync()
-
-    # Settle: huggingface_hub reads the old index first, so it is made to point at the single file ...
-    _replace_small_files(plan, old, new, config)
-    if old.has_index:
-        plan.write_small(old.names.index, _compat_index(new.keys, old.names.single))
+    if needs_index:
+        plan.write_small(old.names.index, _compat_index(new.keys, old.names.single), is_commit=True)
         plan.sync()
+    _replace_small_files(plan, old, new, config)
 
     # ... until the old shards are gone, and the single file is the only one left.
     _remove_old(plan, old, _outdated_files(old, new) - {old.names.index})
-    if old.has_index:
+    if needs_index:
         plan.remove([old.names.index])
         plan.sync()
     return plan
@@ -190,14 +210,15 @@ def _single_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) ->
     plan.rename({unique: new.shards[single]})
     plan.sync()
 
-    # Commit: the new config, with the override that leads transformers to the new file.
-    plan.write_small(CONFIG_NAME, with_weights_override(config, unique), is_commit=True)
+    # Commit: the new config has the override that leads transformers to the new file, and an index leads
+    # huggingface_hub there.
+    plan.write_small(CONFIG_NAME, with_weights_override(config, unique), moves=_TRANSFORMERS)
+    plan.sync()
+    plan.write_small(index, _compat_index(new.keys, unique), is_commit=True)
     plan.sync()
 
-    # Settle: an index leads huggingface_hub to the new file, which then gets its conventional name as a second one.
+    # Settle: the new file gets its conventional name as a second one.
     _replace_small_files(plan, old, new, None)
-    plan.write_small(index, _compat_index(new.keys, unique))
-    plan.sync()
     plan.link(unique, single)
     plan.sync()
     plan.write_small(CONFIG_NAME, config)
@@ -223,7 +244,7 @@ def _protect_hub_readers(plan: CommitPlan, old: DirectoryState) -> None:
 
 
 def _index_of_old_single(plan: CommitPlan, old: DirectoryState) -> None:
-    keys = old.single_keys()
+    keys = old.single_keys() if old.has_single else []
     if keys:  # otherwise the file is damaged, and loads nowhere
         plan.write_small(old.names.index, _compat_index(keys, old.names.single))
 
@@ -270,8 +291,8 @@ def _remove_old(plan: CommitPlan, old: DirectoryState, outdated: set[str]) -> No
 
 
 def _outdated_files(old: DirectoryState, new: NewCheckpoint) -> set[str]:
-    """What the old checkpoint owned and the new one does not, and the placeholder of this commit."""
-    outdated = set(old.owned)
+    """What the old checkpoint owned and the new one does not, strays, and the placeholder of this commit."""
+    outdated = set(old.owned | old.strays)
     only_pickles = old.has_bins and not old.has_index and not old.has_single
     if new.is_sharded and only_pickles:
         outdated.add(old.names.placeholder)

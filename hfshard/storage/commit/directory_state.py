@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, WEIGHTS_OVERRIDE_KEY
-from hfshard.errors import HfshardError, MissingShardError
+from hfshard.errors import MissingShardError
+from hfshard.storage.commit.damage import unless_damaged
 from hfshard.storage.commit.pending_deletes import noted_pending_deletes
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex
@@ -36,6 +37,9 @@ class DirectoryState:
     """Files that an index or the config names, whether they exist or not: a new file may not take such a name."""
     leftovers: tuple[str, ...]
     """Files of a killed save that nothing refers to, in the order in which to remove them."""
+    strays: frozenset[str]
+    """Shards by the exact name of a stock save that no index names, as one that was killed leaves them. They may be
+    what is left of a download, too; so they stay until a save has committed, and go then, as after a stock save."""
 
     @property
     def has_single(self) -> bool:
@@ -73,7 +77,11 @@ class DirectoryState:
 
 
 def read_state(directory: str, names: WeightNames) -> DirectoryState:
-    """Look at a save directory. A file that can't be read counts as somebody else's, and is never removed."""
+    """Look at a save directory. A file that is damaged counts as somebody else's, and is never removed.
+
+    Raises:
+        HfshardError, OSError: A file can't be opened or read.
+    """
     listing = frozenset(os.listdir(directory))
     config, override = _config_and_override(directory, listing)
     indexes = {name: _read_index(directory, name) for name in listing if INDEX_FILE.fullmatch(name)}
@@ -105,6 +113,11 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
         owned=frozenset(name for name in owned & listing - foreign if os.path.isfile(_at(directory, name))),
         referenced=frozenset(referenced),
         leftovers=_find_leftovers(directory, names, listing - referenced, is_known=is_known),
+        strays=frozenset(
+            name
+            for name in listing - referenced
+            if is_known and names.is_stock_shard(name) and os.path.isfile(_at(directory, name))
+        ),
     )
 
 
@@ -143,11 +156,11 @@ def weights_override_of(config: bytes) -> str | None:
 
 
 def _read_index(directory: str, name: str) -> CheckpointIndex | None:
-    try:
+    def read() -> CheckpointIndex:
         raw, _ = read_small(_at(directory, name), directory, MAX_INDEX_BYTES)
         return CheckpointIndex.from_json(raw, _at(directory, name))
-    except HfshardError:
-        return None  # damaged: the files that it names are unknown, and are left alone
+
+    return unless_damaged(read)  # if it is damaged, the files that it names are unknown, and are left alone
 
 
 def _references(index: CheckpointIndex | None) -> frozenset[str]:
@@ -158,18 +171,16 @@ def _references(index: CheckpointIndex | None) -> frozenset[str]:
 
 
 def _written_by_hfshard(directory: str, name: str) -> bool:
-    try:
-        shard = SafetensorsFile(_at(directory, name), directory)
-    except HfshardError:
+    shard = unless_damaged(lambda: SafetensorsFile(_at(directory, name), directory))
+    if shard is None:
         return False
     shard.close()
     return shard.written_by_hfshard
 
 
 def _keys_of(directory: str, name: str) -> list[str]:
-    try:
-        shard = SafetensorsFile(_at(directory, name), directory)
-    except HfshardError:
+    shard = unless_damaged(lambda: SafetensorsFile(_at(directory, name), directory))
+    if shard is None:
         return []
     shard.close()
     return list(shard.header.tensors)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable
-from typing import Final
+from typing import Any, Final
 
 from hfshard.constants import MAX_CONFIG_BYTES, STAGING_DIRECTORY
-from hfshard.errors import HfshardError
+from hfshard.storage.commit.damage import unless_damaged
 from hfshard.storage.disk.fsops import sync_directory, write_file
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.names import WeightNames
@@ -48,11 +48,14 @@ def noted_pending_deletes(directory: str, names: WeightNames, listing: Collectio
     path = os.path.join(staging, _NAME)
     if not os.path.lexists(path):
         return frozenset()
-    try:
+
+    def read() -> dict[str, Any]:
         raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
-        note = parse_json_object(raw, path=path, what="Note", remedy="The next save removes it.")
-    except HfshardError:
-        return frozenset()  # damaged: what it said is unknown, so nothing is deleted
+        return parse_json_object(raw, path=path, what="Note", remedy="The next save removes it.")
+
+    note = unless_damaged(read)
+    if note is None:
+        return frozenset()  # what it said is unknown, so nothing is deleted
     commit_source = note.get("commit")
     fingerprints = note.get("shards")
     if not isinstance(commit_source, str) or not isinstance(fingerprints, dict):
@@ -65,9 +68,8 @@ def noted_pending_deletes(directory: str, names: WeightNames, listing: Collectio
 
 def _fingerprint(directory: str, name: str) -> str | None:
     """The fingerprint of a shard; None if it is not a safetensors file."""
-    try:
-        shard = SafetensorsFile(os.path.join(directory, name), directory)
-    except HfshardError:
+    shard = unless_damaged(lambda: SafetensorsFile(os.path.join(directory, name), directory))
+    if shard is None:
         return None
     try:
         return shard.fingerprint()

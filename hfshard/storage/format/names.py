@@ -38,6 +38,7 @@ class WeightNames:
         self.placeholder = f"{self.stem}-hfshard-placeholder{SAFETENSORS_SUFFIX}"
         stem = re.escape(self.stem)
         self._shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}\.safetensors")
+        self._stock_shard = re.compile(rf"{stem}-(\d{{5}})-of-(\d{{5}})\.safetensors")
         self._bin_shard = re.compile(rf"pytorch_{stem}-\d{{5,}}-of-\d{{5,}}\.bin")
         self._transient = re.compile(rf"{stem}-hfshard-(?:placeholder|[0-9a-f]{{16}})\.safetensors(?:\.index\.json)?")
 
@@ -60,6 +61,11 @@ class WeightNames:
     def is_shard(self, name: str) -> bool:
         """Whether a file has the name of a shard of this checkpoint."""
         return self._shard.fullmatch(name) is not None
+
+    def is_stock_shard(self, name: str) -> bool:
+        """Whether a file has a name that transformers' own save gives to a shard, and removes when it saves again."""
+        match = self._stock_shard.fullmatch(name)
+        return match is not None and 1 <= int(match.group(1)) <= int(match.group(2))
 
     def is_bin_shard(self, name: str) -> bool:
         """Whether a file has the name of a shard of the pickled weights."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from tests.crash.saves.generations import build_model, expected, model_class
 from tests.crash.saves.targets import ALIGNED_HEADER, TARGETS, Target, limit_of
@@ -46,6 +47,8 @@ def _no_links() -> Iterator[None]:
 def _perform(save: Save, directory: Path, target: Target) -> None:
     if save.by == "bin":
         _save_bin(save, directory)
+    elif save.by == "stock-killed":
+        _leave_strays(save, directory)
     elif save.by in ("reshard", "regroup", "reshard-from"):
         _reshard(save, directory)
     elif save.bare:
@@ -53,6 +56,15 @@ def _perform(save: Save, directory: Path, target: Target) -> None:
     else:
         writer = target if save.by == "target" else TARGETS[save.by]
         writer.save(save.content, directory, save.layout, save.variant)
+
+
+def _leave_strays(save: Save, directory: Path) -> None:
+    """Leave two shards of nine, under names that the checkpoint there does not use, and no index."""
+    want = expected(save.content)
+    names = sorted(want.stored)
+    for number in (1, 2):
+        tensors = {name: want.full[name].clone() for name in names[number::9]}
+        save_file(tensors, directory / f"model-{number:05d}-of-00009.safetensors", metadata={"format": "pt"})
 
 
 def _reshard(save: Save, directory: Path) -> None:

@@ -34,6 +34,8 @@ SELECTION = (
     "identical-sharded",
     "variant-half-beside-sharded",
     "wreck-sharded-80",
+    "strays->single",
+    "strays-beside-single->sharded",
     "bare-sharded->single",
     "reshard-single->sharded",
     "reshard-sharded->many",

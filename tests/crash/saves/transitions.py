@@ -18,7 +18,7 @@ class Save:
         layout: "single", "two", "three" or "many" files.
         by: "target" (who is under test), "transformers", or "bin" (torch.save, as before safetensors). Or no save of
             its own: hfshard's "reshard" of what stands there, its "regroup" (with little disk), or its
-            "reshard-from" a directory elsewhere.
+            "reshard-from" a directory elsewhere; "stock-killed": shards of a stock save that did not get to its index.
         variant: The argument of `save_pretrained`.
         bare: A state dict without a model: no config.json.
         without_links: On a file system that has no hard links.
@@ -197,6 +197,18 @@ def _with_generation_config() -> Iterator[Transition]:
     yield Transition("strangers", (Save(BERT, "three"),), Save(replace(BERT, generation=2), "three"), strangers)
 
 
+def _strays() -> Iterator[Transition]:
+    """Shards that a stock save left which was killed: it writes them one by one, and the index last."""
+    words = {"single": "single", "three": "sharded"}
+    stray, two = Save(BERT, "two", by="stock-killed"), replace(OTHER, generation=2)
+    for new, word in words.items():
+        yield Transition(f"strays->{word}", (stray,), Save(two, new))
+        for old, old_word in words.items():
+            before = (Save(BERT, old), replace(stray, content=replace(BERT, generation=3)))
+            yield Transition(f"strays-beside-{old_word}->{word}", before, Save(replace(BERT, generation=2), new))
+            yield Transition(f"strays-beside-{old_word}->{word}+config", before, Save(two, new))
+
+
 def _reshards() -> Iterator[Transition]:
     words = {"single": "single", "three": "sharded", "many": "many"}
     for old, new in (
@@ -230,5 +242,5 @@ def _reshards() -> Iterator[Transition]:
 def all_transitions() -> tuple[Transition, ...]:
     """Every transition, in the order of the table."""
     plain = (_fresh, _with_configs, _identical, _other_keys)
-    makers = (*plain, _variants, _wrecks, _bare, _without_links, _with_generation_config, _reshards)
+    makers = (*plain, _variants, _wrecks, _strays, _bare, _without_links, _with_generation_config, _reshards)
     return tuple(transition for make in makers for transition in make())

@@ -1,4 +1,4 @@
-"""The steps of the main commits: `+` rename, `!` the rename that commits, `=` link, `-` remove, `|` sync."""
+"""The steps of the main commits: `+` rename, `=` link, `-` remove, `|` sync; `?` moves a reader, `!` commits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ NEW_SHARDS = f"{FIRST_NEW_SHARDS} +model-00003-of-00003.safetensors"
 def written(plan: CommitPlan) -> str:
     signs = {"rename": "+", "link": "=", "remove": "-", "sync": "|"}
     return " ".join(
-        ("!" if step.is_commit else signs[step.kind])
+        ("!" if step.is_commit else "?" if step.moves else "")
+        + (signs[step.kind] if step.kind != "rename" or not (step.is_commit or step.moves) else "")
         + (f"{step.source}>{step.target}" if step.kind == "link" else step.target)
         for step in plan.steps
     )
@@ -55,30 +56,40 @@ CASES = {
     # Nothing there: config and index before what they name, so that half a save is an error to every reader.
     ("none", "single", "same"): "+config.json | !model.safetensors |",
     ("none", "sharded", "same"): f"+config.json +{INDEX} | {FIRST_NEW_SHARDS} !model-00003-of-00003.safetensors |",
-    # The config stays: the index, or the single file, is the commit.
+    # The config stays: the index, or the single file; where readers look at both, the second one commits.
     ("sharded", "sharded", "same"): f"{NEW_SHARDS} | !{INDEX} | {OLD_SHARDS} |",
-    ("single", "sharded", "same"): f"+{INDEX} | {NEW_SHARDS} | !{INDEX} | -model.safetensors |",
+    ("single", "sharded", "same"): f"+{INDEX} | {NEW_SHARDS} | ?{INDEX} | !-model.safetensors |",
     ("single", "single", "same"): "!model.safetensors |",
-    ("sharded", "single", "same"): f"!model.safetensors | +{INDEX} | {OLD_SHARDS} | -{INDEX} |",
+    ("sharded", "single", "same"): f"?model.safetensors | !{INDEX} | {OLD_SHARDS} | -{INDEX} |",
     ("bin", "single", "same"): "!model.safetensors | -pytorch_model.bin |",
-    # The config changes: config.json itself is the commit.
+    # The config changes: config.json moves transformers, and the index the rest.
     ("sharded", "sharded", "other"): (
-        f"{NEW_SHARDS} +{UNIQUE}.index.json | !config.json | +{INDEX} | +config.json | "
+        f"{NEW_SHARDS} +{UNIQUE}.index.json | ?config.json | !{INDEX} | +config.json | "
         f"{OLD_SHARDS} -{UNIQUE}.index.json |"
     ),
     ("single", "sharded", "other"): (
-        f"+{INDEX} | {NEW_SHARDS} +{UNIQUE}.index.json | !config.json | +{INDEX} | -model.safetensors | +config.json | "
+        f"+{INDEX} | {NEW_SHARDS} +{UNIQUE}.index.json | ?config.json | !{INDEX} | -model.safetensors | +config.json | "
         f"-{UNIQUE}.index.json |"
     ),
     ("single", "single", "other"): (
-        f"+{INDEX} | +{UNIQUE} | !config.json | +{INDEX} | ={UNIQUE}>model.safetensors | +config.json +{INDEX} | "
+        f"+{INDEX} | +{UNIQUE} | ?config.json | !{INDEX} | ={UNIQUE}>model.safetensors | +config.json +{INDEX} | "
         f"-{UNIQUE} | -{INDEX} |"
     ),
     ("sharded", "single", "other"): (
-        f"+{UNIQUE} | !config.json | +{INDEX} | ={UNIQUE}>model.safetensors | +config.json +{INDEX} | "
+        f"+{UNIQUE} | ?config.json | !{INDEX} | ={UNIQUE}>model.safetensors | +config.json +{INDEX} | "
         f"{OLD_SHARDS} -{UNIQUE} | -{INDEX} |"
     ),
 }
+
+
+MOVED_AT_ONCE = {
+    ("none", "single", "same"),
+    ("none", "sharded", "same"),
+    ("sharded", "sharded", "same"),
+    ("single", "single", "same"),
+    ("bin", "single", "same"),
+}
+"""Where one step moves all readers."""
 
 
 @pytest.mark.parametrize(("old", "new", "config"), CASES)
@@ -98,6 +109,8 @@ def test_one_step_commits_and_syncs_stand_on_both_sides(old: str, new: str, conf
     (at,) = [number for number, step in enumerate(plan.steps) if step.is_commit]
     assert plan.steps[at + 1].kind == plan.steps[-1].kind == "sync"
     assert "remove" not in {step.kind for step in plan.steps[:at]}
+    assert sum(bool(step.moves) for step in plan.steps[:at]) == ((old, new, config) not in MOVED_AT_ONCE)
+    assert not any(step.moves for step in plan.steps[at:])
 
 
 def test_a_commit_by_config_names_the_new_weights_and_then_no_longer(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""Take the steps of a commit back, the last one first, when one of them fails before the commit is done."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Callable
+
+from hfshard.constants import MAX_CONFIG_BYTES
+from hfshard.storage.commit.steps import CommitStep
+from hfshard.storage.disk.fsops import NO_LINKS, rename, sync_directory, unlink_if_there, write_file
+
+logger = logging.getLogger(__name__)
+
+
+class Rollback:
+    """What takes back the steps that were made so far.
+
+    What a step replaces is copied into the staging directory before the step, so that nothing has to be written when it
+    is taken back: the disk may be full then.
+    """
+
+    def __init__(self, directory: str, staging: str) -> None:
+        self.directory = directory
+        self.staging = staging
+        self._undo: list[tuple[CommitStep, Callable[[], None]]] = []
+
+    def prepare(self, step: CommitStep) -> None:
+        """Get ready to take a step back, whether it will be done or not.
+
+        Raises:
+            OSError: What it replaces could not be copied.
+        """
+        self._undo.append((step, self._undo_of(step)))
+
+    def run(self) -> list[str]:
+        """Take all steps back.
+
+        A step that moves a reader to the new checkpoint may resist: then what it leads to stays.
+
+        Returns:
+            Who finds the new checkpoint; nobody where all is as it was.
+        """
+        while self._undo:
+            step, undo = self._undo[-1]
+            moved = [one.moves for one, _ in self._undo if one.moves]
+            try:
+                undo()
+            except OSError as error:
+                logger.error("A step of a failed save into '%s' could not be undone: %s", self.directory, error)
+                if moved:
+                    return moved
+            self._undo.pop()
+            if step.moves and not self._is_durable():
+                return moved[:-1]  # what it led to stays, in case that a power cut brings the step back
+        return []
+
+    def _is_durable(self) -> bool:
+        try:
+            sync_directory(self.directory)
+        except OSError as error:
+            logger.error("'%s' could not be flushed after a failed save: %s", self.directory, error)
+            return False
+        return True
+
+    def _undo_of(self, step: CommitStep) -> Callable[[], None]:
+        if step.kind != "rename":
+            return lambda: None
+        target = os.path.join(self.directory, step.target)
+        staged = os.path.join(self.staging, step.source)
+        kept = os.path.join(self.staging, f"{len(self._undo):03d}.kept")
+
+        def restore() -> None:
+            if not os.path.exists(staged):
+                rename(kept, target)
+
+        try:
+            status = os.lstat(target)
+        except FileNotFoundError:
+            return lambda: None if os.path.exists(staged) else unlink_if_there(target)
+        if stat.S_ISLNK(status.st_mode):
+            os.symlink(os.readlink(target), kept)
+            return restore
+        if not stat.S_ISREG(status.st_mode):
+            return lambda: None  # a FIFO holds nothing to restore
+        is_weights = status.st_size > MAX_CONFIG_BYTES or step.target.endswith(".safetensors")
+        if is_weights and not step.moves:
+            return lambda: None  # a shard that replaces another is the same, byte for byte; or it is the commit
+        if is_weights:
+            _link(target, kept)
+        else:
+            with open(target, "rb") as file:
+                old = file.read()
+            write_file(kept, old, like=status)
+        return restore
+
+
+def _link(target: str, kept: str) -> None:
+    """Give the old file a second name; without one, it can't come back."""
+    try:
+        os.link(target, kept)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        logger.info("'%s' can't be linked (%s): it can't be restored if the save fails halfway.", target, error)
