@@ -14,7 +14,7 @@ from typing import Final
 
 from hfshard.constants import COPY_BYTES
 from hfshard.errors import DirectoryLockedError, NotEnoughSpaceError, SaveDirectoryError
-from hfshard.storage.disk.own_descriptor import OwnDescriptor
+from hfshard.storage.disk.own_descriptor import OwnDescriptor, holder_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,9 @@ or failing disk answers something else."""
 
 _LOCK_WAIT_SECONDS: Final = 0.02
 
+_SILENT_SECONDS: Final = 2.0
+"""How long a wait for a lock goes on without a word."""
+
 _SPARE_BYTES: Final = 16 * 1024 * 1024
 """Free space needed besides the weights: for indexes, configs, manifests, directory blocks."""
 
@@ -37,7 +40,7 @@ def locked_directory(directory: str, *, wait_seconds: float) -> Iterator[int]:
 
     Args:
         directory: It must exist.
-        wait_seconds: How long to wait for another process that holds it.
+        wait_seconds: How long to wait for another process that holds it; after 2 s a warning says which one.
 
     Yields:
         The directory's file descriptor.
@@ -70,19 +73,27 @@ def unlock(fd: int, directory: str) -> None:
 
 
 def lock(fd: int, directory: str, wait_seconds: float) -> None:
-    """Lock a directory by its open descriptor; raises what `locked_directory` raises."""
-    deadline = time.monotonic() + wait_seconds
+    """Lock a directory by its open descriptor; a warning says for whom it waits. Raises as `locked_directory`."""
+    began = time.monotonic()
+    deadline = began + wait_seconds
+    was_told = False
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError as error:
-            if time.monotonic() >= deadline:
+            now = time.monotonic()
+            if now >= deadline:
                 raise DirectoryLockedError(
-                    f"Another process has been saving into '{directory}' for {wait_seconds:g} s. "
+                    f"'{directory}' is locked: {holder_of(fd)} has been saving there for {wait_seconds:g} s. "
                     "Wait for it, or save into another directory.",
                     path=directory,
                 ) from error
+            if not was_told and now - began >= _SILENT_SECONDS:
+                was_told = True
+                logger.warning(
+                    "Waiting for up to %g s: %s is saving into '%s'.", wait_seconds, holder_of(fd), directory
+                )
             time.sleep(_LOCK_WAIT_SECONDS)
         except OSError as error:
             if error.errno not in UNSUPPORTED:

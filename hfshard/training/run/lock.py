@@ -7,7 +7,7 @@ from typing import Final
 
 from hfshard.errors import DirectoryLockedError
 from hfshard.storage.disk.fsops import lock, unlock
-from hfshard.storage.disk.own_descriptor import OwnDescriptor
+from hfshard.storage.disk.own_descriptor import OwnDescriptor, holder_of
 
 _WAIT_SECONDS: Final = 5.0
 """How long a manager waits for another one: a killed process may take as long to disappear."""
@@ -27,10 +27,12 @@ class RunLock:
         try:
             lock(self._own.fd, directory, _WAIT_SECONDS)
         except BlockingIOError as error:
+            holder = holder_of(self._own.fd)
             self._own.close()
             raise DirectoryLockedError(
-                f"Another CheckpointManager is saving into '{directory}'. Stop the other run, or close() its manager, "
-                "or give this one another directory. (A failed cell of a notebook may hold it: restart the kernel.)",
+                f"Another CheckpointManager is saving into '{directory}': {holder}. Stop the other run, or close() its "
+                "manager, or give this one another directory. (A failed cell of a notebook may hold it: restart the "
+                "kernel.)",
                 path=directory,
             ) from error
         except BaseException:

@@ -34,7 +34,7 @@ SELECTION = (
     "identical-sharded",
     "variant-half-beside-sharded",
     "wreck-sharded-80",
-    "strays->single",
+    "strays-beside-sharded->single+config",
     "strays-beside-single->sharded",
     "bare-sharded->single",
     "reshard-single->sharded",

@@ -200,13 +200,15 @@ def _with_generation_config() -> Iterator[Transition]:
 def _strays() -> Iterator[Transition]:
     """Shards that a stock save left which was killed: it writes them one by one, and the index last."""
     words = {"single": "single", "three": "sharded"}
-    stray, two = Save(BERT, "two", by="stock-killed"), replace(OTHER, generation=2)
+    same, other = replace(BERT, generation=2), replace(OTHER, generation=2)
+    strays = Save(replace(BERT, generation=3), "two", by="stock-killed")
     for new, word in words.items():
-        yield Transition(f"strays->{word}", (stray,), Save(two, new))
         for old, old_word in words.items():
-            before = (Save(BERT, old), replace(stray, content=replace(BERT, generation=3)))
-            yield Transition(f"strays-beside-{old_word}->{word}", before, Save(replace(BERT, generation=2), new))
-            yield Transition(f"strays-beside-{old_word}->{word}+config", before, Save(two, new))
+            before = (Save(BERT, old), strays)
+            # huggingface_hub finds nothing among several files without an index, and more while the save goes on
+            lost = ("hub",) if old == "single" else ()
+            yield Transition(f"strays-beside-{old_word}->{word}", before, Save(same, new), lost_readers=lost)
+            yield Transition(f"strays-beside-{old_word}->{word}+config", before, Save(other, new), lost_readers=lost)
 
 
 def _reshards() -> Iterator[Transition]:

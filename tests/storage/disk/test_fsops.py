@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from hfshard.errors import DirectoryLockedError
+from hfshard.storage.disk import fsops
 from hfshard.storage.disk.fsops import locked_directory
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
@@ -22,6 +26,37 @@ def test_lock_ends_with_its_block_though_a_forked_process_lives_on(tmp_path: Pat
             pass
     finally:
         os.close(kept)
+
+
+HOLDER = (
+    "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+)
+
+
+def test_who_waits_for_a_lock_is_told_who_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fsops, "_SILENT_SECONDS", 0.05)
+    command = [sys.executable, "-S", "-E", "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        named = pytest.raises(DirectoryLockedError, match=rf"locked: process {other.pid} \(.* -S -E -c import")
+        with named, locked_directory(str(tmp_path), wait_seconds=0.2):
+            pass
+        other.communicate()
+
+    told = rf"Waiting for up to 0.2 s: process {other.pid} (.*) is saving into '{tmp_path}'."
+    assert [re.sub(r"\(.*\)", "(.*)", record.getMessage()) for record in caplog.records] == [told]
+
+
+def test_another_thread_is_called_so(tmp_path: Path) -> None:
+    with (
+        locked_directory(str(tmp_path), wait_seconds=0),
+        pytest.raises(DirectoryLockedError, match=rf"another thread of this process \({os.getpid()}\) has been saving"),
+        locked_directory(str(tmp_path), wait_seconds=0),
+    ):
+        pass
 
 
 def hold_and_fork(directory: Path, sending: int) -> None:
