@@ -96,6 +96,9 @@ def save_model(
 ) -> CheckpointIndex | None:
     """Save any module; a transformers model with its config, generation config and custom code.
 
+    Of a transformers model with adapters, the files of the active adapter are saved, by transformers and as its
+    `save_pretrained` does: the base model is not. Weights that accelerate has offloaded are read from where they are.
+
     Wrappers (DataParallel, DistributedDataParallel, torch.compile) are looked through.
 
     Args:

@@ -12,6 +12,7 @@ from hfshard.errors import StateDictMismatchError
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.reading import read_tensors
 from hfshard.state_dicts.keys import KeyMismatch, compare
+from hfshard.state_dicts.offloaded import refuse_offloaded
 from hfshard.state_dicts.overlap import find_expanded_names, find_merged_names
 from hfshard.state_dicts.state_dict import assign, collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
@@ -59,8 +60,10 @@ def load_into_module(model: nn.Module, checkpoint: OpenCheckpoint, options: Load
 
     Raises:
         StateDictMismatchError: Names or shapes do not fit; nothing was assigned.
+        InvalidArgumentError: Its weights are offloaded, or their memory was freed.
     """
     model = unwrap(model)
+    refuse_offloaded(model)
     model_state = collect_state_dict(model)
     stored = read_tensors(checkpoint, None, "cpu", options.read)
     tensors, difference = match_to_model(stored, model_state, checkpoint.directory)

@@ -44,8 +44,6 @@ class LocalCheckpoint:
     """Of a repo: the one that was pulled."""
     revision: str | None = None
     """The one that was asked for."""
-    is_as_given: bool = False
-    """Whether `path` is the directory that was given, which transformers calls by the name that it was given."""
     weights_name: str | None = None
     """The file of weights, or the index, that was given; None where a directory or a repo was."""
 
@@ -91,14 +89,13 @@ class CheckpointSource:
         """
         path = self.path if os.path.isdir(self.path) else directory_of(self.path) or self.path
         if os.path.isdir(path):
-            is_hub = has_hub_marker(path)
-            if is_hub:
+            if has_hub_marker(path):
                 from hfshard.hub.directory.hub import DirectoryHub
 
                 path = DirectoryHub.open(path).snapshot(self.query.revision)
             subfolder = self.query.subfolder
             directory = os.path.join(path, subfolder) if subfolder else path
-            return LocalCheckpoint(directory, path, is_as_given=not is_hub)
+            return LocalCheckpoint(directory, path)
         if os.path.exists(path):
             return self._find_file(path)
         if is_weights_name(os.path.basename(path)) and os.path.isdir(os.path.dirname(path) or os.curdir):

@@ -60,12 +60,23 @@ def load_class(
         )
     if issubclass(model_class, PreTrainedModel):
         return load_through(model_class.from_pretrained, model_class, path, model_args, kwargs, options)
+    _refuse_other_class(model_class)
     name = path_text(path, "pretrained_model_name_or_path")
     local = source_of(name, kwargs).fetch(options.progress)
     if is_adapter(local.directory):  # its base may be another repo, which does not have our commit
         return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
     concrete, kwargs = class_of_auto(model_class, local, pin_to_commit(kwargs, local))
     return load_through(concrete.from_pretrained, concrete, name, model_args, kwargs, options, local)
+
+
+def _refuse_other_class(model_class: type) -> None:
+    """Refuse a class that is neither a model nor an Auto class of transformers, nor PEFT's."""
+    if not (hasattr(model_class, "_model_mapping") or model_class.__module__.startswith("peft.")):
+        raise InvalidArgumentError(
+            f"load_model builds models of transformers, and {model_class.__name__} of {model_class.__module__} is none."
+            f" Build the module first, from its own config, and load the weights into it: hfshard.load_model(module, "
+            f"path), where the path may be that of one file of weights; or call {model_class.__name__}.from_pretrained."
+        )
 
 
 def load_through(

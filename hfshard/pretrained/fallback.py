@@ -47,8 +47,12 @@ def needs_transformers_saver(model: Any, *, distributed_checkpoint: bool) -> boo
     """Whether transformers has to save the model: it has adapters, or weights that are offloaded or on many ranks."""
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     is_offloaded = "disk" in devices or ("cpu" in devices and len(devices) > 1)
-    has_adapters = bool(getattr(model, "_hf_peft_config_loaded", False))
-    return distributed_checkpoint or is_offloaded or has_adapters or is_spread(model)
+    return distributed_checkpoint or is_offloaded or has_adapters(model) or is_spread(model)
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether adapters were added or loaded: then transformers saves the active one, and nothing else."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def is_spread(model: Any) -> bool:

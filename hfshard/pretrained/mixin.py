@@ -41,6 +41,16 @@ def _untyped(method: Any) -> Any:
     return method
 
 
+def _refuse_other_model(model_class: type) -> None:
+    """Refuse a class of another library (diffusers ...): its config would not be saved with the weights."""
+    if not issubclass(model_class, PreTrainedModel):
+        raise InvalidArgumentError(
+            f"{model_class.__name__} is not a transformers model, and ShardedModelMixin knows no other config. Take "
+            "the mixin away; save the weights with hfshard.save_model(model, directory), and load them into a module "
+            "that you have built with hfshard.load_model(module, directory). Its config is saved by its own class."
+        )
+
+
 class ShardedModelMixin:
     """Put it before the model's class, and the model is saved sharded, verified and crash-safe.
 
@@ -105,6 +115,7 @@ class ShardedModelMixin:
             checksum=checksum,
             progress=progress,
         )
+        _refuse_other_model(type(self))
         given = {
             "is_main_process": is_main_process,
             "state_dict": state_dict,
@@ -165,6 +176,7 @@ class ShardedModelMixin:
         Example:
             bert.push_to_hub("./hub/bert")  # or "org/name"
         """
+        _refuse_other_model(type(self))
         repo_id = absolute_address(repo_id)
         if kwargs.pop("safe_serialization", True) is False:
             raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
@@ -221,15 +233,12 @@ class ShardedModelMixin:
         Example:
             bert = Bert.from_pretrained("bert", verify="full")
         """
-        if not issubclass(cls, PreTrainedModel):
-            raise InvalidArgumentError(
-                f"{cls.__name__} is not a transformers model. Create a module, and call hfshard.load_model(it, path)."
-            )
+        _refuse_other_model(cls)
         options = LoadOptions(
             strict=strict, verify=verify, read=read, disable_mmap=kwargs.get("disable_mmap"), progress=progress
         )
         start: Any = super().from_pretrained  # type: ignore[misc]
-        return load_through(start, cls, pretrained_model_name_or_path, model_args, kwargs, options)
+        return load_through(start, cls, pretrained_model_name_or_path, model_args, kwargs, options)  # type: ignore[arg-type]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse the wrong order of bases, in which transformers' own methods would come first.

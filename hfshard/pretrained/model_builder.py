@@ -86,7 +86,7 @@ class ModelBuilder:
             arguments.pop(key, None)
         arguments |= {"config": config, "state_dict": tensors, "output_loading_info": True}
         try:
-            with _building_lock, _load_report_names(self.name):
+            with _building_lock, _load_report_names(self.name), _configs_named(self.local.path):
                 model, info = self.call(None, *model_args, **arguments, **model_kwargs)
         except RuntimeError as error:
             if "ignore_mismatched_sizes" in str(error):
@@ -161,8 +161,8 @@ class ModelBuilder:
             )
 
     def _name(self, model: PreTrainedModel) -> None:
-        # transformers was given no name, and wrote "None" in its place; or it was given the absolute path.
-        placeholders = {"None", self.local.path} if self.local.is_as_given else {"None"}
+        # transformers was given no name, and the builder put the absolute path, or that of a snapshot, in its place.
+        placeholders = {"None", self.local.path}
         for module in model.modules():
             if getattr(module, "name_or_path", None) in placeholders:
                 module.name_or_path = self.name  # type: ignore[assignment]
@@ -228,6 +228,26 @@ def _load_report_names(name: str) -> Iterator[None]:
         yield
     finally:
         report_logger.removeFilter(give_name)
+
+
+@contextmanager
+def _configs_named(name: str) -> Iterator[None]:
+    """Give the config a name while the model is built: transformers, which was given none, writes "None" there.
+
+    Wav2Vec2 with a `target_lang` looks for its adapter under that name. Only this thread's configs are named.
+    """
+    thread = threading.get_ident()
+    theirs: Any = vars(PreTrainedConfig)["name_or_path"]
+
+    def set_name(config: PreTrainedConfig, value: Any) -> None:
+        theirs.fset(config, name if value is None and threading.get_ident() == thread else value)
+
+    named: Any = PreTrainedConfig
+    named.name_or_path = property(theirs.fget, set_name)
+    try:
+        yield
+    finally:
+        named.name_or_path = theirs
 
 
 def _names_for(model_class: type[PreTrainedModel], config: Any, names: Mapping[str, Any]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.pretrained.arguments import SAVE_ARGUMENTS
 from hfshard.pretrained.class_alias import view_as_alias
-from hfshard.pretrained.fallback import needs_transformers_saver
+from hfshard.pretrained.fallback import has_adapters, needs_transformers_saver
 from hfshard.pretrained.override_chain import ChainCall, call_under_way, has_override, run_chain
 from hfshard.pretrained.pushing.push import default_repo_id, push_saved_files, tags_of
 from hfshard.pretrained.request import request_from_model
@@ -104,8 +104,12 @@ def save_pretrained_model(
         Everything that `save_through` raises.
     """
     directory = _absolute(save_directory)
-    if not has_override(type(model), "save_pretrained"):
+    if not (has_override(type(model), "save_pretrained") or has_adapters(model)):
         return save_request(request_from_model(model, state_dict, options), directory)
+    if has_adapters(model) and options.metadata:
+        raise InvalidArgumentError(
+            "The model has an adapter, whose files are written by transformers, without metadata: leave out metadata=."
+        )
     arguments = {
         "state_dict": state_dict,
         "max_shard_size": options.max_shard_size,

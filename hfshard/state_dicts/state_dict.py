@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from hfshard.errors import InvalidArgumentError
+from hfshard.state_dicts.offloaded import fill_offloaded
 from hfshard.state_dicts.wrappers import unwrap, without_wrappers, wrapped_prefixes
 from hfshard.storage.tensors.tensor_bytes import is_plain_type, lies_in_storage
 
@@ -19,10 +20,11 @@ def collect_state_dict(model: nn.Module) -> dict[str, Any]:
     """Collect the model's state dict without the prefixes of wrappers.
 
     The wrappers themselves are looked for, not their names: a child that is really called `module` keeps its name. The
-    tensors are the model's own, not copies.
+    tensors are the model's own, not copies; those that accelerate has offloaded are read from where they are.
     """
     model = unwrap(model)
     state_dict = model.state_dict()
+    fill_offloaded(model, state_dict)
     wrapped = wrapped_prefixes(model)
     return {without_wrappers(name, wrapped): value for name, value in state_dict.items()}
 

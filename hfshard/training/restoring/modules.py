@@ -11,6 +11,7 @@ from torch import nn
 
 from hfshard.errors import StateDictMismatchError
 from hfshard.loading.into_module import match_to_model, refuse_expanded
+from hfshard.state_dicts.offloaded import refuse_offloaded
 from hfshard.state_dicts.state_dict import assign, collect_state_dict, refuse_freed
 from hfshard.state_dicts.wrappers import unwrap
 from hfshard.training.parts.pending_loads import PendingLoad
@@ -37,6 +38,7 @@ def plan_module(
         StateDictMismatchError: strict, and something differs; or two different tensors would become one.
     """
     module = unwrap(module)
+    refuse_offloaded(module)
     own = collect_state_dict(module)
     refuse_freed(own)
     tensors, difference = match_to_model(saved, own, directory, model_name=f"'{name}' that was built")
