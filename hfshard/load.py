@@ -55,7 +55,7 @@ def load_state_dict(
         variant, subfolder, revision, token, cache_dir, local_files_only: As in transformers' `from_pretrained`.
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
         verify: "none": only what reading needs; "structure": names, sizes, headers and fingerprints; "full" (or
-            "sha256"): every byte against its checksum.
+            "sha256"): every byte against its checksum, which hfshard writes, and torch.save into each .bin file.
         disable_mmap: As in transformers: True is read="pread".
         read: "auto": on the CPU the tensors are mapped (a page is read when it is touched), and what is not in the page
             cache is read ahead; for a GPU, and from network file systems, several threads read them at once. "mmap" or

@@ -32,8 +32,8 @@ def verify_checkpoint(
         path: A directory, or a directory hub; or one file of weights, or an index, which is checked whatever else lies
             beside it. The checksum of one of several shards is in their index.
         variant, subfolder: As in `from_pretrained`.
-        level: "structure": names, sizes, headers and fingerprints; "full": the checksum of every file too. A checkpoint
-            that hfshard did not write has none: that is a warning.
+        level: "structure": names, sizes, headers and fingerprints; "full": the checksum of every file too. Safetensors
+            files that hfshard did not write have none: that is a warning. Of .bin files, those in the zip are compared.
         progress: Whether to show a bar on stderr; None: only on a terminal.
 
     Returns:

@@ -76,10 +76,7 @@ def check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:
 
 def identities_of(checkpoint: OpenCheckpoint) -> dict[str, Identity]:
     """Path -> identity of the files of weights, as they were opened."""
-    try:
-        pickles = {file.path: identity_of(os.stat(file.path)) for file in checkpoint.pickles.values()}
-    except OSError as error:
-        raise _changed(checkpoint) from error
+    pickles = {file.path: file.identity for file in checkpoint.pickles.values()}
     return pickles | {shard.path: shard.identity for shard in checkpoint.shards.values()}
 
 

@@ -27,7 +27,7 @@ from hfshard.resharding.request import with_dtype, with_tensors
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
-from hfshard.storage.checkpoint.raw_tensors import has_checksums
+from hfshard.storage.checkpoint.raw_tensors import is_compared
 from hfshard.storage.disk.companions import find_companion_files, refuse_conflicts
 from hfshard.storage.format.index import CheckpointIndex
 
@@ -97,15 +97,15 @@ def reshard_source(
         if not is_in_place:
             request = _with_companion_files(request, checkpoint.directory, dst)
         identities = identities_of(checkpoint)
-        is_compared = has_checksums(checkpoint)
-        if not is_compared:
+        was_compared = is_compared(checkpoint)
+        if not was_compared:
             logger.info(
                 "'%s' has no checksums: its structure was checked, its bytes can't be.", checkpoint.weights_path
             )
         save = partial(reshard_in_place, checkpoint) if low_disk else save_request
         index = save(request, dst, partial(check_unchanged, checkpoint, identities))
     files = {os.path.relpath(path, local.directory): size for path, (_, _, size, _) in identities.items()}
-    return ReshardResult(dst, index, local.directory, files, is_compared, tuple(request.companion_files))
+    return ReshardResult(dst, index, local.directory, files, was_compared, tuple(request.companion_files))
 
 
 def _with_companion_files(request: SaveRequest, directory: str, dst: str) -> SaveRequest:

@@ -20,7 +20,7 @@ from hfshard.constants import (
     SAFETENSORS_SUFFIX,
 )
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError
-from hfshard.storage.checkpoint.checks import check_checksums, check_fingerprints, check_keys
+from hfshard.storage.checkpoint.checks import check_checksums, check_fingerprints, check_keys, check_pickles
 from hfshard.storage.checkpoint.locate import (
     WeightsEntry,
     checked_weights_override,
@@ -142,7 +142,9 @@ def open_checkpoint(
     names = WeightNames(variant, base)
     checkpoint = _open_until_whole(directory, names, use_safetensors, verify, files_of, weights_name)
     try:
-        if verify in ("full", "sha256"):
+        if verify in ("full", "sha256") and checkpoint.pickles:
+            check_pickles(checkpoint.pickles, progress_callback)
+        elif verify in ("full", "sha256"):
             check_checksums(checkpoint.weights_path, checkpoint.index, checkpoint.shards, progress_callback)
         yield checkpoint
     finally:

@@ -15,6 +15,7 @@ from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import INDEX_FILE
 from hfshard.storage.format.weights_override import as_saved
+from hfshard.storage.weights.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,38 @@ def check_checksums(
     for name, recorded in index.files.items():
         if name.endswith(".json"):
             check_small_file(os.path.dirname(weights_path), name, recorded)
+
+
+def compare_pickles(pickles: Mapping[str, PickleFile], progress_callback: ProgressCallback | None = None) -> list[str]:
+    """Compare every byte of pickled files with the checksums of their zips, several files at once.
+
+    Returns:
+        The paths of the files that have no checksums.
+
+    Raises:
+        IntegrityError: A file differs.
+    """
+    files = list(pickles.values())
+    compared = in_threads(
+        lambda file, cancelled: file.check_every_byte(cancellable(progress_callback, cancelled)), files, FILES_AT_ONCE
+    )
+    return [file.path for file, is_compared in zip(files, compared, strict=True) if not is_compared]
+
+
+def check_pickles(pickles: Mapping[str, PickleFile], progress_callback: ProgressCallback | None) -> None:
+    """Check every byte of pickled files.
+
+    Raises:
+        DamagedCheckpointError: A file has no checksums.
+        IntegrityError: A file differs.
+    """
+    lacking = compare_pickles(pickles, progress_callback)
+    if lacking:
+        raise DamagedCheckpointError(
+            f"'{lacking[0]}' can't be verified in full: torch.save wrote no checksums into it. "
+            "Load it with verify='structure', or save it once with hfshard.",
+            path=lacking[0],
+        )
 
 
 def check_small_file(directory: str, name: str, recorded: FileDigest) -> None:

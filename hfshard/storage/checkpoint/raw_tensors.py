@@ -9,6 +9,7 @@ import torch
 
 from hfshard.errors import IntegrityError, remedy
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.checkpoint.checks import compare_pickles
 from hfshard.storage.format.header import TensorInfo
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import tensor_hasher
@@ -43,9 +44,15 @@ def raw_tensors(checkpoint: OpenCheckpoint) -> dict[str, TensorLike]:
     return found
 
 
-def has_checksums(checkpoint: OpenCheckpoint) -> bool:
-    """Whether there is a checksum of every byte; otherwise only the structure can be checked."""
-    return not checkpoint.pickles and checkpoint.index.is_verifiable
+def is_compared(checkpoint: OpenCheckpoint) -> bool:
+    """Whether every byte is compared with a checksum: of pickles here and now, of safetensors files by `raw_tensors`.
+
+    Raises:
+        IntegrityError: A pickle is damaged.
+    """
+    if checkpoint.pickles:
+        return not compare_pickles(checkpoint.pickles)
+    return checkpoint.index.is_verifiable
 
 
 def _digests(shard: SafetensorsFile, recorded: FileDigest) -> dict[str, str]:

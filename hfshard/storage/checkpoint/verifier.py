@@ -17,14 +17,14 @@ from hfshard.errors import (
     readable,
     remedy,
 )
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.storage.checkpoint.checkpoint import open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file, check_total
 from hfshard.storage.checkpoint.locate import directory_not_found, entry_of, locate_checkpoint, weights_bytes
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, check_tied_names
 from hfshard.storage.format.names import WeightNames
-from hfshard.storage.weights.pickle_file import check_every_byte
+from hfshard.storage.weights.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 
@@ -126,7 +126,7 @@ class Verifier:
             if not self.findings.problems:
                 self._check_total(weights.name, index)
         elif weights.kind != "index":
-            self._check_pickles()
+            self._check_pickles(progress_callback)
         if self.weights_name is None:
             self._warn_of_strays(index)
 
@@ -258,22 +258,33 @@ class Verifier:
         except HfshardError as error:
             self.findings.add_error(error, self.directory)
 
-    def _check_pickles(self) -> None:
+    def _check_pickles(self, progress_callback: ProgressCallback) -> None:
         try:
             with open_checkpoint(
                 self.directory, variant=self.names.variant, weights_name=self.weights_name
             ) as checkpoint:
-                self._warn_of_unchecked_pickles(checkpoint)
+                self.files.extend(checkpoint.pickles)
+                checked = in_threads(
+                    lambda item, cancelled: self._check_pickle(*item, cancellable(progress_callback, cancelled)),
+                    checkpoint.pickles.items(),
+                    FILES_AT_ONCE,
+                )
         except HfshardError as error:
             self.findings.add_error(error, self.directory)
+            return
+        for findings in checked:
+            self.findings.add_all(findings)
 
-    def _warn_of_unchecked_pickles(self, checkpoint: OpenCheckpoint) -> None:
-        self.files.extend(checkpoint.pickles)
-        for name, pickled in checkpoint.pickles.items():
-            if self.level != "full" or not check_every_byte(pickled.path, self.directory):
-                self.findings.warnings.append(
-                    f"'{name}' is a pickle whose bytes were not verified: only that it loads."
-                )
+    def _check_pickle(self, name: str, pickled: PickleFile, progress_callback: ProgressCallback) -> _Findings:
+        findings = _Findings()
+        try:
+            if self.level == "full" and pickled.check_every_byte(progress_callback):
+                findings.checked_bytes = pickled.size
+            else:
+                findings.warnings.append(f"'{name}' is a pickle whose bytes were not verified: only that it loads.")
+        except HfshardError as error:
+            findings.add_error(error, self.directory)
+        return findings
 
     def _warn_of_strays(self, index: CheckpointIndex | None) -> None:
         used = set(self.files) | (set(index.weight_map.values()) | set(index.files) if index is not None else set())

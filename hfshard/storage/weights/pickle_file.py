@@ -6,16 +6,16 @@ import mmap
 import os
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from hfshard.constants import LFS_POINTER_MARK
-from hfshard.errors import DamagedCheckpointError, IntegrityError, UnsafePickleError, remedy
-from hfshard.storage.disk.safe_open import open_regular
-from hfshard.storage.weights.zip_check import check_archive, damaged_pickle, damaged_record, data_records
+from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, UnsafePickleError, remedy
+from hfshard.storage.disk.safe_open import identity_of, open_regular
+from hfshard.storage.weights.zip_check import check_archive, check_every_record, damaged_pickle, data_records
 
 _ZIP_MARK = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -33,6 +33,8 @@ class PickleFile:
     Attributes:
         path: Where it was found.
         tensors: FQN -> tensor.
+        size: Bytes.
+        identity: Which file it was.
     """
 
     def __init__(self, path: str, root: str) -> None:
@@ -52,30 +54,31 @@ class PickleFile:
             self.tensors: dict[str, torch.Tensor] = _state_dict_of(value, path)
             if is_zip:
                 _check_sizes(self.tensors, data_records(fd, path), path)
+            self._is_zip, self._root = is_zip, root
+            status = os.fstat(fd)
+            self.size, self.identity = status.st_size, identity_of(status)
         finally:
             os.close(fd)
 
+    def check_every_byte(self, progress_callback: Callable[[int], object] = lambda count: None) -> bool:
+        """Compare all bytes with the checksums that torch.save writes; False where it wrote none: before torch 1.6.
 
-def check_every_byte(path: str, root: str) -> bool:
-    """Compare all bytes of a zip file with the checksums that torch.save wrote into it; False if it is not a zip.
+        Args:
+            progress_callback: Called with the number of bytes of each block that was compared.
 
-    Raises:
-        IntegrityError: A record differs.
-        Everything that `PickleFile` raises before it loads.
-    """
-    fd = open_regular(path, root)
-    try:
-        if not _is_zip(fd, path):
-            return False
-        record = damaged_record(fd, path)
-    finally:
-        os.close(fd)
-    if record is not None:
-        raise IntegrityError(
-            f"'{path}' is damaged: its record '{record}' does not match the zip's own checksum. {remedy(path)}",
-            path=path,
-        )
-    return True
+        Raises:
+            IntegrityError: They differ.
+            CheckpointChangedError: It was replaced since it was read.
+        """
+        fd = open_regular(self.path, self._root)
+        try:
+            if identity_of(os.fstat(fd)) != self.identity:
+                raise CheckpointChangedError(
+                    f"'{self.path}' was replaced while its checkpoint was being read. Load it again.", path=self.path
+                )
+            return self._is_zip and check_every_record(fd, self.path, progress_callback)
+        finally:
+            os.close(fd)
 
 
 def _is_zip(fd: int, path: str) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from hfshard.constants import COPY_BYTES
-from hfshard.errors import DamagedCheckpointError, remedy
+from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
 
 _LOCAL_HEADER_BYTES: Final = 30
 """Bytes of a record before its name."""
@@ -21,7 +21,7 @@ _DATA: Final = "/data/"
 def check_archive(fd: int, path: str) -> None:
     """Refuse a zip that torch.save does not write: torch would inflate a bomb, or pick one of two equal names.
 
-    Checksums are compared for the small records, but not for the tensors' bytes (see `damaged_record`).
+    Checksums are compared for the small records, but not for the tensors' bytes (see `check_every_record`).
 
     Raises:
         DamagedCheckpointError: A record is compressed, occurs twice, overlaps another one, or is damaged.
@@ -45,10 +45,20 @@ def check_archive(fd: int, path: str) -> None:
             raise damaged_pickle(path, f"its record '{bad}' does not match its checksum")
 
 
-def damaged_record(fd: int, path: str) -> str | None:
-    """The first record whose bytes do not match the zip's own checksum, or None; reads the whole file."""
+def check_every_record(fd: int, path: str, progress_callback: Callable[[int], object]) -> bool:
+    """Compare every record with the zip's own checksum, which reads the whole file; False where some have none.
+
+    Raises:
+        IntegrityError: A record differs.
+    """
     with _opened(fd, path) as archive:
-        return _first_bad(archive, archive.infolist())
+        records = archive.infolist()
+        bad = _first_bad(archive, records, progress_callback)
+    if bad is not None:
+        raise IntegrityError(
+            f"'{path}' is damaged: its record '{bad}' does not match the zip's own checksum. {remedy(path)}", path=path
+        )
+    return all(map(_has_checksum, records))
 
 
 def data_records(fd: int, path: str) -> dict[int, int]:
@@ -79,13 +89,23 @@ def _opened(fd: int, path: str) -> Iterator[zipfile.ZipFile]:
         yield archive
 
 
-def _first_bad(archive: zipfile.ZipFile, records: Iterable[zipfile.ZipInfo]) -> str | None:
-    for record in records:
+def _has_checksum(record: zipfile.ZipInfo) -> bool:
+    """Whether there is something to compare: not after `torch.serialization.set_crc32_options(False)`."""
+    return record.CRC != 0 or record.file_size == 0
+
+
+def _first_bad(
+    archive: zipfile.ZipFile,
+    records: Iterable[zipfile.ZipInfo],
+    progress_callback: Callable[[int], object] = lambda count: None,
+) -> str | None:
+    for record in filter(_has_checksum, records):
         try:
             with archive.open(record) as reading:
-                # After torch.serialization.set_crc32_options(False) the checksum is 0, and there is nothing to compare.
-                while record.CRC and reading.read(COPY_BYTES):
-                    pass
+                while block := reading.read(COPY_BYTES):
+                    progress_callback(len(block))
+        except InterruptedError:  # Ctrl-C, or another file failed
+            raise
         except (zipfile.BadZipFile, EOFError, OSError, ValueError, RuntimeError, NotImplementedError):
             return record.filename
     return None
