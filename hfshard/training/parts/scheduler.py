@@ -51,7 +51,7 @@ def encode_scheduler(scheduler: Any, path: str, tensors: dict[str, torch.Tensor]
     """Encode the state of a scheduler (see `nested.encode`).
 
     Functions, lambdas, bound methods, optimizers and modules in it are marked as not stored. For any other object, such
-    as a callable with state of its own, the attributes are stored.
+    as a callable with state of its own or another scheduler, the attributes are stored.
 
     Raises:
         UnstorableTensorError: It contains an object that is more than its attributes.
@@ -59,7 +59,15 @@ def encode_scheduler(scheduler: Any, path: str, tensors: dict[str, torch.Tensor]
     held = scheduler.state_dict()
     if not isinstance(held, dict):
         raise UnstorableTensorError(f"'{path}' has a state_dict that is a {type(held).__name__}: let it return a dict.")
-    state = encode(held, path, tensors, on_object=_stand_in)
+    stored = {id(scheduler)}
+
+    def stand_in(value: Any) -> NotStored | ObjectState | None:
+        if not is_scheduler(value) or id(value) in stored:
+            return _stand_in(value)
+        stored.add(id(value))
+        return ObjectState(type(value).__qualname__, dict(vars(value)))
+
+    state = encode(held, path, tensors, on_object=stand_in)
     return {"class": type(scheduler).__qualname__, "parts": _part_classes(scheduler), "state": state}
 
 
