@@ -78,7 +78,7 @@ class CheckpointSource:
 
         with no_directory_either(self.path):
             resolved = fetch_checkpoint(self.path, self.query, progress)
-        return LocalCheckpoint(resolved.directory, self.path, resolved.commit)
+        return LocalCheckpoint(resolved.directory, self.path, resolved.commit, self.query.revision)
 
     def find_local(self) -> LocalCheckpoint | None:
         """Find the checkpoint in a directory; None for a repo of the Hub.

@@ -115,6 +115,27 @@ def test_what_is_not_in_the_cache_is_refused_with_the_same_kind_of_error(
     assert isinstance(ours, kind), (ours, theirs)
 
 
+@pytest.mark.parametrize("options", [{}, {"revision": "v1"}, {"revision": "v1", "local_files_only": True}], ids=str)
+def test_a_config_of_another_repo_is_read_at_the_revision_that_was_asked_for(
+    options: dict[str, Any], saves: Saves, tmp_path: Path
+) -> None:
+    for ref, commit, dropout in (("v1", "c" * 40, 0.25), ("main", "d" * 40, 0.5)):
+        config = ZOO["bert"].make_config()
+        config.hidden_dropout_prob = dropout
+        config.save_pretrained(tmp_path / ref)
+        put_in_cache(tmp_path, tmp_path / ref, commit=commit, refs={ref: commit}, repo_id="org/configs")
+    put_in_cache(tmp_path, saves.stock("bert"), commit=OLD, refs={"v1": OLD, "main": OLD})
+    options = {**options, "config": "org/configs", "cache_dir": tmp_path}
+    theirs = facts_of_load(load(BertModel, REPO, **options))
+
+    ours = facts_of_load(load(with_mixin(BertModel), REPO, **options))
+    functional = facts_of_load(load(_Functional, REPO, **options))
+
+    assert differences(ours, theirs) == []
+    expected = 0.25 if "revision" in options else 0.5
+    assert [facts["config"]["hidden_dropout_prob"] for facts in (ours, functional)] == [expected, expected]
+
+
 def test_a_generation_config_is_read_from_the_same_commit(saves: Saves, tmp_path: Path) -> None:
     stock_class = ZOO["llama_generation"].stock_class
     put_in_cache(tmp_path, saves.stock("llama_generation", SHARDS), commit=OLD, refs={"v1": OLD})
