@@ -67,8 +67,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "loading": ("options reading", "into_module source"),
     "planning": ("size", "plan"),
     "pretrained": (
-        "arguments class_alias fallback pushing",
-        "collect model_builder override_chain",
+        "class_alias fallback pushing",
+        "collect override_chain",
+        "arguments",
+        "model_builder",
         "build request",
         "saver",
         "mixin",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from hfshard._util.arguments import refuse_unknown
 from hfshard.constants import WEIGHTS_OVERRIDE_KEY
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint
+from hfshard.pretrained.override_chain import has_override
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.tensors.dtypes import TORCH_DTYPES
 
@@ -118,11 +120,15 @@ def config_of(
         **rest,
     )
     model_kwargs = {key: value for key, value in model_kwargs.items() if key in rest and key not in CONFIG_ATTRIBUTES}
+    _forget_weights_override(config)
+    _refuse_unknown_model_arguments(model_class, config, model_kwargs)
+    return config, model_kwargs
+
+
+def _forget_weights_override(config: Any) -> None:
     override = getattr(config, WEIGHTS_OVERRIDE_KEY, None)
     if isinstance(override, str) and "-hfshard-" in override:
         delattr(config, WEIGHTS_OVERRIDE_KEY)  # of a commit under way
-    _refuse_unknown_model_arguments(model_class, config, model_kwargs)
-    return config, model_kwargs
 
 
 def _config_source_arguments(kwargs: Mapping[str, Any], local: LocalCheckpoint) -> dict[str, Any]:
@@ -184,25 +190,39 @@ def _is_stored_as_loaded(checkpoint: OpenCheckpoint, config: Any, kwargs: Mappin
 def class_of_auto(
     auto: Any, local: LocalCheckpoint, kwargs: dict[str, Any]
 ) -> tuple[type[PreTrainedModel], dict[str, Any]]:
-    """Find the class that an Auto class would build, by building it without weights."""
+    """Find the class that an Auto class would build, by building it without weights.
+
+    Returns:
+        The class, and the arguments of its `from_pretrained`: with the config, where it has one of its own, which may
+        look at it. Else the config is read again, beside the open weights.
+    """
+    unused = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
+    given = set(unused)
     if not isinstance(kwargs.get("config"), PreTrainedConfig):
-        rest = {key: value for key, value in kwargs.items() if key not in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
-        config = AutoConfig.from_pretrained(
+        config, unused = AutoConfig.from_pretrained(
             kwargs.get("config") or local.path,
             trust_remote_code=kwargs.get("trust_remote_code"),
+            return_unused_kwargs=True,
             **_config_source_arguments(kwargs, local),
-            **rest,
+            **unused,
         )
+        _forget_weights_override(config)
     else:
         config = kwargs["config"]
     config.name_or_path = local.path
     from_auto = {**kwargs, "_from_auto": True}
     from_auto.pop("code_revision", None)
-    if (custom := _custom_class(auto, config, local.path, kwargs)) is not None:
-        return custom, from_auto
-    with torch.device("meta"):
-        model: nn.Module = auto.from_config(config, trust_remote_code=kwargs.get("trust_remote_code"))
-    return type(model), from_auto  # type: ignore[return-value]
+    model_class: Any = _custom_class(auto, config, local.path, kwargs)
+    if model_class is None:
+        with torch.device("meta"):
+            model: nn.Module = auto.from_config(
+                copy.deepcopy(config), trust_remote_code=kwargs.get("trust_remote_code")
+            )
+        model_class = type(model)
+    if has_override(model_class, "from_pretrained") and isinstance(config, model_class.config_class):
+        from_auto = {key: value for key, value in from_auto.items() if key not in given or key in unused}
+        from_auto["config"] = config
+    return model_class, from_auto
 
 
 def _custom_class(auto: Any, config: Any, name: str, kwargs: Mapping[str, Any]) -> type[PreTrainedModel] | None:

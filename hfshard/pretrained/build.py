@@ -33,6 +33,7 @@ from hfshard.pretrained.fallback import is_adapter, needs_transformers_loader
 from hfshard.pretrained.model_builder import ModelBuilder
 from hfshard.pretrained.override_chain import ChainCall, call_under_way, has_override, run_chain
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.checkpoint.locate import read_config
 from hfshard.storage.disk.hub_place import has_hub_marker
 
 logger = logging.getLogger(__name__)
@@ -65,8 +66,14 @@ def load_class(
     local = source_of(name, kwargs).fetch(options.progress)
     if is_adapter(local.directory):  # its base may be another repo, which does not have our commit
         return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
+    before = read_config(local.directory)
     concrete, kwargs = class_of_auto(model_class, local, pin_to_commit(kwargs, local))
-    return load_through(concrete.from_pretrained, concrete, name, model_args, kwargs, options, local)
+    built = load_through(concrete.from_pretrained, concrete, name, model_args, kwargs, options, local)
+    if has_override(concrete, "from_pretrained") and read_config(local.directory) != before:
+        raise CheckpointChangedError(
+            f"'{name}' was saved while it was loaded. Load it when the save is done.", path=name
+        )
+    return built
 
 
 def _refuse_other_class(model_class: type) -> None:
@@ -109,18 +116,20 @@ def load_through(
     """
     outer = call_under_way("from_pretrained", model_class)
     if outer is not None and not _asks_for_checks(options):
-        options = outer.options  # those of load_model, which calls the mixin's method
+        return start(path, *model_args, **kwargs)  # load_model has come to the mixin's method: its options count
 
     def answer(pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         known = local if _source(pretrained_model_name_or_path, kwargs) == asked else None
-        return _load_pretrained(model_class, pretrained_model_name_or_path, model_args, kwargs, options, known)
+        built = _load_pretrained(model_class, pretrained_model_name_or_path, model_args, kwargs, options, known)
+        call.answers.append(built)
+        return built
 
     asked = _source(path, kwargs)
-    call = ChainCall("from_pretrained", model_class, answer, options)
+    call = ChainCall("from_pretrained", model_class, answer, [] if outer is None else outer.answers)
     if has_override(model_class, "from_pretrained"):
         path = _path_for_override(path, kwargs)
     built = run_chain(call, start, path, *model_args, **kwargs)
-    if not call.is_answered and _asks_for_checks(options):
+    if not call.answers and _asks_for_checks(options):
         raise InvalidArgumentError(
             f"{model_class.__name__}.from_pretrained built the model without transformers' loader, so that strict and "
             "verify had no effect. Leave them out."

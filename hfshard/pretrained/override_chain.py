@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from transformers import PreTrainedModel
@@ -33,10 +33,8 @@ class ChainCall:
     """The class that is loaded, or the model that is saved; transformers answers for any other."""
     answer: Answer
     """Called with the arguments that the last override passes on."""
-    options: Any
-    """hfshard's own, which no override needs to know."""
-    is_answered: bool = False
-    """Whether the overrides have come to the bottom of the chain."""
+    answers: list[Any] = field(default_factory=list)
+    """What hfshard answered; empty where no override has come to the bottom of the chain."""
 
 
 _current: ContextVar[ChainCall | None] = ContextVar("hfshard_override_chain", default=None)
@@ -95,7 +93,6 @@ def _answering(method: Method, theirs: Answer) -> Answer:
         call = call_under_way(method, target)
         if call is None:
             return theirs(target, *args, **kwargs)
-        call.is_answered = True
         token = _current.set(None)
         try:
             return call.answer(*args, **kwargs)

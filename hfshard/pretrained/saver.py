@@ -74,16 +74,16 @@ def save_through(
     refuse_hub(os.fspath(directory))
     outer = call_under_way("save_pretrained", model)
     if outer is not None and _own(options) == _own(SaveOptions()):
-        options = outer.options  # those of save_model, which calls the mixin's method
-    saved: list[CheckpointIndex] = []
+        start(directory, **without_defaults(arguments))  # save_model has come to the mixin's method: its options count
+        return None
 
     def answer(*args: Any, **kwargs: Any) -> None:
-        index = _save(model, options, *args, **kwargs)
-        if index is not None:
-            saved.append(index)
+        call.answers.append(_save(model, options, *args, **kwargs))
 
-    run_chain(ChainCall("save_pretrained", model, answer, options), start, directory, **without_defaults(arguments))
-    return saved[-1] if saved else None
+    call = ChainCall("save_pretrained", model, answer, [] if outer is None else outer.answers)
+    run_chain(call, start, directory, **without_defaults(arguments))
+    indexes = [index for index in call.answers if index is not None]
+    return indexes[-1] if indexes else None
 
 
 def save_pretrained_model(
