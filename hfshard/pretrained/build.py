@@ -60,7 +60,7 @@ def load_class(
             f"load_model takes a module or a transformers class, and {model_class!r} is neither."
         )
     if issubclass(model_class, PreTrainedModel):
-        return load_through(model_class.from_pretrained, model_class, path, model_args, kwargs, options)
+        return load_through(model_class, model_class, path, model_args, kwargs, options)
     _refuse_other_class(model_class)
     name = path_text(path, "pretrained_model_name_or_path")
     local = source_of(name, kwargs).fetch(options.progress)
@@ -68,7 +68,7 @@ def load_class(
         return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
     before = read_config(local.directory)
     concrete, kwargs = class_of_auto(model_class, local, pin_to_commit(kwargs, local))
-    built = load_through(concrete.from_pretrained, concrete, name, model_args, kwargs, options, local)
+    built = load_through(concrete, concrete, name, model_args, kwargs, options, local)
     if has_override(concrete, "from_pretrained") and read_config(local.directory) != before:
         raise CheckpointChangedError(
             f"'{name}' was saved while it was loaded. Load it when the save is done.", path=name
@@ -87,7 +87,7 @@ def _refuse_other_class(model_class: type) -> None:
 
 
 def load_through(
-    start: Callable[..., Any],
+    start: Any,
     model_class: type[PreTrainedModel],
     path: str | os.PathLike[str] | None,
     model_args: tuple[Any, ...],
@@ -98,7 +98,7 @@ def load_through(
     """Call a class's `from_pretrained` with all its overrides; what it asks of transformers' own, hfshard answers.
 
     Args:
-        start: The first method of the chain.
+        start: What has the first method of the chain: the class, or `super()`.
         model_class: The class to build.
         path: A directory or a repo; None: transformers does it all.
         model_args: Positional arguments for the model.
@@ -107,7 +107,7 @@ def load_through(
         local: Where the checkpoint is, if that is known.
 
     Returns:
-        What `start` returns.
+        What the first method returns.
 
     Raises:
         InvalidArgumentError: Checks are asked for, and an override builds the model without transformers' loader.
@@ -116,7 +116,9 @@ def load_through(
     """
     outer = call_under_way("from_pretrained", model_class)
     if outer is not None and not _asks_for_checks(options):
-        return start(path, *model_args, **kwargs)  # load_model has come to the mixin's method: its options count
+        return start.from_pretrained(
+            path, *model_args, **kwargs
+        )  # load_model has come to the mixin's method: its options count
 
     def answer(pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         known = local if _source(pretrained_model_name_or_path, kwargs) == asked else None

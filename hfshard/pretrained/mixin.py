@@ -127,8 +127,7 @@ class ShardedModelMixin:
             "save_original_format": save_original_format,
             "distributed_checkpoint": distributed_checkpoint,
         }
-        save: Any = super().save_pretrained  # type: ignore[misc]
-        save_through(save, self, save_directory, {**kwargs, **given}, options)  # type: ignore[arg-type]
+        save_through(super(), self, save_directory, {**kwargs, **given}, options)  # type: ignore[arg-type]
 
     @_untyped
     def push_to_hub(
@@ -237,8 +236,7 @@ class ShardedModelMixin:
         options = LoadOptions(
             strict=strict, verify=verify, read=read, disable_mmap=kwargs.get("disable_mmap"), progress=progress
         )
-        start: Any = super().from_pretrained  # type: ignore[misc]
-        return load_through(start, cls, pretrained_model_name_or_path, model_args, kwargs, options)  # type: ignore[arg-type]
+        return load_through(super(), cls, pretrained_model_name_or_path, model_args, kwargs, options)  # type: ignore[arg-type]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse the wrong order of bases, in which transformers' own methods would come first.

@@ -41,21 +41,21 @@ _current: ContextVar[ChainCall | None] = ContextVar("hfshard_override_chain", de
 """The call under way in this thread; None at its bottom, where transformers builds the model or saves it."""
 
 
-def run_chain(call: ChainCall, start: Answer, *args: Any, **kwargs: Any) -> Any:
+def run_chain(call: ChainCall, start: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the first method of a chain, and let hfshard answer at the bottom.
 
     Args:
         call: What is asked for.
-        start: The first method: bound to the class or to the model.
-        args, kwargs: Its arguments.
+        start: What has the first method: the class, the model, or `super()`, which looks for it only now.
+        args, kwargs: The method's arguments.
 
     Returns:
-        What `start` returns.
+        What the method returns.
     """
     _put_in_place(call.method)
     token = _current.set(call)
     try:
-        return start(*args, **kwargs)
+        return getattr(start, call.method)(*args, **kwargs)
     finally:
         _current.reset(token)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, cast
@@ -48,7 +48,7 @@ def without_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_through(
-    start: Callable[..., Any],
+    start: Any,
     model: PreTrainedModel,
     save_directory: str | os.PathLike[str],
     arguments: Mapping[str, Any],
@@ -57,7 +57,7 @@ def save_through(
     """Call a model's `save_pretrained` with all its overrides; what it asks of transformers' own, hfshard does.
 
     Args:
-        start: The first method of the chain.
+        start: What has the first method of the chain: the model, or `super()`.
         model: The model.
         save_directory: As in `save_pretrained`.
         arguments: The others of transformers' `save_pretrained`.
@@ -74,7 +74,7 @@ def save_through(
     refuse_hub(os.fspath(directory))
     outer = call_under_way("save_pretrained", model)
     if outer is not None and _own(options) == _own(SaveOptions()):
-        start(directory, **without_defaults(arguments))  # save_model has come to the mixin's method: its options count
+        start.save_pretrained(directory, **without_defaults(arguments))  # save_model has come to the mixin's method
         return None
 
     def answer(*args: Any, **kwargs: Any) -> None:
@@ -116,7 +116,7 @@ def save_pretrained_model(
         "variant": options.variant,
         "save_original_format": options.save_original_format,
     }
-    return save_through(model.save_pretrained, model, directory, arguments, options)
+    return save_through(model, model, directory, arguments, options)
 
 
 def _absolute(save_directory: str | os.PathLike[str]) -> str | Path:

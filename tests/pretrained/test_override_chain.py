@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Callable
@@ -280,8 +281,20 @@ def test_an_auto_class_gives_the_override_the_config_as_transformers_does(saved:
     assert ours.config.to_dict() == theirs.config.to_dict()
 
 
-def test_the_methods_of_transformers_keep_their_signatures(saved: Path) -> None:
-    hfshard.load_model(Stock, saved)
+def test_the_first_call_of_a_process_and_one_after_another_library_are_hfshards(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs: dict[str, Any] = {}
+    for name in ("save_pretrained", "from_pretrained"):
+        current = vars(PreTrainedModel)[name]
+        theirs[name] = inspect.unwrap(getattr(current, "__func__", current))
+    plain: Any = type("Plain", (hfshard.ShardedModelMixin, BertModel), {})
 
-    assert PreTrainedModel.from_pretrained.__doc__ and PreTrainedModel.save_pretrained.__name__ == "save_pretrained"
-    assert read_json(saved / "config.json")["architectures"] == ["Stock"]
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", theirs["save_pretrained"])
+    make(plain).save_pretrained(tmp_path)
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(theirs["from_pretrained"]))
+    model = plain.from_pretrained(tmp_path, verify="full")
+
+    assert type(model) is plain and "hfshard" in _metadata(tmp_path)
+    assert read_json(tmp_path / "config.json")["architectures"] == ["BertModel"]
+    assert PreTrainedModel.save_pretrained.__doc__ == theirs["save_pretrained"].__doc__
