@@ -32,7 +32,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "cli",
         "__main__",
     ),
-    "_util": ("arguments lazy paths progress text threads",),
+    "_util": ("arguments lazy own_descriptor paths progress text threads",),
     "cli": (
         "arguments inspection output training_reports",
         "commands hub_commands reshard_commands",
@@ -88,7 +88,6 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "commit commit_plan",
     ),
     "storage.disk": (
-        "own_descriptor",
         "byte_source file_system fsops hub_place safe_open",
         "clone companions direct_io folders",
         "block_reader block_writer",

@@ -14,6 +14,7 @@ from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.training.run.directory import RunCheckpoint, checkpoints_in
 from hfshard.training.run.finding import Level, checkpoint_problems
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, read_checkpoint_manifest
+from hfshard.training.run.root import names_in
 from hfshard.training.run.writing import TRAINING_STATE
 from hfshard.verify import verify_checkpoint
 
@@ -39,7 +40,9 @@ def reports(arguments: argparse.Namespace) -> Iterator[VerifyReport]:
         if one.problem is not None:
             yield VerifyReport(one.path, (MANIFEST,), tuple(as_problems([one.problem], one.path)), (), 0)
         else:
-            yield report_of(one.path, level, progress=progress)
+            report = report_of(one.path, level, progress=progress)
+            if not report.problems or os.path.isdir(one.path):  # or else a run that saves there has removed it
+                yield report
     try:
         yield verify_checkpoint(arguments.directory, level=level, progress=progress)
     except CheckpointNotFoundError:
@@ -59,7 +62,7 @@ def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyR
     damaged = {os.path.basename(problem.file) for problem in problems}
     warnings = tuple(
         f"'{name}' in '{directory}' belongs to no checkpoint: its manifest does not name it."
-        for name in sorted(set(os.listdir(directory)) - manifest.files.keys() - damaged)
+        for name in sorted(set(names_in(directory)) - manifest.files.keys() - damaged)
         if _is_weights_file(name)
     )
     compared = sum(digest.size or 0 for name, digest in manifest.files.items() if name not in damaged)

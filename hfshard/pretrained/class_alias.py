@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from typing import Any, Final, TypeVar, cast
@@ -18,6 +19,15 @@ _ALIAS: Final = "_hfshard_alias"
 
 _alias_lock = threading.Lock()
 """Two threads that load the first models of a class must build them with one alias class."""
+
+
+def _renew_lock() -> None:
+    """Renew the lock in a forked child, where the thread that held it does not exist."""
+    global _alias_lock
+    _alias_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from hfshard.errors import HfshardError, InvalidArgumentError
 from hfshard.training.run.directory import checkpoint_path, checkpoints_in
-from hfshard.training.run.finding import Level, checkpoint_of_step, checkpoint_problems, manifests_in, newest_whole
+from hfshard.training.run.finding import Level, checkpoint_of_step, current_problems, manifests_in, newest_whole
 from hfshard.training.run.rotation import MetricMode, best_of
 from hfshard.training.run_writer import RunWriter
 
 
 class RunReader:
-    """The questions that a `CheckpointManager` answers about its run; each waits for a save that is under way."""
+    """The questions that a `CheckpointManager` answers about its run; each waits for a save of this process."""
 
     root: str
     keep_best: str | None
@@ -83,11 +83,13 @@ class RunReader:
             level: What `verify` is in `restore`.
 
         Returns:
-            Step -> what is wrong with its checkpoint; the list of a whole checkpoint is empty.
+            Step -> what is wrong with its checkpoint; the list of a whole checkpoint is empty. What another process
+            removes meanwhile is left out.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint of this step.
         """
         with self._writer.settled():
             checkpoints = checkpoints_in(self.root) if step is None else [checkpoint_of_step(self.root, step)]
-            return {one.step: checkpoint_problems(one, level) for one in sorted(checkpoints, key=lambda one: one.step)}
+            problems = {one.step: current_problems(one, level) for one in sorted(checkpoints, key=lambda one: one.step)}
+            return {number: found for number, found in problems.items() if found is not None}

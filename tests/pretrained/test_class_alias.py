@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from transformers.models.bert.modeling_bert import BertPreTrainedModel
 from transformers.models.glm_image.modeling_glm_image import GlmImageVQVAE
 
 import hfshard
+from hfshard.pretrained import class_alias
 from hfshard.pretrained.class_alias import architecture_of
 from tests.pretrained.conftest import SHARDS, Saves
 from tests.zoo.compare import differences, facts_of_load, load, raw_tensors
@@ -143,3 +146,14 @@ def test_it_generates_what_the_stock_class_generates(name: str, saves: Saves) ->
     ours = loaded.generate(given, **options)
 
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_process_that_is_forked_beside_a_load_does_not_wait_for_it() -> None:
+    with class_alias._alias_lock:  # as another thread may hold it
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)
+            class_alias.alias_class(with_mixin(BertModel))
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from hfshard._util.own_descriptor import OwnDescriptor, holder_of
 from hfshard.constants import COPY_BYTES
 from hfshard.errors import DirectoryLockedError, NotEnoughSpaceError, SaveDirectoryError
-from hfshard.storage.disk.own_descriptor import OwnDescriptor, holder_of
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from hfshard.errors import (
 )
 from hfshard.storage.format.names import WeightNames
 from hfshard.training.collecting import PARTS
-from hfshard.training.run.directory import RunCheckpoint, checkpoints_in, has_changed
+from hfshard.training.run.directory import RunCheckpoint, checkpoints_in, has_changed, read_run_checkpoint
 from hfshard.training.run.manifest import CheckpointManifest, check_files
 
 logger = logging.getLogger(__name__)
@@ -126,6 +126,24 @@ def checkpoint_problems(
     elif checkpoint.problem is not None:
         problems.append(checkpoint.problem)
     return problems
+
+
+def current_problems(checkpoint: RunCheckpoint, level: Level) -> list[HfshardError] | None:
+    """List what is wrong with a checkpoint now; None where a run that is saving there has removed it meanwhile.
+
+    Raises:
+        CheckpointChangedError: It was replaced again and again.
+    """
+    for _ in range(_TRIES):
+        problems = checkpoint_problems(checkpoint, level)
+        if not problems or not has_changed(checkpoint):
+            return problems
+        if not os.path.isdir(checkpoint.path):
+            return None
+        checkpoint = read_run_checkpoint(checkpoint.path, checkpoint.step)
+    raise CheckpointChangedError(
+        f"'{checkpoint.path}' was replaced while it was checked. Try again.", path=checkpoint.path
+    )
 
 
 def _strays(directory: str, manifest: CheckpointManifest) -> list[HfshardError]:

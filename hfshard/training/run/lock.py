@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Final
 
+from hfshard._util.own_descriptor import OwnDescriptor, holder_of
 from hfshard.errors import DirectoryLockedError
 from hfshard.storage.disk.fsops import lock, unlock
-from hfshard.storage.disk.own_descriptor import OwnDescriptor, holder_of
 
 _WAIT_SECONDS: Final = 5.0
 """How long a manager waits for another one: a killed process may take as long to disappear."""
@@ -48,9 +48,13 @@ class RunLock:
     def is_of_the_run(self) -> bool:
         """Whether the directory that is locked is still the one at its path: it may have been removed or renamed."""
         try:
-            return os.path.samestat(os.fstat(self._own.fd), os.stat(self.directory))
-        except OSError:
+            locked, found = os.fstat(self._own.fd), os.stat(self.directory)
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        if os.path.samestat(locked, found):
+            return True
+        # Some network file systems give a directory another number each time: then it holds what is found there.
+        return locked.st_nlink > 0 and sorted(os.listdir(self._own.fd)) == sorted(os.listdir(self.directory))
 
     def release(self) -> None:
         """Release the lock; a second call does nothing, nor does one in a forked process."""

@@ -33,14 +33,14 @@ def saving_into(root: str, is_there: Callable[[], bool] = lambda: True) -> Itera
     except HfshardError:
         raise
     except OSError as error:
-        if not is_there():
-            raise removed(root) from error
         if error.errno in _DENIED:
             raise AccessDeniedError(
                 f"'{root}' can't be saved into ({error}). Give the user the right to write there, or give the "
                 "CheckpointManager another directory.",
                 path=root,
             ) from error
+        if not is_there():
+            raise removed(root) from error
         if error.errno in _NO_DIRECTORY and not os.path.isdir(root):
             raise _no_directory(root) from error
         raise

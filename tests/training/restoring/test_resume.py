@@ -36,6 +36,7 @@ def test_a_reader_beside_a_run_that_keeps_one_checkpoint_restores_each_time(tmp_
         assert start is not None
         assert start.extra == found.values["count"] == found.values["mean"][1] >= last
         last, restores = start.extra, restores + 1
+        assert [problems for problems in CheckpointManager(tmp_path).verify().values() if problems] == []
     thread.join()
     writer.close()
     assert CheckpointManager(tmp_path).restore_latest(TrainingState(counter=found)) is not None

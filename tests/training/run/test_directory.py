@@ -208,6 +208,14 @@ def test_a_run_that_was_removed_meanwhile_is_an_error_that_names_it(tmp_path: Pa
     assert os.listdir(run) == ["checkpoint-00000002"]
 
 
+def test_a_file_system_whose_numbers_change_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "samestat", lambda *_: False)
+    with CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+        assert manager.all_steps() == [1, 2]
+
+
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_run_that_is_removed_amid_a_save_is_an_error_that_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocking: bool
