@@ -52,7 +52,15 @@ class Hub(Protocol):
         create_pr: bool,
         progress_callback: Callable[[int], object] | None,
     ) -> PushResult:
-        """Make one commit on top of `parent`."""
+        """Make one commit on top of `parent`, with the files that the hub lacks.
+
+        Args:
+            changes, parent, revision, message, description, create_pr: The fields of `CommitRequest`.
+            progress_callback: Called with numbers of bytes of new contents.
+
+        Raises:
+            StaleParentError: The branch is no longer at `parent`; nothing was changed.
+        """
 
 
 class CommitFiles(Protocol):

@@ -169,6 +169,15 @@ def shared(request: pytest.FixtureRequest, kind: type[Fixture]) -> Iterator[Fixt
     fixture.server.clear_faults()
 
 
+def hub_fixtures(kind: type[Fixture]) -> tuple[Any, Any]:
+    """Two fixtures of the Hub that all tests of a folder share: `hub` for each test, and `module_hub` for a module."""
+
+    def hub(request: pytest.FixtureRequest) -> Iterator[Fixture]:
+        yield from shared(request, kind)
+
+    return pytest.fixture(hub), pytest.fixture(scope="module")(hub)
+
+
 def new_repo_id() -> str:
     """A name for a repo that no other test uses; the repo does not exist yet."""
     return f"org/model-{next(_REPOS)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -47,6 +48,8 @@ _RETRIED: Final = frozenset({408, 429, 500, 502, 503, 504})
 _TOKEN_VARIABLES: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _SHOWN_CHARACTERS: Final = 4
 """Characters of a token in messages: enough to recognize it, too few to use it."""
+_SHOWN_FROM: Final = 16
+"""Characters of a token of which some are shown at all; the Hub's have 37."""
 _NO_RIGHT: Final = (401, 403)
 _BUSY: Final = (408, 429)
 _SERVER_FAILED: Final = 500
@@ -76,17 +79,27 @@ def _check_token(token: str | bool | None) -> None:
 def describe_token(token: str | bool | None) -> str:
     """Say which token a call with this argument uses, without giving it away."""
     if isinstance(token, str):
-        return f"the token '…{token[-_SHOWN_CHARACTERS:]}' that was passed"
+        return f"the token {_masked(token)} that was passed"
     if token is False:
         return "no token, as token=False was passed"
     found = get_token()
     if found is None:
         return "no token, as none is saved or in HF_TOKEN"
-    shown = f"'…{found[-_SHOWN_CHARACTERS:]}'"
+    shown = _masked(found)
     for variable in _TOKEN_VARIABLES:
         if os.environ.get(variable, "").strip() == found:
             return f"the token {shown} of the environment variable {variable}"
     return f"the token {shown} that is saved in '{constants.HF_TOKEN_PATH}'"
+
+
+def _masked(token: str) -> str:
+    return f"'…{token[-_SHOWN_CHARACTERS:]}'" if len(token) >= _SHOWN_FROM else "'…'"
+
+
+def without_token(text: str, token: str | bool | None) -> str:
+    """Mask the token of a call wherever a text, such as a server's answer, quotes it."""
+    used = token if isinstance(token, str) else None if token is False else get_token()
+    return re.sub(rf"(?<![\w-]){re.escape(used)}(?![\w-])", "…", text) if used else text
 
 
 def offline_variable() -> str:
@@ -129,7 +142,8 @@ def translate_hub_errors(repo_id: str, token: str | bool | None, *, revision: st
         raise translate(error, repo_id, token, revision) from error
     except failed as error:
         raise HubConnectionError(
-            f"The connection to {constants.ENDPOINT} failed for '{repo_id}': {error or type(error).__name__}. "
+            f"The connection to {constants.ENDPOINT} failed for '{repo_id}': "
+            f"{without_token(str(error), token) or type(error).__name__}. "
             "Check the network, and run it again: what was transferred is not sent or fetched twice.",
             path=repo_id,
         ) from error
@@ -215,7 +229,8 @@ def translate(error: HfHubHTTPError, repo_id: str, token: str | bool | None, rev
     used = describe_token(token)
     url = f"{constants.ENDPOINT}/{repo_id}"
     about: dict[str, Any] = {"path": repo_id, "actual": status}
-    said = f" The Hub said: {error.server_message}" if error.server_message else ""
+    server_message = without_token(error.server_message or "", token)
+    said = f" The Hub said: {server_message}" if server_message else ""
     if isinstance(error, GatedRepoError):
         return HubAccessError(
             f"'{repo_id}' is gated, and the request had {used}. Accept its conditions on {url}, "
@@ -227,7 +242,9 @@ def translate(error: HfHubHTTPError, repo_id: str, token: str | bool | None, rev
             f"'{repo_id}' has no revision '{revision}'. See its branches and tags on {url}/tree/main.", **about
         )
     if isinstance(error, EntryNotFoundError):
-        return HubNotFoundError(f"'{repo_id}' has no such file: {error.server_message or error}", **about)
+        return HubNotFoundError(
+            f"'{repo_id}' has no such file: {server_message or without_token(str(error), token)}", **about
+        )
     if isinstance(error, RepositoryNotFoundError) and status != 403:
         kind = HubAccessError if status == 401 else HubNotFoundError
         return kind(
@@ -246,7 +263,8 @@ def translate(error: HfHubHTTPError, repo_id: str, token: str | bool | None, rev
         return HubConnectionError(
             f"{constants.ENDPOINT} could not answer for '{repo_id}' (HTTP {status}).{said} Run it again later.", **about
         )
-    return HubError(f"{constants.ENDPOINT} answered HTTP {status} for '{repo_id}'.{said or f' {error}'}", **about)
+    said = said or f" {without_token(str(error), token)}"
+    return HubError(f"{constants.ENDPOINT} answered HTTP {status} for '{repo_id}'.{said}", **about)
 
 
 def status_of(error: HfHubHTTPError) -> int:

@@ -16,7 +16,7 @@ from hfshard.hub.refs import full_name, pr_revision
 from hfshard.hub.remote.client import ask, tree_of
 from hfshard.hub.remote.commit import RemoteCommit
 from hfshard.hub.remote.transport import HubReader
-from hfshard.hub.remote.uploads import server_has_xet
+from hfshard.hub.remote.uploads import goes_by_xet, server_has_xet
 from hfshard.hub.repo_tree import PushResult, RepoTree
 from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 
@@ -117,10 +117,10 @@ class HubRepo:
         create_pr: bool,
         progress_callback: Callable[[int], object] | None,
     ) -> PushResult:
-        """Upload what the Hub lacks, and commit; of very many files, shards with new names are committed first.
+        """Do what `Hub.commit` says; of very many files, shards with new names are committed first.
 
         Raises:
-            StaleParentError: The branch is no longer at `parent`.
+            StaleParentError: As there.
             HubError: The Hub refused, or stopped answering; nothing was committed except shards that no index names.
         """
         if revision is not None and not create_pr:
@@ -149,7 +149,8 @@ class HubRepo:
                 create_pr = False
             parent = result.commit
         assert result is not None
-        return PushResult(result.commit, result.url, pr_url, sent_bytes=sent.count)
+        is_known = not any(goes_by_xet(content, by_xet=by_xet) for content in changes.values())
+        return PushResult(result.commit, result.url, pr_url, sent_bytes=sent.count if is_known else None)
 
     def _refuse_fixed(self, revision: str) -> None:
         """Refuse a tag or a commit before anything is sent; the Hub itself refuses it only afterwards."""

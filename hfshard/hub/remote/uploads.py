@@ -18,7 +18,7 @@ from huggingface_hub.utils import build_hf_headers
 
 from hfshard._util.threads import in_threads
 from hfshard.errors import IntegrityError
-from hfshard.storage.disk.byte_source import ByteSource, FileSource, sha256_of_source
+from hfshard.storage.disk.byte_source import ByteSource, FileSource, SeekableReader, sha256_of_source
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +55,17 @@ def operations_for(
     for (path, content), (sha256, sample) in zip(adds.items(), known, strict=True):
         operation = CommitOperationAdd(path_in_repo=path, path_or_fileobj=b"")
         operation.upload_info = UploadInfo(size=content.size, sample=sample, sha256=bytes.fromhex(sha256))
-        if by_xet and isinstance(content, FileSource):
-            operation.path_or_fileobj = content.path
+        if goes_by_xet(content, by_xet=by_xet):
+            operation.path_or_fileobj = cast(FileSource, content).path
         else:
             operation.path_or_fileobj = cast(BinaryIO, CheckedReader(path, content, sha256, progress_callback))
         operations.append(operation)
     return operations
+
+
+def goes_by_xet(content: ByteSource | None, *, by_xet: bool) -> bool:
+    """Whether new contents are handed over as a path, so that huggingface_hub may send them by Xet."""
+    return by_xet and isinstance(content, FileSource)
 
 
 def _hash_and_sample(item: tuple[str, ByteSource], cancelled: threading.Event) -> tuple[str, bytes]:
@@ -100,7 +105,7 @@ def server_has_xet(repo_id: str, token: str | bool | None) -> bool:
     return bool(response.status_code == _HTTP_OK)
 
 
-class CheckedReader(io.BufferedIOBase):
+class CheckedReader(SeekableReader):
     """A file that is read for upload: opened when it is first read, hashed while it is read, and counted.
 
     The last bytes are given only if the hash of all bytes is the announced one: a file that was changed or damaged
@@ -118,12 +123,12 @@ class CheckedReader(io.BufferedIOBase):
             sha256: The announced hash, in hex.
             progress_callback: Called with the number of bytes that are read; bytes that are read again count once.
         """
+        super().__init__(content.size)
         self._name = name
         self._content = content
         self._sha256 = sha256
         self._progress_callback = progress_callback
         self._reader: io.BufferedIOBase | None = None
-        self._position = 0
         self._hasher: Any = hashlib.sha256()
         self._hashed = 0
         """Bytes from the beginning that `_hasher` has seen."""
@@ -132,23 +137,10 @@ class CheckedReader(io.BufferedIOBase):
         self._was_sought = False
         self._counted = 0
 
-    def readable(self) -> bool:
-        """Say that it can be read."""
-        return True
-
-    def seekable(self) -> bool:
-        """Say that its position can be changed."""
-        return True
-
-    def tell(self) -> int:
-        """The position, in bytes from the beginning."""
-        return self._position
-
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         """Go to a position, as in any file."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._content.size}[whence]
-        self._position, self._was_sought = base + offset, True
-        return self._position
+        self._was_sought = True
+        return super().seek(offset, whence)
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Read the next bytes.

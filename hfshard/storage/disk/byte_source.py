@@ -100,3 +100,32 @@ def sha256_of_reader(reader: io.BufferedIOBase, cancelled: threading.Event | Non
             raise InterruptedError("another file failed, or Ctrl-C came")
         hasher.update(block)
     return hasher.hexdigest()
+
+
+class SeekableReader(io.BufferedIOBase):
+    """A file for reading whose bytes are made when they are read; subclasses give it `read`."""
+
+    def __init__(self, size: int) -> None:
+        """Begin at the first of `size` bytes."""
+        self._size = size
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Always true."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always true: reading may start anywhere."""
+        return True
+
+    def tell(self) -> int:
+        """The position, in bytes from the beginning."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Go to a position, as in a file."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"negative seek position {base + offset}")
+        self._position = base + offset
+        return self._position

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
-import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from hfshard.constants import COPY_BYTES
+from hfshard.storage.disk.byte_source import SeekableReader
 from hfshard.storage.tensors.tensor_bytes import iter_blocks, tensor_nbytes
 from hfshard.storage.tensors.tensor_layout import TensorLike
 
 
-class SafetensorsStream(io.BufferedIOBase):
+class SafetensorsStream(SeekableReader):
     """Reads like the file with this header and these tensors; at most one block of a tensor is copied at a time."""
 
     def __init__(self, header: bytes, tensors: Sequence[TensorLike]) -> None:
@@ -28,32 +27,11 @@ class SafetensorsStream(io.BufferedIOBase):
         for tensor in tensors:
             self._starts.append(end)
             end += tensor_nbytes(tensor)
-        self._size = end
-        self._position = 0
+        super().__init__(end)
         self._rest: Iterator[memoryview] = iter(())
         self._block = memoryview(b"")
         self._block_end = -1
         """The end of the block that was read last: reading on from there needs no search."""
-
-    def readable(self) -> bool:
-        """Always true."""
-        return True
-
-    def seekable(self) -> bool:
-        """Always true: reading may start anywhere."""
-        return True
-
-    def tell(self) -> int:
-        """The position, in bytes from the beginning."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Go to a position, as in a file."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"negative seek position {base + offset}")
-        self._position = base + offset
-        return self._position
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Read the next `size` bytes, or fewer at the end; all that are left if it is None or negative."""

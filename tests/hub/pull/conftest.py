@@ -1,28 +1,8 @@
-"""What the tests of pulls are given: a Hub with a client that pulls, and a repo of their own."""
+"""What the tests of pulls are given: a Hub with a client that pulls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from tests.hub.pull.pull_hub import PullHub
-from tests.hub.server_fixture import new_repo_id, shared
+from tests.hub.server_fixture import hub_fixtures
 
-
-@pytest.fixture
-def hub(request: pytest.FixtureRequest) -> Iterator[PullHub]:
-    """The Hub that all tests of pulls share."""
-    yield from shared(request, PullHub)
-
-
-@pytest.fixture(scope="module")
-def module_hub(request: pytest.FixtureRequest) -> Iterator[PullHub]:
-    """The same Hub, for what the tests of a module look at together."""
-    yield from shared(request, PullHub)
-
-
-@pytest.fixture
-def repo() -> str:
-    """A name for a repo of this test alone; it does not exist yet."""
-    return new_repo_id()
+hub, module_hub = hub_fixtures(PullHub)

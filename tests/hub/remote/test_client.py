@@ -11,7 +11,7 @@ import pytest
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, HubAccessError
-from hfshard.hub.remote.client import translate_hub_errors
+from hfshard.hub.remote.client import describe_token, translate_hub_errors, without_token
 
 
 def test_repo_that_is_not_cached_is_an_error_with_a_command_that_exists(
@@ -35,3 +35,15 @@ def test_token_that_can_not_be_one_is_refused_and_not_quoted(token: str) -> None
     ):
         pass
     assert "SECRET" not in str(raised.value)
+
+
+@pytest.mark.parametrize("token", ["x", "abcd", "hf_short", "hf_fifteen_long"])
+def test_short_token_is_not_shown_at_all(token: str) -> None:
+    assert describe_token(token) == "the token '…' that was passed"
+
+
+def test_token_that_a_server_quotes_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert without_token("Token abcd is wrong; abcde is not.", "abcd") == "Token … is wrong; abcde is not."
+    monkeypatch.setenv("HF_TOKEN", "hf_saved")
+    assert without_token("'hf_saved' has expired", None) == "'…' has expired"
+    assert without_token("hf_saved", False) == "hf_saved"
