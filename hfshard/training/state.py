@@ -91,7 +91,7 @@ class TrainingState:
         """Return the id of every parameter -> its name, which is "component:name" outside of the model."""
         names: dict[int, str] = {}
         modules = self.of_kind("module")
-        for component in sorted(modules, key=lambda name: name != "model"):
+        for component in sorted(modules, key=lambda name: (name != "model", name)):  # not as they were passed
             prefix = "" if component == "model" else f"{component}:"
             for key, name in parameter_names(modules[component]).items():
                 names.setdefault(key, prefix + name)

@@ -251,3 +251,14 @@ def test_two_models_with_the_same_names_have_an_optimizer_each(tmp_path: Path) -
     CheckpointManager(tmp_path).restore_latest(other_state)
     train(others, FIRST)
     assert numbers(others) == numbers(members)
+
+
+def test_modules_that_share_a_parameter_may_be_passed_in_another_order(tmp_path: Path) -> None:
+    def state(order: int) -> TrainingState:
+        head = nn.Linear(2, 2)
+        modules = {"left": nn.Sequential(head, nn.Linear(2, 1)), "right": nn.Sequential(nn.Linear(2, 1), head)}
+        optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+        return TrainingState(optimizer=optimizer, **dict(list(modules.items())[::order]))
+
+    CheckpointManager(tmp_path).save(1, state(1))
+    assert CheckpointManager(tmp_path).restore(state(-1)).differences == ()
