@@ -220,13 +220,14 @@ class ShardedModelMixin:
             verify: "none"; "structure" (names, sizes, headers, fingerprints); "full" or "sha256" (every byte).
             read: "auto", "mmap" or "pread": how the bytes come into memory (see `load_state_dict`).
             progress: Whether to show a bar on stderr while checksums are computed; None: only on a terminal.
-            kwargs: Everything that transformers' `from_pretrained` takes.
+            kwargs: Everything that transformers' `from_pretrained` takes, and an override of the class.
 
         Returns:
             The model, in evaluation mode; with `output_loading_info=True`, (model, info).
 
         Raises:
             CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before it is built.
+            InvalidArgumentError: `strict` or `verify` asks for a check, and an override builds the model by itself.
             StateDictMismatchError: No name fits, or `strict` and something differs.
 
         Example:

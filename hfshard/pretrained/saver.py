@@ -23,6 +23,7 @@ from hfshard.pretrained.override_chain import ChainCall, call_under_way, has_ove
 from hfshard.pretrained.pushing.push import default_repo_id, push_saved_files, tags_of
 from hfshard.pretrained.request import request_from_model
 from hfshard.saving.options import SaveOptions
+from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
 from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.storage.format.index import CheckpointIndex
@@ -155,6 +156,7 @@ def _save(
     )
     directory = absolute_path(save_directory, "save_directory")
     if needs_transformers_saver(model, distributed_checkpoint=distributed_checkpoint):
+        refuse_hub(directory)
         cast(Any, PreTrainedModel).save_pretrained(
             view_as_alias(model),
             directory,
@@ -167,16 +169,27 @@ def _save(
             distributed_checkpoint=distributed_checkpoint,
         )
         if push_to_hub and is_main_process:
-            repo_id = kwargs.pop("repo_id", None) or default_repo_id(directory)
-            cast(Any, model).push_to_hub(repo_id, token=token, max_shard_size=max_shard_size, variant=variant, **kwargs)
+            _push_again(model, directory, {**kwargs, "max_shard_size": max_shard_size, "variant": variant}, token)
         return None
     if not is_main_process:
         return None
     request = request_from_model(model, state_dict, options)
     index = save_request(request, directory)
     if push_to_hub:
-        repo_id = kwargs.pop("repo_id", None) or default_repo_id(directory)
-        tags = tags_of(model, kwargs.pop("tags", None))
-        pushing = PushOptions(token=token, progress=options.progress, **kwargs)
-        push_saved_files(request, index, directory, repo_id, tags, pushing)
+        _push_files(model, request, index, directory, {**kwargs, "token": token, "progress": options.progress})
     return index
+
+
+def _push_again(model: Any, directory: str, arguments: dict[str, Any], token: str | bool | None) -> None:
+    """Push what transformers has saved, by saving it once more."""
+    repo_id = arguments.pop("repo_id", None) or default_repo_id(directory)
+    model.push_to_hub(repo_id, token=token, **arguments)
+
+
+def _push_files(
+    model: PreTrainedModel, request: SaveRequest, index: CheckpointIndex, directory: str, arguments: dict[str, Any]
+) -> None:
+    """Push the files of a save into a directory."""
+    repo_id = arguments.pop("repo_id", None) or default_repo_id(directory)
+    tags = tags_of(model, arguments.pop("tags", None))
+    push_saved_files(request, index, directory, repo_id, tags, PushOptions(**arguments))
