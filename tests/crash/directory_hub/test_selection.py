@@ -11,7 +11,7 @@ from tests import REPOSITORY
 from tests.crash.tracer import has_strace
 
 SAMPLE = 120
-"""Of the sweep's 1,375 points: about four seconds."""
+"""Of the sweep's 2,017 points: about four seconds."""
 
 needs_strace = pytest.mark.skipif(not has_strace(), reason="NO STRACE: NO PUSH IS STOPPED HERE. Install strace.")
 
