@@ -53,7 +53,7 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint) -> SaveReques
         tied_names=tied_names,
         undeclared_ties=index.undeclared_ties,
         options=replace(request.options, metadata=metadata),
-        file_metadata=_without(file_metadata, _OWN_KEYS),
+        file_metadata=_without(file_metadata, _OWN_KEYS | tied_names.keys()),
         total_parameters=index.total_parameters,
         config=_config_without_override(checkpoint.directory),
         model_files=_model_files_of(checkpoint.directory),

@@ -52,7 +52,7 @@ def _indexed(hub: Hub, request: PushRequest, remote: RepoTree, there: Mapping[st
     if unknown_weights(there, local, request.variants):
         for variant in request.variants:
             names = WeightNames(variant)
-            for index in (names.index, names.bin_index):
+            for index in {names.index, names.hub_index, names.bin_index}:
                 if index in there:
                     owned |= _named_by(hub, there[index], remote.commit)
     if stale_names(there, local, request.variants, ()) or owned:

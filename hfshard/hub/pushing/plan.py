@@ -19,6 +19,9 @@ _SINGLE: Final = re.compile(r"(?:pytorch_)?model(?:\.(?P<variant>[^/]+))?\.(?:sa
 _INDEX: Final = re.compile(r"(?:pytorch_)?model\.(?:safetensors|bin)\.index(?:\.(?P<variant>[^/]+))?\.json")
 
 
+_HUB_INDEX: Final = re.compile(r"model\.(?P<variant>[^/]+)\.safetensors\.index\.json")
+
+
 @dataclass(frozen=True, slots=True)
 class PushPlan:
     """What one push changes."""
@@ -71,7 +74,7 @@ def variants_of(names: Iterable[str]) -> set[str | None]:
     """Tell from file names which variants of a checkpoint they belong to; None is the one without a variant."""
     found: set[str | None] = set()
     for name in names:
-        match = _INDEX.fullmatch(name) or _SINGLE.fullmatch(name)
+        match = _INDEX.fullmatch(name) or _SINGLE.fullmatch(name) or _HUB_INDEX.fullmatch(name)
         if match is None or _SHARD_NUMBER.search(name.rpartition(".")[0]) or "-hfshard-" in name:
             continue
         found.add(match["variant"])
@@ -80,7 +83,7 @@ def variants_of(names: Iterable[str]) -> set[str | None]:
 
 def is_weights(name: str, names: WeightNames) -> bool:
     """Whether a file's name is, by convention, one of this variant's weights in either format."""
-    own = (names.single, names.index, names.bin_single, names.bin_index)
+    own = (names.single, names.index, names.hub_index, names.bin_single, names.bin_index)
     return name in own or names.is_shard(name) or names.is_bin_shard(name) or names.is_transient(name)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hfshard._util.progress import bytes_bar
-from hfshard.constants import METADATA_KEY, SAFETENSORS_SUFFIX
+from hfshard.constants import SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, HubError, IntegrityError, InvalidArgumentError, UnsafePathError
 from hfshard.hub.remote.cache import is_plain_path
 from hfshard.hub.remote.download import for_each_path, hasher_for
@@ -20,7 +20,7 @@ from hfshard.hub.repo_tree import RepoTree
 from hfshard.hub.resolve import CheckpointQuery, resolve_checkpoint
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify, open_checkpoint
 from hfshard.storage.format.header import LENGTH_BYTES, Header, TensorInfo, parse_header, read_header_length
-from hfshard.storage.format.index import CheckpointIndex, FileDigest, parse_single_file_metadata
+from hfshard.storage.format.index import CheckpointIndex, FileDigest, metadata_of_file
 from hfshard.storage.format.integrity import tensor_digest
 
 logger = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ class _RangedFile:
         if end > len(raw):
             raw += self._read(len(raw), end)
         self.header = parse_header(raw[LENGTH_BYTES:end], size, self.path)
-        self.digest = parse_single_file_metadata(self.header.metadata.get(METADATA_KEY), self.path).digests
+        self.digest = metadata_of_file(self.header.metadata, self.header.tensors, self.path).digests
         os.makedirs(os.path.dirname(self.target), exist_ok=True)
         with open(self.target, "wb") as out:
             out.write(raw[:end])
@@ -192,7 +192,7 @@ class _RangedFile:
         """Choose the tensors, and find their byte ranges."""
         assert self.header is not None
         if index is None:
-            tied_names = parse_single_file_metadata(self.header.metadata.get(METADATA_KEY), self.path).tied_names
+            tied_names = metadata_of_file(self.header.metadata, self.header.tensors, self.path).tied_names
             index = CheckpointIndex(weight_map=dict.fromkeys(self.header.tensors, self.name), tied_names=tied_names)
         else:
             self.digest = index.files.get(self.name, FileDigest())

@@ -239,7 +239,11 @@ def _open_single(directory: str, names: WeightNames, weights: WeightsEntry) -> O
         index = CheckpointIndex(
             weight_map=dict.fromkeys(tensors, weights.name),
             total_size=shard.data_bytes,
-            metadata={key: value for key, value in shard.header.metadata.items() if key != METADATA_KEY},
+            metadata={
+                key: value
+                for key, value in shard.header.metadata.items()
+                if key != METADATA_KEY and key not in metadata.tied_names
+            },
             files={**metadata.files, weights.name: metadata.digests}
             if metadata.digests.fingerprint is not None
             else {},

@@ -60,6 +60,8 @@ def candidate_weights(
 ) -> list[WeightsEntry]:
     """List the files by which a checkpoint may be entered, in the order in which transformers looks for them.
 
+    Of a variant, huggingface_hub's index comes after transformers' own, which does not know it.
+
     Args:
         names: The checkpoint's file names.
         use_safetensors: None: safetensors before pickles; True: only safetensors; False: only pickles.
@@ -70,6 +72,8 @@ def candidate_weights(
     candidates = []
     if use_safetensors is not False:
         candidates += [WeightsEntry("single", names.single), WeightsEntry("index", names.index)]
+        if names.hub_index != names.index:
+            candidates.append(WeightsEntry("index", names.hub_index))
     if not use_safetensors:
         candidates += [WeightsEntry("bin", names.bin_single), WeightsEntry("bin_index", names.bin_index)]
     return candidates
@@ -191,7 +195,7 @@ def checked_weights_override(config: bytes | None, directory: str, names: Weight
 
 def state_token(directory: str, names: WeightNames, weights_override: str | None) -> tuple[Identity | None, ...]:
     """The identities of all files by which a replaced checkpoint is noticed."""
-    files = [CONFIG_NAME, names.single, names.index, names.bin_single, names.bin_index]
+    files = [CONFIG_NAME, names.single, names.index, names.hub_index, names.bin_single, names.bin_index]
     if weights_override:
         files.append(weights_override)
     return tuple(_identity_or_none(os.path.join(directory, name)) for name in files)

@@ -238,7 +238,7 @@ def _protect_hub_readers(plan: CommitPlan, old: DirectoryState) -> None:
         return
     if old.has_single:
         _index_of_old_single(plan, old)
-    else:  # pickles only, which it ignores: a second file keeps it from taking a lone shard for the whole checkpoint
+    else:  # files that it ignores: a second one keeps it from taking a lone shard for the whole checkpoint
         plan.write_small(old.names.placeholder, b"")
     plan.sync()
 
@@ -293,8 +293,8 @@ def _remove_old(plan: CommitPlan, old: DirectoryState, outdated: set[str]) -> No
 def _outdated_files(old: DirectoryState, new: NewCheckpoint) -> set[str]:
     """What the old checkpoint owned and the new one does not, strays, and the placeholder of this commit."""
     outdated = set(old.owned | old.strays)
-    only_pickles = old.has_bins and not old.has_index and not old.has_single
-    if new.is_sharded and only_pickles:
+    has_others = (old.has_bins or old.has_hub_index) and not old.has_index and not old.has_single
+    if new.is_sharded and has_others:
         outdated.add(old.names.placeholder)
     kept = {*new.shards, *new.kept_shards, *new.model_files, *new.companion_files}
     if new.is_sharded:

@@ -57,9 +57,15 @@ class DirectoryState:
         return self.names.bin_single in self.listing or self.names.bin_index in self.listing
 
     @property
+    def has_hub_index(self) -> bool:
+        """Whether there is a variant's index under the name that huggingface_hub gives it."""
+        return self.names.hub_index != self.names.index and self.names.hub_index in self.listing
+
+    @property
     def has_weights(self) -> bool:
         """Whether there is a checkpoint to protect."""
-        return self.has_single or self.has_index or self.has_bins or self.weights_override is not None
+        has_own = self.has_single or self.has_index or self.weights_override is not None
+        return has_own or self.has_bins or self.has_hub_index
 
     @property
     def shares_config(self) -> bool:
@@ -67,7 +73,7 @@ class DirectoryState:
         if self.names.variant is None:
             return False
         names = self.names
-        mine = {names.single, names.index, names.bin_single, names.bin_index, self.weights_override}
+        mine = {names.single, names.index, names.hub_index, names.bin_single, names.bin_index, self.weights_override}
         weights = re.compile(r"(?:model|pytorch_model)(?:\.[^/]+)?\.(?:safetensors|bin)|" + INDEX_FILE.pattern)
         return any(weights.fullmatch(name) for name in self.listing - self.owned - mine)
 
@@ -90,7 +96,7 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
     references = {name: _references(index) for name, index in indexes.items() if name not in orphans}
 
     # What the indexes of this checkpoint name, and no other index does, belongs to it.
-    own_indexes = {names.index, names.bin_index}
+    own_indexes = {names.index, names.hub_index, names.bin_index}
     foreign: set[str] = set()
     referenced = _union(references.values())
     if override is not None:
@@ -98,7 +104,7 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
         referenced.add(override)
     foreign |= _union(references[name] for name in references if name not in own_indexes)
     owned = _union(references.get(name, frozenset()) for name in own_indexes)
-    owned |= {names.index, names.bin_index, names.bin_single, names.single}
+    owned |= {*own_indexes, names.bin_single, names.single}
     owned |= {name for name in listing if names.is_transient(name)}
 
     # The shards of an index that can't be read look like those of a killed save, and may be all that is left.

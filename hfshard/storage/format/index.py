@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -127,9 +127,11 @@ class CheckpointIndex:
             raise _damaged(path, "its 'metadata' must be an object")
         ours = parse_hfshard_metadata(metadata.get(METADATA_KEY), path)
         _check_hfshard_metadata(ours, weight_map, path)
+        if METADATA_KEY not in metadata:
+            ours = _metadata_of_others(metadata, weight_map)
         if ours.files and _count(metadata.get("total_size", 0)) is None:
             raise _damaged(path, "its total_size must be a number of bytes")
-        known = {"total_size", "total_parameters", METADATA_KEY}
+        known = {"total_size", "total_parameters", METADATA_KEY, *ours.tied_names}
         return cls(
             weight_map={name: checked[file] for name, file in weight_map.items()},
             total_size=_count(metadata.get("total_size")),
@@ -169,6 +171,35 @@ def build_hfshard_metadata(
 def single_file_metadata(ours: Mapping[str, Any], digests: Mapping[str, str]) -> str:
     """Encode hfshard's part of a single file's `__metadata__`: the file's own digests first, so that they are found."""
     return json.dumps({**digests, **ours}, ensure_ascii=False, separators=(",", ":"))
+
+
+def metadata_of_file(metadata: Mapping[str, str], stored_names: Collection[str], path: str) -> HfshardMetadata:
+    """Parse what a file's `__metadata__` says beside what its header does, whoever wrote it.
+
+    Args:
+        metadata: The file's.
+        stored_names: Of its tensors.
+        path: The file, for messages.
+
+    Raises:
+        DamagedCheckpointError: hfshard's part is not what hfshard writes.
+    """
+    if METADATA_KEY not in metadata:
+        return _metadata_of_others(metadata, stored_names)
+    return parse_single_file_metadata(metadata[METADATA_KEY], path)
+
+
+def _metadata_of_others(metadata: Mapping[str, Any], stored_names: Collection[str]) -> HfshardMetadata:
+    """Names that share a tensor with a stored one, as huggingface_hub and safetensors note them: as plain entries.
+
+    Source: huggingface_hub `save_torch_state_dict`, safetensors `save_model`.
+    """
+    tied_names = {
+        name: stored
+        for name, stored in metadata.items()
+        if name != "format" and name not in stored_names and isinstance(stored, str) and stored in stored_names
+    }
+    return HfshardMetadata(tied_names=tied_names, undeclared_ties=tuple(sorted(tied_names)))
 
 
 def parse_single_file_metadata(text: str | None, path: str) -> HfshardMetadata:

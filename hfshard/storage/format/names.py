@@ -33,6 +33,8 @@ class WeightNames:
         self.stem = f"{base}{infix}"
         self.single = f"{self.stem}{SAFETENSORS_SUFFIX}"
         self.index = f"{base}{SAFETENSORS_SUFFIX}.index{infix}.json"
+        self.hub_index = f"{self.stem}{SAFETENSORS_SUFFIX}{INDEX_SUFFIX}"
+        """How huggingface_hub calls it, which puts a variant elsewhere; only read, never written."""
         self.bin_single = f"pytorch_{base}{infix}{BIN_SUFFIX}"
         self.bin_index = f"pytorch_{base}{BIN_SUFFIX}.index{infix}.json"
         self.placeholder = f"{self.stem}-hfshard-placeholder{SAFETENSORS_SUFFIX}"

@@ -26,7 +26,7 @@ from hfshard.storage.format.header import (
     parse_header,
     read_header_length,
 )
-from hfshard.storage.format.index import FileDigest, HfshardMetadata, parse_single_file_metadata
+from hfshard.storage.format.index import FileDigest, HfshardMetadata, metadata_of_file
 from hfshard.storage.format.integrity import (
     HASHERS,
     fingerprint_positions,
@@ -49,7 +49,7 @@ class SafetensorsFile:
         path: Where it was found.
         size: Bytes.
         header: What it says about its tensors, checked.
-        hfshard_metadata: What hfshard wrote into it, if it did.
+        hfshard_metadata: What hfshard wrote into it, or what another library says of names that share a tensor.
     """
 
     def __init__(self, path: str, root: str) -> None:
@@ -73,9 +73,7 @@ class SafetensorsFile:
             raw = read_text(fd, length, path)
             self._raw_header = length.to_bytes(LENGTH_BYTES, "little") + raw
             self.header: Header = parse_header(raw, self.size, path)
-            self.hfshard_metadata: HfshardMetadata = parse_single_file_metadata(
-                self.header.metadata.get(METADATA_KEY), path
-            )
+            self.hfshard_metadata: HfshardMetadata = metadata_of_file(self.header.metadata, self.header.tensors, path)
             self._complex_as_real = self._complex_names()
         except BaseException:
             os.close(fd)
