@@ -7,11 +7,12 @@ HfshardError
 │   └── InvalidPathError (OSError)             "", bytes, a path with NUL, or a relative one that leads nowhere
 ├── UnknownArgumentError (TypeError)           an unknown keyword; suggests the nearest one
 ├── SaveDirectoryError (NotADirectoryError)    the place to save to is a file
-├── AccessDeniedError (PermissionError)        the system does not let this user read or write there
 ├── RunRemovedError (FileNotFoundError)        a run's directory was removed while it was saved into
 ├── UnstorableTensorError (ValueError)         a value that the format can't store
 ├── NotEnoughSpaceError (OSError)              the disk is too full for the save; nothing was written
 ├── CommitUndoneError (OSError)                a step of the commit failed; all is as it was
+├── FileError (OSError)                        the operating system refused a file, or failed
+│   └── AccessDeniedError (PermissionError)    the system does not let this user read or write there
 ├── CommitUnfinishedError (OSError)            saved and committed, but cleaning up failed
 ├── DirectoryLockedError (BlockingIOError)     another process is saving there
 ├── CheckpointNotFoundError (FileNotFoundError)  no weights where they were looked for
@@ -120,14 +121,6 @@ class SaveDirectoryError(HfshardError, NotADirectoryError):
     """The place to save to is a file, or can't be a directory."""
 
 
-class AccessDeniedError(HfshardError, PermissionError):
-    """The system does not let this user read or write there. `errno` is EACCES."""
-
-    def __init__(self, message: str, **data: Any) -> None:
-        super().__init__(message, **data)
-        self.errno = errno.EACCES
-
-
 class RunRemovedError(HfshardError, FileNotFoundError):
     """The directory of a training run was removed, or renamed, while the run was saving into it."""
 
@@ -150,6 +143,18 @@ class CommitUndoneError(HfshardError, OSError):
     def __init__(self, message: str, *, error_number: int | None = None, **data: Any) -> None:
         super().__init__(message, **data)
         self.errno = error_number
+
+
+class FileError(HfshardError, OSError):
+    """The operating system refused a file, or failed; `errno` says how, as in the OSError that is the cause."""
+
+
+class AccessDeniedError(FileError, PermissionError):
+    """The system does not let this user read or write there. `errno` is EACCES."""
+
+    def __init__(self, message: str, **data: Any) -> None:
+        super().__init__(message, **data)
+        self.errno = errno.EACCES
 
 
 class CommitUnfinishedError(HfshardError, OSError):

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from hfshard._util.arguments import refuse_unknown
+from hfshard._util.file_errors import names_files
 from hfshard._util.paths import path_text
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.into_module import load_into_module
-from hfshard.loading.options import LoadOptions
+from hfshard.loading.options import LoadOptions, checked_device
 from hfshard.loading.reading import files_holding, read_tensors, stored_names
 from hfshard.loading.source import CheckpointSource, open_source, open_source_by_ranges
 from hfshard.state_dicts.keys import KeySelection
@@ -26,6 +27,7 @@ _QUERY_ARGUMENTS: Final = frozenset(
 """What `load_model` takes for a module beside its named arguments."""
 
 
+@names_files("path")
 def load_state_dict(
     path: str | os.PathLike[str],
     *,
@@ -76,6 +78,7 @@ def load_state_dict(
     Example:
         biases = hfshard.load_state_dict("out", keys="*bias", verify="full")
     """
+    device = checked_device(device)
     query = CheckpointQuery(
         variant=variant,
         use_safetensors=use_safetensors,
@@ -148,6 +151,11 @@ def load_model(
         raise InvalidArgumentError("Positional arguments after the path are for a model class, not for a module.")
     refuse_unknown(kwargs, _QUERY_ARGUMENTS, "load_model")
     source = CheckpointSource(path_text(path), CheckpointQuery(**kwargs), takes_files=True)
-    with open_source(source, options) as checkpoint:
-        info = load_into_module(model, checkpoint, options)
+    info = _load_module(model, source, options)
     return (model, info) if output_loading_info else model
+
+
+@names_files("path")
+def _load_module(model: nn.Module, source: CheckpointSource, options: LoadOptions) -> dict[str, Any]:
+    with open_source(source, options) as checkpoint:
+        return load_into_module(model, checkpoint, options)

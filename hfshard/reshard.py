@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path, path_text
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.hub.resolve import CheckpointQuery
@@ -17,6 +18,7 @@ from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.integrity import Checksum
 
 
+@names_files("dst")
 def reshard_checkpoint(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

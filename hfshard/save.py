@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.errors import InvalidArgumentError
 from hfshard.planning.plan import Packing
 from hfshard.pretrained.request import is_pretrained, request_from_model
 from hfshard.saving.options import SaveOptions
@@ -21,6 +23,7 @@ from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.integrity import Checksum
 
 
+@names_files("save_directory")
 def save_state_dict(
     state_dict: Mapping[str, torch.Tensor],
     save_directory: str | os.PathLike[str],
@@ -80,6 +83,7 @@ def save_state_dict(
     return save_request(request_from_state_dict(state_dict, options), directory)
 
 
+@names_files("save_directory")
 def save_model(
     model: nn.Module,
     save_directory: str | os.PathLike[str],
@@ -131,6 +135,10 @@ def save_model(
         checksum=checksum,
         progress=progress,
     )
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model must be an nn.Module, got a {type(model).__name__}.")
+    if state_dict is not None and not isinstance(state_dict, Mapping):
+        raise InvalidArgumentError(f"state_dict must map names to tensors, got a {type(state_dict).__name__}.")
     if not is_main_process:
         return None
     if is_pretrained(unwrap(model)):

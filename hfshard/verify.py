@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Literal
 
+from hfshard._util.arguments import check_texts
+from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.report import verify_hub
@@ -15,6 +17,7 @@ from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.storage.format.names import WeightNames
 
 
+@names_files("path")
 def verify_checkpoint(
     path: str | os.PathLike[str],
     *,
@@ -47,6 +50,7 @@ def verify_checkpoint(
         report = hfshard.verify_checkpoint("out")
         assert report.ok, report.problems
     """
+    check_texts(subfolder=subfolder or None)
     directory = absolute_path(directory_of(path) or path)
     if has_hub_marker(directory):
         return verify_hub(directory, WeightNames(variant), subfolder=subfolder, level=level, progress=progress)

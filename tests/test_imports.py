@@ -32,7 +32,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "cli",
         "__main__",
     ),
-    "_util": ("arguments lazy own_descriptor paths progress text threads",),
+    "_util": ("arguments file_errors lazy own_descriptor paths progress text threads",),
     "cli": (
         "arguments inspection output training_reports",
         "commands hub_commands reshard_commands",

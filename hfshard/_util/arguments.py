@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable
 
-from hfshard.errors import UnknownArgumentError
+from hfshard.errors import InvalidArgumentError, UnknownArgumentError
 
 
 def refuse_unknown(names: Iterable[str], known: Collection[str], function: str) -> None:
@@ -24,3 +24,18 @@ def refuse_unknown(names: Iterable[str], known: Collection[str], function: str) 
             nearest = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean '{nearest[0]}'?" if nearest else f" It takes: {', '.join(sorted(known))}."
             raise UnknownArgumentError(f"{function}() got an unexpected keyword argument '{name}'.{hint}")
+
+
+def check_texts(**values: object) -> None:
+    """Refuse arguments that are neither None nor text that can be sent and can be part of a path.
+
+    Raises:
+        InvalidArgumentError: It names the argument.
+    """
+    for name, value in values.items():
+        if value is not None and not (isinstance(value, str) and "\0" not in value and _is_unicode(value)):
+            raise InvalidArgumentError(f"{name} must be text without NUL characters, got {value!r:.200}.")
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)

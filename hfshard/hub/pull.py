@@ -6,10 +6,12 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
+from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.constants import CONFIG_NAME
-from hfshard.errors import IntegrityError
+from hfshard.errors import IntegrityError, InvalidArgumentError
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.export import export, exported_names
@@ -20,6 +22,7 @@ from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify, open_c
 logger = logging.getLogger(__name__)
 
 
+@names_files("repo_id")
 def pull_checkpoint(
     repo_id: str | os.PathLike[str],
     local_dir: str | os.PathLike[str] | None = None,
@@ -167,4 +170,7 @@ def _sizes_in(directory: str) -> dict[str, int]:
 def _listed(patterns: Sequence[str] | str | None) -> list[str] | None:
     if patterns is None:
         return None
-    return [patterns] if isinstance(patterns, str) else list(patterns)
+    listed: Any = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(listed, Sequence) or not all(isinstance(one, str) for one in listed):
+        raise InvalidArgumentError(f"allow_patterns and ignore_patterns must be globs, got {patterns!r:.200}.")
+    return list(listed)

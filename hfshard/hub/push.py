@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.local_files import directory_contents
@@ -12,6 +13,7 @@ from hfshard.hub.pushing.request import PushOptions, PushRequest
 from hfshard.hub.repo_tree import PushResult
 
 
+@names_files("directory")
 def push_checkpoint(
     directory: str | os.PathLike[str],
     repo_id: str | os.PathLike[str],

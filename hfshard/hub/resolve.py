@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from hfshard._util.arguments import check_texts
 from hfshard.constants import (
     ADAPTER_CONFIG_NAME,
     BIN_SUFFIX,
@@ -48,7 +49,7 @@ class CheckpointQuery:
     """Which checkpoint is asked for, how much of it, and how it is fetched.
 
     Raises:
-        InvalidArgumentError: The variant can't be part of a file name.
+        InvalidArgumentError: The variant can't be part of a file name; the subfolder or the revision is no text.
     """
 
     variant: str | None = None
@@ -75,8 +76,9 @@ class CheckpointQuery:
     """Globs of paths: which of the files beside the checkpoint are left out."""
 
     def __post_init__(self) -> None:
-        """Check the variant."""
+        """Check what is text."""
         WeightNames(self.variant)
+        check_texts(subfolder=self.subfolder or None, revision=self.revision or None)
 
     def path(self, name: str) -> str:
         """A file's path in the repo."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+from hfshard.errors import InvalidArgumentError
 from hfshard.storage.checkpoint.checkpoint import Verify, check_verify_level
 from hfshard.storage.weights.tensor_reader import ReadMode, check_read_mode
 
@@ -31,3 +35,22 @@ class LoadOptions:
         """Check every value."""
         check_verify_level(self.verify)
         object.__setattr__(self, "read", check_read_mode(self.read, disable_mmap=self.disable_mmap))
+
+
+def checked_device(device: Any) -> torch.device:
+    """Parse a device, and try it.
+
+    Raises:
+        InvalidArgumentError: It is none, or this machine or this torch does not have it.
+    """
+    try:
+        if not isinstance(device, str | int | torch.device):
+            raise TypeError(f"a {type(device).__name__}")
+        parsed = torch.device(device)
+        torch.empty(0, device=parsed)
+    except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise InvalidArgumentError(
+            f"device must be one that torch has here, such as 'cpu' or 'cuda:0', got {device!r:.200}: {reason:.300}"
+        ) from error
+    return parsed

@@ -114,8 +114,10 @@ def plan_shards(
         print(len(plan.shards), plan.weight_map)
     """
     limit = parse_size(max_shard_size)
-    specs = tensor_specs(state_dict)
+    if not isinstance(state_dict, Mapping):
+        raise InvalidArgumentError(f"state_dict must map names to tensors, got a {type(state_dict).__name__}.")
     tied_names = find_shared_tensors(state_dict)
+    specs = tensor_specs(state_dict)
     stored = [spec for spec in specs if spec.name not in tied_names]
     return plan_specs(stored, limit, packing=packing, names=WeightNames(variant), tied_names=tied_names)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from hfshard._util.text import list_some
-from hfshard.errors import StateDictMismatchError
+from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 
 KeySelection = Collection[str] | Callable[[str], bool] | str
 """Which tensors to load: names or globs, or a function of the name."""
@@ -26,6 +26,7 @@ def select_keys(names: Iterable[str], keys: KeySelection | None) -> list[str]:
         keys: Which; None: all.
 
     Raises:
+        InvalidArgumentError: `keys` is something else.
         StateDictMismatchError: A name or glob that matches nothing.
     """
     names = list(names)
@@ -33,6 +34,9 @@ def select_keys(names: Iterable[str], keys: KeySelection | None) -> list[str]:
         return names
     if callable(keys):
         return [name for name in names if keys(name)]
+    given: Any = keys
+    if isinstance(given, bytes) or not isinstance(given, Iterable) or not all(isinstance(one, str) for one in given):
+        raise InvalidArgumentError(f"keys must be names, globs, or a function of the name, got {keys!r:.200}.")
     known = set(names)
     patterns = [keys] if isinstance(keys, str) else list(keys)
     found = {pattern: {pattern} if pattern in known else set(_matching(names, pattern)) for pattern in patterns}

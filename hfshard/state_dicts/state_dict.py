@@ -13,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from hfshard.errors import InvalidArgumentError
 from hfshard.state_dicts.offloaded import fill_offloaded
 from hfshard.state_dicts.wrappers import unwrap, without_wrappers, wrapped_prefixes
-from hfshard.storage.tensors.tensor_bytes import is_plain_type, lies_in_storage
+from hfshard.storage.tensors.tensor_bytes import check_initialized, is_plain_type, lies_in_storage
 
 
 def collect_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -24,6 +24,7 @@ def collect_state_dict(model: nn.Module) -> dict[str, Any]:
     """
     model = unwrap(model)
     state_dict = model.state_dict()
+    check_initialized(state_dict)
     fill_offloaded(model, state_dict)
     wrapped = wrapped_prefixes(model)
     return {without_wrappers(name, wrapped): value for name, value in state_dict.items()}

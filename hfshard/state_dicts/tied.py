@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfshard.storage.tensors.tensor_bytes import check_initialized
+
 
 def find_shared_tensors(state_dict: Mapping[str, Any], *, droppable_patterns: Iterable[str] = ()) -> dict[str, str]:
     """Find the names that are the same tensor as another name, by storage identity.
@@ -28,6 +30,7 @@ def find_shared_tensors(state_dict: Mapping[str, Any], *, droppable_patterns: It
     Source: the choice of name is that of transformers' `remove_tied_weights_from_state_dict` (the last of the sorted
     names when all match a pattern, else the first that matches none) and huggingface_hub's (the first sorted name).
     """
+    check_initialized(state_dict)
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name in _sharing_an_address(state_dict):
         groups.setdefault(_identity(state_dict[name]), []).append(name)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.errors import CheckpointNotFoundError
@@ -100,6 +101,7 @@ class CheckpointManager(RunReader):
         pusher = BackgroundPusher(push_to_hub, progress) if push_to_hub is not None else None
         self._writer = RunWriter(self.root, rotation, pusher, progress)
 
+    @names_files("root")
     def save(
         self,
         step: int,
@@ -153,6 +155,7 @@ class CheckpointManager(RunReader):
         with self._writer.turn("save()"):
             return save_on_all_ranks(step, state, write)
 
+    @names_files("root")
     def restore(
         self,
         state: TrainingState,
@@ -198,6 +201,7 @@ class CheckpointManager(RunReader):
             )
         return restored
 
+    @names_files("root")
     def restore_latest(
         self, state: TrainingState, *, strict: bool = True, verify: Level = "full"
     ) -> RestoredStep | None:
@@ -231,6 +235,7 @@ class CheckpointManager(RunReader):
         self, repo_id: str | os.PathLike[str], step: Literal["all"], **options: Unpack[PushArguments]
     ) -> list[PushResult]: ...
 
+    @names_files("root")
     def push(
         self,
         repo_id: str | os.PathLike[str],
@@ -284,6 +289,7 @@ class CheckpointManager(RunReader):
 
         return Ranks.current().first(work)
 
+    @names_files("root")
     def wait_until_finished(self) -> None:
         """Wait for a save and a push that are under way, and raise the error of the one that failed.
 

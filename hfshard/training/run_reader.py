@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hfshard._util.file_errors import names_files
 from hfshard.errors import HfshardError, InvalidArgumentError
 from hfshard.training.run.directory import checkpoint_path, checkpoints_in
 from hfshard.training.run.finding import Level, checkpoint_of_step, current_problems, manifests_in, newest_whole
@@ -18,6 +19,7 @@ class RunReader:
     progress: bool | None
     _writer: RunWriter
 
+    @names_files("root")
     def latest_step(self, verify: Level | None = None) -> int | None:
         """Find the step of the checkpoint that was saved last.
 
@@ -39,6 +41,7 @@ class RunReader:
                 return None if newest is None else newest[0].step
             return next((one.step for one in checkpoints_in(self.root) if one.manifest is not None), None)
 
+    @names_files("root")
     def best_step(self) -> int | None:
         """Find the step of the checkpoint with the best value of the metric that `keep_best` names.
 
@@ -56,6 +59,7 @@ class RunReader:
             best = best_of(manifests_in(self.root), self.keep_best, self.metric_mode)
         return None if best is None else best.step
 
+    @names_files("root")
     def all_steps(self) -> list[int]:
         """List the steps of all checkpoints whose saves were finished, in ascending order.
 
@@ -73,6 +77,7 @@ class RunReader:
         """
         return checkpoint_path(self.root, step)
 
+    @names_files("root")
     def verify(self, step: int | None = None, *, level: Level = "full") -> dict[int, list[HfshardError]]:
         """Check every file of one checkpoint, or of all; damage is reported, not raised.
 

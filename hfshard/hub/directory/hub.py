@@ -24,6 +24,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
+from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path, path_text
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import HubError, HubNotFoundError
@@ -61,6 +62,7 @@ class DirectoryHub:
         return has_hub_marker(_local(path))
 
     @classmethod
+    @names_files("path")
     def open(cls, path: str | os.PathLike[str]) -> DirectoryHub:
         """Open an existing hub.
 
@@ -81,6 +83,7 @@ class DirectoryHub:
         return cls(root)
 
     @classmethod
+    @names_files("path")
     def create(cls, path: str | os.PathLike[str], *, exist_ok: bool = True) -> DirectoryHub:
         """Turn a new or empty directory into a hub; a directory that is a hub already is opened.
 

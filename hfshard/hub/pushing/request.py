@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from hfshard._util.arguments import check_texts
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.repo_tree import RemoteFile
 from hfshard.storage.disk.byte_source import ByteSource
@@ -40,6 +41,12 @@ class PushOptions:
 
     def __post_init__(self) -> None:
         """Check what can be checked before a hub is asked."""
+        check_texts(
+            revision=self.revision or None,
+            path_in_repo=self.path_in_repo or None,
+            commit_message=self.commit_message or None,
+            commit_description=self.commit_description or None,
+        )
         if self.create_pr and self.revision not in (None, "main"):
             raise InvalidArgumentError("create_pr opens a pull request on main: leave out revision, or create_pr.")
         if ".." in self.path_in_repo.split("/"):

@@ -34,7 +34,7 @@ def check_checksum(checksum: str | None) -> None:
     Raises:
         InvalidArgumentError: It is neither None nor a key of `HASHERS`.
     """
-    if checksum is not None and checksum not in HASHERS:
+    if checksum is not None and checksum not in tuple(HASHERS):
         raise InvalidArgumentError(f"checksum must be 'sha256', 'xxh3' or None, got {checksum!r}.")
 
 

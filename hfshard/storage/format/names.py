@@ -17,16 +17,19 @@ _BIN_INDEX: Final = re.compile(r"[^.]+\.bin\.index\.")
 MODEL_BASE: Final = "model"
 """The beginning of the names of a model's files; config.json refers to these only."""
 
-_VARIANT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_LONGEST_VARIANT: Final = 150
+"""Characters: with all that is put around it, a file's name has at most 255."""
+_VARIANT = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.-]{{0,{_LONGEST_VARIANT - 1}}}")
 
 
 class WeightNames:
     """The names of the files of one checkpoint, for a base name ("model") and a variant ("fp16")."""
 
     def __init__(self, variant: str | None = None, base: str = MODEL_BASE) -> None:
-        if variant is not None and not _VARIANT.fullmatch(variant):
+        if variant is not None and not (isinstance(variant, str) and _VARIANT.fullmatch(variant)):
             raise InvalidArgumentError(
-                f"The variant {variant!r} can't be part of a file name: use letters, digits, '_', '-' and '.'."
+                f"The variant {variant!r:.200} can't be part of a file name: use letters, digits, '_', '-' and '.', "
+                f"{_LONGEST_VARIANT} at most."
             )
         infix = "" if variant is None else f".{variant}"
         self.variant, self.base = variant, base

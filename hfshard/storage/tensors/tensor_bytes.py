@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Final, TypeGuard
 
 import torch
+from torch.nn import UninitializedBuffer, UninitializedParameter
 
 from hfshard.constants import MAX_DIMENSIONS
 from hfshard.errors import UnstorableTensorError
@@ -55,6 +56,20 @@ def is_plain(value: Any, name: Any) -> TypeGuard[torch.Tensor]:
         and value.dim() <= MAX_DIMENSIONS
         and lies_in_storage(value)
     )
+
+
+def check_initialized(tensors: Mapping[Any, Any]) -> None:
+    """Refuse the parameters of lazy modules that have no shape yet.
+
+    Raises:
+        UnstorableTensorError: It names the first one.
+    """
+    for name, value in tensors.items():
+        if isinstance(value, UninitializedParameter | UninitializedBuffer):
+            raise UnstorableTensorError(
+                f"'{name}' has no shape yet: it belongs to a lazy module. Run a batch through the model first.",
+                fqn=str(name),
+            )
 
 
 def lies_in_storage(tensor: torch.Tensor) -> bool:

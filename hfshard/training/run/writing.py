@@ -148,7 +148,13 @@ def check_names(files: Mapping[str, bytes], payload: SavePayload) -> None:
     for request in payload.requests.values():
         own |= request.model_files.keys()
     for name in files:
-        if name in own or os.path.basename(name) != name or name.startswith(".") or name.endswith(_OWN_SUFFIXES):
+        if (
+            not isinstance(name, str)
+            or name in own
+            or os.path.basename(name) != name
+            or name.startswith(".")
+            or name.endswith(_OWN_SUFFIXES)
+        ):
             raise InvalidArgumentError(
                 f"A file of a checkpoint can't be called {name!r}: give it a plain name that is not one of its own."
             )
