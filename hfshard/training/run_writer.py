@@ -125,7 +125,8 @@ class RunWriter:
             try:
                 self.wait_until_finished()
             finally:
-                self._unlock()
+                if not self._background.is_running:  # Ctrl-C ends the wait, and the save goes on
+                    self._unlock()
 
     def _unlock(self) -> None:
         if self._lock is not None:

@@ -8,7 +8,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Final
+
+from hfshard._util.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -18,10 +21,13 @@ _listing = threading.RLock()
 
 
 class Background:
-    """Runs one piece of work in a thread beside the caller."""
+    """Runs one piece of work in a thread beside the caller.
+
+    It waits for a future, not for the thread: after Ctrl-C in `Thread.join`, Python 3.11 takes the thread for ended.
+    """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._work: Future[None] | None = None
         self._error: BaseException | None = None
 
     def start(self, work: Callable[[], object], what: str) -> None:
@@ -34,33 +40,27 @@ class Background:
                 logger.error("%s failed: %s", what, error)
                 self._error = error
 
-        thread = threading.Thread(target=run, name="hfshard-save")
         with _listing:
-            try:
-                thread.start()
-            except RuntimeError:  # Python exits, or the system has no more threads
-                is_started = False
-            else:
-                is_started = True
-                self._thread = thread
+            self._work = start_thread(run, "hfshard-save")
+            if self._work is not None:
                 _running.add(self)
-        if not is_started:
-            run()
+                return
+        run()
 
     @property
     def is_running(self) -> bool:
         """Whether the work is still running."""
-        thread = self._thread
-        return thread is not None and thread.is_alive()
+        under_way = self._work
+        return under_way is not None and not under_way.done()
 
     def wait(self) -> None:
         """Wait until the work is done, and raise its error, once: in one of the threads that wait."""
-        thread = self._thread
-        if thread is not None:
-            thread.join()
+        under_way = self._work
+        if under_way is not None:
+            wait([under_way])
         with _listing:
-            if self._thread is thread:
-                self._thread = None
+            if self._work is under_way:
+                self._work = None
                 _running.discard(self)
             error = self._error
             self._error = None
@@ -69,19 +69,17 @@ class Background:
 
     def forget(self) -> None:
         """Forget the work in a forked process, where the thread does not exist."""
-        self._thread = self._error = None
+        self._work = self._error = None
 
 
-def _under_way() -> list[threading.Thread]:
+def _under_way() -> list[Future[None]]:
     with _listing:
-        threads = [one._thread for one in _running]
-    return [thread for thread in threads if thread is not None and thread.is_alive()]
+        return [one._work for one in _running if one._work is not None and not one._work.done()]
 
 
 def _wait_for_all() -> None:
-    while threads := _under_way():
-        for thread in threads:
-            thread.join()  # and look again: a save may have started a push
+    while under_way := _under_way():
+        wait(under_way)  # and look again: a save may have started a push
 
 
 def _forget_in_child() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,8 +18,9 @@ import pytest
 import torch
 from torch import nn
 
-from hfshard.errors import NotEnoughSpaceError
+from hfshard.errors import DirectoryLockedError, NotEnoughSpaceError
 from hfshard.training import CheckpointManager, TrainingState
+from hfshard.training.run import lock as run_lock
 from tests import REPOSITORY
 from tests.crash.runs.content import Save, Tiny, expected, generation_of, litter, perform, seed_all, steps_in, tiny
 from tests.training import processes
@@ -113,6 +115,28 @@ def test_what_asks_for_checkpoints_waits_for_the_one_in_flight(tmp_path: Path, a
         found = getattr(manager, ask)(*arguments)
         assert os.path.isdir(manager.path_of(1))
         assert found == {"all_steps": [1], "verify": {1: []}, "wait_until_finished": None}.get(ask, 1)
+
+
+def test_ctrl_c_in_a_wait_ends_neither_the_save_nor_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    manager = CheckpointManager(run)
+    monkeypatch.setattr(run_lock, "_WAIT_SECONDS", 0.1)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with held(manager, monkeypatch):
+            save(manager, tiny(1, False), 1)
+            for wait in (manager.wait_until_finished, manager.close, manager.close):
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+                with pytest.raises(KeyboardInterrupt):
+                    wait()
+            with pytest.raises(DirectoryLockedError):
+                save(CheckpointManager(run), tiny(2, False), 2, blocking=True)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    manager.close()
+    save(CheckpointManager(run), tiny(2, False), 2, blocking=True)
+    assert [generation_of(run, step, (Save(1, 1), Save(2, 2))) for step in (1, 2)] == ["1@1", "2@2"]
 
 
 @contextmanager
