@@ -28,10 +28,10 @@ def load_all(
         HfshardError: One refused on another rank.
     """
     undo: list[Undo] = []
-    with all_or_nothing(ranks, undo):
-        _load_parts(objects, pending_loads, directory, undo, is_alone=ranks.world_size == 1)
     weights = [one for one in pending_loads if one.undo is None]
     is_kept = any(ranks.all_of(any(one.may_refuse for one in weights)))
+    with all_or_nothing(ranks, undo):
+        _load_parts(objects, pending_loads, directory, undo, is_last=ranks.world_size == 1 and not is_kept)
     with all_or_nothing(ranks, undo):
         if is_kept:  # a copy in host memory, which weights that nothing can refuse do not need
             undo += [one.keep() for one in weights if one.keep is not None]
@@ -69,14 +69,14 @@ def _load_parts(
     directory: str,
     undo: list[Undo],
     *,
-    is_alone: bool,
+    is_last: bool,
 ) -> None:
     """Load all that may be refused, and note how it is put back.
 
-    The largest object comes last: where no other rank may refuse after it, no copy of what it has is needed.
+    The largest object comes last: where nothing may refuse after it (`is_last`), no copy of what it has is needed.
     """
     in_order = sorted(objects, key=lambda one: one.nbytes)
-    last = in_order[-1:] if is_alone else []
+    last = in_order[-1:] if is_last else []
     for one in in_order[: len(in_order) - len(last)]:
         undo.append(partial(one.put_back, one.now()))
         one.load()

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +51,17 @@ def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]
 
 
 def _is_loaded_by_user(module: nn.Module) -> bool:
-    if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    if not all(_is_harmless(hook) for hook in hooks):
         return True
     return any(
         name in vars(module) or not getattr(type(module), name).__module__.startswith("torch.nn.") for name in _METHODS
     )
+
+
+def _is_harmless(hook: Any) -> bool:
+    """Whether a hook only translates names of older checkpoints: torch's for weight_norm, which speech models have."""
+    return getattr(getattr(hook, "hook", hook), "__module__", None) == weight_norm.__module__
 
 
 def _has_extra_state(module: nn.Module) -> bool:

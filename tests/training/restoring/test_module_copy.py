@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from hfshard.errors import StateDictMismatchError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.restoring.module_copy import may_refuse
+from tests.crash.runs.content import Counter
 
 
 class Counting(nn.Linear):
@@ -52,18 +54,23 @@ def test_refused_weights_leave_the_whole_state_as_it_was(tmp_path: Path) -> None
     other, its_optimizer = build(2)
     other[2].num_batches_tracked.zero_()
     before = {name: value.clone() for name, value in other.state_dict().items() if isinstance(value, torch.Tensor)}
+    counter, its_counter = Counter(), Counter()
+    counter.values = {"count": 7, "mean": torch.ones(2)}
     with CheckpointManager(tmp_path) as manager:
-        manager.save(1, TrainingState(model, optimizer))
+        manager.save(1, TrainingState(model, optimizer, counter=counter))
         with pytest.raises(StateDictMismatchError, match=r"'model' refused its state .* Nothing was restored"):
-            manager.restore(TrainingState(other, its_optimizer), 1)
+            manager.restore(TrainingState(other, its_optimizer, counter=its_counter), 1)
 
     assert {name for name, value in before.items() if not torch.equal(value, other.state_dict()[name])} == set()
     assert other[1].weight is other[0].weight
     assert (other[0].count, its_optimizer.param_groups[0]["lr"]) == (2, 2.0)
+    assert its_counter.values["count"] == Counter().values["count"] != 7
 
 
-def test_models_without_hooks_need_no_copy() -> None:
+@pytest.mark.compat
+def test_models_without_hooks_of_their_own_need_no_copy() -> None:
     assert not may_refuse(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.TransformerEncoderLayer(4, 2)))
+    assert not may_refuse(weight_norm(nn.Linear(2, 2)))
     assert may_refuse(nn.Sequential(Refusing(2)))
     hooked = nn.Linear(2, 2)
     hooked.register_load_state_dict_post_hook(lambda *_: None)
