@@ -64,6 +64,8 @@ def in_threads(
         raise
     finally:
         wait(under_way)
+    for one in under_way:
+        one.result()  # raises what came before the first item
     return run.outcome()
 
 

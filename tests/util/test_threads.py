@@ -56,6 +56,16 @@ def test_calling_thread_works_where_no_thread_can_be_started(monkeypatch: pytest
     ]
 
 
+def test_error_before_the_first_item_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: bool) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch, "set_grad_enabled", refuse)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        in_threads(lambda item, _: item, range(4), 2)
+
+
 @pytest.mark.parametrize("is_inference", [False, True])
 @pytest.mark.parametrize("has_gradients", [False, True])
 def test_threads_work_in_the_modes_of_their_caller(is_inference: bool, has_gradients: bool) -> None:

@@ -141,7 +141,8 @@ class _Reads:
         """Yield the blocks, read by another thread while one is in use; by this one where none can be started."""
         free: SimpleQueue[memoryview] = SimpleQueue()
         full: SimpleQueue[tuple[memoryview, memoryview] | None] = SimpleQueue()
-        reading = start_thread(partial(self._read_all, free, full), "hfshard-read")
+        # A daemon: a traceback may hold this generator when Python exits, and then nothing ends the thread.
+        reading = start_thread(partial(self._read_all, free, full), "hfshard-read", daemon=True)
         if reading is None:
             yield from self.one_by_one()
             return

@@ -150,3 +150,15 @@ def test_a_file_is_opened_again_though_its_name_is_gone(path: Path) -> None:
         assert os.preadv(direct, [block], 4096) == 8192
         assert bytes(block) == RAW[4096:12288]
         os.close(direct)
+
+
+def test_a_reading_that_nobody_ends_does_not_keep_the_process(path: Path) -> None:
+    # As one that a traceback holds: `raise` in a function that was given the blocks.
+    with opened(path) as fd:
+        make_cold(fd)
+        blocks = read_blocks(fd, 0, SIZE)
+        next(blocks)
+        reading = [one.daemon for one in threading.enumerate() if one.name == "hfshard-read"]
+        next(blocks, None)
+        blocks.close()  # type: ignore[attr-defined]
+    assert reading == [True]
