@@ -110,7 +110,7 @@ def _compare(found: Tensors, directory: Path, base: Base, *, is_full: bool) -> s
     if base.original and _same(found, {name: one for name, one in base.original.items() if name in found}):
         return None  # others may still make something else of it, as of a record that the directory calls a folder
     try:
-        stored, tied = _as_others_read(directory, base)
+        stored, tied = _as_others_read(directory, base, found)
     except Exception as error:
         return f"others can't read it: {type(error).__name__}: {error!s:.200}"
     for name, tensor in found.items():
@@ -122,8 +122,11 @@ def _compare(found: Tensors, directory: Path, base: Base, *, is_full: bool) -> s
     return None
 
 
-def _as_others_read(directory: Path, base: Base) -> tuple[Tensors, Mapping[str, str]]:
-    """The tensors of a checkpoint by the libraries of others, and which names are tied to which."""
+def _as_others_read(directory: Path, base: Base, wanted: Tensors) -> tuple[Tensors, Mapping[str, str]]:
+    """The tensors of a checkpoint by the libraries of others, and which names are tied to which.
+
+    Of several files, those that hold what is wanted: a load of some names opens no others.
+    """
     paths = {path.name: path for path in directory.iterdir() if path.is_file()}
     if raw.SINGLE in paths:
         content = paths[raw.SINGLE].read_bytes()
@@ -135,11 +138,12 @@ def _as_others_read(directory: Path, base: Base) -> tuple[Tensors, Mapping[str, 
     index = next(path for name, path in paths.items() if ".index." in name)
     value = json.loads(index.read_bytes())
     own = (value.get("metadata") or {}).get("hfshard") or {}
+    tied = _tied_names(own)
     stored: Tensors = {}
-    for file in set(value["weight_map"].values()):
+    for file in {value["weight_map"][tied.get(name, name)] for name in wanted}:
         content = (directory / file).read_bytes()
         stored |= _unpickled(content) if file.endswith(".bin") else safetensors.torch.load(content)
-    return stored, _tied_names(own)
+    return stored, tied
 
 
 def _tied_names(own: Any) -> Mapping[str, str]:
