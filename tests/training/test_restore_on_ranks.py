@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,6 +54,20 @@ class Build:
         found |= fingerprint.of_scheduler(self.scheduler)
         found |= fingerprint.flatten([one.grad for one in self.model.parameters()], "grad")
         return found | dict(fingerprint.flatten(self.counter.values, "counter"))
+
+
+class Replacing(nn.Sequential):
+    """While it is compared, on the second rank, another process replaces the checkpoint."""
+
+    replacement: Path
+    run: Path
+
+    @property
+    def _keys_to_ignore_on_save(self) -> None:
+        if self.replacement.exists():
+            time.sleep(0.2)  # the first rank has read everything
+            os.rename(self.run / "checkpoint-00000001", self.run / "was-replaced")
+            os.rename(self.replacement, self.run / "checkpoint-00000001")
 
 
 def refuse_weights(module: nn.Module, *_: object) -> None:
@@ -124,11 +139,18 @@ def restore_everything(place: Path, rank: int) -> None:
         after = build.everything()
         found[case] = Outcome(error, [key for key in {**before, **after} if before.get(key) != after.get(key)])
     (place / f"{rank}.json").write_text(json.dumps(found))
+    build = Build(3)
+    if rank == 1:
+        build.model.__class__ = Replacing
+        vars(build.model)["run"] = place / "other-run"
+        vars(build.model)["replacement"] = place / "replacement" / "checkpoint-00000001"
+    CheckpointManager(place / "other-run").restore(build.state(), 1)
+    (place / f"replaced-{rank}.json").write_text(json.dumps(build.everything()))
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
-    """What each of two ranks found in each case."""
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks have left what they found."""
     place = tmp_path_factory.mktemp("ranks")
     saved = Build(1)
     saved.counter.values = {"count": 7, "mean": torch.ones(2)}
@@ -136,11 +158,19 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome
         manager.save(1, saved.state())
         shutil.copytree(place / "run", place / "other-run")
         manager.save(2, saved.state())
+    with CheckpointManager(place / "replacement") as manager:
+        manager.save(1, Build(2).state())
     with ThreadPoolExecutor(WORLD_SIZE) as pool:
         ends = list(
             pool.map(lambda rank: processes.run(place / f"{rank}.txt", restore_everything, place, rank), range(2))
         )
     assert [end.status for end in ends] == [0, 0], ends
+    return place
+
+
+@pytest.fixture(scope="module")
+def outcomes(place: Path) -> list[dict[str, Outcome]]:
+    """What each of two ranks found in each case."""
     found = [json.loads((place / f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
     return [{case: Outcome(*one) for case, one in of_rank.items()} for of_rank in found]
 
@@ -158,3 +188,12 @@ def test_what_no_rank_refuses_is_restored_on_all(outcomes: list[dict[str, Outcom
     for of_rank in outcomes:
         assert of_rank["nothing"].error == ""
         assert {"counter/'count'", "counter/'mean'"} <= set(of_rank["nothing"].differences)
+
+
+def test_a_checkpoint_that_is_replaced_while_a_rank_reads_it_is_read_again(place: Path) -> None:
+    expected = Build(2).everything()
+    for rank in range(WORLD_SIZE):
+        restored = json.loads((place / f"replaced-{rank}.json").read_text())
+        parts = [key for key in expected if key.startswith(("model", "optimizer", "scheduler", "counter"))]
+        assert len(parts) > 10, sorted(expected)
+        assert {key for key in parts if restored[key] != expected[key]} == set()

@@ -107,7 +107,8 @@ def _resume_on_ranks(
             restoration = plan_restoration(state, checkpoint.path, manifest, strict=strict, ranks=ranks)
         except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
             error = caught
-        if not ranks.share(has_changed(checkpoint)):
+        is_replaced = (ranks.is_first or error is None) and has_changed(checkpoint)
+        if not any(ranks.all_of(is_replaced)):
             break  # otherwise a run that is saving has removed or replaced it meanwhile
     else:
         error = error or CheckpointChangedError(f"'{checkpoint.path}' was replaced while it was read. Try again.")
