@@ -5,15 +5,15 @@ HfshardError
 ├── InvalidSizeTypeError (TypeError)           a size that is neither an int nor a str
 ├── InvalidArgumentError (ValueError)          an argument with a value that is not allowed
 │   └── InvalidPathError (OSError)             "", bytes, a path with NUL, or a relative one that leads nowhere
-├── UnknownArgumentError (TypeError)           an unknown keyword; suggests the nearest one
+├── UnknownArgumentError (TypeError)           an unknown keyword; suggests a near one
 ├── SaveDirectoryError (NotADirectoryError)    the place to save to is a file
 ├── RunRemovedError (FileNotFoundError)        a run's directory was removed while it was saved into
 ├── UnstorableTensorError (ValueError)         a value that the format can't store
-├── NotEnoughSpaceError (OSError)              the disk is too full for the save; nothing was written
+├── NotEnoughSpaceError (OSError)              the disk is too full: nothing was written, or a pull can go on
 ├── CommitUndoneError (OSError)                a step of the commit failed; all is as it was
 ├── FileError (OSError)                        the operating system refused a file, or failed
 │   └── AccessDeniedError (PermissionError)    the system does not let this user read or write there
-├── CommitUnfinishedError (OSError)            saved and committed, but cleaning up failed
+├── CommitUnfinishedError (OSError)            committed, but not cleaned up; or neither done nor undone
 ├── DirectoryLockedError (BlockingIOError)     another process is saving there
 ├── CheckpointNotFoundError (FileNotFoundError)  no weights where they were looked for
 ├── HubError (OSError)                         a hub refused, or failed
@@ -130,7 +130,7 @@ class UnstorableTensorError(HfshardError, ValueError):
 
 
 class NotEnoughSpaceError(HfshardError, OSError):
-    """The disk is too full for the save; nothing was written. `errno` is ENOSPC."""
+    """The disk is too full, and nothing was written; a pull keeps what has arrived. `errno` is ENOSPC."""
 
     def __init__(self, message: str, **data: Any) -> None:
         super().__init__(message, **data)

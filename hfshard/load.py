@@ -51,19 +51,21 @@ def load_state_dict(
     Args:
         path: A directory, or a repo of the Hub ("org/name"); or one file: safetensors, a pickle of torch.save
             (pytorch_model.bin, .pt), or an index. Then it is loaded whatever else lies beside it.
-        keys: Which names to load: names, globs ("*.bias"), or a function of the name. None: all. Only their bytes are
-            read, and only the shards that hold them are downloaded, opened and checked.
+        keys: Which names to load: names, globs ("*.bias"), or a function of the name. None: all. Only they are
+            loaded, and only the shards that hold them are downloaded, opened and checked.
         device: Where the tensors go.
         variant, subfolder, revision, token, cache_dir, local_files_only: As in transformers' `from_pretrained`.
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
         verify: "none": only what reading needs; "structure": names, sizes, headers and fingerprints; "full" (or
-            "sha256"): every byte against its checksum, which hfshard writes, and torch.save into each .bin file.
+            "sha256"): every byte against its checksum, which hfshard writes, and torch.save since 1.6; files
+            without one are refused.
         disable_mmap: As in transformers: True is read="pread".
         read: "auto": on the CPU the tensors are mapped (a page is read when it is touched), and what is not in the page
             cache is read ahead; for a GPU, and from network file systems, several threads read them at once. "mmap" or
             "pread": always that one.
-        ranges: From the Hub, download only the bytes of the tensors, not whole shards, and put nothing into the cache.
-            Each tensor is compared with its own checksum, which hfshard writes; "full" refuses tensors without one.
+        ranges: From the Hub, download only headers and the bytes of the tensors, not whole shards, and put nothing into
+            the cache. Each tensor is compared with its own checksum, which hfshard writes; "full" refuses tensors
+            without one.
         progress: Whether to show a bar on stderr while files are downloaded and checksums computed; None: only on a
             terminal.
 

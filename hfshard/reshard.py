@@ -40,8 +40,8 @@ def reshard_checkpoint(
     """Save a checkpoint again in files of another size, durably and all or nothing; pickles become safetensors.
 
     The bytes of the tensors are copied through a few buffers and compared with the checksums that the source has for
-    them. Of a checkpoint that hfshard did not save, only the structure can be checked. The files are, bit for bit,
-    those that a save of the same tensors with the same arguments writes.
+    them. Of a checkpoint that hfshard did not save, only the structure can be checked. In an empty directory,
+    the files are, bit for bit, those that a save of the same tensors with the same arguments writes.
 
     The tensors keep the order of the source's files and of the bytes in them (in a pickle, that of its state dict).
     This is the order of the state dict that was saved, except where dtypes of several sizes are mixed, or a tensor was

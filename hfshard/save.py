@@ -48,8 +48,8 @@ def save_state_dict(
             begins, and a change of the working directory leads nowhere else.
         max_shard_size: Bytes, or a string such as "5GB" or "500MiB": the most that a file has, header included, unless
             it holds exactly one tensor.
-        packing: "greedy": in the order of the state dict, as transformers; "balanced": the fewest files, of similar
-            size.
+        packing: "greedy": in the order of the state dict, as transformers; "balanced": fewer files where it can,
+            of similar size.
         variant: Part of the files' names, as in transformers: "fp16" gives `model.fp16.safetensors`.
         metadata: JSON values to add to the index's `metadata`, or as text to the `__metadata__` of a single file.
         checksum: "sha256" (which the Hub uses), "xxh3" (as fast as memory), or None.
@@ -60,9 +60,9 @@ def save_state_dict(
 
     Raises:
         InvalidSizeError, InvalidArgumentError, UnstorableTensorError: Nothing was written.
-        SaveDirectoryError: The directory is a file.
+        SaveDirectoryError: The directory is a file, or is or lies in a directory hub.
         NotEnoughSpaceError: Nothing was written.
-        DirectoryLockedError: Another process is saving there.
+        DirectoryLockedError: Another process, or thread, is saving there.
         OSError: The disk failed; the directory is as it was. (While files are put in place: CommitUndoneError.)
         CommitUnfinishedError: Every reader loads the new checkpoint, but what is left of the old one could not be
             removed; or, if taking a failed step back failed too, the message says who loads which.

@@ -26,7 +26,7 @@ def verify_checkpoint(
     level: Literal["structure", "full"] = "full",
     progress: bool | None = None,
 ) -> VerifyReport:
-    """Check a checkpoint in a directory and report everything that is wrong.
+    """Check a checkpoint in a directory and report each file and tensor that is damaged.
 
     Of a directory hub, the checkpoint on its `main` is checked, with the sha256 of every file of the commit; and
     whether commits have lost their manifests, or weights lie beside the commits.

@@ -113,7 +113,7 @@ def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--packing", choices=("greedy", "balanced"), default="greedy",
-        help="greedy: in the order of the tensors (default); balanced: the fewest files, levelled",
+        help="greedy: in the order of the tensors (default); balanced: fewer files where it can, levelled",
     )  # fmt: skip
     parser.add_argument(
         "--checksum",

@@ -68,7 +68,8 @@ def pull_checkpoint(
         HubNotFoundError, HubAccessError, HubConnectionError, HubError: The hub can't be asked, or refuses.
         CheckpointNotFoundError: There are no weights; or, with local_files_only, the cache does not hold all files.
         IntegrityError: A file was damaged on the way, or in the directory hub; nothing of it was kept.
-        NotEnoughSpaceError: The disk is too full; nothing was downloaded.
+        NotEnoughSpaceError: The disk is too full. What arrived before it became full is kept in the cache, and the next
+            pull continues there.
         SaveDirectoryError: `local_dir` is a file, is or lies in a directory hub, has shards of the same names with
             other contents, or has a link where a folder is needed.
 

@@ -32,9 +32,10 @@ def push_checkpoint(
 ) -> PushResult:
     """Push a saved directory as one commit.
 
-    The directory is pushed as it is: checkpoint, config, tokenizer, README and everything else. Files that the hub
-    holds already are not sent. Shards, indexes and pickles that earlier pushes of the same variants left in the repo
-    are deleted in the same commit; all other files stay.
+    The directory is pushed as it is: checkpoint, config, tokenizer, README and what else is there, but for `.git`,
+    `.cache` and `__pycache__`. Files that the hub holds already are not sent. Shards, indexes and pickles that earlier
+    pushes of the same variants left in the repo are deleted in the same commit; all other files stay. Of more than 256
+    files, shards with new names are committed first: a push that fails in between leaves some that no index names.
 
     Args:
         directory: A directory with at least one checkpoint, written by hfshard or any other tool.

@@ -95,7 +95,7 @@ class ShardedModelMixin:
             variant: Part of the files' names.
             token: For the Hub.
             save_peft_format, save_original_format, distributed_checkpoint: As in transformers.
-            packing: "greedy" (as transformers) or "balanced" (the fewest files, of similar size).
+            packing: "greedy" (as transformers) or "balanced" (fewer where it can, of similar size).
             checksum: "sha256", "xxh3" or None.
             progress: Whether to show a bar on stderr; None: only on a terminal.
             kwargs: `safe_serialization=True` and `save_function` of older code, and arguments of `push_to_hub`.

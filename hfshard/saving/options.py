@@ -31,7 +31,7 @@ class SaveOptions:
     base: str = MODEL_BASE
     """How the files' names begin."""
     packing: Packing = "greedy"
-    """Which tensors share a file: filled in their order, or the fewest files."""
+    """Which tensors share a file: filled in their order, or as few files as are found."""
     checksum: Checksum | None = "sha256"
     """Of every file; None writes none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)

@@ -258,13 +258,13 @@ def _problem(name: Any, value: Any) -> str | None:
         return f"its layout is {value.layout}. Call .to_dense() on it first."
     if hasattr(type(value), "__tensor_flatten__") or not _has_memory(value):
         return f"it is a {type(value).__name__}, a wrapper around other tensors. Gather or dequantize it first."
+    if stored_dtype_name(value.dtype) is None:
+        return f"the format has no dtype {value.dtype}. Cast or dequantize it first."
     if not lies_in_storage(value):
         has = value.untyped_storage().nbytes()
         return f"its memory was freed: its storage has only {has} bytes. Save it before that, or fill it again."
     if value.dim() > MAX_DIMENSIONS:
         return f"it has {value.dim()} dimensions, and readers accept at most {MAX_DIMENSIONS}. Reshape it."
-    if stored_dtype_name(value.dtype) is None:
-        return f"the format has no dtype {value.dtype}. Cast or dequantize it first."
     if value.dtype == torch.float4_e2m1fn_x2 and value.dim() == 0:
         return "a 0-d float4 pair has no shape in the format. Reshape it to (1,)."
     return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfshard.storage.tensors.tensor_bytes import device_blocks, iter_blocks, memory_of
+from hfshard.errors import UnstorableTensorError
+from hfshard.storage.tensors.tensor_bytes import check_storable, device_blocks, iter_blocks, memory_of
 
 BASE = torch.arange(5000, dtype=torch.int32)
 
@@ -54,3 +55,9 @@ def test_the_way_of_a_gpu_uses_host_memory_whatever_the_default_device_is() -> N
 
 def test_an_empty_tensor_has_no_blocks() -> None:
     assert list(iter_blocks(torch.empty(0, 3), 4096)) == []
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch deprecates these dtypes
+def test_a_packed_dtype_is_refused_as_such_not_as_freed_memory() -> None:
+    with pytest.raises(UnstorableTensorError, match=r"Can't store 'w': the format has no dtype torch\.quint4x2"):
+        check_storable("w", torch.empty(4, dtype=torch.quint4x2))
