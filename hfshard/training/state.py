@@ -80,7 +80,7 @@ class TrainingState:
         None for a part that has no such state.
 
         Example:
-            assert state.order_digest("ema") == other.order_digest("ema")  # its lists have the same order
+            assert state.order_digest("model") is None and state.order_digest("scheduler") is not None
         """
         if self.kinds[name] not in ("scheduler", "stateful"):
             return None
