@@ -109,6 +109,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "pushing",
         "restoring run_writer",
         "run_reader",
+        "run_pushes",
         "manager",
         "integrations recompute",
     ),
@@ -121,7 +122,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "training.integrations": ("accelerate trainer_data trainer_files trainer_settings", "trainer_callback"),
     "training.parts": (
-        "nested_types same_class padded_json rng gradients",
+        "nested_types optimizer_tensors same_class padded_json rng gradients",
         "nested_decoding positions",
         "nested",
         "pending_loads",

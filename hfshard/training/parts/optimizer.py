@@ -12,6 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from hfshard._util.text import list_some
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.training.parts.nested import encode
+from hfshard.training.parts.optimizer_tensors import exact, lying_like, moved_like
 from hfshard.training.parts.pending_loads import PendingLoad
 from hfshard.training.parts.positions.holders import Names
 from hfshard.training.parts.positions.ordered_state import find_in, find_ordered_state, one_per_parameter
@@ -98,7 +99,7 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
     state = {positions[name]: value for name, value in saved["state"].items()} | saved["others"]
     _refuse_ordered_state(optimizer, saved, names, component, path)
     groups = [
-        {**now, **_moved_like(_options_in_order(optimizer, number, before, names, component, path), now)}
+        {**now, **moved_like(_options_in_order(optimizer, number, before, names, component, path), now)}
         | {**_kept_options(now), "params": now["params"]}
         for number, (now, before) in enumerate(zip(current["param_groups"], matched))
     ]
@@ -111,11 +112,11 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
     def load() -> None:
         optimizer.load_state_dict(loaded)
         for parameter in _all_parameters(optimizer):
-            exact = saved["state"].get(names[id(parameter)])
-            if exact is not None and parameter in optimizer.state:
-                slots = _exact(optimizer.state[parameter], exact)
+            kept = saved["state"].get(names[id(parameter)])
+            if kept is not None and parameter in optimizer.state:
+                slots = exact(optimizer.state[parameter], kept)
                 if isinstance(slots, dict):
-                    slots = {key: _lying_like(parameter, value) for key, value in slots.items()}
+                    slots = {key: lying_like(parameter, value) for key, value in slots.items()}
                 optimizer.state[parameter] = slots
 
     return PendingLoad(component, load, lambda: vars(optimizer).update(before))
@@ -269,39 +270,6 @@ def _all_parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 def _kept_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Options that depend on the current order of the parameters."""
     return {"param_names": group["param_names"]} if "param_names" in group else {}
-
-
-def _moved_like(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved options, with tensors (a learning rate) on the devices of the current ones."""
-    moved = {}
-    for key, value in options.items():
-        now = group.get(key)
-        is_elsewhere = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
-        moved[key] = value.to(now.device) if is_elsewhere and now is not None else value
-    return moved
-
-
-def _exact(loaded: Any, saved: Any) -> Any:
-    """Undo what `load_state_dict` did to dtypes: torch casts a state to the dtype of its parameter."""
-    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
-    if isinstance(loaded, dict) and isinstance(saved, dict):
-        for key in loaded.keys() & saved.keys():
-            loaded[key] = _exact(loaded[key], saved[key])
-        return loaded
-    if isinstance(loaded, list) and isinstance(saved, list) and len(loaded) == len(saved):
-        return [_exact(mine, theirs) for mine, theirs in zip(loaded, saved)]
-    if type(loaded) is tuple and type(saved) is tuple and len(loaded) == len(saved):
-        return tuple(_exact(mine, theirs) for mine, theirs in zip(loaded, saved))
-    return loaded
-
-
-def _lying_like(parameter: torch.Tensor, value: Any) -> Any:
-    """Give a state the memory format of its parameter: fused optimizers go through memory, not through indexes."""
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
-        return value
-    alike = torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)
-    return alike.copy_(value) if alike.stride() == parameter.stride() else value
 
 
 def _were(names: list[str]) -> str:
