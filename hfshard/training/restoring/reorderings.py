@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from torch.optim import Optimizer
-
 from hfshard.errors import StateDictMismatchError
 from hfshard.training.parts.optimizer import group_names
 from hfshard.training.parts.positions.holders import held_optimizers
@@ -47,7 +45,7 @@ def find_reorderings(
         else:
             positions = None
             is_same = _is_same_order(name, state, saved)
-            counts = frozenset({len(_groups(optimizer))})
+            counts = frozenset({len(optimizer.param_groups)})
         if not is_same:
             known = PER_GROUP if len(held) == 1 or own is optimizer else _NONE
             owners = f"groups of '{component}'" if component else "groups of its optimizer"
@@ -91,7 +89,3 @@ def _is_same_order(name: str, state: TrainingState, saved: Mapping[str, dict[str
     """Whether the orders that an object's positions may refer to are those of the checkpoint, as far as it has them."""
     before = saved[name].get("order")
     return before is None or before == state.order_digest(name)
-
-
-def _groups(optimizer: Optimizer) -> list[Any]:
-    return optimizer.param_groups
