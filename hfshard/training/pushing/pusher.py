@@ -40,7 +40,7 @@ class BackgroundPusher:
         self._options = PushOptions(revision=revision, progress=progress)
         self._hashes: Hashes = {}
         self._thread = Background()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may save amid a look
         self._pushing: RunCheckpoint | None = None
         self._waiting: RunCheckpoint | None = None
         self._error: Exception | None = None
@@ -72,7 +72,7 @@ class BackgroundPusher:
 
     def forget(self) -> None:
         """Forget the pushes in a forked process, where the thread does not exist."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may save amid a look
         self._pushing = self._waiting = self._error = None
 
     def join(self) -> None:
