@@ -38,8 +38,9 @@ class CheckpointManager(RunPushes):
         state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
         start = manager.restore_latest(state) or 0
 
-    Each checkpoint is a directory such as `run/checkpoint-00001200`. It is complete in itself, stock transformers loads
-    it as a model, and it appears by one rename when every byte is on the disk. No pickle is written or read.
+    Each checkpoint is a directory such as `run/checkpoint-00001200`. It is complete in itself, and appears by one
+    rename when every byte is on the disk; stock transformers loads it as a model, unless adapters were added to that.
+    No pickle is written or read.
 
     The directory is locked from the first save until `close()` or the end of the process. Threads may share a manager:
     each call waits until the save, the restore or the question of another thread is done. For questions about the run

@@ -219,6 +219,34 @@ def test_what_would_be_done_by_half_is_refused(
     assert "_save_checkpoint" not in vars(trained), "it still saves as ever"
 
 
+@pytest.mark.parametrize("name", ["is_deepspeed_enabled", "is_fsdp_enabled"])
+def test_weights_that_are_spread_are_refused(name: str, tmp_path: Path) -> None:
+    trained = trainer(CASE, tmp_path)
+    setattr(trained, name, True)
+
+    with pytest.raises(InvalidArgumentError, match="with DeepSpeed or FSDP"):
+        CheckpointCallback().attach(trained)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks for names that transformers deprecates
+def test_a_peft_model_is_refused_by_name(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    trained = trainer(CASE, tmp_path)
+    trained.model = peft.get_peft_model(trained.model, peft.LoraConfig(target_modules=["query"], r=2))
+
+    with pytest.raises(InvalidArgumentError, match="this one is a PeftModel"):
+        CheckpointCallback().attach(trained)
+
+
+def test_a_hyperparameter_search_is_refused_by_name(tmp_path: Path) -> None:
+    trained = trainer(CASE, tmp_path)
+    CheckpointCallback().attach(trained)
+    trained.state.is_hyper_param_search = True
+
+    with pytest.raises(InvalidArgumentError, match="A hyperparameter search"):
+        trained.callback_handler.on_train_begin(trained.args, trained.state, trained.control)
+
+
 def test_a_manager_and_arguments_for_another_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="given a manager, and max_to_keep for another"):
         CheckpointCallback(CheckpointManager(tmp_path), max_to_keep=2)
