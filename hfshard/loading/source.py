@@ -189,8 +189,11 @@ def no_directory_either(path: str) -> Iterator[None]:
     try:
         yield
     except (HubNotFoundError, HubAccessError, HubConnectionError, CheckpointNotFoundError) as error:
+        if error.path != path:  # the hub has it, and the error is about one of its files
+            raise
         kind: type[HfshardError] = type(error)
-        raise kind(f"{error.message} (There is no file or directory '{path}' either.)", path=error.path) from error
+        message = f"{error.message} (There is no file or directory '{path}' either.)"
+        raise kind(message, path=path, expected=error.expected, actual=error.actual) from error
 
 
 def _is_a_path(path: str) -> bool:

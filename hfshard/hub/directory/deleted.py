@@ -2,7 +2,7 @@
 
     <root>/deleted/<id>.json    the manifest of a commit that was deleted, moved here from commits/; or nothing, where
                                 it had been lost
-    <root>/deleted/<id>         empty: a branch, tag or pull request at this commit was deleted
+    <root>/deleted/<id>         empty: no name led to this commit any more when one that did was deleted
 
 A partial copy of a hub (an rsync that was cut off) lacks files without any such record. Parents are followed through
 the manifests of deleted commits, so that deleting one commit of a history does not cut off those before it.
@@ -42,7 +42,7 @@ def deleted_path(root: str, commit: str) -> str:
 
 
 def unnamed_path(root: str, commit: str) -> str:
-    """The file that tells that a name of a commit was deleted."""
+    """The file that tells that the last name that led to a commit was deleted."""
     return os.path.join(root, DELETED, commit)
 
 
@@ -52,7 +52,7 @@ def deleted_commits(root: str) -> list[str]:
 
 
 def unnamed_commits(root: str) -> list[str]:
-    """The ids of the commits that a name which was deleted pointed to."""
+    """The ids of the commits that may go: to which no name led any more when one that did was deleted."""
     return sorted(name for name in _listing(os.path.join(root, DELETED)) if is_commit_id(name))
 
 
@@ -86,10 +86,10 @@ def reachable(root: str, named: dict[str, str]) -> set[str]:
     return reached
 
 
-def may_go(root: str) -> set[str]:
-    """Find the commits that deleted names and deleted commits lead to, as far as manifests tell."""
+def known_reachable(root: str, commits: Iterable[str]) -> set[str]:
+    """Find the commits that commits lead to, directly or through parents, as far as manifests tell."""
     reached: set[str] = set()
-    ends = [*unnamed_commits(root), *deleted_commits(root)]
+    ends = list(commits)
     while ends:
         commit = ends.pop()
         if commit not in reached:
@@ -97,7 +97,7 @@ def may_go(root: str) -> set[str]:
             try:
                 ends += _parents(root, commit, "")
             except DamagedCheckpointError:
-                continue  # what came before it is unknown, and so it may not go
+                continue  # what came before it is unknown
     return reached
 
 

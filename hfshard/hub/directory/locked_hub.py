@@ -24,6 +24,8 @@ from hfshard.hub.directory.deleted import (
     NEW_COMMIT,
     deleted_commits,
     deleted_path,
+    known_reachable,
+    reachable,
     unfinished_commit,
     unnamed_commits,
     unnamed_path,
@@ -82,6 +84,7 @@ def locked_hub(root: str, *, wait_seconds: float) -> Iterator[HubWriter]:
         finally:
             try:
                 writer.clean_up()
+                writer.forget_named()
             except (OSError, DamagedCheckpointError) as error:
                 logger.warning("'%s' can't be tidied up (%s); the next push tries again.", root, error)
 
@@ -142,9 +145,16 @@ class HubWriter:
         self._place_ref(_STAGED_REF, ref)
 
     def remove_ref(self, ref: str) -> None:
-        """Remove a branch, tag or pull request, and note that its commit may go."""
+        """Remove a branch, tag or pull request, and note which commits may go: those that only it led to."""
         path = ref_path(self.root, ref)
-        self._note(unnamed_path(self.root, str(read_ref(self.root, ref))))
+        commit = str(read_ref(self.root, ref))
+        others = {name: target for name, target in all_refs(self.root).items() if name != ref}
+        try:
+            going = known_reachable(self.root, [commit]) - reachable(self.root, others)
+        except DamagedCheckpointError as error:
+            logger.warning("What the other names of '%s' lead to is not known: %s", self.root, error)
+            going = {commit}
+        self._note([unnamed_path(self.root, one) for one in going])
         os.unlink(path)
         sync_directory(os.path.dirname(path))
 
@@ -160,7 +170,7 @@ class HubWriter:
             try:
                 rename(manifest_path(self.root, commit), deleted_path(self.root, commit))
             except FileNotFoundError:  # it was lost
-                self._note(deleted_path(self.root, commit))
+                self._note([deleted_path(self.root, commit)])
         if doomed:
             self._sync_folders(DELETED, COMMITS)
         free_bytes = _bytes_only_in(snapshot_path(self.root, commit) for commit in doomed)
@@ -191,12 +201,16 @@ class HubWriter:
         for commit in deleted_commits(self.root):
             if os.path.lexists(manifest_path(self.root, commit)):  # it was pushed again
                 unlink_if_there(deleted_path(self.root, commit))
-            else:
+            elif os.path.lexists(snapshot_path(self.root, commit)) and not self._is_named(commit):
                 self._remove_snapshot(commit)
-        for commit in set(unnamed_commits(self.root)) & self._pointed_to():
-            unlink_if_there(unnamed_path(self.root, commit))
         for folder in ("refs/heads", "refs/tags"):
             self._remove_empty(os.path.join(self.root, folder))
+
+    def forget_named(self) -> None:
+        """Remove the notes of commits to which names lead again."""
+        if noted := set(unnamed_commits(self.root)):
+            for commit in noted & known_reachable(self.root, all_refs(self.root).values()):
+                unlink_if_there(unnamed_path(self.root, commit))
 
     def _staged(self, name: str) -> str:
         return os.path.join(self.staging, name)
@@ -226,28 +240,38 @@ class HubWriter:
                 path=path,
             ) from error
 
-    def _note(self, path: str) -> None:
-        """Make an empty file among the notes of what was deleted, durably."""
-        make_directories(os.path.dirname(path))
-        if not os.path.lexists(path):
-            write_file(path, b"")
-            sync_directory(os.path.dirname(path))
+    def _note(self, paths: Iterable[str]) -> None:
+        """Make empty files among the notes of what was deleted, durably."""
+        make_directories(os.path.join(self.root, DELETED))
+        for path in paths:
+            if not os.path.lexists(path):
+                write_file(path, b"")
+        self._sync_folders(DELETED)
 
-    def _pointed_to(self) -> set[str]:
-        """The commits that refs point to; empty if one can't be read: then it isn't known which."""
+    def _is_named(self, commit: str) -> bool:
+        """Whether a ref points to a commit, or may do so, as one can't be read."""
         try:
-            return set(all_refs(self.root).values())
+            return commit in all_refs(self.root).values()
         except DamagedCheckpointError as error:
             logger.warning("%s", error)
-            return set()
+            return True
 
     def _remove_unfinished(self, commit: str) -> None:
-        if commit in all_refs(self.root).values():
+        """Remove a commit that is staged; in the copy of a hub that was in use, it may have been finished since."""
+        if commit in all_refs(self.root).values() or self._has_children(commit):
             return
         logger.info("Removing commit %s in '%s', which was never finished.", commit, self.root)
         unlink_if_there(manifest_path(self.root, commit))
         self._sync_folders(COMMITS)
         self._remove_snapshot(commit)
+
+    def _has_children(self, commit: str) -> bool:
+        """Whether a commit was made on this one; if a manifest can't be read, it may have been."""
+        try:
+            return any(commit in read_commit_manifest(self.root, one).parents for one in commit_ids(self.root))
+        except DamagedCheckpointError as error:
+            logger.warning("Commit %s is kept: %s", commit, error)
+            return True
 
     def _sync_folders(self, *folders: str) -> None:
         for folder in folders:
@@ -255,12 +279,10 @@ class HubWriter:
                 sync_directory(path)
 
     def _put_back(self) -> None:
-        """Put damaged snapshots back that were to be replaced, and were not."""
+        """Put damaged snapshots back that were to be replaced, as far as nothing new took their place."""
         for name in os.listdir(self.staging):
-            target = snapshot_path(self.root, name.removeprefix(_REPLACED))
-            if name.startswith(_REPLACED) and not os.path.lexists(target):
-                os.rename(self._staged(name), target)
-                sync_directory(os.path.dirname(target))
+            if name.startswith(_REPLACED):
+                _merge_tree(self._staged(name), snapshot_path(self.root, name.removeprefix(_REPLACED)))
 
     def _remove_snapshot(self, commit: str) -> None:
         if (removed := self._move_snapshot(commit, "removed-")) is not None:
@@ -308,6 +330,21 @@ def _move_tree(source: str, target: str) -> None:
         os.mkdir(into)
         for name in files:
             rename(os.path.join(base, name), os.path.join(into, name))
+        sync_directory(into)
+
+
+def _merge_tree(source: str, target: str) -> None:
+    """Move what the target lacks: all, or, where a directory has no rename, the files that were not moved yet."""
+    if not os.path.lexists(target):
+        _move_tree(source, target)
+        sync_directory(os.path.dirname(target))
+        return
+    for base, _, files in os.walk(source):
+        into = os.path.normpath(os.path.join(target, os.path.relpath(base, source)))
+        os.makedirs(into, exist_ok=True)
+        for name in files:
+            if not os.path.lexists(os.path.join(into, name)):
+                rename(os.path.join(base, name), os.path.join(into, name))
         sync_directory(into)
 
 

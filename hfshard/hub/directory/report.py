@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, Literal
 
-from hfshard.constants import CONFIG_NAME, HUB_MARKER, WEIGHTS_SUFFIXES
+from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, HUB_MARKER, WEIGHTS_SUFFIXES
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
 from hfshard.hub.directory.checks import check_no_strays, check_size, check_snapshot, hash_errors
 from hfshard.hub.directory.deleted import DELETED, lost_commits
@@ -63,7 +63,9 @@ def verify_hub(
         return VerifyReport(folder, (), tuple(problems), warnings, 0)
     checkpoint = os.path.join(folder, subfolder) if subfolder else folder
     wrong = _differences(folder, manifest, level, progress)
-    report = verify_directory(checkpoint, names, "full" if wrong and level == "full" else "structure", progress)
+    # Of what is whole, only pickles say more of their bytes: a push takes them as they are.
+    is_read_again = bool(wrong) or any(name.endswith(BIN_SUFFIX) for name in manifest.files)
+    report = verify_directory(checkpoint, names, level if is_read_again else "structure", progress)
     known = {problem.file for problem in report.problems}
     damaged = [_problem(error, folder) for error in wrong if error.path not in known]
     bad_paths = {error.path for error in wrong}

@@ -10,15 +10,14 @@ from typing import Final
 from hfshard._util.text import list_some
 from hfshard.errors import DamagedCheckpointError
 from hfshard.hub.directory.deleted import (
-    deleted_commits,
+    known_reachable,
     lost_commits,
-    may_go,
     reachable,
     unfinished_commit,
     unnamed_commits,
 )
 from hfshard.hub.directory.manifest import commit_ids, manifest_path, missing_manifest, read_commit_manifest
-from hfshard.hub.directory.refs import all_refs, ref_names
+from hfshard.hub.directory.refs import all_refs
 from hfshard.hub.refs import RefKind, kind_of, short_name
 
 _SHOWN: Final = 3
@@ -75,30 +74,43 @@ def unreachable(root: str) -> list[str]:
             no name that was deleted led to such a commit either, so that a name was lost.
     """
     found = set(commit_ids(root)) - reachable(root, all_refs(root))
-    if lost := sorted(found - may_go(root)):
+    if lost := found.difference(unnamed_commits(root)):
         raise _names_lost(root, lost)
     return sorted(found)
 
 
 def refuse_lost_names(root: str) -> None:
-    """Refuse to begin a hub anew that holds commits, but no names, and none was ever deleted.
+    """Refuse to begin a branch anew in a hub that holds commits to which no name leads, nor did one that was deleted.
 
     Raises:
-        DamagedCheckpointError: The names were lost.
+        DamagedCheckpointError: Names were lost.
     """
+    # In this order, as others may push, delete and prune meanwhile.
     there = commit_ids(root)
-    unfinished = unfinished_commit(root)  # after the manifests, before the names: it may be finished meanwhile
-    commits = [commit for commit in there if commit != unfinished]
-    if commits and not ref_names(root) and not unnamed_commits(root) and not deleted_commits(root):
-        raise _names_lost(root, commits)
+    unfinished = unfinished_commit(root)
+    named = known_reachable(root, all_refs(root).values())
+    lost = set(there).difference(named, unnamed_commits(root), [unfinished]).intersection(commit_ids(root))
+    if lost:
+        raise _names_lost(root, lost)
 
 
-def _names_lost(root: str, commits: list[str]) -> DamagedCheckpointError:
+def _names_lost(root: str, lost: set[str]) -> DamagedCheckpointError:
+    """Make the error that shows the newest of the commits: a name for them is a name for all."""
+    before = known_reachable(root, [parent for commit in lost for parent in _parents(root, commit)])
+    commits = sorted(lost - before)
     one = commits[0]
     return DamagedCheckpointError(
         f"No branch, tag or pull request of '{root}' leads to {list_some(commits, _SHOWN)}, and none that was deleted "
         "did: names in refs/ were lost, as in a copy that was cut off. Nothing was removed. Copy "
-        f"'{os.path.join(root, 'refs')}' again from where the hub came from. Or give such a commit a name: "
-        f"hfshard revisions {root} --tag NAME {one}; or delete it: hfshard revisions {root} --delete {one}",
+        f"'{os.path.join(root, 'refs')}' again from where the hub came from. Or give each of them a name: "
+        f"hfshard revisions {root} --tag NAME {one}; to give it up, with all before it that have no name, delete that "
+        f"name again: hfshard revisions {root} --delete NAME",
         path=os.path.join(root, "refs"),
     )
+
+
+def _parents(root: str, commit: str) -> tuple[str, ...]:
+    try:
+        return read_commit_manifest(root, commit).parents
+    except DamagedCheckpointError:
+        return ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -107,9 +108,7 @@ def test_lost_names_stop_prune_until_each_commit_has_one_or_is_deleted(history: 
         DamagedCheckpointError, match=rf"leads to {history.dev}, and none that was deleted did"
     ) as raised:
         hub.prune()
-    assert f"--tag NAME {history.dev}; or delete it: hfshard revisions {hub.root} --delete {history.dev}" in str(
-        raised.value
-    )
+    assert f"a name: hfshard revisions {hub.root} --tag NAME {history.dev}; to give it up, " in str(raised.value)
     hub.tag("was-dev", history.dev)
     assert hub.prune() > 0  # the commit of the branch that was deleted
     assert history.lost not in {one.commit for one in hub.revisions()}
@@ -154,3 +153,95 @@ def test_pushing_the_same_again_mends_a_commit_that_lost_its_manifest(history: H
     assert push(hub, {"b": b"lost" * 999}, "lost", revision="again") == history.lost
     hub.verify("again")
     assert litter(hub.root) == []
+
+
+def test_a_name_that_was_lost_protects_what_a_deleted_name_led_to_as_well(hub: DirectoryHub) -> None:
+    push(hub, {"a": b"1"})
+    dev = push(hub, {"b": b"2"}, "dev", revision="dev")
+    hub.branch("old", "dev")
+    old = push(hub, {"c": b"3"}, "old", revision="old")
+    hub.delete("old")
+    os.unlink(f"{hub.root}/refs/heads/dev")
+    with pytest.raises(DamagedCheckpointError, match=f"leads to {dev}, "):
+        hub.prune()
+    hub.branch("dev", dev)
+    assert hub.prune() > 0
+    assert old not in {one.commit for one in hub.revisions()}
+    hub.verify("dev")
+
+
+def test_a_commit_on_a_noted_one_protects_it_again(history: History) -> None:
+    hub = history.hub
+    hub.branch("again", history.lost)
+    push(hub, {"b": b"more"}, revision="again")
+    os.unlink(f"{hub.root}/refs/heads/again")
+    with pytest.raises(DamagedCheckpointError, match="names in refs/ were lost"):
+        hub.prune()
+    assert os.path.isdir(hub.url_of(history.lost))
+
+
+def test_what_the_staging_of_a_hub_in_use_calls_unfinished_stays_if_it_was_finished(history: History) -> None:
+    for commit in (history.one, history.two, history.dev):
+        os.mkdir(f"{history.root}/.staging")
+        Path(history.root, ".staging/new-commit").write_text(f"{commit}\n")
+        push(history.hub, {"new": commit.encode()})
+    for commit in (history.one, history.two, history.dev):
+        history.hub.verify(commit)
+
+
+def test_an_old_note_that_a_commit_was_deleted_does_not_remove_what_a_name_points_to(history: History) -> None:
+    os.rename(f"{history.root}/commits/{history.dev}.json", f"{history.root}/deleted/{history.dev}.json")
+    push(history.hub, {"a": b"4"})
+    assert os.listdir(history.hub.url_of(history.dev))
+
+
+def test_main_alone_is_not_begun_anew_either(history: History) -> None:
+    hub = history.hub
+    history.lose("refs/heads/main")
+    with pytest.raises(DamagedCheckpointError, match=rf"leads to {history.three}, .* names in refs/ were lost"):
+        push(hub, {"a": b"anew"})
+    hub.branch("main", history.three)
+    push(hub, {"a": b"4"})
+    assert files_at(hub) == {"a": b"4", "same": b"s"}
+
+
+def test_of_the_commits_that_lost_their_name_the_newest_is_shown(hub: DirectoryHub) -> None:
+    newest = [push(hub, {"a": bytes([number])}) for number in range(9)][-1]
+    shutil.rmtree(os.path.join(hub.root, "refs"))
+    with pytest.raises(DamagedCheckpointError, match=f"leads to {newest}, and none .*--tag NAME {newest};"):
+        push(hub, {"a": b"x"})
+    hub.tag("all", newest)
+    hub.delete("all")
+    assert hub.prune() > 0
+    assert hub.revisions() == []
+
+
+@pytest.mark.parametrize("renames", range(6))
+def test_a_killed_repair_keeps_each_file_where_folders_have_no_rename(
+    renames: int, hub: DirectoryHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"a": b"1", "b": b"2", "s/c": b"3"}
+    commit = push(hub, files)
+    os.unlink(f"{hub.url_of(commit)}/a")
+    hub.tag("v1")
+    hub.delete("main", force=True)
+    left, plain_rename = [renames], os.rename
+
+    def rename(source: str, target: str, **options: int) -> None:
+        """Rename files only, and only as many; then fail as at a kill, in the clean-up too."""
+        if os.path.isdir(source):
+            raise OSError(errno.ENOTSUP, "no rename of folders")
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        plain_rename(source, target, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        with suppress(KeyboardInterrupt):
+            push(hub, files)
+    hub.tag("v2", commit)  # puts in order what the kill left
+    kept = {name: raw for name, raw in files.items() if os.path.exists(f"{hub.url_of(commit)}/{name}")}
+    assert kept.keys() >= {"b", "s/c"}
+    assert push(hub, files) == commit
+    hub.verify("v1")

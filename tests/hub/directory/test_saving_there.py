@@ -141,3 +141,15 @@ def test_verify_of_a_hub_without_weights_is_an_error(tmp_path: Path) -> None:
     push(hub, {"a": b"1"})
     with pytest.raises(CheckpointNotFoundError):
         hfshard.verify_checkpoint(hub.root)
+
+
+def test_verify_of_a_hub_compares_the_checksums_in_a_pickle(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    path = tmp_path / "bin" / "pytorch_model.bin"
+    torch.save(OLD, path)
+    raw = path.read_bytes()
+    at = raw.index(OLD["a"].numpy().tobytes())
+    path.write_bytes(raw[:at] + b"\x01" + raw[at + 1 :])
+    hfshard.push_checkpoint(path.parent, tmp_path / "hub")
+    assert [os.path.basename(one.file) for one in hfshard.verify_checkpoint(tmp_path / "hub").problems] == [path.name]
+    assert hfshard.verify_checkpoint(tmp_path / "hub", level="structure").ok
