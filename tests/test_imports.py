@@ -48,7 +48,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "push",
     ),
     "hub.directory": (
-        "manifest",
+        "manifest trees",
         "checks deleted",
         "refs stage",
         "locked_hub revisions",

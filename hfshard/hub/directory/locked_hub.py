@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -41,6 +40,7 @@ from hfshard.hub.directory.manifest import (
     snapshot_path,
 )
 from hfshard.hub.directory.refs import all_refs, read_ref, ref_path
+from hfshard.hub.directory.trees import bytes_only_in, merge_tree, move_tree
 from hfshard.hub.hub_marker import STAGING
 from hfshard.storage.disk.fsops import (
     UNSUPPORTED,
@@ -61,8 +61,6 @@ _REPLACED: Final = "replaced-"
 """A damaged snapshot in the staging directory, followed by its id: put back if no whole one took its place."""
 _STAGED_FILES: Final = "files"
 _STAGED_MANIFEST: Final = "manifest.json"
-_BLOCK_BYTES: Final = 512
-"""The unit of st_blocks, whatever the file system's own blocks are."""
 _FOLDERS: Final = (COMMITS, SNAPSHOTS, DELETED, "refs", "refs/heads", "refs/tags", "refs/pr")
 
 
@@ -130,7 +128,7 @@ class HubWriter:
         target = snapshot_path(self.root, commit)
         make_directories(os.path.dirname(target))
         self._move_snapshot(commit, _REPLACED)  # a damaged one
-        _move_tree(self.staged_files, target)
+        move_tree(self.staged_files, target)
         sync_directory(os.path.dirname(target))
         make_directories(os.path.dirname(path))
         rename(self._staged(_STAGED_MANIFEST), path)
@@ -173,7 +171,7 @@ class HubWriter:
                 self._note([deleted_path(self.root, commit)])
         if doomed:
             self._sync_folders(DELETED, COMMITS)
-        free_bytes = _bytes_only_in(snapshot_path(self.root, commit) for commit in doomed)
+        free_bytes = bytes_only_in(snapshot_path(self.root, commit) for commit in doomed)
         for commit in doomed:
             self._remove_snapshot(commit)
         return free_bytes
@@ -282,7 +280,7 @@ class HubWriter:
         """Put damaged snapshots back that were to be replaced, as far as nothing new took their place."""
         for name in os.listdir(self.staging):
             if name.startswith(_REPLACED):
-                _merge_tree(self._staged(name), snapshot_path(self.root, name.removeprefix(_REPLACED)))
+                merge_tree(self._staged(name), snapshot_path(self.root, name.removeprefix(_REPLACED)))
 
     def _remove_snapshot(self, commit: str) -> None:
         if (removed := self._move_snapshot(commit, "removed-")) is not None:
@@ -306,7 +304,7 @@ class HubWriter:
                 raise
             if prefix != _REPLACED:
                 return path  # without a manifest it is not a commit any more
-            _move_tree(path, moved)
+            move_tree(path, moved)
             shutil.rmtree(path)
         return moved
 
@@ -315,47 +313,3 @@ class HubWriter:
         for base, folders, files in os.walk(folder, topdown=False):
             if base != folder and not folders and not files:
                 os.rmdir(base)
-
-
-def _move_tree(source: str, target: str) -> None:
-    try:
-        os.rename(source, target)
-        return
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
-        logger.warning("'%s' has no rename (%s): a snapshot is copied.", os.path.dirname(target), error)
-    for base, _, files in os.walk(source):
-        into = os.path.normpath(os.path.join(target, os.path.relpath(base, source)))
-        os.mkdir(into)
-        for name in files:
-            rename(os.path.join(base, name), os.path.join(into, name))
-        sync_directory(into)
-
-
-def _merge_tree(source: str, target: str) -> None:
-    """Move what the target lacks: all, or, where a directory has no rename, the files that were not moved yet."""
-    if not os.path.lexists(target):
-        _move_tree(source, target)
-        sync_directory(os.path.dirname(target))
-        return
-    for base, _, files in os.walk(source):
-        into = os.path.normpath(os.path.join(target, os.path.relpath(base, source)))
-        os.makedirs(into, exist_ok=True)
-        for name in files:
-            if not os.path.lexists(os.path.join(into, name)):
-                rename(os.path.join(base, name), os.path.join(into, name))
-        sync_directory(into)
-
-
-def _bytes_only_in(folders: Iterable[str]) -> int:
-    """Bytes on disk of the files that have no names outside these directories."""
-    seen: dict[tuple[int, int], tuple[int, os.stat_result]] = {}
-    for folder in folders:
-        for base, _, names in os.walk(folder):
-            for name in names:
-                status = os.lstat(os.path.join(base, name))
-                if stat.S_ISREG(status.st_mode):
-                    key = (status.st_dev, status.st_ino)
-                    seen[key] = (seen.get(key, (0, status))[0] + 1, status)
-    return sum(status.st_blocks * _BLOCK_BYTES for count, status in seen.values() if count == status.st_nlink)
