@@ -113,14 +113,26 @@ def test_damage_is_named(example: Path, tmp_path: Path, run: Run) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_convert_in_place_removes_the_pickle_and_says_that_nothing_was_compared(tmp_path: Path, run: Run) -> None:
+def test_convert_in_place_removes_the_pickle_and_compares_its_checksums(tmp_path: Path, run: Run) -> None:
     old = write_bin(tmp_path / "old", {"a": torch.ones(3), "b": torch.zeros(2, 2)})
     done = run("convert", old, old)
-    assert done.returncode == 0
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "in 1 file, every copied byte compared with its checksum" in done.stdout.splitlines()[0]
     assert done.stdout.splitlines()[1].startswith(f"written  {old}: ")
-    assert "in 1 file" in done.stdout.splitlines()[0]
-    assert "has no checksums of its tensors: its structure was checked, its bytes could not be." in done.stderr
     assert weights_in(old) == ["model.safetensors"]
+    assert hfshard.load_state_dict(old)["a"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_convert_says_that_a_pickle_without_checksums_was_not_compared(tmp_path: Path, run: Run) -> None:
+    torch.serialization.set_crc32_options(compute_crc32=False)
+    try:
+        old = write_bin(tmp_path / "old", {"a": torch.ones(3)})
+    finally:
+        torch.serialization.set_crc32_options(compute_crc32=True)
+    done = run("convert", old, old)
+    assert done.returncode == 0
+    assert "in 1 file" in done.stdout.splitlines()[0] and "compared" not in done.stdout.splitlines()[0]
+    assert "has no checksums of its tensors: its structure was checked, its bytes could not be." in done.stderr
     assert hfshard.load_state_dict(old)["a"].tolist() == [1.0, 1.0, 1.0]
 
 
