@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import save_model
+from safetensors.torch import save_file, save_model
 from torch import nn
 
 import hfshard
@@ -99,3 +100,11 @@ def test_shared_names_of_safetensors_own_save_are_read(tmp_path: Path) -> None:
 
     assert loaded.keys() == {"x.weight", "y.weight"}
     assert loaded["x.weight"] is loaded["y.weight"]
+
+
+def test_a_size_that_is_the_name_of_a_tensor_ties_nothing(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model-00001-of-00001.safetensors")
+    index = {"metadata": {"total_size": "a", "b": "a"}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    assert sorted(hfshard.load_state_dict(tmp_path)) == ["a", "b"]

@@ -24,6 +24,9 @@ _DIGEST_HEX: Final = {
 """Keys of a file's entry that hold digests in hex."""
 
 _REMEDY: Final = "Download or save the checkpoint again."
+_COUNTS: Final = ("total_size", "total_parameters")
+_NO_TENSORS: Final = (*_COUNTS, "format")
+"""Keys of metadata that mean something else, whatever their value is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ class CheckpointIndex:
             ours = _metadata_of_others(metadata, weight_map)
         if ours.files and _count(metadata.get("total_size", 0)) is None:
             raise _damaged(path, "its total_size must be a number of bytes")
-        known = {"total_size", "total_parameters", METADATA_KEY, *ours.tied_names}
+        known = {*_COUNTS, METADATA_KEY, *ours.tied_names}
         return cls(
             weight_map={name: checked[file] for name, file in weight_map.items()},
             total_size=_count(metadata.get("total_size")),
@@ -197,7 +200,7 @@ def _metadata_of_others(metadata: Mapping[str, Any], stored_names: Collection[st
     tied_names = {
         name: stored
         for name, stored in metadata.items()
-        if name != "format" and name not in stored_names and isinstance(stored, str) and stored in stored_names
+        if name not in _NO_TENSORS and name not in stored_names and isinstance(stored, str) and stored in stored_names
     }
     return HfshardMetadata(tied_names=tied_names, undeclared_ties=tuple(sorted(tied_names)))
 

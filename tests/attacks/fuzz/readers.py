@@ -138,7 +138,7 @@ def _as_others_read(directory: Path, base: Base, wanted: Tensors) -> tuple[Tenso
     index = next(path for name, path in paths.items() if ".index." in name)
     value = json.loads(index.read_bytes())
     own = (value.get("metadata") or {}).get("hfshard") or {}
-    tied = _tied_names(own)
+    tied = _tied_names(own) or _tied_by_others(value)
     stored: Tensors = {}
     for file in {value["weight_map"][tied.get(name, name)] for name in wanted}:
         content = (directory / file).read_bytes()
@@ -149,6 +149,12 @@ def _as_others_read(directory: Path, base: Base, wanted: Tensors) -> tuple[Tenso
 def _tied_names(own: Any) -> Mapping[str, str]:
     found = own.get("tied_names") or own.get("aliases") if isinstance(own, dict) else None
     return found if isinstance(found, dict) else {}
+
+
+def _tied_by_others(index: Any) -> Mapping[str, str]:
+    """The names that huggingface_hub notes as tied: entries of the metadata whose value is the name of a tensor."""
+    noted = (index.get("metadata") or {}).items()
+    return {name: stored for name, stored in noted if isinstance(stored, str) and stored in index["weight_map"]}
 
 
 def _unpickled(content: bytes) -> Tensors:
