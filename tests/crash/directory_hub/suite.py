@@ -23,7 +23,7 @@ ENDS = {"kill": {"killed"}, "unsupported": {"saved"}}
 RAISES_OR_SAVES = {"raised", "saved"}
 """For the other kinds."""
 
-ERRORS = ("OSError", "KeyboardInterrupt", "CommitUnfinishedError")
+ERRORS = ("FileError", "OSError", "KeyboardInterrupt", "CommitUnfinishedError")
 """What it may raise."""
 
 
