@@ -16,7 +16,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.class_alias import architecture_of, view_as_alias
-from hfshard.pretrained.fallback import is_spread
+from hfshard.pretrained.fallback import is_spread, refuse_pipeline_stage
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
 from hfshard.state_dicts.state_dict import collect_state_dict
@@ -40,10 +40,11 @@ def request_from_pretrained(
             original names.
 
     Raises:
-        InvalidArgumentError: The model is spread over ranks, or its quantization can't be saved.
+        InvalidArgumentError: The model is a pipeline stage or spread over ranks, or its quantization can't be saved.
 
     Source: transformers `PreTrainedModel.save_pretrained`.
     """
+    refuse_pipeline_stage(model)
     if is_spread(model):
         raise InvalidArgumentError(
             "The model is spread over several ranks, and hfshard.save_model would save the part of one. "

@@ -1,0 +1,81 @@
+"""Ranks for the tests: processes of their own that join one gloo group, and what became of each."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.training import processes
+
+_TIMEOUT = timedelta(seconds=processes.PATIENCE_SECONDS - 20)
+"""Of collectives: a machine may be busy."""
+
+
+def run_ranks(
+    place: Path, world_size: int, work: Callable[..., object], *args: object, ports: Sequence[int] = ()
+) -> list[processes.End]:
+    """Call a function on so many ranks of a new group, and wait until all have ended.
+
+    Args:
+        place: A directory of this call's own: for the store, and for what each rank says.
+        world_size: How many.
+        work: At the top of a module; called with the rank and the other arguments.
+        args: To be pickled.
+        ports: Of one element: that of the TCP store which rank 0 keeps; none: the store is a file.
+    """
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "store").unlink(missing_ok=True)
+
+    def run(rank: int) -> processes.End:
+        return processes.run(place / f"{rank}.txt", join_and_work, place, rank, world_size, tuple(ports), work, args)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(run, range(world_size)))
+
+
+def check_ranks(
+    place: Path, world_size: int, work: Callable[..., object], *args: object, ports: Sequence[int] = ()
+) -> None:
+    """Call a function on so many ranks, and fail with their words if one of them fails."""
+    ends = run_ranks(place, world_size, work, *args, ports=ports)
+    assert [end.status for end in ends] == [0] * world_size, "\n".join(end.words for end in ends)
+
+
+def join_and_work(
+    place: Path,
+    rank: int,
+    world_size: int,
+    ports: tuple[int, ...],
+    work: Callable[..., object],
+    args: tuple[Any, ...],
+) -> None:
+    """What the process of one rank does."""
+    torch.set_num_threads(1)
+    join(place, rank, world_size, ports)
+    try:
+        work(rank, *args)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # without waiting for the other ranks
+    torch.distributed.barrier()  # the one that keeps the store ends last
+    os._exit(0)
+
+
+def join(place: Path, rank: int, world_size: int, ports: tuple[int, ...] = ()) -> None:
+    """Join a gloo group whose store is a file, or kept by rank 0."""
+    # torch lists both stores in its documentation only
+    store: Any
+    if ports:
+        store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", ports[0], world_size, is_master=rank == 0, timeout=_TIMEOUT
+        )
+    else:
+        store = torch.distributed.FileStore(str(place / "store"), world_size)  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
