@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 import torch
 
+from tests.helpers.tensor_bytes import bytes_of
+
 DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
     torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn,
     torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
 )  # fmt: skip
 """What safetensors 0.8 has a name for and torch has a dtype for."""
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -39,17 +39,6 @@ def random_tensor(seed: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torc
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     return raw.view(dtype).reshape(shape) if dtype.itemsize > 1 else raw.reshape(shape).view(dtype)
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The tensor's values in row-major order; written without the code under test."""
-    tensor = tensor.detach()
-    if tensor.numel() == 0:
-        return b""
-    tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.dtype.is_complex:
-        tensor = torch.view_as_real(tensor)
-    return tensor.view(_INTEGERS[tensor.element_size()]).flatten().contiguous().numpy().tobytes()
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:

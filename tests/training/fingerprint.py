@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tests.helpers.random_state_dicts import bytes_of
+from tests.helpers.tensor_bytes import bytes_of
 
 _PLAIN = (str, bytes, int, complex, bool, type(None), torch.dtype, torch.device, torch.Size, Enum)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, weakref.ReferenceType)

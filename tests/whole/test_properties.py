@@ -22,11 +22,11 @@ from tests.helpers.random_state_dicts import (
     DTYPES,
     Sample,
     assert_same,
-    bytes_of,
     fingerprint,
     random_tensor,
     state_dicts,
 )
+from tests.helpers.tensor_bytes import bytes_of
 
 SETTINGS = settings(
     derandomize=True,

@@ -19,7 +19,8 @@ from hfshard.storage.format.strict_json import parse_json_object
 from hfshard.training.parts.nested import decode, encode
 from hfshard.training.parts.nested_types import NOT_STORED, ObjectState
 from hfshard.training.parts.padded_json import padded_json
-from tests.helpers.random_state_dicts import DTYPES, bytes_of, random_tensor
+from tests.helpers.random_state_dicts import DTYPES, random_tensor
+from tests.helpers.tensor_bytes import bytes_of
 from tests.training import fingerprint
 from tests.training.run import hostile
 
