@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -13,9 +14,12 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
+from tests.helpers.forked import interpret
 from tests.helpers.forkserver import WARM_UP, Child, ForkServer
 from tests.hub.client_process import perform
 from tests.hubserver.hub_server import HubServer, RepoView
+
+CODE_SECONDS = 240
 
 _REPOS = itertools.count(1)
 _KEYS: dict[type, pytest.StashKey[Any]] = {}
@@ -128,6 +132,15 @@ class HubServerFixture:
                 perform, self.client_module, order, env=self.environment, stdout=said, stderr=said, umask=umask
             )
         return Task(child, report, output)
+
+    def interpret(self, code: str) -> str:
+        """Do what `python -c CODE` does, in a child that succeeds; gives what it printed."""
+        with self._client.call(
+            interpret, ["-c", code], env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as child:
+            out, err = child.communicate(CODE_SECONDS)
+        assert child.returncode == 0, err
+        return out
 
     def done(self, task: str, *args: object, **options: Any) -> Outcome:
         """Do a task that succeeds."""

@@ -17,10 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import forkserver
-from tests.hubserver.hub_server import HubServer
+from tests.hub.pull.pull_hub import PullHub
+from tests.hub.server_fixture import hub_fixtures, new_repo_id
+from tests.hubserver.hub_server import HubServer, RepoView
 
 pytestmark = pytest.mark.compat
+
+hub, _ = hub_fixtures(PullHub)
 
 SETUP = """
 import json, sys, torch, hfshard
@@ -38,33 +41,41 @@ S = 8
 
 
 class Client:
-    """Runs code in new processes, each with the model; all share one cache, unless told otherwise."""
+    """Runs code in new processes, each with the model, the name of a repo, and a folder for a cache that is empty."""
 
-    def __init__(self, server: HubServer, folder: Path) -> None:
-        self.server, self.folder = server, folder
+    def __init__(self, hub: PullHub, folder: Path) -> None:
+        self.hub, self.folder, self.name = hub, folder, new_repo_id()
 
-    def run(self, code: str, *, home: str = "home") -> str:
+    @property
+    def server(self) -> HubServer:
+        """The Hub that all clients talk to."""
+        return self.hub.server
+
+    @property
+    def repo(self) -> RepoView:
+        """The repo of this test."""
+        return self.server.repo(self.name)
+
+    def run(self, code: str) -> str:
         """Run code after SETUP, with an empty log; gives what it printed."""
-        environment = self.server.environment(home=self.folder / home)
         self.server.clear_log()
-        done = forkserver.run(["-c", SETUP + code], env=environment, timeout=240)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        names = f"repo, fresh = {self.name!r}, {str(self.folder / 'fresh')!r}\n"
+        return self.hub.interpret(SETUP + names + code)
 
     def push(self, limit: int, more: str = "") -> None:
         """Push the model."""
-        self.run(f"{more}\nmodel.push_to_hub('org/m', max_shard_size={limit})")
+        self.run(f"{more}\nmodel.push_to_hub(repo, max_shard_size={limit})")
 
     @property
     def weights(self) -> list[str]:
         """The weights in the repo, with their index."""
-        return sorted(path for path in self.server.repo("org/m").files() if path.startswith("model"))
+        return sorted(path for path in self.repo.files() if path.startswith("model"))
 
 
 @pytest.fixture
-def client(hub_server: HubServer, tmp_path: Path) -> Client:
-    """A server without repos, and what runs clients of it."""
-    return Client(hub_server, tmp_path)
+def client(hub: PullHub, tmp_path: Path) -> Client:
+    """A repo that does not exist yet, and what runs clients of it."""
+    return Client(hub, tmp_path)
 
 
 def shards(count: int) -> list[str]:
@@ -78,14 +89,14 @@ def test_push_to_a_new_repo_is_5_and_2s_requests(client: Client) -> None:
     assert client.weights == shards(S)
     assert len(client.server.log) == 5 + 2 * S  # upstream: 22 = 6 + 2S
     assert client.server.count("commit") == 1
-    assert client.server.repo("org/m").files().keys() >= {"README.md", "config.json"}
+    assert client.repo.files().keys() >= {"README.md", "config.json"}
 
 
 def test_unchanged_push_is_2_requests_and_no_bytes(client: Client) -> None:
     client.push(SHARDED)
     client.push(SHARDED)
     assert [request.kind for request in client.server.log] == ["create_repo", "info"]  # upstream: 7
-    assert len(client.server.repo("org/m").commits()) == 2  # the Hub's own and ours
+    assert len(client.repo.commits()) == 2  # the Hub's own and ours
 
 
 def test_one_changed_tensor_sends_its_shard_alone(client: Client) -> None:
@@ -93,7 +104,7 @@ def test_one_changed_tensor_sends_its_shard_alone(client: Client) -> None:
     client.push(SHARDED, "with torch.no_grad(): model.pooler.dense.bias += 1")
     assert len(client.server.log) == 7  # upstream: 8; create, info, preupload, batch, put, verify, commit
     [put] = [request for request in client.server.log if request.kind == "lfs_put"]
-    files = client.server.repo("org/m").files()
+    files = client.repo.files()
     [holder] = [path for path in client.weights if files[path].size == put.bytes_up]
     assert client.server.bytes_up() <= files[holder].size + 20_000  # upstream: the whole shard, too
 
@@ -116,25 +127,25 @@ def test_sharded_push_over_a_single_file_is_what_stock_loads(client: Client) -> 
     client.push(10**9)
     client.push(SHARDED, "with torch.no_grad(): model.pooler.dense.bias.fill_(7)")
     assert client.weights == shards(S)
-    seen = client.run("print(BertModel.from_pretrained('org/m').pooler.dense.bias.unique().tolist())", home="fresh")
+    seen = client.run("print(BertModel.from_pretrained(repo, cache_dir=fresh).pooler.dense.bias.unique().tolist())")
     assert json.loads(seen) == [7.0]  # upstream (D1): the old weights, of the single file that stays
 
 
 def test_loads_cold_warm_and_pinned(client: Client) -> None:
     client.push(SHARDED)
-    head = client.server.repo("org/m").commits()[0].oid
-    client.run("Bert.from_pretrained('org/m')", home="fresh")
+    head = client.repo.commits()[0].oid
+    client.run("Bert.from_pretrained(repo, cache_dir=fresh)")
     assert len(client.server.log) <= 5 + S  # upstream: 25 = 9 + 2S
-    client.run("Bert.from_pretrained('org/m')", home="fresh")
+    client.run("Bert.from_pretrained(repo, cache_dir=fresh)")
     assert len(client.server.log) == 1  # upstream: 1
-    client.run(f"Bert.from_pretrained('org/m', revision='{head}')", home="fresh")
+    client.run(f"Bert.from_pretrained(repo, cache_dir=fresh, revision='{head}')")
     assert client.server.log == []  # upstream: 0
 
 
 def test_push_to_hub_takes_a_variant_and_save_pretrained_a_revision(client: Client) -> None:
     client.run(
-        "model.push_to_hub('org/m', variant='fp16', max_shard_size=10**9)\n"
-        f"model.save_pretrained({str(client.folder / 'm')!r}, push_to_hub=True, repo_id='org/m', revision='dev')"
+        "model.push_to_hub(repo, variant='fp16', max_shard_size=10**9)\n"
+        f"model.save_pretrained({str(client.folder / 'm')!r}, push_to_hub=True, repo_id=repo, revision='dev')"
     )  # upstream: no such argument; TypeError
     assert client.weights == ["model.fp16.safetensors"]
-    assert client.server.repo("org/m").files("dev").keys() >= {"model.fp16.safetensors", "model.safetensors"}
+    assert client.repo.files("dev").keys() >= {"model.fp16.safetensors", "model.safetensors"}

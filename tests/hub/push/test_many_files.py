@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,27 @@ from tests.hubserver.hub_server import Fault
 
 pytestmark = pytest.mark.compat
 
-SHARDS = 300
+SHARDS = 260
 """More than the 256 files of one commit."""
 
 
-def many(folder: Path, value: float, count: int = SHARDS) -> Path:
+Many = Callable[..., Path]
+"""`save_many`, once for each checkpoint."""
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Many:
+    """Checkpoints by number and count, which nobody changes."""
+    folder = tmp_path_factory.mktemp("many")
+
+    @cache
+    def made(value: float, count: int = SHARDS) -> Path:
+        return save_many(folder / f"{value}-{count}", value, count)
+
+    return made
+
+
+def save_many(folder: Path, value: float, count: int) -> Path:
     """A checkpoint of one tensor of 4 bytes a shard; each tensor is one number."""
     tensors = {f"w{number:04d}": torch.full((1,), value) for number in range(count)}
     hfshard.save_state_dict(tensors, folder, max_shard_size=4 if count > 1 else 10**6)
@@ -27,10 +45,15 @@ def many(folder: Path, value: float, count: int = SHARDS) -> Path:
     return folder
 
 
+def put(hub: PushHub, repo: str, folder: Path) -> None:
+    """Make a repo with the files of a directory: an old checkpoint, whoever pushed it."""
+    hub.server.create_repo(repo).commit(dict(contents(folder)), "Old")
+
+
 def seen(hub: PushHub, repo: str, commit: str) -> str:
     """What stock and hfshard read of a commit: the number that it is full of, or the error's name, and both agree."""
-    cache = hub.root / f"cache-{commit}"
-    tasks = [hub.start(task, repo, cache / task, revision=commit) for task in ("read_ours", "read_stock")]
+    blobs = hub.root / f"cache-{repo.replace('/', '-')}"  # its own for each repo: blobs lie there by what they hold
+    tasks = [hub.start(task, repo, blobs / task, revision=commit) for task in ("read_ours", "read_stock")]
     ours, stock = (task.outcome() for task in tasks)
     assert (ours.error is None) == (stock.error is None), f"{ours.trace}\n{stock.trace}"
     assert ours.error is None or ours.is_ours, ours.trace
@@ -38,8 +61,8 @@ def seen(hub: PushHub, repo: str, commit: str) -> str:
     return str(ours.error or ours.result)
 
 
-def test_no_commit_of_a_new_repo_is_a_mix(hub: PushHub, repo: str, tmp_path: Path) -> None:
-    folder = many(tmp_path / "save", 1)
+def test_no_commit_of_a_new_repo_is_a_mix(hub: PushHub, repo: str, many: Many) -> None:
+    folder = many(1)
     hub.push(folder, repo)
     assert differences(hub, repo, contents(folder)) == {}
     commits = list(reversed(hub.view(repo).commits()))
@@ -50,56 +73,56 @@ def test_no_commit_of_a_new_repo_is_a_mix(hub: PushHub, repo: str, tmp_path: Pat
         "Upload checkpoint",
     ]
     assert [commit.parents for commit in commits[1:]] == [(before.oid,) for before in commits[:-1]]
-    assert [len(commit.files) - 1 for commit in commits] == [0, 256, 300, 302]  # and .gitattributes
+    assert [len(commit.files) - 1 for commit in commits] == [0, 256, 260, 262]  # and .gitattributes
     found = [seen(hub, repo, commit.oid) for commit in commits]
     assert found == ["CheckpointNotFoundError"] * 3 + ["1.0"]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 300), (290, 300), (300, 300), (300, 1)])
-def test_no_commit_of_an_old_repo_is_a_mix(hub: PushHub, repo: str, tmp_path: Path, before: int, after: int) -> None:
-    hub.push(many(tmp_path / "old", 1, before), repo)
+@pytest.mark.parametrize(("before", "after"), [(1, 260), (258, 260), (260, 260), (260, 1)])
+def test_no_commit_of_an_old_repo_is_a_mix(hub: PushHub, repo: str, many: Many, before: int, after: int) -> None:
+    put(hub, repo, many(1, before))
     old = len(hub.view(repo).commits())
-    folder = many(tmp_path / "new", 2, after)
+    folder = many(2, after)
     hub.push(folder, repo)
     assert differences(hub, repo, contents(folder)) == {}
     commits = list(reversed(hub.view(repo).commits()))[old - 1 :]
     # of the same names: all in one commit, or main would be a mix
-    assert len(commits) == {(1, 300): 4, (290, 300): 4, (300, 300): 2, (300, 1): 2}[before, after]
+    assert len(commits) == {(1, 260): 4, (258, 260): 4, (260, 260): 2, (260, 1): 2}[before, after]
     found = [seen(hub, repo, commit.oid) for commit in commits]
     assert found == ["1.0"] * (len(commits) - 1) + ["2.0"]
 
 
-def test_push_that_dies_between_its_commits_is_repaired_by_the_next(hub: PushHub, repo: str, tmp_path: Path) -> None:
-    hub.push(many(tmp_path / "old", 1, 290), repo)
+def test_push_that_dies_between_its_commits_is_repaired_by_the_next(hub: PushHub, repo: str, many: Many) -> None:
+    put(hub, repo, many(1, 258))
     gate = threading.Event()
-    held = hub.server.fail(Fault(match="POST commit", kind="slow", skip=1, after_bytes=1_000, gate=gate))
-    task = hub.start("push", many(tmp_path / "dead", 2, 300), repo)
+    held = hub.server.fail(Fault(match="POST commit", kind="slow", skip=1, after_bytes=500, gate=gate))
+    task = hub.start("push", many(2), repo)
     assert held.reached.wait(60)
     task.kill()
     gate.set()
     head = hub.view(repo).branches["main"]
-    assert len(hub.files(repo)) >= 290 + 2 + 256
+    assert len(hub.files(repo)) >= 258 + 2 + 256
     assert seen(hub, repo, head) == "1.0"
-    folder = many(tmp_path / "next", 3, 280)
+    folder = many(3, 257)
     hub.push(folder, repo)
     assert differences(hub, repo, contents(folder)) == {}
     assert seen(hub, repo, hub.view(repo).branches["main"]) == "3.0"
 
 
-def test_many_shards_that_meet_a_readme_go_on_top(hub: PushHub, repo: str, tmp_path: Path) -> None:
+def test_many_shards_that_meet_a_readme_go_on_top(hub: PushHub, repo: str, many: Many) -> None:
     hub.server.create_repo(repo)
     theirs: dict[str, bytes | None] = {"README.md": b"# Theirs"}
     hub.server.fail(
         Fault(match="POST commit", kind="race", skip=1, action=lambda: hub.view(repo).commit(theirs, "theirs"))
     )
-    folder = many(tmp_path / "new", 2)
+    folder = many(2)
     hub.push(folder, repo)
     assert differences(hub, repo, contents(folder) | {"README.md": b"# Theirs"}) == {}
     assert hub.kinds()["lfs_put"] == SHARDS + 1  # and the index, which is large enough for LFS
 
 
-def test_many_shards_as_a_pull_request_open_one(hub: PushHub, repo: str, tmp_path: Path) -> None:
-    folder = many(tmp_path / "new", 2)
+def test_many_shards_as_a_pull_request_open_one(hub: PushHub, repo: str, many: Many) -> None:
+    folder = many(2)
     done = hub.push(folder, repo, create_pr=True).result
     assert list(hub.view(repo).pull_requests) == [1]
     assert differences(hub, repo, contents(folder), "refs/pr/1") == {}
@@ -107,8 +130,8 @@ def test_many_shards_as_a_pull_request_open_one(hub: PushHub, repo: str, tmp_pat
     assert done["pr_url"].endswith("/discussions/1") and done["commit"] == hub.view(repo).pull_requests[1]
 
 
-def test_many_shards_need_few_open_files(hub: PushHub, repo: str, tmp_path: Path) -> None:
-    folder = many(tmp_path / "new", 1)
-    hub.push(folder, repo, open_files=400)  # the check before a push holds all shards open at once
-    hub.push(many(tmp_path / "next", 2), repo, open_files=400)
-    assert differences(hub, repo, contents(tmp_path / "next")) == {}
+def test_many_shards_need_few_open_files(hub: PushHub, repo: str, many: Many) -> None:
+    folder = many(1)
+    hub.push(folder, repo, open_files=360)  # the check before a push holds all shards open at once
+    hub.push(many(2), repo, open_files=360)
+    assert differences(hub, repo, contents(many(2))) == {}
