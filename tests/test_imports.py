@@ -78,7 +78,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "pretrained.pushing": ("model_card", "push"),
     "resharding": ("checks in_place request", "reshard"),
-    "saving": ("options", "request", "prepare", "in_memory to_directory"),
+    "saving": ("options writing", "request", "prepare", "in_memory to_directory"),
     "state_dicts": ("keys offloaded tied wrappers", "overlap state_dict"),
     "storage": ("tensors", "format", "disk", "weights", "checkpoint commit"),
     "storage.checkpoint": ("checks locate report", "checkpoint", "raw_tensors verifier"),

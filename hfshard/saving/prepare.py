@@ -7,9 +7,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from hfshard._util.progress import ProgressCallback
 from hfshard.constants import README
 from hfshard.planning.plan import ShardPlan, plan_specs, with_one_more_shard
 from hfshard.saving.request import SaveRequest
+from hfshard.saving.writing import ShardWriter
 from hfshard.storage.commit.commit import SaveSession
 from hfshard.storage.commit.commit_plan import NewCheckpoint, content_digest, needs_links
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata
@@ -17,14 +19,7 @@ from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX
 from hfshard.storage.format.names import WeightNames
 from hfshard.storage.tensors.tensor_layout import tensor_layout
 from hfshard.storage.tensors.tensor_spec import tensor_specs
-from hfshard.storage.weights.safetensors_writer import (
-    WriteJob,
-    file_order,
-    fingerprint_of,
-    shard_header,
-    shard_metadata,
-    write_shards,
-)
+from hfshard.storage.weights.safetensors_writer import WriteJob, file_order, shard_metadata
 
 _OWN_DIGEST_BYTES: Final = 256
 """Bytes of the digests that a single file holds of itself, with their names, without those of its tensors."""
@@ -59,9 +54,9 @@ def shard_room(request: SaveRequest) -> int:
     return _json_bytes(shard_metadata(request.tensors, request.file_metadata))
 
 
-def with_free_names(plan: ShardPlan, session: SaveSession, request: SaveRequest) -> ShardPlan:
+def with_free_names(plan: ShardPlan, session: SaveSession, request: SaveRequest, writer: ShardWriter) -> ShardPlan:
     """Change a plan to names that no file has, unless the files there look like the ones to be written."""
-    if not plan.is_sharded or _matches_existing(plan, session, request):
+    if not plan.is_sharded or _matches_existing(plan, session, request, writer):
         return plan
     return avoid_taken_names(plan, session, request.options.names)
 
@@ -79,18 +74,16 @@ def _json_bytes(value: Any) -> int:
     return len(json.dumps(json.dumps(value))) + len('"__metadata__":{},')
 
 
-def _matches_existing(plan: ShardPlan, session: SaveSession, request: SaveRequest) -> bool:
+def _matches_existing(plan: ShardPlan, session: SaveSession, request: SaveRequest, writer: ShardWriter) -> bool:
     """Whether the index in the directory lists these very files, by their fingerprints."""
     index = session.state.index
     if index is None or index.weight_map != plan.weight_map:
         return False
-    for shard in plan.shards:
-        tensors = file_order({name: request.tensors[name] for name in shard.names})
-        header = shard_header(tensors, shard_metadata(tensors, request.file_metadata))
-        digest = index.files.get(shard.file)
-        if digest is None or digest.fingerprint != fingerprint_of(header, list(tensors.values())):
-            return False
-    return True
+    listed = [index.files.get(shard.file, FileDigest()).fingerprint for shard in plan.shards]
+    if None in listed:
+        return False
+    found = writer.fingerprints(shard_jobs(plan, request, [""] * len(listed)), request.options.checksum)
+    return all(one == other for one, other in zip(found, listed, strict=True))
 
 
 def needs_new_names(plan: ShardPlan, new: NewCheckpoint, index: CheckpointIndex, session: SaveSession) -> bool:
@@ -104,7 +97,11 @@ def needs_new_names(plan: ShardPlan, new: NewCheckpoint, index: CheckpointIndex,
 
 
 def write_staged(
-    plan: ShardPlan, session: SaveSession, request: SaveRequest, progress_callback: Callable[[int], object] | None
+    plan: ShardPlan,
+    session: SaveSession,
+    request: SaveRequest,
+    writer: ShardWriter,
+    progress_callback: ProgressCallback | None,
 ) -> tuple[NewCheckpoint, CheckpointIndex]:
     """Write the weights into the staging directory, and make the index.
 
@@ -112,15 +109,13 @@ def write_staged(
         plan: Which tensor goes into which file.
         session: Of the locked directory.
         request: What to save.
+        writer: Writes the weights.
         progress_callback: Gets the bytes that were written, from any thread.
     """
     staged = {shard.file: f"{number:05d}.weights" for number, shard in enumerate(plan.shards)}
     paths = [os.path.join(session.staging, name) for name in staged.values()]
-    digests = write_shards(
-        shard_jobs(plan, request, paths, session.replaced),
-        checksum=request.options.checksum,
-        progress_callback=progress_callback,
-    )
+    jobs = shard_jobs(plan, request, paths, session.replaced)
+    digests = writer.write(jobs, request.options.checksum, progress_callback)
     index = index_of(plan, request, digests)
     index_json = index.to_json() if plan.is_sharded else None
     files = {shard.file: digest for shard, digest in zip(plan.shards, digests, strict=True)}

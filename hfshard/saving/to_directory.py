@@ -11,6 +11,7 @@ from hfshard._util.progress import bytes_bar
 from hfshard.planning.plan import with_one_more_shard
 from hfshard.saving.prepare import avoid_taken_names, needs_new_names, plan_request, with_free_names, write_staged
 from hfshard.saving.request import SaveRequest
+from hfshard.saving.writing import OwnShardWriter, ShardWriter
 from hfshard.storage.commit.commit import save_session
 from hfshard.storage.commit.commit_plan import plan_commit
 from hfshard.storage.format.index import CheckpointIndex
@@ -20,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 def save_request(
-    request: SaveRequest, save_directory: str | os.PathLike[str], check: Callable[[], None] = lambda: None
+    request: SaveRequest,
+    save_directory: str | os.PathLike[str],
+    check: Callable[[], None] = lambda: None,
+    writer: ShardWriter | None = None,
 ) -> CheckpointIndex:
     """Save what a request holds, durably and all or nothing.
 
@@ -28,25 +32,27 @@ def save_request(
         request: What to save, and how.
         save_directory: Made when it is missing.
         check: Called when the directory is locked, and just before the commit.
+        writer: Writes the files; None: this process does.
 
     Raises:
         Everything that `hfshard.save_state_dict` raises.
     """
     directory = absolute_path(save_directory, "save_directory")
     names = request.options.names
+    writer = writer or OwnShardWriter()
     writer_threads()  # raises where the environment asks for more than there is
     plan = plan_request(request)
     with save_session(directory, names) as session:
         check()
-        plan = with_free_names(plan, session, request)
+        plan = with_free_names(plan, session, request, writer)
         need_bytes = plan.total_size + sum(file.size for file in request.companion_files.values())
         session.check_space(need_bytes)
         with bytes_bar("Saving", need_bytes, request.options.progress) as progress_callback:
-            new, index = write_staged(plan, session, request, progress_callback)
+            new, index = write_staged(plan, session, request, writer, progress_callback)
             if needs_new_names(plan, new, index, session):
                 session.empty_staging()
                 plan = avoid_taken_names(with_one_more_shard(plan, names), session, names)
-                new, index = write_staged(plan, session, request, None)
+                new, index = write_staged(plan, session, request, writer, None)
         check()
         session.commit(plan_commit(session.state, new))
     logger.info("Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), plan.total_size, directory)

@@ -107,6 +107,11 @@ def fingerprint_of(header: bytes, tensors: Sequence[TensorLike]) -> str:
     return fingerprint.hexdigest()
 
 
+def fingerprint_of_job(job: WriteJob, checksum: str | None) -> str:
+    """The fingerprint of the file that `write_shards` would write for a job; only the first bytes are read."""
+    return fingerprint_of(blank_header(job, checksum), list(job.tensors.values()))
+
+
 def file_order(tensors: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
     """Sort tensors by the size of their elements, largest first, so that each is aligned to its own size."""
     return dict(sorted(tensors.items(), key=lambda item: -tensor_layout(item[1]).element_bytes))
@@ -176,9 +181,13 @@ def _put_through(
 ) -> tuple[FileDigest, bytes]:
     """Hash a file's bytes and pass them on; return its digest and its final header (`blank` is the one to hash)."""
     output = _Output(put, checksum)
-    digests = {"fingerprint": fingerprint_of(blank, list(job.tensors.values()))}
-    output.add([memoryview(blank)])
-    tensors = [output.add(iter_blocks(tensor, BLOCK_BYTES)) for tensor in job.tensors.values()]
+    output.add([memoryview(blank)], fingerprint_bytes=len(blank))
+    sampled = set(fingerprint_positions(len(job.tensors)))
+    tensors = [
+        output.add(iter_blocks(tensor, BLOCK_BYTES), FINGERPRINT_BYTES if position in sampled else 0)
+        for position, tensor in enumerate(job.tensors.values())
+    ]
+    digests = {"fingerprint": output.fingerprint.hexdigest()}
     if checksum is not None and output.hasher is not None:
         digests |= {checksum: output.hasher.hexdigest(), "tensor_digests": "".join(tensors)}
     header = blank if job.hfshard_metadata is None else _headers(job, checksum, digests)[0]
@@ -213,14 +222,28 @@ class _Output:
     def __init__(self, put: Callable[[memoryview], object], checksum: str | None) -> None:
         self._put = put
         self.hasher: Hasher | None = HASHERS[checksum]() if checksum is not None else None
+        self.fingerprint = new_fingerprint()
 
-    def add(self, blocks: Iterable[memoryview]) -> str:
-        """Take the blocks of one tensor, and return its digest ("" if no checksum is wanted)."""
+    def add(self, blocks: Iterable[memoryview], fingerprint_bytes: int) -> str:
+        """Take the blocks of one tensor, and return its digest ("" if no checksum is wanted).
+
+        Args:
+            blocks: Each is valid until the next one is asked for.
+            fingerprint_bytes: How many of the first bytes go into the file's fingerprint.
+        """
+        blocks = self._sampled(blocks, fingerprint_bytes)
         if self.hasher is not None:
             return tensor_digest(self._taken(blocks, self.hasher))
         for block in blocks:
             self._put(block)
         return ""
+
+    def _sampled(self, blocks: Iterable[memoryview], fingerprint_bytes: int) -> Iterator[memoryview]:
+        for block in blocks:
+            if fingerprint_bytes > 0:
+                self.fingerprint.update(block[:fingerprint_bytes])
+                fingerprint_bytes -= len(block)
+            yield block
 
     def _taken(self, blocks: Iterable[memoryview], hasher: Hasher) -> Iterator[memoryview]:
         for block in blocks:

@@ -1,0 +1,36 @@
+"""Who writes the files of a save: this process alone, or several that have a part of the tensors each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from hfshard._util.progress import ProgressCallback
+from hfshard.storage.format.index import FileDigest
+from hfshard.storage.weights.safetensors_writer import WriteJob, fingerprint_of_job, write_shards
+
+
+class ShardWriter(Protocol):
+    """Writes the files of a save into the staging directory."""
+
+    def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
+        """The fingerprints of the files that `write` would write for these jobs, in order; nothing is written."""
+
+    def write(
+        self, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None
+    ) -> list[FileDigest]:
+        """Write the files as `write_shards` does, and return the digest of each."""
+
+
+class OwnShardWriter:
+    """Writes in this process, which has all tensors."""
+
+    def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
+        """Compute each one when it is asked for: most saves find a difference in the first file."""
+        return (fingerprint_of_job(job, checksum) for job in jobs)
+
+    def write(
+        self, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None
+    ) -> list[FileDigest]:
+        """Write several files at once, in threads."""
+        return write_shards(jobs, checksum=checksum, progress_callback=progress_callback)
