@@ -22,6 +22,7 @@ os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
 import pytest
 
 from tests import REPOSITORY
+from tests.helpers import forkserver
 
 if TYPE_CHECKING:
     from tests.hubserver.hub_server import HubServer
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that take more than half a minute, too")
+
+
+def pytest_configure() -> None:
+    forkserver.session()  # before xdist starts its workers, which then share servers of forks
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

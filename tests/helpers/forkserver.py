@@ -3,23 +3,27 @@
 `start(["-m", "hfshard", "verify", "."], env=...)` does what `python -m hfshard verify .` would do: a process of its own
 with its own environment, directory and streams, which can be killed and whose exit status is its own. What it shares
 with a new interpreter's process is all but the imports; tests of these, and of memory, start a new interpreter.
+
+The processes that have imported are those of a session, which all its workers share: one has imported what no setting
+reads, and what the others import beyond that, they import in forks of it. They end when the session does.
 """
 
 from __future__ import annotations
 
-import atexit
+import errno
 import os
 import pickle
+import secrets
 import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
-from threading import Lock
 from types import TracebackType
 from typing import IO, Any, Self
 
@@ -34,7 +38,6 @@ _TORCH = (
 """What no setting of huggingface_hub reaches."""
 WARM_UP = "tests.helpers.tiny_bert:warm_up"
 _EVERYTHING = (
-    *_TORCH,
     "transformers",
     "transformers.modeling_utils",
     "transformers.optimization",
@@ -46,13 +49,17 @@ _EVERYTHING = (
 _QUICK_TO_FORK = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Huge pages for what a server imports: a fork copies its page tables, and takes a fifth of the time."""
 _READ_ON_IMPORT = ("HF_", "HUGGINGFACE", "HUGGING_FACE", "TRANSFORMERS_", "ACCELERATE_")
+_SERVE = "from tests.helpers.forked import main; main()"
+_SESSION = "HFSHARD_TESTS_SESSION"
+"""The variable that tells all processes of a session whose it is, and what its sockets are called."""
+_CONNECT_SECONDS = 5.0
 
 
 class Child:
     """A process that a server forked: as `subprocess.Popen`, but for where its stderr is kept."""
 
-    def __init__(self, server: ForkServer, pid: int, out: IO[str] | None, err: IO[str] | None) -> None:
-        self._server, self.pid = server, pid
+    def __init__(self, connection: _Connection, pid: int, out: IO[str] | None, err: IO[str] | None) -> None:
+        self._connection, self.pid = connection, pid
         self._pidfd = os.pidfd_open(pid)
         self.stdout, self.stderr = out, err
         self.returncode: int | None = None
@@ -74,7 +81,8 @@ class Child:
 
     def _ended_within(self, seconds: float | None) -> int | None:
         if self.returncode is None and select.select([self._pidfd], [], [], seconds)[0]:
-            self.returncode = os.waitstatus_to_exitcode(self._server.ask({"wait": self.pid}))
+            self.returncode = os.waitstatus_to_exitcode(self._connection.ask(forked.WAIT))
+            self._connection.close()
             os.close(self._pidfd)
         return self.returncode
 
@@ -111,42 +119,51 @@ class Child:
                 stream.close()
 
 
-class ForkServer:
-    """A process that imports modules once, and forks children that have them.
+class _Connection:
+    """With a server, about one child."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        while True:
+            try:
+                self._socket.connect(address)
+            except ConnectionRefusedError as error:  # by one that does not listen yet, or does not live
+                if time.monotonic() > deadline:
+                    self.close()
+                    raise RuntimeError("The server of forks is dead") from error
+                time.sleep(0.01)
+            else:
+                return
+
+    def ask(self, packet: bytes, fds: Sequence[int] = ()) -> int:
+        """Send a packet; gives its answer, which is a number."""
+        answer = b""
+        with suppress(ConnectionError):
+            socket.send_fds(self._socket, [packet], fds)
+            answer = self._socket.recv(forked.LARGEST_ORDER)
+        if not answer.isdigit():
+            self.close()
+            raise RuntimeError(f"The server of forks {'failed: ' + answer.decode() if answer else 'is dead'}")
+        return int(answer)
+
+    def close(self) -> None:
+        """End it; nobody waits for the child any more."""
+        self._socket.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Server:
+    """A process that forks children; any number of processes may be its clients.
 
     Args:
-        modules: What it imports; of `MODULE:FUNCTION`, the function is called, too.
-        environment: Its own; by default, this process's.
+        address: Where it listens.
     """
 
-    def __init__(self, *modules: str, environment: Mapping[str, str] | None = None) -> None:
-        self._lock = Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        inherited = dict(os.environ if environment is None else environment)
-        paths = os.pathsep.join(filter(None, (str(REPOSITORY), inherited.get("PYTHONPATH"))))
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.helpers.forked", str(theirs.fileno()), *modules],
-                env={**inherited, "PYTHONPATH": paths, **_QUICK_TO_FORK},
-                cwd=REPOSITORY,
-                # Pipes: what Python made for a stream that can seek fails on one that can not, as a child's may be.
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                pass_fds=[theirs.fileno()],
-            )
-
-    def ask(self, order: object, fds: Sequence[int] = ()) -> int:
-        """Send an order; gives its answer, which is a number."""
-        packet = pickle.dumps(order)
-        assert len(packet) <= forked.LARGEST_ORDER, "write it to a file, and name the file"
-        try:
-            with self._lock:
-                socket.send_fds(self._socket, [packet], fds)
-                return int(self._socket.recv(64))
-        except (OSError, ValueError) as error:
-            raise RuntimeError(f"The server of forks is dead: {self._process.communicate()[1]}") from error
+    def __init__(self, address: str) -> None:
+        self._address = address
 
     def call(
         self,
@@ -170,6 +187,9 @@ class ForkServer:
             stdout: A descriptor or file, or `subprocess.PIPE`; None: nothing is kept.
             stderr: The same, or `subprocess.STDOUT`. What goes to PIPE can be read once the child has ended.
             umask: Of the child; -1: that of the server.
+
+        Raises:
+            RuntimeError: The server is dead, or could not import something.
         """
         with ExitStack() as ours:
             null = ours.enter_context(open(os.devnull, "r+b", buffering=0)).fileno()
@@ -193,14 +213,29 @@ class ForkServer:
                 "cwd": os.fspath(cwd or os.getcwd()),
                 "umask": umask,
             }
-            return Child(self, self.ask(order, fds), out, err)
+            packet = pickle.dumps(order)
+            assert len(packet) <= forked.LARGEST_ORDER, "write it to a file, and name the file"
+            connection = _Connection(self._address)
+            return Child(connection, connection.ask(packet, fds), out, err)
+
+
+class ForkServer(_Server):
+    """A process that imports modules once, and forks children that have them; it ends with this process.
+
+    Args:
+        modules: What it imports beyond `_TORCH`; of `MODULE:FUNCTION`, the function is called, too.
+        environment: Its own.
+    """
+
+    def __init__(self, *modules: str, environment: Mapping[str, str]) -> None:
+        super().__init__(f"\0{secrets.token_hex(16)}")
+        self._process = _fork_server(self._address, modules, environment, os.getpid())
 
     def close(self) -> None:
-        """End the server; children go on."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._process.communicate(timeout=30)
+        """End the server, and its children."""
+        assert self._process is not None, "an address of its own"
+        self._process.kill()
+        self._process.wait()
 
 
 def _descriptor(stream: int | IO[str] | None, null: int) -> int:
@@ -276,17 +311,78 @@ def _traced(child: Child, options: Sequence[str]) -> Iterator[None]:
     assert tracer.returncode == 0, words
 
 
-def _server_for(env: Mapping[str, str]) -> ForkServer:
-    """One that has imported all that does not depend on settings which differ from this process's own."""
-    names = {name for name in {*env, *os.environ} if name.startswith(_READ_ON_IMPORT)}
-    is_same = all(env.get(name) == os.environ.get(name) for name in names)
-    return _server(_EVERYTHING if is_same else _TORCH, env.get("PYTHONWARNINGS"), env.get("OMP_NUM_THREADS"))
+def session() -> str:
+    """What the variable says that all processes of this session have: it ends with the process that asks first."""
+    return os.environ.setdefault(_SESSION, f"{os.getpid()}-{secrets.token_hex(16)}")
+
+
+def _owner() -> int:
+    return int(session().partition("-")[0])
+
+
+def _server_for(env: Mapping[str, str]) -> _Server:
+    """One that has imported all that does not depend on settings which differ from the session's own."""
+    return (_everything if _import_settings(env) == _SETTINGS else _torch)(env.get("OMP_NUM_THREADS", ""))
+
+
+def _import_settings(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(_READ_ON_IMPORT)}
+
+
+_SETTINGS = _import_settings(os.environ)
+
+
+@contextmanager
+def _listening(address: str) -> Iterator[socket.socket | None]:
+    """A socket that listens, for a server; None where there is one."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            yield None
+        else:
+            listener.listen(128)
+            yield listener
 
 
 @cache
-def _server(modules: tuple[str, ...], warnings: str | None, threads: str | None) -> ForkServer:
-    settings = {"PYTHONWARNINGS": warnings, "OMP_NUM_THREADS": threads}
-    kept = {name: value for name, value in os.environ.items() if name not in settings}
-    server = ForkServer(*modules, environment=kept | {name: value for name, value in settings.items() if value})
-    atexit.register(server.close)
-    return server
+def _torch(threads: str) -> _Server:
+    """The session's server that has imported what no setting of a child reaches; all others are forks of it."""
+    address = f"\0{session()}-{threads}"
+    with _listening(address) as listener:
+        if listener is not None:
+            paths = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+            settings = {"PYTHONPATH": paths, "OMP_NUM_THREADS": threads, "PYTHONWARNINGS": "", **_QUICK_TO_FORK}
+            subprocess.run(
+                [sys.executable, "-c", _SERVE, str(listener.fileno()), str(_owner()), *_TORCH],
+                env={name: value for name, value in {**os.environ, **settings}.items() if value},
+                cwd=REPOSITORY,
+                # Pipes: what Python made for a stream that can seek fails on one that can not, as a child's may be.
+                stdin=subprocess.PIPE,
+                capture_output=True,
+                check=True,
+                pass_fds=[listener.fileno()],
+            )
+    return _Server(address)
+
+
+@cache
+def _everything(threads: str) -> _Server:
+    """The session's server that has imported what its settings reach, too."""
+    address = f"\0{session()}-{threads}-all"
+    others = {name: value for name, value in os.environ.items() if not name.startswith(_READ_ON_IMPORT)}
+    environment = {**others, **_SETTINGS, "OMP_NUM_THREADS": threads}
+    _fork_server(address, _EVERYTHING, environment, _owner())
+    return _Server(address)
+
+
+def _fork_server(address: str, modules: Sequence[str], environment: Mapping[str, str], owner: int) -> Child | None:
+    """Fork a server; None where there is one."""
+    environment = {name: value for name, value in environment.items() if value and name != "PYTHONWARNINGS"}
+    torch = _torch(environment.get("OMP_NUM_THREADS", ""))
+    with _listening(address) as listener:
+        if listener is None:
+            return None
+        return torch.call(forked.serve, modules, owner, env=environment, cwd=REPOSITORY, stdin=listener.fileno())

@@ -1,0 +1,72 @@
+"""Forks share what a session has imported, and nothing else; none of it outlives the session."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from subprocess import PIPE
+
+import pytest
+
+from tests.helpers import forkserver
+
+WARN = "import warnings; warnings.warn('old', ResourceWarning); print('lived')"
+OWNER = """
+import os, time
+from tests.helpers.forkserver import ForkServer
+server = ForkServer(environment=os.environ)
+child = server.call(time.sleep, 600)
+print(server._process.pid, child.pid, flush=True)
+time.sleep(600)
+"""
+PARENT = "import os; print(os.getppid())"
+NESTED = f"""
+import os
+from tests.helpers import forkserver
+print(forkserver.run(["-c", {PARENT!r}], env=os.environ).stdout, end="")
+"""
+
+
+def test_processes_of_a_session_share_a_server(child_environment: dict[str, str]) -> None:
+    ours = forkserver.run(["-c", PARENT], env=child_environment).stdout
+    assert forkserver.run(["-c", NESTED], env=child_environment).stdout == ours
+    assert int(ours) != os.getpid()
+
+
+@pytest.mark.parametrize(("options", "outcome"), [("", (0, False)), ("default", (0, True)), ("error", (1, True))])
+def test_warnings_are_filtered_as_the_child_is_told(
+    options: str, outcome: tuple[int, bool], child_environment: dict[str, str]
+) -> None:
+    done = forkserver.run(["-c", WARN], env={**child_environment, "PYTHONWARNINGS": options})
+    assert (done.returncode, "ResourceWarning: old" in done.stderr) == outcome
+
+
+def test_a_module_that_can_not_be_imported_is_named(child_environment: dict[str, str]) -> None:
+    server = forkserver.ForkServer("tests.no_such_module", environment=child_environment)
+    with pytest.raises(RuntimeError, match=r"No module named 'tests\.no_such_module'"):
+        server.call(os.getpid)
+    server.close()
+
+
+def test_a_server_serves_others_beside_a_client_that_waits(child_environment: dict[str, str]) -> None:
+    theirs, ours = os.pipe()
+    with forkserver.start(["-c", "input()"], env=child_environment, stdin=theirs) as first:
+        os.close(theirs)
+        assert forkserver.run(["-c", "print('second')"], env=child_environment).stdout == "second\n"
+        assert first.poll() is None
+        os.write(ours, b"\n")
+        os.close(ours)
+        assert first.wait(30) == 0
+
+
+def test_servers_and_children_end_with_an_owner_that_is_killed(child_environment: dict[str, str]) -> None:
+    with forkserver.start(["-c", OWNER], env=child_environment, stdout=PIPE) as owner:
+        assert owner.stdout is not None
+        ends = [os.pidfd_open(int(pid)) for pid in owner.stdout.readline().split()]
+        assert len(ends) == 2 and select.select(ends, [], [], 0.1)[0] == []
+        owner.kill()
+        assert all(select.select([end], [], [], 30)[0] for end in ends)
+        assert owner.wait(30) == -signal.SIGKILL
+    for end in ends:
+        os.close(end)
