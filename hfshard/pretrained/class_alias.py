@@ -8,6 +8,7 @@ import threading
 from typing import Any, Final, TypeVar, cast
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
@@ -38,11 +39,21 @@ def architecture_of(model_class: type) -> type:
     It is the first class in the method resolution order that does not have the mixin and can be called as the model
     can. A model that is written on the mixin itself is its own architecture.
     """
+    model_class = class_before_fsdp(model_class)
     for candidate in model_class.__mro__:
         has_no_mixin = not hasattr(candidate, MIXIN_MARK) and issubclass(candidate, PreTrainedModel)
         if has_no_mixin and candidate is not PreTrainedModel and _has_forward(candidate) == _has_forward(model_class):
             return candidate
     return model_class
+
+
+def class_before_fsdp(model_class: type) -> type:
+    """Find the class that a model had before `fully_shard` gave it one of torch's own: "FSDPLlama" was Llama.
+
+    Source: torch `FSDPModule.__new__`, which looks for it at the same place.
+    """
+    order = model_class.__mro__
+    return order[order.index(FSDPModule) + 1] if FSDPModule in order else model_class
 
 
 def _has_forward(model_class: Any) -> bool:
@@ -54,8 +65,9 @@ def alias_class(model_class: type[Model]) -> type[Model]:
 
     transformers takes a class of any other name for custom code, for which it has no weight conversion (experts would
     not be fused, the names of ViT and LLaVA not translated) and no loss. So it builds and saves with the alias class,
-    which nobody else sees.
+    which nobody else sees. What `fully_shard` made of a class is custom code to it, too.
     """
+    model_class = cast(type[Model], class_before_fsdp(model_class))
     architecture = architecture_of(model_class)
     if architecture is model_class:
         return model_class
@@ -71,7 +83,7 @@ def view_as_alias(model: Model) -> Model:
     alias = alias_class(type(model))
     if alias is type(model):
         return model
-    view = alias.__new__(alias)
+    view = object.__new__(alias)
     object.__setattr__(view, "__dict__", vars(model))
     return view
 
