@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(slow)
         if item.get_closest_marker("gpu") and not _has_cuda():
             item.add_marker(gpu)
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage pass over what was imported: accelerate asks for one with each file that it loads."""
+    gc.collect()
+    gc.freeze()
 
 
 def _has_cuda() -> bool:

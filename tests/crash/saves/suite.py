@@ -10,10 +10,10 @@ from pathlib import Path
 
 from tests.crash.forks import in_fork
 from tests.crash.points import Outcome, Point, Recorded
-from tests.crash.saves.generations import Content
+from tests.crash.saves.generations import Content, expected
 from tests.crash.saves.judge import FAILURES, FINE, Baseline, Examination, Files, Judgement, Known, examine, judge, same
 from tests.crash.saves.power import cuts
-from tests.crash.saves.readers import Verdict, read_all
+from tests.crash.saves.readers import READERS, Reader, Verdict, read_all
 from tests.crash.saves.states import build, litter, perform, snapshot
 from tests.crash.saves.targets import TARGETS
 from tests.crash.saves.transitions import Save, Transition, all_transitions
@@ -53,13 +53,14 @@ class SavesSuite(Suite[Transition, Baseline]):
         return tuple(replace(one, stock_only=self.target != "hfshard") for one in all_transitions())
 
     def warm(self, place: Path) -> None:
-        """Save every kind of content once."""
+        """Save every kind of content once, and read it in every way: no fork has to compile or to import."""
         prepare_process()
         for content in (Content(1), Content(1, arch="gpt2")):
             for layout in ("single", "three", "single"):
                 plain = Save(content, layout)
                 for save in (plain, replace(plain, bare=True), replace(plain, variant="fp16")):
                     perform(save, place / f"warm-{content.arch}-{save.bare}", self.writer)
+            read_all([Reader(name) for name in READERS], place / f"warm-{content.arch}-False", [content])
 
     def build(self, transition: Transition, root: Path) -> Path:
         """Save all that was there before."""
@@ -69,7 +70,9 @@ class SavesSuite(Suite[Transition, Baseline]):
             self.perform_killed(lambda path: perform(save, path, self.writer), directory, root, save.killed_at or 0)
 
         build(transition, directory, self.writer, perform_killed)
-        self.writer.warm(transition.new.content)
+        for content in transition.contents:
+            self.writer.warm(content)
+            expected(content)
         return directory
 
     def perform(self, transition: Transition, directory: Path) -> None:
