@@ -27,6 +27,8 @@ HfshardError
 │   └── IntegrityError                         the bytes are not those that were saved
 ├── UnsafePathError (ValueError)               a name that leaves the checkpoint's directory
 ├── UnsafePickleError (ValueError)             a pickle that asks for more than tensors
+├── RankFailedError (RuntimeError)             another rank failed, died, hangs or can't be reached
+│   └── RankMissingError                       a rank that is needed has not called
 ├── StateDictMismatchError (RuntimeError)      names, shapes or dtypes do not fit the model
 └── StaleIteratorError (RuntimeError)          an iterator of a loader that a newer one replaced
 """
@@ -215,6 +217,22 @@ class UnsafePathError(HfshardError, ValueError):
 
 class UnsafePickleError(HfshardError, ValueError):
     """A pickle that asks for more than tensors and plain containers."""
+
+
+class RankFailedError(HfshardError, RuntimeError):
+    """Another rank failed, was killed, hangs or can't be reached, so this one gave up, too.
+
+    Attributes:
+        rank: In the default process group; None: none in particular, or not known.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, **data: Any) -> None:
+        super().__init__(message, **data)
+        self.rank = rank
+
+
+class RankMissingError(RankFailedError):
+    """A rank whose part is needed has not called, though the others waited for it."""
 
 
 class StaleIteratorError(HfshardError, RuntimeError):

@@ -27,6 +27,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "hub state_dicts",
         "planning",
         "saving loading",
+        "distributed",
         "pretrained resharding",
         "save load verify reshard",
         "training",
@@ -40,6 +41,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "training_commands",
         "main",
     ),
+    "distributed": ("store", "status", "participants"),
     "hub": (
         "export hub_marker refs repo_tree",
         "address protocols",
@@ -144,6 +146,7 @@ MOST_FILES = 12
 # What is not ours, beyond the standard library -> the entries of the package that import it when they run.
 FOREIGN = {
     "torch": {
+        "distributed",
         "load",
         "loading",
         "planning",

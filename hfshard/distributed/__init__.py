@@ -1,0 +1,1 @@
+"""Models and tensors spread over many ranks: each rank saves and loads its own part."""

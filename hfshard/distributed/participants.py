@@ -1,0 +1,282 @@
+"""Who takes part in a call that several ranks make, or only some: it is not known before, and nobody may hang."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from threading import Condition
+from types import TracebackType
+from typing import Final, Self
+
+import torch.distributed as dist
+
+from hfshard.distributed.status import LifeSigns, SaveStatus
+from hfshard.distributed.store import DEATH_SECONDS, AnsweringStore
+from hfshard.errors import DirectoryLockedError, RankFailedError, RankMissingError
+
+GATHER_SECONDS: Final = 600.0
+"""How long to wait for a rank that is needed: another may still compute, or load its data."""
+_LONGEST_PAUSE_SECONDS: Final = 0.05
+
+
+class Role(StrEnum):
+    """What a rank has to do in one operation."""
+
+    LEADER = "leader"
+    """Take part, and lead: commit, and call `status.finish(...)`."""
+    MEMBER = "member"
+    """Take part."""
+    LATE = "late"
+    """The others began without it: call `status.finish()`, which awaits and gives the outcome of theirs."""
+    DECLINED = "declined"
+    """Nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Participation:
+    """What one rank has to do in an operation, and with whom."""
+
+    role: Role
+    rank: int
+    """Of this process, in the default process group."""
+    status: SaveStatus | None
+    """Of the operation; None where the rank declined."""
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks that take part, in order; the first one leads."""
+        return [] if self.status is None else self.status.ranks
+
+
+@contextmanager
+def gather_participants(
+    place: str,
+    *,
+    needs_all: bool,
+    is_writer: bool = True,
+    wait_seconds: float = 1.0,
+    patience_seconds: float = GATHER_SECONDS,
+    death_seconds: float = DEATH_SECONDS,
+) -> Iterator[Participation]:
+    """Find out which ranks of the default process group make this call, too; the operation lasts as long as the block.
+
+    Of replicated tensors every rank has all, so any of the ranks may call: the first to arrive waits a moment for the
+    others, and closes the door. Who comes later awaits the outcome. Where one of those who came needs all ranks, all of
+    them are waited for.
+
+    Args:
+        place: What the operation is about, such as the directory's absolute path: one at a time is under way, and who
+            names another place is in another operation.
+        needs_all: Whether this rank has a part of a tensor only.
+        is_writer: False: the rank does not take part, and nobody waits for it, unless it `needs_all`.
+        wait_seconds: How long the first one waits for ranks that are not needed.
+        patience_seconds: How long it waits for ranks that are.
+        death_seconds: As for `SaveStatus`.
+
+    Raises:
+        RankMissingError: A rank that is needed has not come; raised on every rank that has.
+        RankFailedError: A rank failed or died meanwhile.
+        DirectoryLockedError: Another thread of this process does not come to the end of its operation.
+
+    Example:
+        with gather_participants(directory, needs_all=True) as participation:
+            status = participation.status
+            if participation.role is Role.LEADER:
+                status.finish(save(...))
+    """
+    rank = dist.get_rank()
+    key = f"hfshard/{hashlib.sha256(place.encode(errors='surrogateescape')).hexdigest()[:32]}"
+    with closing(AnsweringStore(death_seconds)) as store:
+        if not is_writer and not needs_all:
+            store.add(f"{key}/declined/{rank}", 1)
+            yield Participation(Role.DECLINED, rank, None)
+            return
+        with _turn(place, key, patience_seconds):
+            while True:
+                with _Operation(store, key, place, rank, death_seconds) as operation:
+                    operation.gather(needs_all, wait_seconds, patience_seconds)
+                    role = operation.role
+                    if role is Role.LATE and needs_all:
+                        # Theirs is another one, of replicated tensors: this rank's is the next.
+                        with suppress(RankFailedError):
+                            operation.status.finish()
+                        continue
+                    yield Participation(role, rank, operation.status)
+                    return
+
+
+class _Operation:
+    """One operation about a place. Its name is drawn by the first that comes, and given up by its keeper at the end.
+
+    The keeper is the one that came first, and once the door is closed the leader; where that one died, whoever notices
+    takes its place. The key of the place stays in the store; all others are deleted by the last who leaves.
+    """
+
+    def __init__(self, store: AnsweringStore, key: str, place: str, rank: int, death_seconds: float) -> None:
+        self._store, self._key, self._place, self._rank = store, key, place, rank
+        self._death_seconds = death_seconds
+        self._keeper: int | None = None
+        self._is_gathered = False
+        self._name = ""
+        self.status: SaveStatus
+
+    @property
+    def role(self) -> Role:
+        if self._rank not in self.status.ranks:
+            return Role.LATE
+        return Role.LEADER if self._rank == self.status.leader else Role.MEMBER
+
+    def __enter__(self) -> Self:
+        self._name = self._enter()
+        tag = f"{self._key}/{self._name}"
+        world = range(dist.get_world_size())
+        self.status = SaveStatus(
+            tag, world, self._rank, death_seconds=self._death_seconds, store=self._store, keeps_outcome=True
+        )
+        self.status.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if not self._is_gathered and error is not None:
+                self.status.fail(error)
+                self.status.narrow({self._rank, *self._came()})
+            self.status.__exit__(kind, error, trace)
+            self._give_up(error)
+        except RankFailedError:
+            # The store is gone, and the keys with it.
+            if error is None and not self._is_gathered:
+                raise
+
+    def gather(self, needs_all: bool, wait_seconds: float, patience_seconds: float) -> None:
+        """Say that this rank has come, and find out who else takes part.
+
+        Raises:
+            RankMissingError: Somebody is needed, and has not come.
+            RankFailedError: Somebody failed or died.
+        """
+        self.status.put_key(f"who/{self._rank}", b"all" if needs_all else b"any")
+        self._store.delete([f"{self._key}/declined/{self._rank}"])
+        opener = int(self._store.swap(self._tagged("opener"), "", str(self._rank)))
+        self._keeper = opener
+        if opener == self._rank:
+            door = self._keep_door(wait_seconds, patience_seconds)
+            self._store.put(self._tagged("door"), json.dumps(door).encode())
+        else:
+            door = json.loads(self.status.await_key("door", opener))
+        self.status.narrow(door["members"])
+        self._keeper = self.status.leader
+        self._is_gathered = True
+        if door["absent"]:
+            raise _missing(door["absent"], door["declined"], self._place, patience_seconds)
+
+    def _enter(self) -> str:
+        """The name of the operation that is under way or to begin, which can't end now without this rank's leaving."""
+        self._await_end_of_last()
+        while True:
+            name = self._store.swap(f"{self._key}/now", "", uuid.uuid4().hex[:12])
+            self._store.add(f"{self._key}/{name}/came", 1)
+            if self._is_now(name):
+                return name
+            self._count_out(name)
+
+    def _await_end_of_last(self) -> None:
+        """Wait until the keeper of the operation that this rank was in has given it up, or is dead."""
+        if self._key not in _LEFT:
+            return
+        name, keeper = _LEFT.pop(self._key)
+        life = LifeSigns(self._store, f"{self._key}/{name}/beat", self._death_seconds)
+        while self._is_now(name):
+            if life.silent_seconds(keeper) > self._death_seconds:
+                self._store.swap(f"{self._key}/now", name, "")
+            time.sleep(0.005)
+
+    def _keep_door(self, wait_seconds: float, patience_seconds: float) -> dict[str, list[int]]:
+        """Wait for the others: a moment, or where all are needed for long."""
+        start = time.monotonic()
+        pause = 0.001
+        while True:
+            came = self._came()
+            needs_all = b"all" in came.values()
+            others = [rank for rank in range(dist.get_world_size()) if rank not in came]
+            declined = [rank for rank in others if self._store.has(f"{self._key}/declined/{rank}")]
+            absent = others if needs_all else [rank for rank in others if rank not in declined]
+            if not absent or time.monotonic() - start > (patience_seconds if needs_all else wait_seconds):
+                break
+            self.status.look(list(came))
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+        for rank in declined:
+            if self._store.add(f"{self._key}/declined/{rank}", -1) <= 0:
+                self._store.delete([f"{self._key}/declined/{rank}"])
+        return {"members": sorted(came), "absent": absent if needs_all else [], "declined": declined}
+
+    def _came(self) -> dict[int, bytes]:
+        said = {rank: self._store.get(self._tagged(f"who/{rank}")) for rank in range(dist.get_world_size())}
+        return {rank: word for rank, word in said.items() if word is not None}
+
+    def _give_up(self, error: BaseException | None) -> None:
+        """Let the next operation begin, where this rank is the keeper or the keeper is dead; and leave."""
+        if self._keeper is None or self._keeper in (self._rank, getattr(error, "rank", None)):
+            self._store.swap(f"{self._key}/now", self._name, "")
+        else:
+            _LEFT[self._key] = self._name, self._keeper
+        self._count_out(self._name)
+
+    def _count_out(self, name: str) -> None:
+        """Leave; the last one deletes what is left of the operation."""
+        tag = f"{self._key}/{name}"
+        left = self._store.add(f"{tag}/left", 1)
+        if not self._is_now(name) and left == self._store.add(f"{tag}/came", 0):
+            self._store.delete(f"{tag}/{key}" for key in ("came", "left", "opener", "door", "outcome", "failed"))
+
+    def _is_now(self, name: str) -> bool:
+        return self._store.swap(f"{self._key}/now", name, name) == name
+
+    def _tagged(self, name: str) -> str:
+        return f"{self._key}/{self._name}/{name}"
+
+
+_LEFT: dict[str, tuple[str, int]] = {}
+"""Key of a place -> the last operation that this process was in and did not keep, and its keeper."""
+_BUSY: set[str] = set()
+"""The keys of the places that threads of this process are busy with."""
+_CHANGED = Condition()
+
+
+@contextmanager
+def _turn(place: str, key: str, patience_seconds: float) -> Iterator[None]:
+    """Let one thread of this process at a time take part in operations about a place."""
+    with _CHANGED:
+        if not _CHANGED.wait_for(lambda: key not in _BUSY, timeout=patience_seconds):
+            raise DirectoryLockedError(
+                f"Another thread of this process is busy with {place!r} since {patience_seconds:.0f} s. Wait for it.",
+                path=place,
+            )
+        _BUSY.add(key)
+    try:
+        yield
+    finally:
+        with _CHANGED:
+            _BUSY.discard(key)
+            _CHANGED.notify_all()
+
+
+def _missing(absent: list[int], declined: list[int], place: str, patience_seconds: float) -> RankMissingError:
+    ranks = ", ".join(map(str, absent))
+    refused = [rank for rank in absent if rank in declined]
+    why = f" Rank {refused[0]} was called with is_main_process=False and no part of a tensor." if refused else ""
+    return RankMissingError(
+        f"Rank {ranks} did not come within {patience_seconds:.0f} s, though each rank has a part of the tensors for "
+        f"{place!r}.{why} Make this call on every rank, not on one alone.",
+        rank=absent[0],
+        path=place,
+    )

@@ -1,0 +1,411 @@
+"""How the ranks of one save stand: what they tell each other, and who failed or died, so that nobody waits for ever."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Final, Self
+
+from hfshard._util.threads import start_thread
+from hfshard.distributed.store import DEATH_SECONDS, AnsweringStore
+from hfshard.errors import RankFailedError, RankMissingError
+
+PATIENCE_SECONDS: Final = 3600.0
+"""How long to wait for a rank that lives: the owner of a large file may write to a slow disk."""
+LEAVE_SECONDS: Final = 5.0
+"""How long the leader waits, after a failure, for the others to have seen it: its process may keep the store."""
+_LOOK_SECONDS: Final = 0.3
+"""Between two looks whether somebody failed."""
+_BEATS_PER_DEATH: Final = 15
+_BEATS_OF_A_SUSPECT: Final = 3
+"""A rank that misses so many beats after a collective failed is the one that broke it."""
+_LONGEST_PAUSE_SECONDS: Final = 0.05
+
+
+class SaveStatus:
+    """The ranks of one operation, which all come to its end, or all raise. Use it as a context manager.
+
+    Everything goes by keys of the store, never by a collective, which a dead rank would let hang. Each rank beats in a
+    thread; the first of the ranks, the leader, watches all the others, and they watch the leader and whomever they wait
+    for. A rank that leaves by an exception tells the others, who raise `RankFailedError` in a moment.
+
+    Every rank calls `meet` in the same order. The keys are deleted at the end.
+
+    Args:
+        tag: Begins all keys; never used before in this store.
+        ranks: Of the default process group, those that take part.
+        rank: This one; if it is none of them, it only awaits the outcome.
+        death_seconds: A rank without a beat for so long is taken for dead.
+        patience_seconds: How long to wait for a rank that lives.
+        store: An open one, which is not closed at the end; None: one of its own.
+        keeps_outcome: Leave the keys of `last_keys` to the caller, to be deleted when nobody needs them.
+
+    Example:
+        with SaveStatus("save/7", range(4), rank) as status:
+            names = status.meet("names", b"...")
+            ...
+            status.finish()
+    """
+
+    def __init__(
+        self,
+        tag: str,
+        ranks: Iterable[int],
+        rank: int,
+        *,
+        death_seconds: float = DEATH_SECONDS,
+        patience_seconds: float = PATIENCE_SECONDS,
+        store: AnsweringStore | None = None,
+        keeps_outcome: bool = False,
+    ) -> None:
+        self.tag, self.ranks, self.rank = tag, sorted(ranks), rank
+        self._patience_seconds = patience_seconds
+        self._death_seconds = death_seconds
+        self._is_store_mine = store is None
+        self._keeps_outcome = keeps_outcome
+        self._given_store = store
+        self._store: AnsweringStore
+        self._life: LifeSigns
+        self._heart: _Heart
+        self._keys: list[str] = []
+        self._meetings = 0
+        self._looked_at = time.monotonic()
+        self._is_over = False
+
+    @property
+    def leader(self) -> int:
+        """The lowest of the ranks."""
+        return self.ranks[0]
+
+    @property
+    def last_keys(self) -> list[str]:
+        """The keys that say how it ended."""
+        return [self._key("outcome"), self._key("failed")]
+
+    def __enter__(self) -> Self:
+        self._store = self._given_store or AnsweringStore(self._death_seconds)
+        self._life = LifeSigns(self._store, self._key("beat"), self._death_seconds)
+        self._heart = _Heart(self._store, self._key(f"beat/{self.rank}"), self._death_seconds / _BEATS_PER_DEATH)
+        self._heart.start()
+        self._keys.append(self._heart.key)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                self.fail(error)
+            self._leave(LEAVE_SECONDS if error is not None else self._death_seconds)
+        except RankFailedError:
+            # The store is gone. What the caller did is done, or the first error says more.
+            pass
+        finally:
+            self._heart.stop()
+            if self._is_store_mine:
+                self._store.close()
+
+    def narrow(self, ranks: Collection[int]) -> None:
+        """Go on with some of the ranks: the others turned out to take no part."""
+        self.ranks = sorted(ranks)
+
+    def meet(self, name: str, value: bytes = b"") -> dict[int, bytes]:
+        """Wait until all ranks have come here, or raise on all of them.
+
+        Args:
+            name: The same on every rank.
+            value: This rank's, of any length.
+
+        Returns:
+            Rank -> value, in the order of the ranks.
+
+        Raises:
+            RankFailedError: A rank failed, died, or came to another place.
+        """
+        self._meetings += 1
+        place = f"meet/{self._meetings}"
+        labelled = _pack({0: name.encode(), 1: value})
+        if self.rank != self.leader:
+            self._put(f"{place}/{self.rank}", labelled)
+            return _unpack(self._await(f"{place}/all", self.leader, [self.leader]))
+        values = {self.rank: value}
+        for rank in self.ranks[1:]:
+            said = _unpack(self._await(f"{place}/{rank}", rank, self.ranks))
+            if said[0] != name.encode():
+                raise RankFailedError(
+                    f"Rank {rank} is at {said[0].decode()!r} where rank {self.rank} is at {name!r}: they do not do the "
+                    "same. Make the same call, with the same arguments, on every rank.",
+                    rank=rank,
+                )
+            values[rank] = said[1]
+        self._put(f"{place}/all", _pack(values))
+        return values
+
+    def tell(self, name: str, value: bytes = b"") -> None:
+        """Say something, once, that any rank may `wait_for`."""
+        self._put(f"told/{self.rank}/{name}", value)
+
+    def wait_for(self, name: str, from_rank: int) -> bytes:
+        """What a rank tells by this name, once it does.
+
+        Raises:
+            RankFailedError: A rank failed, or the one that is waited for or the leader died.
+        """
+        return self._await(f"told/{from_rank}/{name}", from_rank, self._watched(from_rank))
+
+    def put_key(self, name: str, value: bytes) -> None:
+        """Set a key under the tag, to be deleted at the end."""
+        self._put(name, value)
+
+    def await_key(self, name: str, from_rank: int) -> bytes:
+        """The value of a key under the tag that a rank sets; it alone is watched."""
+        return self._await(name, from_rank, [from_rank])
+
+    def check(self, ranks: Collection[int] | None = None) -> None:
+        """Raise if a rank has failed, or one of these gives no sign of life.
+
+        Args:
+            ranks: Whom to watch; None: the leader, and by the leader all.
+
+        Raises:
+            RankFailedError: It names the rank.
+        """
+        self._looked_at = time.monotonic()
+        self._heart.beat_without_thread()
+        told = self._store.get(self._key("failed"))
+        if told is not None:
+            raise _told_error(told)
+        for rank in self._watched() if ranks is None else ranks:
+            silent_seconds = self._life.silent_seconds(rank)
+            if rank != self.rank and silent_seconds > self._death_seconds:
+                raise _death(rank, silent_seconds)
+
+    def await_work(self, work: Any) -> None:
+        """Wait for a collective, and look meanwhile whether a rank failed.
+
+        Args:
+            work: The `torch.distributed.Work` of a call with `async_op=True`.
+
+        Raises:
+            RankFailedError: A rank failed or died, or the collective did.
+        """
+        pause = 0.0002
+        end = time.monotonic() + self._patience_seconds
+        while not work.is_completed():
+            self.look()
+            if time.monotonic() > end:
+                raise RankFailedError(
+                    f"A collective among ranks {_listed(self.ranks)} has not ended within {self._patience_seconds:.0f} "
+                    "s, though all of them live. Look what each of them does, and start the job again."
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS / 2)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._who_broke_it(error) from error
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank failed, so that they raise; the first failure counts."""
+        if self.rank not in self.ranks:
+            return
+        rank = error.rank if isinstance(error, RankFailedError) else self.rank
+        words = str(error) if isinstance(error, RankFailedError) else f"{type(error).__name__}: {error}"
+        record = {"rank": rank, "words": words, "teller": self.rank, "kind": type(error).__name__}
+        try:
+            if not self._store.has(self._key("failed")):
+                self._put("failed", json.dumps(record).encode())
+        except RankFailedError:
+            # Nobody can be told: the store is gone, which the others see for themselves.
+            self._is_over = True
+
+    def finish(self, value: bytes = b"") -> bytes:
+        """Tell the outcome, on the leader, or wait for it, on the others; after it was told, no failure matters.
+
+        Args:
+            value: The leader's.
+
+        Returns:
+            What the leader told.
+
+        Raises:
+            RankFailedError: A rank failed before, or the leader died.
+        """
+        if self.rank != self.leader:
+            return self._await("outcome", self.leader, [self.leader])
+        self.check()
+        self._put("outcome", value)
+        return value
+
+    def _key(self, name: str) -> str:
+        return f"{self.tag}/{name}"
+
+    def _put(self, name: str, value: bytes) -> None:
+        self._keys += self._store.put(self._key(name), value)
+
+    def _watched(self, *more: int) -> Collection[int]:
+        return self.ranks if self.rank == self.leader else {self.leader, *more}
+
+    def look(self, ranks: Collection[int] | None = None) -> None:
+        """As `check`, where the last look is a while ago."""
+        if time.monotonic() - self._looked_at > _LOOK_SECONDS:
+            self.check(ranks)
+
+    def _await(self, name: str, rank: int, watched: Collection[int]) -> bytes:
+        """Wait for a key that a rank sets."""
+        pause = 0.001
+        end = time.monotonic() + self._patience_seconds
+        while (value := self._store.get(self._key(name))) is None:
+            self.look(watched)
+            if time.monotonic() > end:
+                raise RankMissingError(
+                    f"Rank {rank} lives, but has not come to {name!r} within {self._patience_seconds:.0f} s. Look what "
+                    "it does: every rank has to make the same call.",
+                    rank=rank,
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+        return value
+
+    def _who_broke_it(self, error: RuntimeError) -> RankFailedError:
+        """The rank that let a collective fail: one that says so, or one that falls silent."""
+        suspicion_seconds = self._heart.seconds * _BEATS_OF_A_SUSPECT
+        end = time.monotonic() + suspicion_seconds + 2 * self._heart.seconds
+        try:
+            while time.monotonic() < end:
+                self.check([])
+                for rank in self.ranks:
+                    if rank != self.rank and self._life.silent_seconds(rank) > suspicion_seconds:
+                        return _death(rank, self._life.silent_seconds(rank))
+                time.sleep(_LONGEST_PAUSE_SECONDS)
+        except RankFailedError as told:
+            return told
+        return RankFailedError(
+            f"A collective among ranks {_listed(self.ranks)} failed, though all of them live: {error}. Look at the "
+            "network between them, and start the job again."
+        )
+
+    def _leave(self, patience_seconds: float) -> None:
+        """Say good-bye. The leader, whose process may keep the store, goes last, and deletes the keys of all."""
+        if self.rank != self.leader:
+            self._heart.stop()
+            keys = [key for key in self._keys if key not in self.last_keys]
+            if self.rank in self.ranks:
+                self._store.put(self._key(f"bye/{self.rank}"), json.dumps(keys).encode())
+            else:
+                self._store.delete(keys)
+            return
+        end = time.monotonic() + patience_seconds
+        left = set(self.ranks[1:])
+        said: list[str] = []
+        while left and time.monotonic() < end:
+            for rank in sorted(left):
+                keys_of_rank = self._store.get(self._key(f"bye/{rank}"))
+                if keys_of_rank is not None:
+                    said += [*json.loads(keys_of_rank), self._key(f"bye/{rank}")]
+                    left.discard(rank)
+                elif self._life.silent_seconds(rank) > self._death_seconds:
+                    left.discard(rank)
+            time.sleep(0.002 if left else 0)
+        self._heart.stop()
+        last = set(self.last_keys)
+        self._store.delete(key for key in (*said, *self._keys) if key not in last)
+        if not self._keeps_outcome and not left:
+            self._store.delete(self.last_keys)
+
+
+class _Heart:
+    """The beats of this rank: a counter under a key, by a thread, or where none can be started by who looks."""
+
+    def __init__(self, store: AnsweringStore, key: str, seconds: float) -> None:
+        self.key, self.seconds = key, seconds
+        self._store = store
+        self._is_stopped = threading.Event()
+        self._count = 0
+        self._thread: Any = None
+
+    def start(self) -> None:
+        self._beat()
+        self._thread = start_thread(self._go_on, "hfshard-beat", daemon=True)
+
+    def stop(self) -> None:
+        self._is_stopped.set()
+        if self._thread is not None:
+            self._thread.result()  # at most one call of the store
+            self._thread = None
+
+    def beat_without_thread(self) -> None:
+        if self._thread is None and not self._is_stopped.is_set():
+            self._beat()
+
+    def _go_on(self) -> None:
+        try:
+            while not self._is_stopped.wait(self.seconds):
+                self._beat()
+        except RankFailedError:
+            # The store is gone: whoever waits asks it, too, and raises.
+            return
+
+    def _beat(self) -> None:
+        self._count += 1
+        self._store.put(self.key, str(self._count).encode())
+
+
+class LifeSigns:
+    """For how long other ranks have not beaten, as far as this one has looked."""
+
+    def __init__(self, store: AnsweringStore, key: str, death_seconds: float) -> None:
+        self._store, self._key, self._death_seconds = store, key, death_seconds
+        self._seen: dict[int, tuple[bytes | None, float, float]] = {}
+
+    def silent_seconds(self, rank: int) -> float:
+        """Look at a rank's beat; time for which this process did not look counts little: it may have been stopped."""
+        now = time.monotonic()
+        beat = self._store.get(f"{self._key}/{rank}")
+        last, silent, looked_at = self._seen.get(rank, (beat, 0.0, now))
+        silent = silent + min(now - looked_at, self._death_seconds / 5) if beat == last else 0.0
+        self._seen[rank] = beat, silent, now
+        return silent
+
+
+def _told_error(record: bytes) -> RankFailedError:
+    told: Mapping[str, Any] = json.loads(record)
+    if told["kind"] in ("RankFailedError", "RankMissingError"):
+        kind = RankMissingError if told["kind"] == "RankMissingError" else RankFailedError
+        return kind(told["words"], rank=told["rank"])
+    return RankFailedError(
+        f"Rank {told['rank']} failed, so the other ranks gave up, too: {told['words']}. Mend that, and call again on "
+        "every rank.",
+        rank=told["rank"],
+    )
+
+
+def _death(rank: int, silent_seconds: float) -> RankFailedError:
+    return RankFailedError(
+        f"Rank {rank} has given no sign of life for {silent_seconds:.0f} s: it was killed, was stopped, or can't be "
+        "reached. Look at its output, and start the job again.",
+        rank=rank,
+    )
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _pack(values: Mapping[int, bytes]) -> bytes:
+    """Numbered values as one: a line of JSON with their lengths, and then themselves."""
+    head = json.dumps({number: len(value) for number, value in values.items()}).encode()
+    return b"\n".join([head, b"".join(values.values())])
+
+
+def _unpack(packed: bytes) -> dict[int, bytes]:
+    head, _, rest = packed.partition(b"\n")
+    values = {}
+    start = 0
+    for number, length in json.loads(head).items():
+        values[int(number)] = rest[start : start + length]
+        start += length
+    return values

@@ -1,0 +1,175 @@
+"""The store of the default process group, on a connection of its own, with calls that end."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+
+from hfshard._util.threads import start_thread
+from hfshard.errors import RankFailedError
+
+_Result = TypeVar("_Result")
+
+DEATH_SECONDS: Final = 15.0
+"""Whoever is silent for so long is taken for dead: a busy machine holds a thread up for a second or two."""
+_PIECE_BYTES: Final = 1 << 20
+"""Longer values are stored in pieces: the server of torch closes the connection over one of more than 8 MiB."""
+_SLICE_SECONDS: Final = 0.5
+"""Waiting is counted in slices: those that this process itself was stopped for count as one."""
+_WHOLE: Final = b"1"
+_IN_PIECES: Final = b"#"
+
+
+class AnsweringStore:
+    """What the ranks tell each other: keys with values, in the store of the default process group.
+
+    A call of torch's `TCPStore` blocks for ever where the process that keeps it is stopped or can't be reached,
+    whatever its timeout says. So a thread makes the calls, and whoever asks waits for it at most so long. No call here
+    waits for a key, so that threads can share the connection.
+
+    Args:
+        answer_seconds: How long the store may take for one call.
+
+    Raises:
+        RankFailedError: It can't be reached; every method raises this, and from then on at once.
+    """
+
+    def __init__(self, answer_seconds: float = DEATH_SECONDS) -> None:
+        self._answer_seconds = answer_seconds
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._is_lost = False
+        self._thread = start_thread(self._serve, "hfshard-store", daemon=True)
+        self._original = _default_store()
+        self._store = self._ask(self._connected)
+
+    def put(self, key: str, value: bytes) -> list[str]:
+        """Set a value of any length; gives the keys that it takes up."""
+        if len(value) <= _PIECE_BYTES:
+            self._ask(lambda: self._store.set(key, _WHOLE + value))
+            return [key]
+        pieces = [value[start : start + _PIECE_BYTES] for start in range(0, len(value), _PIECE_BYTES)]
+        keys = [f"{key}#{number}" for number in range(len(pieces))]
+        for name, piece in zip(keys, pieces, strict=True):
+            self._set(name, piece)
+        self._set(key, _IN_PIECES + str(len(pieces)).encode())
+        return [key, *keys]
+
+    def get(self, key: str) -> bytes | None:
+        """The value that was put there; None: there is none yet."""
+        found: bytes | None = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+        if found is None or found.startswith(_WHOLE):
+            return None if found is None else found[len(_WHOLE) :]
+        count = int(found[len(_IN_PIECES) :])
+        return b"".join(self._get(f"{key}#{number}") for number in range(count))
+
+    def has(self, key: str) -> bool:
+        """Whether there is such a key."""
+        return bool(self._ask(lambda: self._store.check([key])))
+
+    def swap(self, key: str, expected: str, desired: str) -> str:
+        """Set a key where it has the expected value, "" being that of a missing one; gives the value that it has then.
+
+        A key is for `swap`, for `add`, or for `put` and `get`.
+        """
+        found: bytes = self._ask(lambda: self._store.compare_set(key, expected, desired))
+        return found.decode()
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which begins with 0; gives its value then."""
+        return int(self._ask(lambda: self._store.add(key, amount)))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete keys that are there or not, where the store can."""
+        names = list(keys)
+        self._ask(lambda: _delete(self._store, names))
+
+    def close(self) -> None:
+        """Close the connection, once the calls so far have ended."""
+        self._calls.put(None)
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._ask(lambda: self._store.set(key, value))
+
+    def _get(self, key: str) -> bytes:
+        return bytes(self._ask(lambda: self._store.get(key)))
+
+    def _connected(self) -> Any:
+        """Another connection; a store that has none of its own is shared."""
+        try:
+            store = self._original.clone()
+        except (AttributeError, NotImplementedError):
+            return self._original
+        store.set_timeout(timedelta(seconds=self._answer_seconds))
+        return store
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            work, future = call
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - raised by who asks
+                future.set_exception(error)
+            del call, work, future
+        self._store = self._original = None
+
+    def _ask(self, work: Callable[[], _Result]) -> _Result:
+        """Have the thread do some work with the store.
+
+        Raises:
+            RankFailedError: It does not end, or the store is gone.
+        """
+        future: Future[_Result] = Future()
+        if self._is_lost:
+            raise self._lost("is gone, or did not answer before")
+        if self._thread is None:
+            return work()
+        self._calls.put((work, future))
+        if not _is_done_within(future, self._answer_seconds):
+            raise self._lost(f"did not answer for {self._answer_seconds:.0f} s")
+        try:
+            return future.result()
+        except RuntimeError as error:  # of torch: DistNetworkError, DistStoreError
+            raise self._lost(f"is gone ({type(error).__name__}: {error})") from error
+
+    def _lost(self, how: str) -> RankFailedError:
+        self._is_lost = True
+        rank = _keeper(self._original)
+        keeper = "rank 0" if rank == 0 else "the launcher"
+        return RankFailedError(
+            f"The store of the process group {how}: {keeper}, which keeps it, was killed, was stopped, or can't be "
+            "reached over the network. Look at its output, and start the job again.",
+            rank=rank,
+        )
+
+
+def _is_done_within(future: Future[Any], seconds: float) -> bool:
+    slices = range(math.ceil(seconds / _SLICE_SECONDS))
+    return any(wait([future], timeout=_SLICE_SECONDS).done for _ in slices)
+
+
+def _default_store() -> Any:
+    """The store of the default process group; `torch.distributed` has no documented name for it."""
+    group: Any = dist.group.WORLD
+    return group.get_group_store()
+
+
+def _keeper(store: Any) -> int | None:
+    """The rank that keeps a store; None: the launcher does, or nobody in particular."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    return 0
+
+
+def _delete(store: Any, keys: Iterable[str]) -> None:
+    for key in keys:
+        try:
+            store.delete_key(key)
+        except NotImplementedError:
+            return
