@@ -41,7 +41,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "training_commands",
         "main",
     ),
-    "distributed": ("store", "status", "participants"),
+    "distributed": ("layout store", "runs status", "participants spread_tensor"),
     "hub": (
         "export hub_marker refs repo_tree",
         "address protocols",
@@ -159,7 +159,7 @@ FOREIGN = {
         "storage",
         "training",
     },
-    "numpy": {"training"},
+    "numpy": {"distributed", "training"},
     "xxhash": {"storage"},
     "tqdm": {"_util"},
     "transformers": {"pretrained", "training"},
