@@ -1,22 +1,26 @@
-"""The class that transformers knows a model by: weight conversion, loss and custom code go by its name and module."""
+"""The class that transformers knows a model by, and what other libraries record of it: they go by name and module."""
 
 from __future__ import annotations
 
 import os
-import re
+import sys
 import threading
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import LOSS_MAPPING
 
 MIXIN_MARK: Final = "_is_hfshard_model"
 """The attribute by which `ShardedModelMixin` marks its subclasses; transformers' classes lack it."""
 
 _ALIAS: Final = "_hfshard_alias"
 """The attribute of a class that keeps its alias class."""
+
+_WRAPPED: Final = "_is_hfshard_wrapper"
+"""The attribute that marks the method of PEFT that `record_in_adapters` has wrapped."""
 
 _alias_lock = threading.Lock()
 """Two threads that load the first models of a class must build them with one alias class."""
@@ -54,6 +58,17 @@ def class_before_fsdp(model_class: type) -> type:
     """
     order = model_class.__mro__
     return order[order.index(FSDPModule) + 1] if FSDPModule in order else model_class
+
+
+def take_name(model_class: type) -> None:
+    """Give a class that adds the mixin the `__name__` of transformers' class, by which transformers and others go.
+
+    Its `__module__` and `__qualname__`, by which pickle finds it and `repr` shows it, stay. A class that torch makes of
+    it (FSDP2, parametrizations) keeps the name that torch gave it.
+    """
+    architecture = architecture_of(model_class)
+    if architecture is not model_class and not model_class.__module__.startswith("torch."):
+        model_class.__name__ = architecture.__name__
 
 
 def _has_forward(model_class: Any) -> bool:
@@ -101,18 +116,38 @@ def delegate_to_base(model_class: type, mixin: type, question: str) -> bool:
     return bool(getattr(base, question)())
 
 
-def loss_type_of(class_name: str) -> str | None:
-    """Return the loss that transformers' constructor chooses for a class of this name.
-
-    Source: transformers `PreTrainedModel.__init__`.
-    """
-    if class_name in LOSS_MAPPING:
-        return class_name
-    found = re.search("|".join(LOSS_MAPPING), class_name)
-    return found[0] if found else None
-
-
 def restore_class(model: Any, model_class: type) -> None:
     """Turn a model of an alias class into one of the user's class."""
     if type(model) is not model_class and vars(model_class).get(_ALIAS) is type(model):
         model.__class__ = model_class
+
+
+def record_architecture(model: object) -> None:
+    """Let a model of a class that adds the mixin be recorded under the module of transformers' class.
+
+    diffusers reads the attribute `__module__` of the model, and the name that its class has from `take_name`.
+    """
+    architecture = architecture_of(type(model))
+    if architecture is not type(model):
+        vars(model)["__module__"] = architecture.__module__
+    record_in_adapters()
+
+
+def record_in_adapters() -> None:
+    """Let PEFT, where it was imported, write the name and the module of transformers' class into an adapter's config.
+
+    PEFT asks no model, but the class's `__module__`, by which pickle finds it. For any other class the answer stays.
+    """
+    peft_class: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
+    ask: Callable[..., type] | None = getattr(peft_class, "_get_base_model_class", None)
+    if ask is not None and not hasattr(ask, _WRAPPED):
+        peft_class._get_base_model_class = _answering_architectures(ask)
+
+
+def _answering_architectures(ask: Callable[..., type]) -> Callable[..., type]:
+    @wraps(ask)
+    def wrapper(*args: Any, **kwargs: Any) -> type:
+        return architecture_of(ask(*args, **kwargs))
+
+    setattr(wrapper, _WRAPPED, True)
+    return wrapper

@@ -22,8 +22,9 @@ from hfshard.pretrained.build import load_through
 from hfshard.pretrained.class_alias import (
     architecture_of,
     delegate_to_base,
-    loss_type_of,
-    view_as_alias,
+    record_architecture,
+    record_in_adapters,
+    take_name,
 )
 from hfshard.pretrained.fallback import needs_transformers_saver
 from hfshard.pretrained.override_chain import has_override
@@ -60,8 +61,7 @@ class ShardedModelMixin:
         model.save_pretrained("out", max_shard_size="5GiB")
 
     What it writes loads in stock transformers, under transformers' class; it loads what stock transformers writes.
-    Trainer (labels of question answering) and pipeline decide some things by the class's name: for them, give the
-    subclass the name that the model's class has.
+    Trainer, `pipeline`, PEFT and diffusers take the subclass for that class too: it has its `__name__`.
     """
 
     _is_hfshard_model: ClassVar[bool] = True
@@ -240,7 +240,7 @@ class ShardedModelMixin:
         return load_through(super(), cls, pretrained_model_name_or_path, model_args, kwargs, options)  # type: ignore[arg-type]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse the wrong order of bases, in which transformers' own methods would come first.
+        """Refuse the wrong order of bases, in which transformers' own methods would come first; take the class's name.
 
         Raises:
             InvalidArgumentError: A transformers model stands before the mixin.
@@ -252,11 +252,12 @@ class ShardedModelMixin:
                 f"class {cls.__name__}: put ShardedModelMixin before the model's class, "
                 "or transformers saves and loads it: class Mine(ShardedModelMixin, TheModel): ..."
             )
+        take_name(cls)
 
-    # Where transformers goes by a class's name or module, it gets those of its own class.
+    # Where transformers and others go by a class's name or module, they get those of transformers' class.
 
     def _get_name(self) -> str:
-        # Trainer shifts labels for the names of causal language models; `repr` shows it too.
+        # Trainer shifts labels for the names of causal language models, under FSDP2 too.
         return architecture_of(type(self)).__name__
 
     @classmethod
@@ -272,17 +273,13 @@ class ShardedModelMixin:
     def _can_set_experts_implementation(cls) -> bool:
         return delegate_to_base(cls, ShardedModelMixin, "_can_set_experts_implementation")
 
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return delegate_to_base(cls, ShardedModelMixin, "_supports_default_dynamic_cache")
-
-    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        # The name of Mamba's cache.
-        alias = view_as_alias(self)  # type: ignore[type-var]
-        return super(ShardedModelMixin, alias)._prepare_cache_for_generation(*args, **kwargs)  # type: ignore[misc]
-
     def post_init(self) -> None:
-        """Finish the model's constructor as transformers does, with the loss of transformers' class."""
-        if getattr(self, "loss_type", None) is None:
-            vars(self)["loss_type"] = loss_type_of(architecture_of(type(self)).__name__)
+        """Finish the model's constructor as transformers does, and let other libraries record transformers' class."""
+        record_architecture(self)
         super().post_init()  # type: ignore[misc]
+
+    @_untyped
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Collect the tensors as torch does; PEFT, which may have been imported just now, asks for them on saving."""
+        record_in_adapters()
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]

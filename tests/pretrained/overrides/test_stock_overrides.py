@@ -160,7 +160,7 @@ def test_a_class_that_is_not_built_fails_as_in_transformers(name: str) -> None:
     for model_class in (stock_class, with_mixin(stock_class)):
         with pytest.raises((ImportError, AttributeError)) as caught:
             model_class.from_pretrained("resnet18")
-        failures.append(str(caught.value).replace("Mine", name))
+        failures.append(str(caught.value))
 
     assert failures[0] == failures[1]
 
