@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COUNTS = (1_000, 10_000, 100_000, 1_000_000)
-TINY_COUNTS = (1_000, 10_000)
+TINY_COUNTS = (1_000,)
 HUB_MOST = 100_000
 """More take huggingface_hub minutes."""
 ELEMENTS = 256
