@@ -50,7 +50,9 @@ def dump_json(value: Any) -> bytes:
 
 
 def _dumped(value: Any, indent: str = "") -> str:
-    """Do what `json.dumps` does; its indented form is pure Python, but here strings are encoded by compiled code."""
+    """Do what `json.dumps` does; its indented form is pure Python, but compiled code encodes what holds nothing."""
+    if not isinstance(value, dict | list | tuple | float):  # a float may be refused, and in other words
+        return _encoded_plain(value)
     if not (isinstance(value, dict) and value and all(type(key) is str for key in value)):
         text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
         return text.replace("\n", "\n" + indent)
@@ -63,6 +65,7 @@ def _dumped(value: Any, indent: str = "") -> str:
 
 
 _encoded: Final = json.JSONEncoder(ensure_ascii=False).encode
+_encoded_plain: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def _reason(error: Exception) -> str:
