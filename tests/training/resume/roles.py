@@ -1,11 +1,11 @@
-"""What a process is told to do: one of the runs of a case, straight, killed or resumed, and a report of it."""
+"""What a process is told to do: runs of a case, straight, killed or resumed, and a report of each."""
 
 from __future__ import annotations
 
 import json
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,21 @@ STORES: dict[str, tuple[Callable[..., Manager], Callable[..., Any]]] = {
 """Name -> what opens the store of a directory, and what makes a state of named objects."""
 
 
-def run_role(name: str, role: str, root: Path, store: str = "hfshard") -> None:
-    """Do one of the runs of a case, in this process, and leave a report in `root`.
+def run_roles(name: str, roles: Sequence[str], root: Path, store: str = "hfshard") -> None:
+    """Do some of the runs of a case, in this process, and leave a report of each in `root`.
 
     Args:
         name: Of the case.
-        role: "straight" never saves, "saving" does, "killed" saves and does not come back, "resumed" goes on from the
+        roles: "straight" never saves, "saving" does, "killed" saves and does not come back, "resumed" goes on from the
             newest; so does "killed again", and is; "rolled back" returns to an older one without an end.
         root: Of the case: `run` holds the checkpoints, `<role>.json` is the report.
         store: A key of `STORES`.
     """
+    for role in roles:
+        _run_role(name, role, root, store)
+
+
+def _run_role(name: str, role: str, root: Path, store: str) -> None:
     case = CASES[name]
     warnings.simplefilter("error")
     for message in _NOT_OURS:
@@ -73,3 +78,4 @@ def run_role(name: str, role: str, root: Path, store: str = "hfshard") -> None:
             raise AssertionError(f"nobody killed it at {death}")
     report = {"restored": restored, "steps": run.steps, "everything": run.everything()}
     (root / f"{role}.json").write_text(json.dumps(report))
+    run.close()

@@ -16,7 +16,7 @@ import torch
 from hfshard.training import CheckpointManager
 from tests.training import processes
 from tests.training.resume.cases import CASES
-from tests.training.resume.roles import BACK, run_role
+from tests.training.resume.roles import BACK, run_roles
 from tests.training.resume.runs import STEPS, Case, Run
 
 BATCHES_PER_EPOCH = 5
@@ -46,17 +46,21 @@ class CaseOutcome:
 
 
 def run_case(name: str, root: Path, roles: tuple[str, ...], store: str = "hfshard", fresh: bool = False) -> CaseOutcome:
-    """Run some of a case's roles, one after the other, until one of them does not end as it should."""
+    """Run some of a case's roles, one after the other, until one of them does not end as it should.
+
+    Each has a process of its own, but for the first: in that process the second follows, which it saves a fork.
+    """
     root.mkdir(parents=True)
     ends: dict[str, processes.End] = {}
     reports: dict[str, dict[str, Any]] = {}
-    for role in roles:
-        words, is_new = root / f"{role}.txt", fresh and role != "straight"
-        ends[role] = processes.run(words, run_role, name, role, root, store, fresh=is_new)
+    for together in (roles[:2], *((role,) for role in roles[2:])):
+        role = together[-1]
+        ends[role] = processes.run(root / f"{role}.txt", run_roles, name, together, root, store, fresh=fresh)
         if ends[role].status != (-signal.SIGKILL if role.startswith("killed") else 0):
             break
-        if not role.startswith("killed"):
-            reports[role] = json.loads((root / f"{role}.json").read_text())
+        for one in together:
+            if not one.startswith("killed"):
+                reports[one] = json.loads((root / f"{one}.json").read_text())
     return CaseOutcome(ends, reports)
 
 
