@@ -195,9 +195,9 @@ def test_a_damaged_checkpoint_is_named_though_its_step_is_not_the_highest(
 def attempts(change: Callable[[random.Random], str], run: Path) -> dict[str, int]:
     """Restore a checkpoint with one odd value after another: it is restored, or refused and nothing changes."""
     counts = {"restored": 0, "refused": 0}
+    fresh = Tiny(0)
     for seed in range(MUTATIONS):
         words = change(random.Random(seed))
-        fresh = Tiny(0)
         seed_all(5)
         before = fresh.fingerprint()
         manager = CheckpointManager(run, keep_best="loss")
@@ -210,6 +210,7 @@ def attempts(change: Callable[[random.Random], str], run: Path) -> dict[str, int
             raise AssertionError(f"{seed}: {words}") from error
         else:
             counts["restored"] += 1
+            fresh = Tiny(0)
         manager.verify()
         manager.best_step()
     return counts
