@@ -6,11 +6,12 @@ pools take no work, and since 3.12 no thread starts), and a system has a limit. 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 _Item = TypeVar("_Item")
@@ -174,3 +175,20 @@ class _Run(Generic[_Item, _Result]):
     def _next(self) -> tuple[int, _Item] | None:
         with self._lock:
             return None if self._is_stopped else next(self._left, None)
+
+
+class ProcessLock:
+    """A re-entrant lock that a forked process has anew: the thread that held it in its parent does not exist there."""
+
+    def __init__(self) -> None:
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold it; who forks meanwhile releases, in either process, the lock that was taken."""
+        with self._lock:
+            yield

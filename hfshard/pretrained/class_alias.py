@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Final, TypeVar, cast
@@ -12,6 +10,8 @@ from typing import Any, Final, TypeVar, cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
+
+from hfshard._util.threads import ProcessLock
 
 MIXIN_MARK: Final = "_is_hfshard_model"
 """The attribute by which `ShardedModelMixin` marks its subclasses; transformers' classes lack it."""
@@ -22,17 +22,8 @@ _ALIAS: Final = "_hfshard_alias"
 _WRAPPED: Final = "_is_hfshard_wrapper"
 """The attribute that marks the method of PEFT that `record_in_adapters` has wrapped."""
 
-_alias_lock = threading.Lock()
+_alias_lock: Final = ProcessLock()
 """Two threads that load the first models of a class must build them with one alias class."""
-
-
-def _renew_lock() -> None:
-    """Renew the lock in a forked child, where the thread that held it does not exist."""
-    global _alias_lock
-    _alias_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -86,7 +77,7 @@ def alias_class(model_class: type[Model]) -> type[Model]:
     architecture = architecture_of(model_class)
     if architecture is model_class:
         return model_class
-    with _alias_lock:
+    with _alias_lock.held():
         if _ALIAS not in vars(model_class):
             names = {"__module__": architecture.__module__, "__qualname__": architecture.__qualname__}
             setattr(model_class, _ALIAS, type(architecture.__name__, (model_class,), names))

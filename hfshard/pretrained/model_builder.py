@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hfshard._util.threads import ProcessLock
 from hfshard.errors import StateDictMismatchError
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import LocalCheckpoint
@@ -28,18 +28,9 @@ from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, str
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.locate import check_generation_config
 
-_building_lock = threading.RLock()
+_building_lock: Final = ProcessLock()
 """transformers builds models under settings of the whole process (default dtype and device, no initialisation): two
 threads that load at once would lose ties. Re-entrant, for models that load a part of themselves."""
-
-
-def _renew_lock() -> None:
-    """Renew the lock in a forked child, where nobody builds, whatever the threads of its parent did."""
-    global _building_lock
-    _building_lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
 
 
 class ModelBuilder:
@@ -86,7 +77,7 @@ class ModelBuilder:
             arguments.pop(key, None)
         arguments |= {"config": config, "state_dict": tensors, "output_loading_info": True}
         try:
-            with _building_lock, _load_report_names(self.name), _configs_named(self.local.path):
+            with _building_lock.held(), _load_report_names(self.name), _configs_named(self.local.path):
                 model, info = self.call(None, *model_args, **arguments, **model_kwargs)
         except RuntimeError as error:
             if "ignore_mismatched_sizes" in str(error):

@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from transformers.models.bert.modeling_bert import BertPreTrainedModel
 from transformers.models.glm_image.modeling_glm_image import GlmImageVQVAE
 
 import hfshard
-from hfshard.pretrained import class_alias
+from hfshard.pretrained import class_alias, model_builder
 from hfshard.pretrained.class_alias import architecture_of
 from tests.pretrained.conftest import SHARDS, Saves
 from tests.zoo.compare import differences, facts_of_load, load, raw_tensors
@@ -150,10 +151,23 @@ def test_it_generates_what_the_stock_class_generates(name: str, saves: Saves) ->
 
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_process_that_is_forked_beside_a_load_does_not_wait_for_it() -> None:
-    with class_alias._alias_lock:  # as another thread may hold it
-        pid = os.fork()
-        if pid == 0:
-            signal.alarm(30)
-            class_alias.alias_class(with_mixin(BertModel))
+    is_held, is_over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with class_alias._alias_lock.held(), model_builder._building_lock.held():
+            is_held.set()
+            is_over.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        class_alias.alias_class(with_mixin(BertModel))
+        with model_builder._building_lock.held():
             os._exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
+    status = os.waitpid(pid, 0)[1]
+    is_over.set()
+    thread.join()
+    assert status == 0
