@@ -71,6 +71,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "planning": ("size", "plan"),
     "pretrained": (
         "class_alias fallback pushing",
+        "ranks",
         "collect override_chain",
         "arguments",
         "model_builder",
@@ -79,6 +80,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "mixin",
     ),
     "pretrained.pushing": ("model_card", "push"),
+    "pretrained.ranks": ("conversion_views", "stored_parts"),
     "resharding": ("checks in_place request", "reshard"),
     "saving": ("options writing", "request", "prepare", "in_memory to_directory"),
     "state_dicts": ("keys offloaded tied wrappers", "overlap state_dict"),

@@ -1,0 +1,1 @@
+"""Transformers models of which each rank has a part."""
