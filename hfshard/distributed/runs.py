@@ -73,6 +73,8 @@ class Runs:
             start: The first byte.
             stop: The byte after the last one.
         """
+        if start >= stop:
+            return self._empty()
         ends = self.offsets + self.lengths
         some = slice(int(np.searchsorted(ends, start, "right")), int(np.searchsorted(self.offsets, stop, "left")))
         offsets: Positions = np.maximum(self.offsets[some], start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 import numpy as np
@@ -126,7 +127,7 @@ class SpreadTensor:
         """Refuse a local tensor that can't be stored, or is not what the placements say."""
         check_storable(name, self.local)
         expected = box_shape(self._source_box())
-        if self.coordinate is not None and tuple(self.local.shape) != expected:
+        if tuple(self.local.shape) != expected and (self.local.numel() or prod(expected)):
             raise UnstorableTensorError(
                 f"Can't store {name!r}: this rank has a part of shape {list(self.local.shape)}, and its placements say "
                 f"{list(expected)}. Make the DTensor by distribute_tensor, or pass from_local its shape and stride.",
