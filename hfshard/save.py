@@ -12,12 +12,13 @@ from torch import nn
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.distributed.saving import decline_save, save_anywhere
+from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.planning.plan import Packing
 from hfshard.pretrained.request import is_pretrained, request_from_model
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import request_from_state_dict
-from hfshard.saving.to_directory import save_request
 from hfshard.state_dicts.wrappers import unwrap
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.integrity import Checksum
@@ -80,7 +81,7 @@ def save_state_dict(
         checksum=checksum,
         progress=progress,
     )
-    return save_request(request_from_state_dict(state_dict, options), directory)
+    return save_anywhere(request_from_state_dict(state_dict, options), directory)
 
 
 @names_files("save_directory")
@@ -139,10 +140,11 @@ def save_model(
         raise InvalidArgumentError(f"model must be an nn.Module, got a {type(model).__name__}.")
     if state_dict is not None and not isinstance(state_dict, Mapping):
         raise InvalidArgumentError(f"state_dict must map names to tensors, got a {type(state_dict).__name__}.")
-    if not is_main_process:
+    if not (is_main_process or has_spread(model.state_dict() if state_dict is None else state_dict)):
+        decline_save(directory)
         return None
     if is_pretrained(unwrap(model)):
         from hfshard.pretrained.saver import save_pretrained_model
 
         return save_pretrained_model(unwrap(model), save_directory, state_dict, options)  # type: ignore[arg-type]
-    return save_request(request_from_model(model, state_dict, options), directory)
+    return save_anywhere(request_from_model(model, state_dict, options), directory)

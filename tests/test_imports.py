@@ -41,7 +41,13 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "training_commands",
         "main",
     ),
-    "distributed": ("layout store", "runs status", "participants spread_tensor"),
+    "distributed": ("layout store", "runs status", "participants spread_tensor", "exchange", "saving"),
+    "distributed.exchange": (
+        "incoming listing local_bytes orders owners",
+        "holders",
+        "rounds",
+        "rank_writer",
+    ),
     "hub": (
         "export hub_marker refs repo_tree",
         "address protocols",

@@ -1,0 +1,248 @@
+"""Which ranks hold which bytes of every tensor, found from what all ranks say of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
+from math import prod
+from typing import Final, NamedTuple, Self
+
+import numpy as np
+
+from hfshard.distributed.exchange.listing import Listing, RankGroup, TensorEntry
+from hfshard.distributed.layout import (
+    Box,
+    Interval,
+    MeshLayout,
+    box_elements,
+    clip_box,
+    ranks_by_box,
+    whole_box,
+)
+from hfshard.distributed.runs import BoxRuns, Positions, Runs
+from hfshard.distributed.spread_tensor import window_sizes
+from hfshard.errors import InvalidArgumentError
+from hfshard.storage.tensors.tensor_layout import TensorLayout
+
+_CACHED_TENSORS: Final = 512
+"""Ways in which tensors are spread: a model has a few dozen, whatever its depth."""
+
+
+class Part(NamedTuple):
+    """Some of a tensor's bytes, and the ranks that have all of them."""
+
+    ranks: tuple[int, ...]
+    runs: BoxRuns
+
+
+class Parts:
+    """The parts of a tensor, which cover its bytes exactly."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = tuple(parts)
+        bounds = [_bounds(part.runs) for part in parts]
+        self._starts: Positions = np.array([start for start, _ in bounds], np.int64)
+        self._stops: Positions = np.array([stop for _, stop in bounds], np.int64)
+        self._by_rank = {rank: number for number, part in enumerate(parts) for rank in part.ranks}
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self._parts)
+
+    def between(self, start: int, stop: int) -> list[int]:
+        """The numbers of those that may have bytes in a range."""
+        return [int(number) for number in np.flatnonzero((self._starts < stop) & (self._stops > start))]
+
+    def number_of(self, rank: int) -> int | None:
+        """The number of the part that a rank has; None: it has none."""
+        return self._by_rank.get(rank)
+
+    def clip(self, number: int, start: int, stop: int) -> Runs | None:
+        """The runs of a part in a range of the tensor's bytes; None: there are none."""
+        if self._starts[number] >= stop or self._stops[number] <= start:
+            return None
+        runs = self._parts[number].runs.clip(start, stop)
+        return runs if len(runs.offsets) else None
+
+    def source(self, number: int, owner: int) -> int:
+        """The rank that gives a part to the owner of a file: itself, if it has it; else each owner asks another one."""
+        ranks = self._parts[number].ranks
+        return owner if self._by_rank.get(owner) == number else ranks[(owner + number) % len(ranks)]
+
+
+class Holders:
+    """All tensors of all ranks.
+
+    Attributes:
+        layouts: Name -> how the tensor is stored, in the order in which names are stored.
+        tied_names, undeclared_ties, separate_names: As in `SaveRequest`, of all ranks together.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, TensorLayout],
+        parts: Mapping[str, Parts],
+        tied_names: Mapping[str, str],
+        undeclared_ties: Sequence[str],
+        separate_names: Iterable[str],
+    ) -> None:
+        self.layouts = dict(layouts)
+        self._parts = dict(parts)
+        self.tied_names = dict(tied_names)
+        self.undeclared_ties = tuple(undeclared_ties)
+        self.separate_names = frozenset(separate_names)
+
+    @classmethod
+    def unite(
+        cls, groups: Sequence[RankGroup], listings: Mapping[str, Listing], name_order: Sequence[str] = ()
+    ) -> Self:
+        """Unite what the ranks say: names are stored in rank order.
+
+        Args:
+            groups: Every rank is in one.
+            listings: Digest -> listing.
+            name_order: Names that come first, in this order.
+
+        Raises:
+            InvalidArgumentError: Ranks disagree about a tensor, or have not all of it.
+        """
+        groups = sorted(groups, key=lambda group: group.ranks[0])
+        first_group: dict[str, RankGroup] = {}
+        meshes: dict[str, list[RankGroup]] = {}
+        for group in groups:
+            first_group.setdefault(group.digest, group)
+            meshes.setdefault(group.digest, []).append(group)
+        entries: dict[str, TensorEntry] = {}
+        spread_over: dict[str, set[MeshLayout]] = {}
+        whole_on: dict[str, int] = {}
+        for digest, group in first_group.items():
+            for name, entry in listings[digest].entries.items():
+                _check_agreement(name, entries.setdefault(name, entry), entry, group.ranks[0])
+                if entry.mesh is None:
+                    whole_on[name] = min(group.ranks[0], whole_on.get(name, group.ranks[0]))
+                else:
+                    found = {one.meshes[entry.mesh].layout(entry.placements) for one in meshes[digest]}
+                    spread_over[name] = spread_over.get(name, set()) | found
+        order = [name for name in name_order if name in entries]
+        listed = set(order)
+        order += [name for name in entries if name not in listed]
+        parts = {name: _parts_of(name, entries[name], spread_over.get(name), whole_on.get(name)) for name in order}
+        united = [listings[digest] for digest in first_group]
+        return cls(
+            {name: entries[name].layout for name in order},
+            parts,
+            _united_ties(united, entries),
+            tuple(dict.fromkeys(chain.from_iterable(listing.undeclared_ties for listing in united))),
+            chain.from_iterable(listing.separate_names for listing in united),
+        )
+
+    def parts_of(self, name: str) -> Parts:
+        """The parts of a tensor."""
+        return self._parts[name]
+
+
+def _check_agreement(name: str, known: TensorEntry, entry: TensorEntry, rank: int) -> None:
+    if known._replace(mesh=None) == entry._replace(mesh=None) and (known.mesh is None) == (entry.mesh is None):
+        return
+    raise InvalidArgumentError(
+        f"The ranks disagree about '{name}': rank {rank} has {_in_words(entry)}, and one before it has "
+        f"{_in_words(known)}. Give the tensors of different ranks different names, or shard them alike.",
+        fqn=name,
+        expected=known,
+        actual=entry,
+    )
+
+
+def _in_words(entry: TensorEntry) -> str:
+    how = "whole" if entry.mesh is None else f"spread by {[tuple(one) for one in entry.placements]}"
+    return f"a {entry.layout.dtype} of shape {list(entry.layout.shape)}, {how}"
+
+
+def _united_ties(listings: Sequence[Listing], stored: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """The ties of all ranks; a name that some rank stores, and another one ties, is an error."""
+    ties: dict[str, str] = {}
+    for listing in listings:
+        for name, kept in listing.tied_names.items():
+            if name in stored or ties.setdefault(name, kept) != kept:
+                raise InvalidArgumentError(
+                    f"The ranks disagree about '{name}': one has a tensor of its own, and on another it shares that of "
+                    f"'{kept}'. Tie it on all ranks, or on none.",
+                    fqn=name,
+                )
+    return ties
+
+
+def _parts_of(name: str, entry: TensorEntry, meshes: set[MeshLayout] | None, whole_on: int | None) -> Parts:
+    if meshes is None:
+        assert whole_on is not None
+        return _whole(entry.layout.nbytes, whole_on)
+    sizes = window_sizes(entry.source_shape, entry.window)
+    if prod(sizes) * entry.itemsize != entry.layout.nbytes:
+        raise InvalidArgumentError(
+            f"'{name}' of shape {list(entry.layout.shape)} is not the rectangle {entry.window} of its source.", fqn=name
+        )
+    layouts = tuple(sorted(meshes, key=lambda layout: layout.ranks))
+    found = _spread(entry.source_shape, entry.itemsize, entry.window, layouts)
+    if found is None:
+        raise InvalidArgumentError(
+            f"The ranks do not have all of '{name}', or have some of it twice: it is spread over "
+            f"{[list(layout.ranks) for layout in layouts]}. Every rank that has a part must save it, under one name.",
+            fqn=name,
+        )
+    return found
+
+
+@lru_cache(_CACHED_TENSORS)
+def _whole(nbytes: int, rank: int) -> Parts:
+    return Parts([Part((rank,), BoxRuns((nbytes,), 1, whole_box((nbytes,))))] if nbytes else [])
+
+
+@lru_cache(_CACHED_TENSORS)
+def _spread(
+    source_shape: tuple[int, ...],
+    itemsize: int,
+    window: tuple[Interval, ...] | None,
+    layouts: tuple[MeshLayout, ...],
+) -> Parts | None:
+    """The parts of a tensor that is spread over meshes; None where they don't cover it exactly."""
+    sizes = window_sizes(source_shape, window)
+    ranks_of: dict[Box, set[int]] = {}
+    for layout in layouts:
+        for box, ranks in ranks_by_box(source_shape, layout).items():
+            held = box if window is None else clip_box(box, window)
+            if box_elements(held):
+                ranks_of.setdefault(held, set()).update(ranks)
+    holders = [rank for ranks in ranks_of.values() for rank in ranks]
+    if not _covers(sizes, list(ranks_of)) or len(holders) != len(set(holders)):
+        return None
+    return Parts([Part(tuple(sorted(ranks)), BoxRuns(sizes, itemsize, box)) for box, ranks in ranks_of.items()])
+
+
+def _covers(sizes: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether the boxes have every element once: they are all combinations of what each dimension is cut into."""
+    if not prod(sizes):
+        return not boxes
+    cuts = [{box[dim] for box in boxes} for dim in range(len(sizes))]
+    if len(boxes) != prod(map(len, cuts)):
+        return False
+    return all(_covers_dimension(size, cut) for size, cut in zip(sizes, cuts, strict=True))
+
+
+def _covers_dimension(size: int, cuts: Iterable[tuple[Interval, ...]]) -> bool:
+    passed = 0
+    for start, stop in sorted(chain.from_iterable(cuts)):
+        if start != passed:
+            return False
+        passed = stop
+    return passed == size
+
+
+def _bounds(runs: BoxRuns) -> tuple[int, int]:
+    """The first byte that a part has, and the one after the last."""
+    first = last = 0
+    stride = runs.itemsize
+    for dim in range(len(runs.shape) - 1, -1, -1):
+        first += runs.box[dim][0][0] * stride
+        last += (runs.box[dim][-1][1] - 1) * stride
+        stride *= runs.shape[dim]
+    return first, last + runs.itemsize

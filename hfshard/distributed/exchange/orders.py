@@ -1,0 +1,95 @@
+"""What the leader of a save has all ranks do: files to write, or their fingerprints to compute."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from hfshard.constants import FINGERPRINT_BYTES
+from hfshard.storage.format.integrity import fingerprint_positions
+from hfshard.storage.tensors.tensor_layout import TensorLayout
+from hfshard.storage.weights.safetensors_writer import WriteJob
+
+Kind = Literal["write", "fingerprint"]
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedFile:
+    """One file of an order: a `WriteJob` without its tensors' bytes."""
+
+    path: str
+    names: tuple[str, ...]
+    """In the order of their bytes."""
+    metadata: dict[str, str]
+    hfshard_metadata: dict[str, Any] | None
+    like: tuple[int, int] | None
+    """Mode and group of the file that it will replace."""
+
+    @property
+    def replaced(self) -> os.stat_result | None:
+        """The status of the file that it will replace, as far as a new file gets it."""
+        if self.like is None:
+            return None
+        mode, group = self.like
+        return os.stat_result((stat.S_IFREG | mode, 0, 0, 1, 0, group, 0, 0, 0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Files for all ranks, each of which owns some."""
+
+    kind: Kind
+    checksum: str | None
+    files: tuple[OrderedFile, ...]
+
+    @classmethod
+    def of(cls, kind: Kind, jobs: Sequence[WriteJob], checksum: str | None) -> Self:
+        """Order what `write_shards` would do with these jobs."""
+        return cls(kind, checksum, tuple(_ordered(job) for job in jobs))
+
+    def wanted_bytes(self, file: OrderedFile, layouts: Mapping[str, TensorLayout]) -> list[tuple[str, int]]:
+        """(name, how many of its first bytes are needed), in the order of the file."""
+        if self.kind == "write":
+            return [(name, layouts[name].nbytes) for name in file.names]
+        sampled = [file.names[position] for position in fingerprint_positions(len(file.names))]
+        return [(name, min(FINGERPRINT_BYTES, layouts[name].nbytes)) for name in sampled]
+
+    def to_json(self, names: Sequence[str]) -> bytes:
+        """Encode it; names are told by their numbers, which all ranks know."""
+        numbers = {name: number for number, name in enumerate(names)}
+        files = [
+            [file.path, _ranges(numbers[name] for name in file.names), file.metadata, file.hfshard_metadata, file.like]
+            for file in self.files
+        ]
+        return json.dumps([self.kind, self.checksum, files]).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes, names: Sequence[str]) -> Self:
+        """Decode it, with the same names."""
+        kind, checksum, values = json.loads(raw)
+        files = []
+        for path, ranges, metadata, hfshard_metadata, like in values:
+            chosen = tuple(names[number] for start, stop in ranges for number in range(start, stop))
+            files.append(OrderedFile(path, chosen, metadata, hfshard_metadata, None if like is None else tuple(like)))
+        return cls(kind, checksum, tuple(files))
+
+
+def _ordered(job: WriteJob) -> OrderedFile:
+    own = job.hfshard_metadata
+    like = None if job.like is None else (stat.S_IMODE(job.like.st_mode), job.like.st_gid)
+    return OrderedFile(job.path, tuple(job.tensors), dict(job.metadata), None if own is None else dict(own), like)
+
+
+def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Numbers as ranges of consecutive ones, in their order."""
+    ranges: list[tuple[int, int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number:
+            ranges[-1] = ranges[-1][0], number + 1
+        else:
+            ranges.append((number, number + 1))
+    return ranges

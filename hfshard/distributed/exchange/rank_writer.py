@@ -1,0 +1,161 @@
+"""Writes the files of a save on all ranks: each file on the rank that owns it, from the parts that all hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from hfshard._util.progress import ProgressCallback
+from hfshard._util.threads import start_thread
+from hfshard.distributed.exchange.holders import Holders
+from hfshard.distributed.exchange.incoming import Incoming
+from hfshard.distributed.exchange.listing import HeldTensor
+from hfshard.distributed.exchange.orders import Kind, Order, OrderedFile
+from hfshard.distributed.exchange.owners import assign_owners
+from hfshard.distributed.exchange.rounds import Exchange
+from hfshard.distributed.status import SaveStatus
+from hfshard.errors import HfshardError
+from hfshard.storage.commit.interrupts import deferred_interrupt
+from hfshard.storage.format.index import FileDigest
+from hfshard.storage.tensors.tensor_layout import RawTensor
+from hfshard.storage.weights.safetensors_writer import WriteJob, fingerprint_of_job, write_shards
+
+_END: Final = b"null"
+"""The order after the last one."""
+_LOOK_SECONDS: Final = 0.2
+"""Between two looks whether another rank failed, while the last blocks are flushed."""
+
+
+class RankWriter:
+    """The `ShardWriter` of the leader, and what the other ranks do meanwhile.
+
+    1. The leader orders files; all ranks find the same owner for each.
+    2. When all are ready, the bytes go to the owners in rounds. A thread of each owner writes its files with the
+       package's ordinary writer: in one pass, with their checksums, flushed.
+    3. Each owner tells the digests of its files.
+
+    Args:
+        status: Of the save; all ranks of the default process group take part.
+        holders: Which rank has what.
+        held: This rank's tensors.
+        group: Its collectives take tensors of the CPU.
+    """
+
+    def __init__(
+        self, status: SaveStatus, holders: Holders, held: Mapping[str, HeldTensor], group: dist.ProcessGroup | None
+    ) -> None:
+        self._status, self._holders = status, holders
+        self._exchange = Exchange(holders, held, status, group)
+        self._names = list(holders.layouts)
+        self._orders = 0
+
+    def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
+        """As in `ShardWriter`; on the leader."""
+        return [str(value) for value in self._lead("fingerprint", jobs, checksum, None)]
+
+    def write(
+        self, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None
+    ) -> list[FileDigest]:
+        """As in `ShardWriter`; on the leader."""
+        return [FileDigest(**value) for value in self._lead("write", jobs, checksum, progress_callback)]
+
+    def end(self) -> None:
+        """Let the others end `follow`; on the leader."""
+        self._status.tell(self._next_order(), _END)
+
+    def follow(self) -> None:
+        """Do what the leader orders, until the end; on the other ranks."""
+        while (raw := self._status.wait_for(self._next_order(), self._status.leader)) != _END:
+            found = self._carry_out(Order.from_json(raw, self._names), None)
+            if found:
+                self._status.tell(f"done/{self._orders}", json.dumps(found).encode())
+
+    def _next_order(self) -> str:
+        self._orders += 1
+        return f"order/{self._orders}"
+
+    def _lead(
+        self, kind: Kind, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None
+    ) -> list[Any]:
+        order = Order.of(kind, jobs, checksum)
+        self._status.tell(self._next_order(), order.to_json(self._names))
+        found: dict[str, Any] = dict(self._carry_out(order, progress_callback))
+        for owner in sorted(set(self._owners(order)) - {self._status.rank}):
+            found |= json.loads(self._status.wait_for(f"done/{self._orders}", owner))
+        return [found[str(number)] for number in range(len(order.files))]
+
+    def _owners(self, order: Order) -> list[int]:
+        layouts = self._holders.layouts
+        sizes = [sum(count for _, count in order.wanted_bytes(file, layouts)) for file in order.files]
+        return assign_owners(sizes, self._status.ranks)
+
+    def _carry_out(self, order: Order, progress_callback: ProgressCallback | None) -> dict[str, Any]:
+        """Take part in one order; gives what this rank found, by the numbers of its files."""
+        mine: dict[str, OrderedFile] = {}
+        streams: dict[int, list[tuple[str, int]]] = {}
+        for number, (file, owner) in enumerate(zip(order.files, self._owners(order), strict=True)):
+            streams.setdefault(owner, []).extend(order.wanted_bytes(file, self._holders.layouts))
+            if owner == self._status.rank:
+                mine[str(number)] = file
+        incoming = Incoming()
+        with deferred_interrupt() as was_interrupted:
+            self._status.meet("ready")  # from here on each rank takes part in every round
+            writer = start_thread(partial(self._write_files, order, mine, incoming), "hfshard-owner")
+
+            def failure() -> BaseException | None:
+                if writer is None:
+                    return HfshardError("No thread can be started to write files. Save before Python exits.")
+                if was_interrupted():
+                    return KeyboardInterrupt()
+                return writer.exception() if writer.done() else None
+
+            try:
+                self._exchange.run(
+                    streams,
+                    lambda window: incoming.put(window, lambda: writer is not None and not writer.done()),
+                    failure,
+                    progress_callback or (lambda _: None),
+                )
+                return self._await(writer)
+            finally:
+                incoming.close()
+                if writer is not None:
+                    wait([writer])
+
+    def _await(self, writer: Future[dict[str, Any]] | None) -> dict[str, Any]:
+        """Wait until this rank's files are flushed; give up where another rank fails meanwhile."""
+        assert writer is not None
+        while not wait([writer], timeout=_LOOK_SECONDS).done:
+            self._status.check()
+        return writer.result()
+
+    def _write_files(self, order: Order, files: Mapping[str, OrderedFile], incoming: Incoming) -> dict[str, Any]:
+        """What an owner's thread does: its files one after another, as their bytes come."""
+        found: dict[str, Any] = {}
+        for number, file in files.items():
+            wanted = dict(order.wanted_bytes(file, self._holders.layouts))
+            tensors = {
+                name: RawTensor(self._holders.layouts[name], incoming.blocks(wanted.get(name, 0)))
+                for name in file.names
+            }
+            job = WriteJob(file.path, tensors, file.metadata, file.hfshard_metadata, file.replaced)
+            if order.kind == "fingerprint":
+                found[number] = fingerprint_of_job(job, order.checksum)
+            else:
+                found[number] = self._write(job, order.checksum).as_json()
+        return found
+
+    def _write(self, job: WriteJob, checksum: str | None) -> FileDigest:
+        try:
+            return write_shards([job], checksum=checksum)[0]
+        except FileNotFoundError as error:
+            raise HfshardError(
+                f"Rank {self._status.rank} does not see the directory of '{job.path}', which rank "
+                f"{self._status.leader} made. Save into a directory that all ranks see.",
+                path=job.path,
+            ) from error

@@ -1,0 +1,255 @@
+"""The bytes of tensors go to the owners of files, round by round: a window of each owner's files at a time.
+
+All ranks find from `Holders` alone what goes where, so that nothing but bytes is sent. A rank that fails goes on to the
+end of its round, and says so by a byte to each of the others: then all leave the rounds together, no collective is half
+done, and the same process group can save again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hfshard.distributed.exchange.holders import Holders
+from hfshard.distributed.exchange.listing import HeldTensor
+from hfshard.distributed.exchange.local_bytes import byte_stretch
+from hfshard.distributed.runs import ByteArray, Positions, scatter_into
+from hfshard.distributed.spread_tensor import SpreadTensor
+from hfshard.distributed.status import SaveStatus
+from hfshard.errors import RankFailedError
+
+_WINDOW_BYTES: Final = 4 * 1024 * 1024
+"""Of one owner's files in one round: large for a network, and a few of them stay small beside a model."""
+_ROUND_BYTES: Final = 64 * 1024 * 1024
+"""Of all owners' windows in one round: in the worst case one rank has all of it to send."""
+_LEAST_WINDOW_BYTES: Final = 256 * 1024
+
+
+class Stretch(NamedTuple):
+    """Some consecutive bytes of a stored tensor."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class _Sent(NamedTuple):
+    """Bytes of this rank's part of a tensor, for one owner."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class _Received(NamedTuple):
+    """Where bytes from one rank go in this owner's window."""
+
+    name: str
+    starts: Positions
+    lengths: Positions
+    nbytes: int
+    local_start: int
+    """Where they begin in the bytes of the rank's part."""
+
+
+class Exchange:
+    """The rounds of one save.
+
+    Args:
+        holders: Which rank has what.
+        held: This rank's tensors.
+        status: Of the save; its ranks are all of the process group.
+        group: Its collectives take tensors of the CPU.
+    """
+
+    def __init__(
+        self, holders: Holders, held: Mapping[str, HeldTensor], status: SaveStatus, group: dist.ProcessGroup | None
+    ) -> None:
+        self._holders, self._held, self._status, self._group = holders, held, status, group
+        self._rank, self._world_size = status.rank, len(status.ranks)
+        self._outbox = np.empty(0, np.uint8)
+        self._inbox = np.empty(0, np.uint8)
+
+    def run(
+        self,
+        streams: Mapping[int, Sequence[tuple[str, int]]],
+        take: Callable[[ByteArray], object],
+        failure: Callable[[], BaseException | None],
+        tell_progress: Callable[[int], object],
+    ) -> None:
+        """Exchange all bytes. Every rank calls this with the same streams.
+
+        Args:
+            streams: Owner -> (name, how many of its first bytes), in the order in which the owner wants them.
+            take: Gets the next bytes of this rank's stream.
+            failure: Asked in each round: why this rank can't go on, or None.
+            tell_progress: Called with the bytes that all owners got in a round.
+
+        Raises:
+            RankFailedError: Another rank failed.
+            BaseException: What `failure` gave, or sending raised.
+        """
+        for windows in _rounds(streams):
+            window = self._round(windows, failure)
+            if window is not None:
+                take(window)
+            tell_progress(sum(stretch.stop - stretch.start for window in windows.values() for stretch in window))
+
+    def _round(
+        self, windows: Mapping[int, Sequence[Stretch]], failure: Callable[[], BaseException | None]
+    ) -> ByteArray | None:
+        sent = [self._sent_to(owner, windows.get(owner, ())) for owner in range(self._world_size)]
+        received = self._received(windows.get(self._rank, ()))
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        out_sizes = [sum(one.stop - one.start for one in sent[rank]) for rank in range(self._world_size)]
+        in_sizes = [sum(one.nbytes for one in received.get(rank, ())) for rank in range(self._world_size)]
+        in_sizes[self._rank] = 0
+        for rank in others:
+            out_sizes[rank] += 1
+            in_sizes[rank] += 1
+        self._outbox = _at_least(self._outbox, sum(out_sizes))
+        self._inbox = _at_least(self._inbox, sum(in_sizes))
+        error = failure()
+        window: ByteArray | None = None
+        try:
+            if error is None:
+                self._fill(sent, out_sizes)
+                window = self._own_window(windows, received)
+        except BaseException as raised:  # noqa: BLE001 - raised after the round
+            error = raised
+        ends = np.cumsum(out_sizes)
+        self._outbox[[int(ends[rank]) - 1 for rank in others]] = error is not None
+        self._swap(out_sizes, in_sizes)
+        if error is not None:
+            raise error
+        in_ends: Positions = np.cumsum(in_sizes)
+        self._refuse_failed(others, in_ends)
+        if window is not None:
+            self._unpack(window, received, in_ends - np.array(in_sizes))
+        return window
+
+    def _sent_to(self, owner: int, stretches: Sequence[Stretch]) -> list[_Sent]:
+        """What this rank has for another one's window."""
+        found: list[_Sent] = []
+        if owner == self._rank:
+            return found
+        for name, start, stop in stretches:
+            parts = self._holders.parts_of(name)
+            number = parts.number_of(self._rank)
+            if number is None or parts.source(number, owner) != self._rank:
+                continue
+            runs = parts.clip(number, start, stop)
+            if runs is not None:
+                # The runs of a range follow each other in the bytes of the part.
+                begin, end = int(runs.positions[0]), int(runs.positions[-1] + runs.lengths[-1])
+                found.append(_Sent(name, begin, end))
+        return found
+
+    def _received(self, stretches: Sequence[Stretch]) -> dict[int, list[_Received]]:
+        """What each rank has for this one's window, this one included."""
+        found: dict[int, list[_Received]] = {}
+        passed = 0
+        for name, start, stop in stretches:
+            parts = self._holders.parts_of(name)
+            for number in parts.between(start, stop):
+                runs = parts.clip(number, start, stop)
+                if runs is not None:
+                    starts = runs.offsets + (passed - start)
+                    source = parts.source(number, self._rank)
+                    one = _Received(name, starts, runs.lengths, runs.total, int(runs.positions[0]))
+                    found.setdefault(source, []).append(one)
+            passed += stop - start
+        return found
+
+    def _fill(self, sent: Sequence[Sequence[_Sent]], out_sizes: Sequence[int]) -> None:
+        at = 0
+        for pieces, size in zip(sent, out_sizes, strict=True):
+            end = at + size
+            for name, start, stop in pieces:
+                self._outbox[at : at + stop - start] = self._bytes_of(name, start, stop)
+                at += stop - start
+            at = end
+
+    def _own_window(
+        self, windows: Mapping[int, Sequence[Stretch]], received: Mapping[int, Sequence[_Received]]
+    ) -> ByteArray | None:
+        """This rank's window, with what it has itself."""
+        if self._rank not in windows:
+            return None
+        window = np.empty(sum(stretch.stop - stretch.start for stretch in windows[self._rank]), np.uint8)
+        for one in received.get(self._rank, ()):
+            content = self._bytes_of(one.name, one.local_start, one.local_start + one.nbytes)
+            scatter_into(window, one.starts, one.lengths, content)
+        return window
+
+    def _unpack(self, window: ByteArray, received: Mapping[int, Sequence[_Received]], begins: Positions) -> None:
+        for rank, pieces in received.items():
+            if rank == self._rank:
+                continue
+            at = int(begins[rank])
+            for one in pieces:
+                scatter_into(window, one.starts, one.lengths, self._inbox[at : at + one.nbytes])
+                at += one.nbytes
+
+    def _swap(self, out_sizes: list[int], in_sizes: list[int]) -> None:
+        work = dist.all_to_all_single(
+            torch.from_numpy(self._inbox[: sum(in_sizes)]),
+            torch.from_numpy(self._outbox[: sum(out_sizes)]),
+            in_sizes,
+            out_sizes,
+            group=self._group,
+            async_op=True,
+        )
+        self._status.await_work(work)
+
+    def _refuse_failed(self, others: Sequence[int], ends: Positions) -> None:
+        failed = [rank for rank in others if self._inbox[int(ends[rank]) - 1]]
+        if failed:
+            self._status.wait_for("what went wrong", failed[0])  # raises when that rank has told
+            raise RankFailedError(f"Rank {failed[0]} failed to save its part. Look at its output.", rank=failed[0])
+
+    def _bytes_of(self, name: str, start: int, stop: int) -> ByteArray:
+        held: Any = self._held[name]
+        return byte_stretch(held.part() if isinstance(held, SpreadTensor) else held, start, stop)
+
+
+def cut_windows(sizes: Sequence[tuple[str, int]], window_bytes: int) -> Iterator[list[Stretch]]:
+    """Cut consecutive tensors into windows of so many bytes; the last one may be shorter.
+
+    Args:
+        sizes: (name, bytes).
+        window_bytes: Of each window.
+    """
+    window: list[Stretch] = []
+    room = window_bytes
+    for name, nbytes in sizes:
+        start = 0
+        while start < nbytes:
+            stop = min(nbytes, start + room)
+            window.append(Stretch(name, start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield window
+                window, room = [], window_bytes
+    if window:
+        yield window
+
+
+def _rounds(streams: Mapping[int, Sequence[tuple[str, int]]]) -> Iterator[dict[int, list[Stretch]]]:
+    """The windows of each round, by owner; an owner whose files are whole is left out."""
+    window_bytes = max(_LEAST_WINDOW_BYTES, min(_WINDOW_BYTES, _ROUND_BYTES // max(1, len(streams))))
+    left = {owner: cut_windows(sizes, window_bytes) for owner, sizes in sorted(streams.items())}
+    while left:
+        found = {owner: window for owner, cut in left.items() if (window := next(cut, None)) is not None}
+        left = {owner: left[owner] for owner in found}
+        if found:
+            yield found
+
+
+def _at_least(buffer: ByteArray, nbytes: int) -> ByteArray:
+    return buffer if len(buffer) >= nbytes else np.empty(nbytes, np.uint8)

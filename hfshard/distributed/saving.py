@@ -1,0 +1,243 @@
+"""Saves what is spread over ranks: each rank calls, files are written by their owners, and the first rank commits."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from math import prod
+from typing import Any
+
+import torch.distributed as dist
+
+from hfshard._util.paths import absolute_path
+from hfshard.distributed.exchange.holders import Holders
+from hfshard.distributed.exchange.listing import HeldTensor, Listing, Mesh, RankGroup, digest_of, list_tensors
+from hfshard.distributed.exchange.rank_writer import RankWriter
+from hfshard.distributed.participants import Role, gather_participants
+from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
+from hfshard.distributed.status import SaveStatus
+from hfshard.errors import InvalidArgumentError, RankMissingError
+from hfshard.saving.request import SaveRequest
+from hfshard.saving.to_directory import save_request
+from hfshard.storage.format.index import CheckpointIndex, FileDigest
+from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout, TensorLike
+
+_NO_CHECK: Callable[[], None] = lambda: None  # noqa: E731
+
+
+def save_anywhere(
+    request: SaveRequest,
+    save_directory: str | os.PathLike[str],
+    check: Callable[[], None] = _NO_CHECK,
+    *,
+    name_order: Sequence[str] = (),
+) -> CheckpointIndex:
+    """Save a request: alone, or together with the other ranks of the default process group.
+
+    Where a tensor is spread over ranks, every rank must call. Of replicated tensors every rank has all: whoever calls
+    at about the same time makes one save of it, which the first of them writes; who comes later awaits its outcome.
+
+    Args:
+        request: Of this rank: its tensors may be DTensors and `SpreadTensor`s. Options, config and other files are
+            those of the first rank.
+        save_directory: As in `save_request`; the same on all ranks that save together.
+        check: As in `save_request`; on the rank that commits.
+        name_order: The order in which the names of all ranks are stored; those that it lacks come last.
+
+    Returns:
+        The index, the same on every rank.
+
+    Raises:
+        RankFailedError: Another rank failed, died, or did not come: the old checkpoint stays.
+        Everything that `save_request` raises.
+    """
+    directory = absolute_path(save_directory, "save_directory")
+    if not has_other_ranks():
+        return save_request(replace(request, tensors=_whole_tensors(request.tensors)), directory, check)
+    with gather_participants(os.path.realpath(directory), needs_all=has_spread(request.tensors)) as participation:
+        status = participation.status
+        assert status is not None
+        if participation.role is Role.LATE:
+            return _late(request, status)
+        return save_on_ranks(request, directory, status, check, name_order=name_order)
+
+
+def decline_save(save_directory: str | os.PathLike[str]) -> None:
+    """Tell the ranks that save replicated tensors into a directory not to wait for this one."""
+    if has_other_ranks():
+        place = os.path.realpath(absolute_path(save_directory, "save_directory"))
+        with gather_participants(place, needs_all=False, is_writer=False):
+            return
+
+
+def has_other_ranks() -> bool:
+    """Whether there is a default process group of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def save_on_ranks(
+    request: SaveRequest,
+    directory: str,
+    status: SaveStatus,
+    check: Callable[[], None] = _NO_CHECK,
+    *,
+    name_order: Sequence[str] = (),
+    group: dist.ProcessGroup | None = None,
+) -> CheckpointIndex:
+    """Save what the ranks of an operation hold together; each of them calls this.
+
+    Args:
+        request: As in `save_anywhere`, and so are check and name_order.
+        directory: Absolute.
+        status: Of the operation.
+        group: All ranks of the default process group, for tensors of the CPU; None: one is found or made.
+
+    Returns:
+        The index, on every rank.
+
+    Raises:
+        Everything that `save_anywhere` raises.
+    """
+    held = with_spread_tensors(request.tensors)
+    listing, meshes = list_tensors(request, held)
+    groups, listings = _share_listings(status, listing, meshes)
+    is_leader = status.rank == status.leader
+    if len(listings) == 1 and not meshes and len(groups) == 1:
+        index = save_request(request, directory, check) if is_leader else None
+        return _share_index(status, index, listing)
+    _refuse_absent(status)
+    holders = Holders.unite(groups, listings, name_order)
+    writer = RankWriter(status, holders, held, group or _cpu_group())
+    if not is_leader:
+        writer.follow()
+        return _share_index(status, None, listing)
+    index = save_request(_united(request, holders), directory, check, writer)
+    writer.end()
+    return _share_index(status, index, listing)
+
+
+def _whole_tensors(tensors: Mapping[str, Any]) -> dict[str, TensorLike]:
+    """The tensors of a rank that is alone: what it has of a spread one must be all of it."""
+    found: dict[str, TensorLike] = {}
+    for name, tensor in with_spread_tensors(tensors).items():
+        if isinstance(tensor, SpreadTensor):
+            part = tensor.part()
+            if part.numel() != prod(tensor.shape):
+                raise InvalidArgumentError(
+                    f"'{name}' is spread over ranks {list(tensor.mesh.ranks)}, and there is no process group to save "
+                    "it with. Save before destroy_process_group(), on every rank.",
+                    fqn=name,
+                )
+            found[name] = part.reshape(tensor.shape)
+        else:
+            found[name] = tensor
+    return found
+
+
+def _share_listings(
+    status: SaveStatus, listing: Listing, meshes: Sequence[Mesh]
+) -> tuple[list[RankGroup], dict[str, Listing]]:
+    """What all ranks have: the leader groups those that say the same, so that little is sent.
+
+    Each rank tells a digest and its meshes. A listing itself is told, by one rank, only where there are several.
+    """
+    raw = listing.to_json()
+    digest = digest_of(raw)
+    status.tell("holding", json.dumps([digest, meshes]).encode())
+    if status.rank == status.leader:
+        said: dict[bytes, list[int]] = {}
+        for rank in status.ranks:
+            said.setdefault(status.wait_for("holding", rank), []).append(rank)
+        grouped = [[ranks, *json.loads(holding)] for holding, ranks in said.items()]
+        status.tell("groups", json.dumps(grouped).encode())
+    groups = [RankGroup.from_json(value) for value in json.loads(status.wait_for("groups", status.leader))]
+    speakers: dict[str, int] = {}
+    for group in groups:
+        speakers.setdefault(group.digest, group.ranks[0])
+    listings = {digest: listing}
+    if len(speakers) > 1:
+        if speakers[digest] == status.rank:
+            status.tell("listing", raw)
+        others = {other: speaker for other, speaker in speakers.items() if other != digest}
+        listings |= {other: Listing.from_json(status.wait_for("listing", rank)) for other, rank in others.items()}
+    return groups, listings
+
+
+def _refuse_absent(status: SaveStatus) -> None:
+    """Refuse to go on without ranks that have tensors of their own.
+
+    Raises:
+        RankMissingError: It names one.
+    """
+    absent = sorted(set(range(dist.get_world_size())) - set(status.ranks))
+    if absent:
+        raise RankMissingError(
+            f"The ranks have different tensors, and rank {absent[0]} has not called with the others. Make this call on "
+            "every rank at the same time.",
+            rank=absent[0],
+        )
+
+
+def _united(request: SaveRequest, holders: Holders) -> SaveRequest:
+    """The leader's request, with the names of all ranks."""
+    return replace(
+        request,
+        tensors={name: RawTensor(layout, _no_bytes(name, layout)) for name, layout in holders.layouts.items()},
+        tied_names=holders.tied_names,
+        undeclared_ties=holders.undeclared_ties,
+        separate_names=holders.separate_names,
+    )
+
+
+def _no_bytes(name: str, layout: TensorLayout) -> Callable[[int], Iterator[memoryview]]:
+    def blocks(_: int) -> Iterator[memoryview]:
+        raise AssertionError(f"'{name}' of {layout.nbytes} bytes is on other ranks, too, and only their owners read it")
+
+    return blocks
+
+
+def _share_index(status: SaveStatus, index: CheckpointIndex | None, listing: Listing) -> CheckpointIndex:
+    """Tell the others the index, or be told it."""
+    if index is not None:
+        outcome = {"index": asdict(index), "digest": digest_of(listing.to_json())}
+        status.finish(json.dumps(outcome).encode())
+        return index
+    return _index_of(status.finish())
+
+
+def _index_of(outcome: bytes) -> CheckpointIndex:
+    value = json.loads(outcome)["index"]
+    value["files"] = {name: FileDigest(**digest) for name, digest in value["files"].items()}
+    value["undeclared_ties"] = tuple(value["undeclared_ties"])
+    return CheckpointIndex(**value)
+
+
+def _late(request: SaveRequest, status: SaveStatus) -> CheckpointIndex:
+    """Await the save of those who came before this rank: it must be one of the same tensors."""
+    outcome = status.finish()
+    listing, _ = list_tensors(request, held := dict[str, HeldTensor](request.tensors))
+    if digest_of(listing.to_json()) != json.loads(outcome)["digest"]:
+        raise InvalidArgumentError(
+            f"The others saved without rank {status.rank}, which came late with {len(held)} other tensors: the "
+            "checkpoint lacks them. Make this call on every rank at the same time, and save again."
+        )
+    return _index_of(outcome)
+
+
+_CPU_GROUPS: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+"""The id of a default group -> that group, and a gloo group of its ranks."""
+
+
+def _cpu_group() -> dist.ProcessGroup | None:
+    """A group of all ranks whose collectives take tensors of the CPU; None: the default group. All ranks must call."""
+    backends = dist.get_backend_config().split(",")
+    if "cpu:gloo" in backends:
+        return None
+    world: Any = dist.group.WORLD
+    known = _CPU_GROUPS.get(id(world))
+    if known is None or known[0] is not world:
+        _CPU_GROUPS.clear()
+        known = _CPU_GROUPS[id(world)] = world, dist.new_group(backend="gloo")
+    return known[1]
