@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hfshard._util.arguments import refuse_unknown
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.distributed.saving import decline_save, save_anywhere
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.pretrained.arguments import SAVE_ARGUMENTS
@@ -24,7 +25,6 @@ from hfshard.pretrained.pushing.push import default_repo_id, push_saved_files, t
 from hfshard.pretrained.request import request_from_model
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
-from hfshard.saving.to_directory import save_request
 from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.storage.format.index import CheckpointIndex
 
@@ -69,7 +69,7 @@ def save_through(
 
     Raises:
         UnknownArgumentError: A keyword that no override takes, and hfshard neither.
-        Everything that `save_request` raises, and the overrides.
+        Everything that `save_anywhere` raises, and the overrides.
     """
     directory = _absolute(save_directory)
     refuse_hub(os.fspath(directory))
@@ -106,7 +106,7 @@ def save_pretrained_model(
     """
     directory = _absolute(save_directory)
     if not (has_override(type(model), "save_pretrained") or has_adapters(model)):
-        return save_request(request_from_model(model, state_dict, options), directory)
+        return save_anywhere(request_from_model(model, state_dict, options), directory)
     if has_adapters(model) and options.metadata:
         raise InvalidArgumentError(
             "The model has an adapter, whose files are written by transformers, without metadata: leave out metadata=."
@@ -172,9 +172,10 @@ def _save(
             _push_again(model, directory, {**kwargs, "max_shard_size": max_shard_size, "variant": variant}, token)
         return None
     if not is_main_process:
+        decline_save(directory)
         return None
     request = request_from_model(model, state_dict, options)
-    index = save_request(request, directory)
+    index = save_anywhere(request, directory)
     if push_to_hub:
         _push_files(model, request, index, directory, {**kwargs, "token": token, "progress": options.progress})
     return index
