@@ -89,7 +89,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "pretrained.ranks": ("conversion_views", "stored_parts"),
     "resharding": ("checks in_place request", "reshard"),
     "saving": ("options writing", "request", "prepare", "in_memory to_directory"),
-    "state_dicts": ("keys offloaded tied wrappers", "overlap state_dict"),
+    "state_dicts": ("dtensors keys offloaded wrappers", "tied", "overlap state_dict"),
     "storage": ("tensors", "format", "disk", "weights", "checkpoint commit"),
     "storage.checkpoint": ("checks locate report", "checkpoint", "raw_tensors verifier"),
     "storage.commit": (

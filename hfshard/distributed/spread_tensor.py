@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from hfshard.distributed.layout import (
 )
 from hfshard.distributed.runs import ByteArray, Runs
 from hfshard.errors import UnstorableTensorError
+from hfshard.state_dicts.dtensors import is_dtensor, local_tensor
 from hfshard.storage.tensors.tensor_bytes import check_storable, memory_of
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class SpreadTensor:
             source_shape=shape,
             window=None,
             coordinate=None if coordinate is None else tuple(coordinate),
-            local=_local_tensor(tensor),
+            local=local_tensor(tensor),
         )
         spread._check(name)
         return spread
@@ -142,15 +142,9 @@ def window_sizes(source_shape: tuple[int, ...], window: Sequence[Interval] | Non
     return source_shape if window is None else tuple(stop - start for start, stop in window)
 
 
-def is_spread(value: object) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor. Where torch's module of them was never imported, nothing is."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
-
-
 def has_spread(tensors: Mapping[str, Any]) -> bool:
     """Whether any of the values is spread over ranks, and a save must be called by all of them."""
-    return any(isinstance(value, SpreadTensor) or is_spread(value) for value in tensors.values())
+    return any(isinstance(value, SpreadTensor) or is_dtensor(value) for value in tensors.values())
 
 
 def with_spread_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +158,7 @@ def with_spread_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, value in tensors.items():
         refuse_sharded_tensor(name, value)
-    return {name: SpreadTensor.of(value, name) if is_spread(value) else value for name, value in tensors.items()}
+    return {name: SpreadTensor.of(value, name) if is_dtensor(value) else value for name, value in tensors.items()}
 
 
 def refuse_sharded_tensor(name: str, value: object) -> None:
@@ -180,11 +174,3 @@ def refuse_sharded_tensor(name: str, value: object) -> None:
             "options=StateDictOptions(full_state_dict=True)).",
             fqn=name,
         )
-
-
-def _local_tensor(tensor: DTensor) -> torch.Tensor:
-    """This rank's tensor; one that a collective is still filling is waited for."""
-    with torch.no_grad():
-        local = tensor.to_local()
-    wait = getattr(local, "wait", None)
-    return (local if wait is None else wait()).detach()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfshard.state_dicts.dtensors import is_dtensor, local_tensor
 from hfshard.storage.tensors.tensor_bytes import check_initialized
 
 
@@ -17,7 +18,8 @@ def find_shared_tensors(state_dict: Mapping[str, Any], *, droppable_patterns: It
 
     Two names are tied when they view the same bytes in the same way: device, address, dtype, shape and strides (except
     the strides of dimensions of size 1). Other views of one storage, disjoint or overlapping, are separate tensors.
-    Empty tensors are never tied. Meta tensors have no address: those of one storage are compared by their offsets.
+    Empty tensors are never tied. Meta tensors and DTensors have no address: those of one storage are compared by their
+    offsets in it. So ranks agree about DTensors, of which one rank may have an empty part.
 
     Args:
         state_dict: FQN -> tensor, any device; not mutated. Values that are not tensors are never tied.
@@ -61,9 +63,13 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int | tuple[int, int]:
-    if tensor.is_meta:
-        return tensor.untyped_storage()._cdata, int(tensor.storage_offset())  # the storage's only identity
-    return tensor.data_ptr()
+    if is_dtensor(tensor):
+        return _storage_and_offset(local_tensor(tensor))
+    return _storage_and_offset(tensor) if tensor.is_meta else tensor.data_ptr()
+
+
+def _storage_and_offset(tensor: Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())  # a storage's only identity without an address
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
@@ -75,6 +81,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
         tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1),
         tensor.is_conj(),
         tensor.is_neg(),
+        (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None,
     )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
+from tests.distributed.gloo import check_ranks
 
 BASE = torch.arange(24.0).reshape(4, 6)
 
@@ -66,3 +70,47 @@ def test_when_all_names_are_declared_the_last_is_stored() -> None:
 def test_two_groups_are_told_apart_and_come_in_the_order_of_the_dict() -> None:
     other = torch.zeros(3)
     assert list(find_shared_tensors({"d": other, "b": BASE, "c": other, "a": BASE}).items()) == [("d", "c"), ("b", "a")]
+
+
+class _Tied(nn.Module):
+    """A head that is tied to the embedding, and a weight that only looks alike; all have fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1, 4)
+        self.head = nn.Linear(4, 1, bias=False)
+        self.head.weight = self.embed.weight
+        self.other = nn.Linear(4, 1, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        return torch.cat([self.head(hidden), self.other(hidden)])
+
+
+def _check_tied_dtensors(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    for is_kept_whole in (False, True):
+        model = _Tied()
+        fully_shard(model, reshard_after_forward=not is_kept_whole)
+        assert find_shared_tensors(model.state_dict()) == {"head.weight": "embed.weight"}
+        model(torch.zeros(1, dtype=torch.long))
+        assert (type(model.head.weight.data) is torch.Tensor) == is_kept_whole
+        collected = collect_state_dict(model)
+        assert all(isinstance(tensor, DTensor) for tensor in collected.values())
+        assert find_shared_tensors(collected) == {"head.weight": "embed.weight"}
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    row = distribute_tensor(torch.ones(1, 4), mesh, [Shard(0)])
+    copy = DTensor.from_local(torch.ones(1, 4), mesh, [Replicate()])
+    summands = DTensor.from_local(copy.to_local(), mesh, [Shard(0)], shape=row.shape, stride=row.stride())
+    assert find_shared_tensors({"a": row, "b": row.detach(), "c": row.clone(), "d": copy, "e": summands}) == {"b": "a"}
+    assert find_shared_tensors({"a": copy, "b": copy.to_local()}) == {}
+    assert find_shared_tensors({"a": copy.to("meta"), "b": copy.to("meta")}) == {}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_agree_which_dtensors_are_tied(tmp_path: Path, world_size: int) -> None:
+    check_ranks(tmp_path, world_size, _check_tied_dtensors)

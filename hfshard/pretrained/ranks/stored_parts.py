@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hfshard.distributed.layout import MeshLayout, Placement, held_box
-from hfshard.distributed.spread_tensor import SpreadTensor, is_spread, with_spread_tensors
+from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.errors import UnstorableTensorError
 from hfshard.pretrained.class_alias import view_as_alias
 from hfshard.pretrained.ranks.conversion_views import ConvertedTensor, trace_reverted
+from hfshard.state_dicts.dtensors import is_dtensor
 
 _GATHERED_BYTES: Final = 256 * 1024**2
 """At most so much is whole on each rank at a time, or else one conversion's sources."""
@@ -102,7 +103,7 @@ def _computed_parts(
     values: dict[str, torch.Tensor] = {
         name: torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()
     }
-    spread = {name: SpreadTensor.of(tensors[name], name).mesh for name in needed if is_spread(tensors[name])}
+    spread = {name: SpreadTensor.of(tensors[name], name).mesh for name in needed if is_dtensor(tensors[name])}
     for name in needed:
         values[name] = _whole(tensors[name])
     results = revert_weight_conversion(view_as_alias(model), values)
@@ -120,7 +121,7 @@ def _computed_parts(
 
 
 def _whole(tensor: Any) -> torch.Tensor:
-    whole: torch.Tensor = tensor.full_tensor() if is_spread(tensor) else tensor
+    whole: torch.Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
     return whole.detach()
 
 
