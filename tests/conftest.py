@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from tests.hubserver.hub_server import HubServer
 
 
+_FIRST = (
+    "tests/scripts/test_bench.py",
+    "tests/scripts/test_examples.py",
+    "tests/crash/",
+    "tests/whole/test_concurrency.py",
+)
+"""What takes longest: begun last, it would keep one process busy while the others have nothing left to take."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that take more than half a minute, too")
 
@@ -45,6 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(slow)
         if item.get_closest_marker("gpu") and not _has_cuda():
             item.add_marker(gpu)
+    items.sort(key=lambda item: not item.nodeid.startswith(_FIRST))
 
 
 def pytest_collection_finish() -> None:
