@@ -35,6 +35,12 @@ class Runs:
         return int(self.lengths.sum())
 
     @classmethod
+    def none(cls) -> Self:
+        """The runs of a rank that has nothing."""
+        nothing = np.zeros(0, np.int64)
+        return cls(nothing, nothing, nothing)
+
+    @classmethod
     def of_box(cls, shape: tuple[int, ...], itemsize: int, box: Box) -> Self:
         """All runs of a box.
 
@@ -51,7 +57,7 @@ class Runs:
             ([2, 10], [4, 4], [0, 4])
         """
         if not box_elements(box):
-            return cls._empty()
+            return cls.none()
         inner = len(shape) - 1
         while inner > 0 and box[inner] == ((0, shape[inner]),):
             inner -= 1
@@ -74,17 +80,12 @@ class Runs:
             stop: The byte after the last one.
         """
         if start >= stop:
-            return self._empty()
+            return self.none()
         ends = self.offsets + self.lengths
         some = slice(int(np.searchsorted(ends, start, "right")), int(np.searchsorted(self.offsets, stop, "left")))
         offsets: Positions = np.maximum(self.offsets[some], start)
         stops: Positions = np.minimum(ends[some], stop)
         return type(self)(offsets, stops - offsets, self.positions[some] + (offsets - self.offsets[some]))
-
-    @classmethod
-    def _empty(cls) -> Self:
-        none = np.zeros(0, np.int64)
-        return cls(none, none, none)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class BoxRuns:
         """
         stop = min(stop, prod(self.shape) * self.itemsize)
         if start >= stop or not self.total:
-            return Runs._empty()
+            return Runs.none()
         box, passed = self._narrowed(start, stop)
         runs = Runs.of_box(self.shape, self.itemsize, box)
         return Runs(runs.offsets, runs.lengths, runs.positions + passed).clip(start, stop)

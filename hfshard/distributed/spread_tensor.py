@@ -100,11 +100,15 @@ class SpreadTensor:
 
     def runs(self) -> Runs:
         """Where this rank's bytes lie among those that are stored."""
+        if self.coordinate is None:
+            return Runs.none()
         return Runs.of_box(self.stored_sizes, self.dtype.itemsize, self.stored_box)
 
     def part(self) -> torch.Tensor:
-        """This rank's part of what is stored: a view of the local tensor."""
-        return self.local if self.window is None else self.local[local_slices(self._source_box(), self.window)]
+        """This rank's part of what is stored: a view of the local tensor. An empty one may have any shape."""
+        if self.window is None or not self.local.numel():
+            return self.local
+        return self.local[local_slices(self._source_box(), self.window)]
 
     def local_bytes(self) -> ByteArray:
         """The row-major bytes of this rank's part.
@@ -126,6 +130,8 @@ class SpreadTensor:
     def _check(self, name: str) -> None:
         """Refuse a local tensor that can't be stored, or is not what the placements say."""
         check_storable(name, self.local)
+        if self.coordinate is None:
+            return
         expected = box_shape(self._source_box())
         if tuple(self.local.shape) != expected and (self.local.numel() or prod(expected)):
             raise UnstorableTensorError(
