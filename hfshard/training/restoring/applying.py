@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 from hfshard.training.parts.pending_loads import PendingLoad, StatefulLoad
 from hfshard.training.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 Undo = Callable[[], None]
 
@@ -45,7 +48,7 @@ def all_or_nothing(ranks: Ranks, undo: Sequence[Undo] = ()) -> Iterator[None]:
 
     Args:
         ranks: This process among those that restore.
-        undo: Called in reverse if a rank fails; the block may add to it.
+        undo: Called in reverse if a rank fails, all of them, whatever one raises; the block may add to it.
 
     Raises:
         HfshardError: Another rank failed. A rank that failed raises its own error.
@@ -59,7 +62,10 @@ def all_or_nothing(ranks: Ranks, undo: Sequence[Undo] = ()) -> Iterator[None]:
         ranks.agree(error)
     except BaseException:
         for put_back in reversed(undo):
-            put_back()
+            try:
+                put_back()
+            except Exception as failure:  # noqa: BLE001 - the first refusal is being raised, and the others are left
+                logger.error("A part of the state can't be put back as it was, and is mixed: %s", failure)
         raise
 
 
