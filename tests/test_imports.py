@@ -41,7 +41,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "training_commands",
         "main",
     ),
-    "distributed": ("layout store", "runs status", "participants spread_tensor", "exchange", "saving"),
+    "distributed": ("layout store", "runs status", "participants spread_tensor", "exchange reading", "saving"),
     "distributed.exchange": (
         "incoming listing local_bytes orders owners",
         "holders",

@@ -157,6 +157,19 @@ def _held_before(intervals: tuple[Interval, ...], index: int) -> int:
     return sum(max(0, min(stop, index) - start) for start, stop in intervals)
 
 
+def section(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval]:
+    """The elements from `begin` to `end` of the intervals, counted through all of them."""
+    found = []
+    passed = 0
+    for start, stop in intervals:
+        first = max(begin, passed)
+        last = min(end, passed + stop - start)
+        if first < last:
+            found.append((start + first - passed, start + last - passed))
+        passed += stop - start
+    return found
+
+
 @lru_cache(_CACHED_LAYOUTS)
 def _splits(
     mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], dimensions: int
@@ -204,7 +217,7 @@ def _held_intervals(size: int, splits: tuple[tuple[int, int, int], ...]) -> tupl
         for group in range(groups):
             begin, end = _chunk(total, groups, group)
             start, stop = _chunk(end - begin, parts, index)
-            kept += _section(held, begin + start, begin + stop)
+            kept += section(held, begin + start, begin + stop)
         held = kept
     return _merged(held)
 
@@ -213,19 +226,6 @@ def _chunk(size: int, parts: int, index: int) -> Interval:
     """The part that `torch.chunk` gives, or an empty one where it gives fewer."""
     length = -(-size // parts)
     return min(index * length, size), min((index + 1) * length, size)
-
-
-def _section(intervals: list[Interval], begin: int, end: int) -> list[Interval]:
-    """The elements from `begin` to `end` of the intervals, counted through all of them."""
-    found = []
-    passed = 0
-    for start, stop in intervals:
-        first = max(begin, passed)
-        last = min(end, passed + stop - start)
-        if first < last:
-            found.append((start + first - passed, start + last - passed))
-        passed += stop - start
-    return found
 
 
 def _merged(intervals: list[Interval]) -> tuple[Interval, ...]:

@@ -16,7 +16,7 @@ from hfshard.errors import UnstorableTensorError
 from hfshard.storage.tensors.dtypes import COMPLEX_AS_REAL_DTYPES, PLAIN_DTYPES, stored_dtype_name
 from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLike
 
-_INTEGER_OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Blocks are copied as integers, so that no copy touches a bit (NaN payloads, fp4 that torch can't copy)."""
 
 _OWN_PAGES_BYTES: Final = 128 * 1024
@@ -131,7 +131,7 @@ def iter_blocks(tensor: TensorLike, block_bytes: int) -> Iterator[memoryview]:
     if tensor.is_conj() or tensor.is_neg() or tensor.dtype in COMPLEX_AS_REAL_DTYPES:
         yield from _copied_blocks(tensor, block_bytes)
         return
-    tensor = tensor.view(_INTEGER_OF_SIZE.get(tensor.element_size(), tensor.dtype))
+    tensor = tensor.view(INTEGER_OF_SIZE.get(tensor.element_size(), tensor.dtype))
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         memory = memory_of(tensor)
         for start in range(0, len(memory), block_bytes):

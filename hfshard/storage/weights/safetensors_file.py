@@ -128,6 +128,10 @@ class SafetensorsFile:
             tensor = tensor.set_(storage, 0, shape)  # type: ignore[call-overload]
         return torch.view_as_complex(tensor) if name in self._complex_as_real else tensor
 
+    def described(self, name: str) -> torch.Tensor:
+        """A meta tensor of a stored tensor's dtype and shape; raises what `shaped` raises."""
+        return self.shaped(name, torch.UntypedStorage(self.header.tensors[name].nbytes, device="meta"))
+
     @property
     def complex_as_real(self) -> frozenset[str]:
         """The tensors that are complex, and stored as real pairs."""
