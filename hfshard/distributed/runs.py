@@ -104,10 +104,6 @@ class BoxRuns:
         """Bytes of all."""
         return box_elements(self.box) * self.itemsize
 
-    def all(self) -> Runs:
-        """Every run."""
-        return Runs.of_box(self.shape, self.itemsize, self.box)
-
     def clip(self, start: int, stop: int) -> Runs:
         """What `Runs.clip` gives, in a time that depends on the range alone.
 
@@ -175,17 +171,6 @@ def scatter_into(target: ByteArray, starts: Positions, lengths: Positions, sourc
     for begin, end, done in _regular(starts, lengths):
         rows = _rows(target, starts, lengths, begin, end)
         rows[...] = source[done : done + rows.size].reshape(rows.shape)
-
-
-def gathered(source: ByteArray, starts: Positions, lengths: Positions) -> ByteArray:
-    """The bytes of stretches of a source, one after another: a view of it where they follow each other there."""
-    if not len(starts):
-        return source[:0]
-    if bool((starts[1:] == starts[:-1] + lengths[:-1]).all()):
-        return source[int(starts[0]) : int(starts[-1] + lengths[-1])]
-    target = np.empty(int(lengths.sum()), np.uint8)
-    gather_into(target, source, starts, lengths)
-    return target
 
 
 def _regular(starts: Positions, lengths: Positions) -> Iterator[tuple[int, int, int]]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import torch
 
 from hfshard.distributed.layout import (
@@ -21,10 +20,10 @@ from hfshard.distributed.layout import (
     local_slices,
     mesh_layout_of,
 )
-from hfshard.distributed.runs import ByteArray, Runs
+from hfshard.distributed.runs import Runs
 from hfshard.errors import UnstorableTensorError
 from hfshard.state_dicts.dtensors import is_dtensor, local_tensor
-from hfshard.storage.tensors.tensor_bytes import check_storable, memory_of
+from hfshard.storage.tensors.tensor_bytes import check_storable
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -90,49 +89,38 @@ class SpreadTensor:
     @property
     def stored_box(self) -> Box:
         """What this rank has, within the rectangle that is stored."""
-        box = self._source_box()
+        if self.coordinate is None:
+            return tuple(() for _ in self.stored_sizes)
+        box = held_box(self.source_shape, self.mesh, self.coordinate)
         return box if self.window is None else clip_box(box, self.window)
 
     @property
     def stored_sizes(self) -> tuple[int, ...]:
-        """The shape that boxes and runs refer to: of what is stored, with all dimensions of the source."""
+        """The shape that boxes and runs refer to: of what is stored, with all dimensions of the source.
+
+        Of a scalar that this rank lacks it is (1,), as only a box that has a dimension can be empty.
+        """
+        if self.coordinate is None and not self.source_shape:
+            return (1,)
         return window_sizes(self.source_shape, self.window)
 
     def runs(self) -> Runs:
-        """Where this rank's bytes lie among those that are stored."""
-        if self.coordinate is None:
-            return Runs.none()
+        """Where the bytes of this rank's part lie among those that are stored."""
         return Runs.of_box(self.stored_sizes, self.dtype.itemsize, self.stored_box)
 
     def part(self) -> torch.Tensor:
         """This rank's part of what is stored: a view of the local tensor. An empty one may have any shape."""
-        if self.window is None or not self.local.numel():
+        if self.window is None or self.coordinate is None or not self.local.numel():
             return self.local
-        return self.local[local_slices(self._source_box(), self.window)]
-
-    def local_bytes(self) -> ByteArray:
-        """The row-major bytes of this rank's part.
-
-        Returns:
-            A view of its memory where that is contiguous and on the CPU, else a copy on the host.
-        """
-        part = self.part().detach()
-        if not part.numel():
-            return np.zeros(0, np.uint8)
-        part = part.resolve_conj().resolve_neg().to("cpu").contiguous()
-        return np.frombuffer(memory_of(part), np.uint8)
-
-    def _source_box(self) -> Box:
-        if self.coordinate is None:
-            return tuple(() for _ in self.source_shape)
-        return held_box(self.source_shape, self.mesh, self.coordinate)
+        box = held_box(self.source_shape, self.mesh, self.coordinate)
+        return self.local[local_slices(box, self.window)]
 
     def _check(self, name: str) -> None:
         """Refuse a local tensor that can't be stored, or is not what the placements say."""
         check_storable(name, self.local)
         if self.coordinate is None:
             return
-        expected = box_shape(self._source_box())
+        expected = box_shape(self.stored_box)
         if tuple(self.local.shape) != expected and (self.local.numel() or prod(expected)):
             raise UnstorableTensorError(
                 f"Can't store {name!r}: this rank has a part of shape {list(self.local.shape)}, and its placements say "

@@ -27,6 +27,7 @@ from hfshard.distributed.layout import (
     ranks_by_box,
     whole_box,
 )
+from hfshard.distributed.spread_tensor import SpreadTensor
 from tests.training import processes
 
 # (shape, shape of the mesh, placements) -> what the ranks hold, in row-major order of the mesh.
@@ -185,8 +186,6 @@ def _parallelized(case: Case, meshes: dict[Any, Any]) -> Any:
 def _play(cases: list[Case], world_size: int, rank: int) -> None:
     """Be one rank of a group that has no others: no collective is needed to cut a tensor."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from hfshard.distributed.spread_tensor import SpreadTensor
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     meshes: dict[Any, Any] = {}

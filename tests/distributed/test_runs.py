@@ -9,7 +9,7 @@ from time import process_time
 import numpy as np
 
 from hfshard.distributed.layout import Box, Interval
-from hfshard.distributed.runs import BoxRuns, Runs, gather_into, gathered, scatter_into
+from hfshard.distributed.runs import BoxRuns, Runs, gather_into, scatter_into
 
 
 def _listed(runs: Runs) -> list[tuple[int, int, int]]:
@@ -83,24 +83,10 @@ def _check_copies(nbytes: int, runs: Runs) -> None:
     scatter_into(spread, runs.offsets, runs.lengths, packed)
 
     assert packed.tolist() == expected.tolist()
-    assert gathered(source, runs.offsets, runs.lengths).tolist() == expected.tolist()
     for offset, length, _ in _listed(runs):
         assert spread[offset : offset + length].tolist() == source[offset : offset + length].tolist()
         spread[offset : offset + length] = 255
     assert (spread == 255).all()
-
-
-def test_bytes_that_follow_each_other_are_not_copied() -> None:
-    source = np.arange(100, dtype=np.uint8)
-    starts = np.array([10, 14, 20], np.int64)
-
-    view = gathered(source, starts, np.array([4, 6, 5], np.int64))
-    copy = gathered(source, starts, np.array([4, 5, 5], np.int64))
-
-    assert view.tolist() == list(range(10, 25))
-    assert np.shares_memory(view, source)
-    assert copy.tolist() == [10, 11, 12, 13, 14, 15, 16, 17, 18, 20, 21, 22, 23, 24]
-    assert not np.shares_memory(copy, source)
 
 
 def test_windows_of_a_column_shard_cost_what_they_hold() -> None:

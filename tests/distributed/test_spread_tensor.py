@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,10 +18,10 @@ from tests.distributed.gloo import check_ranks
 
 
 def _values(spread: SpreadTensor) -> Any:
-    return spread.local_bytes().view({torch.float32: "f4", torch.complex64: "c8"}[spread.dtype]).tolist()
+    return spread.part().flatten().tolist()
 
 
-def _listed(spread: SpreadTensor) -> list[tuple[int, int]]:
+def _runs(spread: SpreadTensor) -> list[tuple[int, int]]:
     runs = spread.runs()
     return list(zip(runs.offsets.tolist(), runs.lengths.tolist(), strict=True))
 
@@ -38,25 +37,25 @@ def _check_parts(rank: int) -> None:
     assert columns.mesh == MeshLayout((2,), (0, 1), (Placement(1),))
     assert (columns.shape, columns.dtype, columns.coordinate) == ((3, 4), torch.float32, (rank,))
     assert _values(columns) == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]][rank]
-    assert _listed(columns) == [[(0, 8), (16, 8), (32, 8)], [(8, 8), (24, 8), (40, 8)]][rank]
+    assert _runs(columns) == [[(0, 8), (16, 8), (32, 8)], [(8, 8), (24, 8), (40, 8)]][rank]
 
-    # A local tensor that is not contiguous is copied; one that is, is not.
+    # A transpose has columns, and its rows come one after another.
     rows = distribute_tensor(matrix, mesh, [Shard(0)])
     turned: Any = rows.t()
     assert _values(SpreadTensor.of(turned, "weight")) == [[0, 4, 1, 5, 2, 6, 3, 7], [8, 9, 10, 11]][rank]
-    assert np.shares_memory(SpreadTensor.of(rows, "weight").local_bytes(), rows.to_local().numpy())
+    assert SpreadTensor.of(rows, "weight").part().data_ptr() == rows.to_local().data_ptr() != 0
 
     # A rectangle of the source: the second and third row, without the first column.
     part = SpreadTensor.of(rows, "weight").view(((1, 3), (1, 4)), (2, 3))
     assert (part.shape, part.stored_sizes) == ((2, 3), (2, 3))
     assert part.stored_box == [(((0, 1),), ((0, 3),)), (((1, 2),), ((0, 3),))][rank]
     assert _values(part) == [[5, 6, 7], [9, 10, 11]][rank]
-    assert _listed(part) == [[(0, 12)], [(12, 12)]][rank]
+    assert _runs(part) == [[(0, 12)], [(12, 12)]][rank]
     # One that only the first rank has, stored without a dimension.
     first_row = SpreadTensor.of(rows, "weight").view(((0, 1), (0, 4)), (4,))
     assert (first_row.shape, first_row.stored_sizes) == ((4,), (1, 4))
     assert _values(first_row) == [[0, 1, 2, 3], []][rank]
-    assert _listed(first_row) == [[(0, 16)], []][rank]
+    assert _runs(first_row) == [[(0, 16)], []][rank]
 
     # A conjugate is a bit of the tensor, not of its memory.
     complex_rows = DTensor.from_local(torch.tensor([1 + 2j, 3 - 4j]).conj(), mesh, [Shard(0)])
@@ -77,9 +76,9 @@ def _check_parts(rank: int) -> None:
         assert elsewhere.coordinate == [(0,), None][rank]
         assert elsewhere.mesh == MeshLayout((1,), (0,), (Placement(None),))
         assert _values(elsewhere) == [expected, []][rank]
-        assert elsewhere.runs().total == [whole.nbytes, 0][rank]
+        assert _runs(elsewhere) == [[(0, whole.nbytes)], []][rank]
         window = [(0, 1)] * whole.dim()
-        assert elsewhere.view(window, ()).runs().total == [4, 0][rank]
+        assert _runs(elsewhere.view(window, ())) == [[(0, 4)], []][rank]
         assert _values(elsewhere.view(window, ())) == [expected[:1], []][rank]
 
     assert has_spread({"a": matrix, "b": rows})

@@ -56,7 +56,7 @@ def stored_bytes(tensors: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], to
 def united(stored: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype, bytes]]:
     """Put the parts of all ranks together."""
     mine = [
-        (runs.offsets, runs.lengths, part.local_bytes())
+        (runs.offsets, runs.lengths, part.part().flatten().view(torch.uint8).numpy())
         for part in stored.values()
         if isinstance(part, SpreadTensor) and (runs := part.runs())
     ]
