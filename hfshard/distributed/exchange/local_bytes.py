@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
+from hfshard.constants import COPY_BYTES
 from hfshard.distributed.runs import ByteArray
-from hfshard.storage.tensors.tensor_bytes import iter_blocks, memory_of, tensor_nbytes
+from hfshard.storage.tensors.tensor_bytes import INTEGER_OF_SIZE, iter_blocks, memory_of, tensor_nbytes
 from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLike
-
-_INTEGER_OF_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Elements are copied as integers, so that no copy touches a bit."""
 
 
 def byte_stretch(tensor: TensorLike, start: int, stop: int) -> ByteArray:
@@ -27,17 +25,31 @@ def byte_stretch(tensor: TensorLike, start: int, stop: int) -> ByteArray:
         A view where the tensor is contiguous and on the CPU, else a copy of little more than the stretch.
     """
     if isinstance(tensor, RawTensor):
-        return np.frombuffer(b"".join(map(bytes, iter_blocks(tensor, max(16, tensor_nbytes(tensor))))), np.uint8)[
-            start:stop
-        ]
+        return _stretch_of_blocks(iter_blocks(tensor, COPY_BYTES), start, stop)
     tensor = tensor.detach()
     if not tensor.is_contiguous():
         tensor, start, stop = _rows_around(tensor, start, stop)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    flat = tensor.view(_INTEGER_OF_SIZE.get(tensor.element_size(), tensor.dtype)).contiguous().view(-1)
-    on_host = flat.view(torch.uint8)[start:stop].cpu()
-    return np.frombuffer(memory_of(on_host), np.uint8)
+    tensor = tensor.view(INTEGER_OF_SIZE.get(tensor.element_size(), tensor.dtype)).contiguous()
+    if tensor.device.type == "cpu":
+        return np.frombuffer(memory_of(tensor), np.uint8)[start:stop]
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return np.frombuffer(memory_of(flat[start:stop].cpu()), np.uint8)
+
+
+def _stretch_of_blocks(blocks: Iterable[memoryview], start: int, stop: int) -> ByteArray:
+    """Some of the bytes that come in blocks, which are read from the beginning."""
+    found = np.empty(stop - start, np.uint8)
+    passed = 0
+    for block in blocks:
+        first, last = max(start, passed), min(stop, passed + len(block))
+        if first < last:
+            found[first - start : last - start] = block[first - passed : last - passed]
+        passed += len(block)
+        if passed >= stop:
+            break
+    return found
 
 
 def _rows_around(tensor: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, int, int]:

@@ -1,0 +1,173 @@
+"""Holders: simulated ranks, whose listings are united."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hfshard.distributed.exchange.holders import Holders
+from hfshard.distributed.exchange.listing import Listing, Mesh, RankGroup, TensorEntry
+from hfshard.distributed.layout import Interval, Placement
+from hfshard.errors import InvalidArgumentError
+from hfshard.storage.tensors.tensor_layout import TensorLayout
+
+
+def whole(*shape: int) -> TensorEntry:
+    layout = layout_of(*shape)
+    return TensorEntry(layout, 1, (layout.nbytes,), None, None, ())
+
+
+def split(
+    shape: tuple[int, ...], *dims: int | None, window: tuple[Interval, ...] | None = None, stored: Any = None
+) -> TensorEntry:
+    """A tensor of 4-byte elements that each dimension of the mesh splits along one dimension, or not."""
+    placements = tuple(Placement(dim) for dim in dims)
+    return TensorEntry(layout_of(*(stored or shape)), 4, shape, window, 0, placements)
+
+
+def layout_of(*shape: int) -> TensorLayout:
+    count = 1
+    for size in shape:
+        count *= size
+    return TensorLayout("F32", shape, 4 * count)
+
+
+def listing(entries: dict[str, TensorEntry], **more: Any) -> Listing:
+    return Listing(entries, more.get("tied_names", {}), more.get("undeclared_ties", ()), more.get("separate_names", ()))
+
+
+def unite(*groups: tuple[tuple[int, ...], Listing, tuple[Mesh, ...]], name_order: tuple[str, ...] = ()) -> Holders:
+    listings = {str(number): said for number, (_, said, _) in enumerate(groups)}
+    return Holders.unite(
+        [RankGroup(ranks, str(number), meshes) for number, (ranks, _, meshes) in enumerate(groups)],
+        listings,
+        name_order,
+    )
+
+
+def held(holders: Holders, name: str) -> list[tuple[tuple[int, ...], int]]:
+    """(ranks, bytes) of each part."""
+    return [(part.ranks, part.runs.total) for part in holders.parts_of(name)]
+
+
+def test_rows_and_columns_and_copies_of_them() -> None:
+    meshes = (Mesh((2, 2), (0, 1, 2, 3)),)
+    entries = {
+        "grid": split((4, 6), 0, 1),
+        "rows": split((5, 2), 0, None),
+        "copies": split((3,), None, None),
+        "nothing": split((0, 3), 0, None),
+        "plain": whole(2, 2),
+        "point": split((), None, None),
+    }
+
+    holders = unite(((0, 1, 2, 3), listing(entries), meshes))
+
+    assert held(holders, "grid") == [((0,), 24), ((1,), 24), ((2,), 24), ((3,), 24)]
+    assert held(holders, "rows") == [((0, 1), 24), ((2, 3), 16)]
+    assert held(holders, "copies") == [((0, 1, 2, 3), 12)]
+    assert held(holders, "nothing") == []
+    assert held(holders, "plain") == [((0,), 16)]
+    assert held(holders, "point") == [((0, 1, 2, 3), 4)]
+
+
+def test_a_part_comes_from_the_owner_itself_or_spread_over_its_copies() -> None:
+    holders = unite(((0, 1, 2, 3), listing({"rows": split((4, 1), None, 0)}), (Mesh((2, 2), (0, 1, 2, 3)),)))
+    parts = holders.parts_of("rows")
+
+    assert [parts.number_of(rank) for rank in range(5)] == [0, 1, 0, 1, None]
+    assert [parts.source(0, owner) for owner in range(4)] == [0, 2, 2, 2]
+    assert [parts.source(1, owner) for owner in range(4)] == [3, 1, 3, 3]
+
+
+def test_parts_are_found_by_their_range() -> None:
+    holders = unite(((0, 1), listing({"columns": split((3, 4), 1), "rows": split((4, 2), 0)}), (Mesh((2,), (0, 1)),)))
+    columns, rows = holders.parts_of("columns"), holders.parts_of("rows")
+
+    assert (columns.between(0, 8), columns.between(8, 16), columns.between(40, 48)) == ([0], [0, 1], [1])
+    assert (rows.between(0, 16), rows.between(15, 17), rows.between(16, 32)) == ([0], [0, 1], [1])
+    clipped = columns.clip(1, 10, 30)
+    assert clipped is not None
+    assert (clipped.offsets.tolist(), clipped.lengths.tolist(), clipped.positions.tolist()) == (
+        [10, 24],
+        [6, 6],
+        [2, 8],
+    )
+    assert rows.clip(1, 0, 16) is None
+
+
+def test_a_window_of_a_tensor_is_stored_by_who_has_it() -> None:
+    window = ((1, 2), (0, 4))
+    entries = {
+        "expert": split((3, 4), 0, window=window, stored=(4,)),
+        "across": split((3, 4), 1, window=((1, 3), (1, 4)), stored=(2, 3)),
+    }
+
+    holders = unite(((0, 1, 2), listing(entries), (Mesh((3,), (0, 1, 2)),)))
+
+    assert held(holders, "expert") == [((1,), 16)]
+    assert held(holders, "across") == [((0,), 8), ((1,), 16)]  # two columns each, but the last, which has none
+
+
+def test_the_same_names_on_several_meshes_are_copies() -> None:
+    norm = listing({"norm": split((4,), 0)})
+    groups = [RankGroup((0, 2), "n", (Mesh((2,), (0, 2)),)), RankGroup((1, 3), "n", (Mesh((2,), (1, 3)),))]
+
+    holders = Holders.unite(groups, {"n": norm})
+
+    assert held(holders, "norm") == [((0, 1), 8), ((2, 3), 8)]
+
+
+def test_names_of_pipeline_stages_are_united_in_rank_order() -> None:
+    first = listing({"b": whole(2), "a": whole(2)}, tied_names={"x": "a"}, separate_names=("a",))
+    second = listing({"c": whole(3), "a": whole(2)}, tied_names={"y": "c"}, undeclared_ties=("y",))
+    one, two = ((0,), first, ()), ((1,), second, ())
+
+    holders = unite(two, one)
+
+    assert list(holders.layouts) == ["b", "a", "c"]
+    assert held(holders, "a") == [((0,), 8)]
+    assert holders.tied_names == {"x": "a", "y": "c"}
+    assert holders.undeclared_ties == ("y",)
+    assert holders.separate_names == {"a"}
+    assert list(unite(one, two, name_order=("c", "a", "gone")).layouts) == ["c", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (whole(3), "rank 1 has a F32 of shape \\[3\\], whole, and one before it has a F32 of shape \\[4\\], whole"),
+        (split((4,), 0), "spread by"),
+    ],
+)
+def test_ranks_that_disagree_are_told(other: TensorEntry, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words) as caught:
+        unite(((0,), listing({"w": whole(4)}), ()), ((1,), listing({"w": other}), (Mesh((1,), (1,)),)))
+    assert caught.value.fqn == "w"
+
+
+def test_a_name_that_is_tied_on_one_rank_and_stored_on_another_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="The ranks disagree about 'head'"):
+        unite(
+            ((0,), listing({"embed": whole(4)}, tied_names={"head": "embed"}), ()),
+            ((1,), listing({"head": whole(4)}), ()),
+        )
+
+
+@pytest.mark.parametrize(
+    "meshes", [(Mesh((2,), (0, 1)), Mesh((3,), (2, 3, 4))), (Mesh((2,), (0, 1)), Mesh((2,), (1, 0)))]
+)
+def test_parts_that_do_not_cover_a_tensor_exactly_are_refused(meshes: tuple[Mesh, Mesh]) -> None:
+    said = listing({"w": split((6,), 0)})
+    groups = [RankGroup((0,), "same", meshes[:1]), RankGroup((2,), "same", meshes[1:])]
+    with pytest.raises(InvalidArgumentError, match="do not have all of 'w', or have some of it twice"):
+        Holders.unite(groups, {"same": said})
+
+
+def test_listings_survive_json() -> None:
+    said = listing(
+        {"w": split((3, 4), 0, 1, window=((1, 2), (0, 4)), stored=(4,)), "b": whole(2)}, tied_names={"t": "b"}
+    )
+
+    assert Listing.from_json(said.to_json()) == said
