@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,7 +16,7 @@ from typing import Final, Self
 
 import torch.distributed as dist
 
-from hfshard.distributed.status import LifeSigns, SaveStatus
+from hfshard.distributed.status import LifeSigns, SaveStatus, dead_key
 from hfshard.distributed.store import DEATH_SECONDS, AnsweringStore
 from hfshard.errors import DirectoryLockedError, RankFailedError, RankMissingError
 
@@ -124,6 +124,7 @@ class _Operation:
         self._keeper: int | None = None
         self._is_gathered = False
         self._name = ""
+        self._world = range(dist.get_world_size())
         self.status: SaveStatus
 
     @property
@@ -135,9 +136,8 @@ class _Operation:
     def __enter__(self) -> Self:
         self._name = self._enter()
         tag = f"{self._key}/{self._name}"
-        world = range(dist.get_world_size())
         self.status = SaveStatus(
-            tag, world, self._rank, death_seconds=self._death_seconds, store=self._store, keeps_outcome=True
+            tag, self._world, self._rank, death_seconds=self._death_seconds, store=self._store, keeps_outcome=True
         )
         self.status.__enter__()
         return self
@@ -148,7 +148,7 @@ class _Operation:
         try:
             if not self._is_gathered and error is not None:
                 self.status.fail(error)
-                self.status.narrow({self._rank, *self._came()})
+                self.status.narrow({self._rank, *self._came(self._world)})
             self.status.__exit__(kind, error, trace)
             self._give_up(error)
         except RankFailedError:
@@ -164,7 +164,7 @@ class _Operation:
             RankFailedError: Somebody failed or died.
         """
         self.status.put_key(f"who/{self._rank}", b"all" if needs_all else b"any")
-        self._store.delete([f"{self._key}/declined/{self._rank}"])
+        self._store.delete([self._declined_key(self._rank), dead_key(self._rank)])
         opener = int(self._store.swap(self._tagged("opener"), "", str(self._rank)))
         self._keeper = opener
         if opener == self._rank:
@@ -176,7 +176,7 @@ class _Operation:
         self._keeper = self.status.leader
         self._is_gathered = True
         if door["absent"]:
-            raise _missing(door["absent"], door["declined"], self._place, patience_seconds)
+            raise _missing(door, self._place, patience_seconds)
 
     def _enter(self) -> str:
         """The name of the operation that is under way or to begin, which can't end now without this rank's leaving."""
@@ -195,7 +195,7 @@ class _Operation:
         name, keeper = _LEFT.pop(self._key)
         life = LifeSigns(self._store, f"{self._key}/{name}/beat", self._death_seconds)
         while self._is_now(name):
-            if life.silent_seconds(keeper) > self._death_seconds:
+            if life.look([keeper])[keeper] > self._death_seconds:
                 self._store.swap(f"{self._key}/now", name, "")
             time.sleep(0.005)
 
@@ -203,25 +203,35 @@ class _Operation:
         """Wait for the others: a moment, or where all are needed for long."""
         start = time.monotonic()
         pause = 0.001
+        came: dict[int, bytes] = {}
         while True:
-            came = self._came()
+            came |= self._came(rank for rank in self._world if rank not in came)
+            others = [rank for rank in self._world if rank not in came]
+            declined = [rank for rank in others if self._store.has(self._declined_key(rank))]
+            dead = [rank for rank in others if self._store.has(dead_key(rank))]
             needs_all = b"all" in came.values()
-            others = [rank for rank in range(dist.get_world_size()) if rank not in came]
-            declined = [rank for rank in others if self._store.has(f"{self._key}/declined/{rank}")]
-            absent = others if needs_all else [rank for rank in others if rank not in declined]
-            if not absent or time.monotonic() - start > (patience_seconds if needs_all else wait_seconds):
+            if needs_all:
+                is_enough = not others or bool(dead) or time.monotonic() - start > patience_seconds
+            else:
+                is_enough = not {*others} - {*declined, *dead} or time.monotonic() - start > wait_seconds
+            if is_enough:
                 break
             self.status.look(list(came))
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
         for rank in declined:
-            if self._store.add(f"{self._key}/declined/{rank}", -1) <= 0:
-                self._store.delete([f"{self._key}/declined/{rank}"])
-        return {"members": sorted(came), "absent": absent if needs_all else [], "declined": declined}
+            if self._store.add(self._declined_key(rank), -1) <= 0:
+                self._store.delete([self._declined_key(rank)])
+        return {"members": sorted(came), "absent": others if needs_all else [], "declined": declined, "dead": dead}
 
-    def _came(self) -> dict[int, bytes]:
-        said = {rank: self._store.get(self._tagged(f"who/{rank}")) for rank in range(dist.get_world_size())}
-        return {rank: word for rank, word in said.items() if word is not None}
+    def _came(self, ranks: Iterable[int]) -> dict[int, bytes]:
+        """Those of some ranks that have come: rank -> "all" or "any" of the ranks are needed."""
+        numbers = list(ranks)
+        words = self._store.get_many(self._tagged(f"who/{rank}") for rank in numbers)
+        return {rank: word for rank, word in zip(numbers, words, strict=True) if word is not None}
+
+    def _declined_key(self, rank: int) -> str:
+        return f"{self._key}/declined/{rank}"
 
     def _give_up(self, error: BaseException | None) -> None:
         """Let the next operation begin, where this rank is the keeper or the keeper is dead; and leave."""
@@ -239,7 +249,7 @@ class _Operation:
             self._store.delete(f"{tag}/{key}" for key in ("came", "left", "opener", "door", "outcome", "failed"))
 
     def _is_now(self, name: str) -> bool:
-        return self._store.swap(f"{self._key}/now", name, name) == name
+        return self._store.holds(f"{self._key}/now", name)
 
     def _tagged(self, name: str) -> str:
         return f"{self._key}/{self._name}/{name}"
@@ -270,13 +280,17 @@ def _turn(place: str, key: str, patience_seconds: float) -> Iterator[None]:
             _CHANGED.notify_all()
 
 
-def _missing(absent: list[int], declined: list[int], place: str, patience_seconds: float) -> RankMissingError:
-    ranks = ", ".join(map(str, absent))
-    refused = [rank for rank in absent if rank in declined]
-    why = f" Rank {refused[0]} was called with is_main_process=False and no part of a tensor." if refused else ""
+def _missing(door: Mapping[str, list[int]], place: str, patience_seconds: float) -> RankMissingError:
+    absent = sorted(door["absent"], key=lambda rank: (rank not in door["dead"], rank))
+    why = f"did not come within {patience_seconds:.0f} s"
+    if absent[0] in door["dead"]:
+        why = "gave no sign of life before, and did not come"
+    elif absent[0] in door["declined"]:
+        why = "was called with is_main_process=False and without a part of a tensor"
+    others = f", nor did rank {', '.join(map(str, absent[1:]))}" if absent[1:] else ""
     return RankMissingError(
-        f"Rank {ranks} did not come within {patience_seconds:.0f} s, though each rank has a part of the tensors for "
-        f"{place!r}.{why} Make this call on every rank, not on one alone.",
+        f"Rank {absent[0]} {why}{others}, though the tensors for {place!r} are spread over all ranks. Make this call on "
+        "every rank, not on some.",
         rank=absent[0],
         path=place,
     )

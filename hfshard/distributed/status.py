@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -22,6 +23,7 @@ _LOOK_SECONDS: Final = 0.3
 _BEATS_PER_DEATH: Final = 15
 _BEATS_OF_A_SUSPECT: Final = 3
 """A rank that misses so many beats after a collective failed is the one that broke it."""
+_DEAD_KEY: Final = "hfshard/dead"
 _LONGEST_PAUSE_SECONDS: Final = 0.05
 
 
@@ -73,7 +75,7 @@ class SaveStatus:
         self._keys: list[str] = []
         self._meetings = 0
         self._looked_at = time.monotonic()
-        self._is_over = False
+        self._watched_at = self._looked_at
 
     @property
     def leader(self) -> int:
@@ -99,10 +101,8 @@ class SaveStatus:
         try:
             if error is not None:
                 self.fail(error)
-            self._leave(LEAVE_SECONDS if error is not None else self._death_seconds)
-        except RankFailedError:
-            # The store is gone. What the caller did is done, or the first error says more.
-            pass
+            with suppress(RankFailedError):  # The store is gone: what was to be done is done, or an error says more.
+                self._leave(LEAVE_SECONDS if error is not None else self._death_seconds)
         finally:
             self._heart.stop()
             if self._is_store_mine:
@@ -173,15 +173,16 @@ class SaveStatus:
         Raises:
             RankFailedError: It names the rank.
         """
-        self._looked_at = time.monotonic()
-        self._heart.beat_without_thread()
-        told = self._store.get(self._key("failed"))
-        if told is not None:
-            raise _told_error(told)
-        for rank in self._watched() if ranks is None else ranks:
-            silent_seconds = self._life.silent_seconds(rank)
-            if rank != self.rank and silent_seconds > self._death_seconds:
-                raise _death(rank, silent_seconds)
+        self._check_told()
+        self._watch(self._watched() if ranks is None else ranks, self._death_seconds)
+
+    def look(self, ranks: Collection[int] | None = None) -> None:
+        """As `check`, but only where the last time was a while ago."""
+        now = time.monotonic()
+        if now - self._looked_at > _LOOK_SECONDS:
+            self._check_told()
+        if now - self._watched_at > self._heart.seconds:
+            self._watch(self._watched() if ranks is None else ranks, self._death_seconds)
 
     def await_work(self, work: Any) -> None:
         """Wait for a collective, and look meanwhile whether a rank failed.
@@ -209,21 +210,24 @@ class SaveStatus:
             raise self._who_broke_it(error) from error
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank failed, so that they raise; the first failure counts."""
+        """Tell the others that this rank failed, so that they raise; the first failure counts.
+
+        Where the store is gone, nobody can be told, and the others see for themselves.
+        """
         if self.rank not in self.ranks:
             return
         rank = error.rank if isinstance(error, RankFailedError) else self.rank
         words = str(error) if isinstance(error, RankFailedError) else f"{type(error).__name__}: {error}"
         record = {"rank": rank, "words": words, "teller": self.rank, "kind": type(error).__name__}
-        try:
+        with suppress(RankFailedError):
             if not self._store.has(self._key("failed")):
                 self._put("failed", json.dumps(record).encode())
-        except RankFailedError:
-            # Nobody can be told: the store is gone, which the others see for themselves.
-            self._is_over = True
 
     def finish(self, value: bytes = b"") -> bytes:
-        """Tell the outcome, on the leader, or wait for it, on the others; after it was told, no failure matters.
+        """Tell the outcome, on the leader, or wait for it, on the others.
+
+        What the leader does in one step for all, such as a commit, comes right before, and `check` before that: then no
+        failure matters any more, and on the leader nothing is raised here.
 
         Args:
             value: The leader's.
@@ -232,13 +236,13 @@ class SaveStatus:
             What the leader told.
 
         Raises:
-            RankFailedError: A rank failed before, or the leader died.
+            RankFailedError: A rank failed before, or the leader died; then its step is done or not.
         """
-        if self.rank != self.leader:
-            return self._await("outcome", self.leader, [self.leader])
-        self.check()
-        self._put("outcome", value)
-        return value
+        if self.rank == self.leader:
+            with suppress(RankFailedError):  # The store is gone: the others raise, but it is done.
+                self._put("outcome", value)
+            return value
+        return self._await("outcome", self.leader, [self.leader])
 
     def _key(self, name: str) -> str:
         return f"{self.tag}/{name}"
@@ -249,10 +253,19 @@ class SaveStatus:
     def _watched(self, *more: int) -> Collection[int]:
         return self.ranks if self.rank == self.leader else {self.leader, *more}
 
-    def look(self, ranks: Collection[int] | None = None) -> None:
-        """As `check`, where the last look is a while ago."""
-        if time.monotonic() - self._looked_at > _LOOK_SECONDS:
-            self.check(ranks)
+    def _check_told(self) -> None:
+        self._looked_at = time.monotonic()
+        self._heart.beat_without_thread()
+        told = self._store.get(self._key("failed"))
+        if told is not None:
+            raise _told_error(told)
+
+    def _watch(self, ranks: Collection[int], most_seconds: float) -> None:
+        self._watched_at = time.monotonic()
+        for rank, silent_seconds in self._life.look([rank for rank in ranks if rank != self.rank]).items():
+            if silent_seconds > most_seconds:
+                self._store.put(dead_key(rank), b"")
+                raise _death(rank, silent_seconds)
 
     def _await(self, name: str, rank: int, watched: Collection[int]) -> bytes:
         """Wait for a key that a rank sets."""
@@ -276,10 +289,8 @@ class SaveStatus:
         end = time.monotonic() + suspicion_seconds + 2 * self._heart.seconds
         try:
             while time.monotonic() < end:
-                self.check([])
-                for rank in self.ranks:
-                    if rank != self.rank and self._life.silent_seconds(rank) > suspicion_seconds:
-                        return _death(rank, self._life.silent_seconds(rank))
+                self._check_told()
+                self._watch(self.ranks, suspicion_seconds)
                 time.sleep(_LONGEST_PAUSE_SECONDS)
         except RankFailedError as told:
             return told
@@ -292,23 +303,22 @@ class SaveStatus:
         """Say good-bye. The leader, whose process may keep the store, goes last, and deletes the keys of all."""
         if self.rank != self.leader:
             self._heart.stop()
+            bye = self._key(f"bye/{self.rank}")
             keys = [key for key in self._keys if key not in self.last_keys]
             if self.rank in self.ranks:
-                self._store.put(self._key(f"bye/{self.rank}"), json.dumps(keys).encode())
+                self._store.put(bye, json.dumps([*keys, bye]).encode())
             else:
                 self._store.delete(keys)
             return
         end = time.monotonic() + patience_seconds
-        left = set(self.ranks[1:])
+        left = self.ranks[1:]
         said: list[str] = []
         while left and time.monotonic() < end:
-            for rank in sorted(left):
-                keys_of_rank = self._store.get(self._key(f"bye/{rank}"))
-                if keys_of_rank is not None:
-                    said += [*json.loads(keys_of_rank), self._key(f"bye/{rank}")]
-                    left.discard(rank)
-                elif self._life.silent_seconds(rank) > self._death_seconds:
-                    left.discard(rank)
+            lists = self._store.get_many(self._key(f"bye/{rank}") for rank in left)
+            said += [key for keys in lists if keys is not None for key in json.loads(keys)]
+            left = [rank for rank, keys in zip(left, lists, strict=True) if keys is None]
+            silent = self._life.look(left)
+            left = [rank for rank in left if silent[rank] <= self._death_seconds]
             time.sleep(0.002 if left else 0)
         self._heart.stop()
         last = set(self.last_keys)
@@ -361,14 +371,23 @@ class LifeSigns:
         self._store, self._key, self._death_seconds = store, key, death_seconds
         self._seen: dict[int, tuple[bytes | None, float, float]] = {}
 
-    def silent_seconds(self, rank: int) -> float:
-        """Look at a rank's beat; time for which this process did not look counts little: it may have been stopped."""
+    def look(self, ranks: Iterable[int]) -> dict[int, float]:
+        """Look at ranks' beats; gives for how many seconds each has been silent.
+
+        Time for which this process did not look counts little: it may have been stopped itself.
+        """
+        numbers = list(ranks)
         now = time.monotonic()
-        beat = self._store.get(f"{self._key}/{rank}")
-        last, silent, looked_at = self._seen.get(rank, (beat, 0.0, now))
-        silent = silent + min(now - looked_at, self._death_seconds / 5) if beat == last else 0.0
-        self._seen[rank] = beat, silent, now
-        return silent
+        for rank, beat in zip(numbers, self._store.get_many(f"{self._key}/{rank}" for rank in numbers), strict=True):
+            last, silent, looked_at = self._seen.get(rank, (beat, 0.0, now))
+            silent = silent + min(now - looked_at, self._death_seconds / 5) if beat == last else 0.0
+            self._seen[rank] = beat, silent, now
+        return {rank: self._seen[rank][1] for rank in numbers}
+
+
+def dead_key(rank: int) -> str:
+    """The key that is there where somebody took a rank for dead, which has joined nothing since."""
+    return f"{_DEAD_KEY}/{rank}"
 
 
 def _told_error(record: bytes) -> RankFailedError:

@@ -24,7 +24,11 @@ _PIECE_BYTES: Final = 1 << 20
 _SLICE_SECONDS: Final = 0.5
 """Waiting is counted in slices: those that this process itself was stopped for count as one."""
 _WHOLE: Final = b"1"
+"""Begins a value that is stored whole."""
 _IN_PIECES: Final = b"#"
+"""Begins the number of pieces."""
+_NONE: Final = "?"
+"""What no key has: to compare with it reads a key, or finds that it is missing, in one step and without waiting."""
 
 
 class AnsweringStore:
@@ -44,7 +48,7 @@ class AnsweringStore:
     def __init__(self, answer_seconds: float = DEATH_SECONDS) -> None:
         self._answer_seconds = answer_seconds
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._is_lost = False
+        self._lost_words = ""
         self._thread = start_thread(self._serve, "hfshard-store", daemon=True)
         self._original = _default_store()
         self._store = self._ask(self._connected)
@@ -63,23 +67,29 @@ class AnsweringStore:
 
     def get(self, key: str) -> bytes | None:
         """The value that was put there; None: there is none yet."""
-        found: bytes | None = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
-        if found is None or found.startswith(_WHOLE):
-            return None if found is None else found[len(_WHOLE) :]
-        count = int(found[len(_IN_PIECES) :])
-        return b"".join(self._get(f"{key}#{number}") for number in range(count))
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Iterable[str]) -> list[bytes | None]:
+        """The values of several keys, as `get` gives them."""
+        names = list(keys)
+        found = self._ask(lambda: [_read(self._store, name) for name in names])
+        return [self._joined(name, value) for name, value in zip(names, found, strict=True)]
 
     def has(self, key: str) -> bool:
-        """Whether there is such a key."""
+        """Whether there is such a key, of `add` too."""
         return bool(self._ask(lambda: self._store.check([key])))
 
     def swap(self, key: str, expected: str, desired: str) -> str:
         """Set a key where it has the expected value, "" being that of a missing one; gives the value that it has then.
 
-        A key is for `swap`, for `add`, or for `put` and `get`.
+        A key is for `swap` and `holds`, for `add` and `has`, or for `put` and `get`.
         """
         found: bytes = self._ask(lambda: self._store.compare_set(key, expected, desired))
         return found.decode()
+
+    def holds(self, key: str, value: str) -> bool:
+        """Whether a key of `swap` has this value."""
+        return self._ask(lambda: _read(self._store, key)) == value.encode()
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which begins with 0; gives its value then."""
@@ -97,8 +107,12 @@ class AnsweringStore:
     def _set(self, key: str, value: bytes) -> None:
         self._ask(lambda: self._store.set(key, value))
 
-    def _get(self, key: str) -> bytes:
-        return bytes(self._ask(lambda: self._store.get(key)))
+    def _joined(self, key: str, value: bytes | None) -> bytes | None:
+        if value is None or value.startswith(_WHOLE):
+            return value and value[len(_WHOLE) :]
+        pieces = range(int(value[len(_IN_PIECES) :]))
+        found = self._ask(lambda: [_read(self._store, f"{key}#{number}") for number in pieces])
+        return b"".join(piece for piece in found if piece is not None)
 
     def _connected(self) -> Any:
         """Another connection; a store that has none of its own is shared."""
@@ -126,8 +140,8 @@ class AnsweringStore:
             RankFailedError: It does not end, or the store is gone.
         """
         future: Future[_Result] = Future()
-        if self._is_lost:
-            raise self._lost("is gone, or did not answer before")
+        if self._lost_words:
+            raise self._lost(self._lost_words)
         if self._thread is None:
             return work()
         self._calls.put((work, future))
@@ -139,12 +153,11 @@ class AnsweringStore:
             raise self._lost(f"is gone ({type(error).__name__}: {error})") from error
 
     def _lost(self, how: str) -> RankFailedError:
-        self._is_lost = True
-        rank = _keeper(self._original)
-        keeper = "rank 0" if rank == 0 else "the launcher"
+        self._lost_words = how
+        keeper, rank = _keeper(self._original)
         return RankFailedError(
-            f"The store of the process group {how}: {keeper}, which keeps it, was killed, was stopped, or can't be "
-            "reached over the network. Look at its output, and start the job again.",
+            f"The store of the process group {how}: {keeper} was killed, was stopped, or can't be reached. Look at its "
+            "output, and start the job again.",
             rank=rank,
         )
 
@@ -160,11 +173,21 @@ def _default_store() -> Any:
     return group.get_group_store()
 
 
-def _keeper(store: Any) -> int | None:
-    """The rank that keeps a store; None: the launcher does, or nobody in particular."""
+def _keeper(store: Any) -> tuple[str, int | None]:
+    """Who keeps a store, in words; and the rank, if it is one."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    # torch lists it in its documentation only
+    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        return "the process that keeps it, or its file's lock,", None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
-    return 0
+        return "the launcher, which keeps it,", None
+    return "rank 0, which keeps it,", 0
+
+
+def _read(store: Any, key: str) -> bytes | None:
+    value: bytes = store.compare_set(key, _NONE, _NONE)
+    return None if value == _NONE.encode() else value
 
 
 def _delete(store: Any, keys: Iterable[str]) -> None:
