@@ -41,13 +41,14 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "training_commands",
         "main",
     ),
-    "distributed": ("layout store", "runs status", "participants spread_tensor", "exchange reading", "saving"),
+    "distributed": ("layout liveness", "runs status", "participants spread_tensor", "exchange reading", "saving"),
     "distributed.exchange": (
         "incoming listing local_bytes orders owners",
         "holders",
         "rounds",
         "rank_writer",
     ),
+    "distributed.liveness": ("messages store", "heartbeat"),
     "hub": (
         "export hub_marker refs repo_tree",
         "address protocols",

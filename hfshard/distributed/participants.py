@@ -16,13 +16,15 @@ from typing import Final, Self
 
 import torch.distributed as dist
 
-from hfshard.distributed.status import LifeSigns, SaveStatus, dead_key
-from hfshard.distributed.store import DEATH_SECONDS, AnsweringStore
+from hfshard.distributed.liveness.heartbeat import LifeSigns, dead_key
+from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_store
+from hfshard.distributed.status import PATIENCE_SECONDS, SaveStatus
 from hfshard.errors import DirectoryLockedError, RankFailedError, RankMissingError
 
 GATHER_SECONDS: Final = 600.0
 """How long to wait for a rank that is needed: another may still compute, or load its data."""
 _LONGEST_PAUSE_SECONDS: Final = 0.05
+_FAREWELL_SECONDS: Final = 1.0
 
 
 class Role(StrEnum):
@@ -92,7 +94,7 @@ def gather_participants(
     """
     rank = dist.get_rank()
     key = f"hfshard/{hashlib.sha256(place.encode(errors='surrogateescape')).hexdigest()[:32]}"
-    with closing(AnsweringStore(death_seconds)) as store:
+    with closing(open_store(death_seconds)) as store:
         if not is_writer and not needs_all:
             store.add(f"{key}/declined/{rank}", 1)
             yield Participation(Role.DECLINED, rank, None)
@@ -194,10 +196,13 @@ class _Operation:
             return
         name, keeper = _LEFT.pop(self._key)
         life = LifeSigns(self._store, f"{self._key}/{name}/beat", self._death_seconds)
+        pause = 0.001
+        end = time.monotonic() + PATIENCE_SECONDS
         while self._is_now(name):
-            if life.look([keeper])[keeper] > self._death_seconds:
+            if life.look([keeper])[keeper] > self._death_seconds or time.monotonic() > end:
                 self._store.swap(f"{self._key}/now", name, "")
-            time.sleep(0.005)
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
     def _keep_door(self, wait_seconds: float, patience_seconds: float) -> dict[str, list[int]]:
         """Wait for the others: a moment, or where all are needed for long."""
@@ -207,14 +212,12 @@ class _Operation:
         while True:
             came |= self._came(rank for rank in self._world if rank not in came)
             others = [rank for rank in self._world if rank not in came]
-            declined = [rank for rank in others if self._store.has(self._declined_key(rank))]
-            dead = [rank for rank in others if self._store.has(dead_key(rank))]
+            declined = self._those_with(map(self._declined_key, others), others)
+            dead = self._those_with(map(dead_key, others), others)
             needs_all = b"all" in came.values()
-            if needs_all:
-                is_enough = not others or bool(dead) or time.monotonic() - start > patience_seconds
-            else:
-                is_enough = not {*others} - {*declined, *dead} or time.monotonic() - start > wait_seconds
-            if is_enough:
+            missing = set(others) if needs_all else {*others}.difference(declined, dead)
+            is_hopeless = not needs_all or bool(dead)
+            if not missing or time.monotonic() - start > (wait_seconds if is_hopeless else patience_seconds):
                 break
             self.status.look(list(came))
             time.sleep(pause)
@@ -230,6 +233,9 @@ class _Operation:
         words = self._store.get_many(self._tagged(f"who/{rank}") for rank in numbers)
         return {rank: word for rank, word in zip(numbers, words, strict=True) if word is not None}
 
+    def _those_with(self, keys: Iterable[str], ranks: list[int]) -> list[int]:
+        return [rank for rank, is_there in zip(ranks, self._store.has_many(keys), strict=True) if is_there]
+
     def _declined_key(self, rank: int) -> str:
         return f"{self._key}/declined/{rank}"
 
@@ -237,9 +243,18 @@ class _Operation:
         """Let the next operation begin, where this rank is the keeper or the keeper is dead; and leave."""
         if self._keeper is None or self._keeper in (self._rank, getattr(error, "rank", None)):
             self._store.swap(f"{self._key}/now", self._name, "")
+            self._await_late_ones()
         else:
             _LEFT[self._key] = self._name, self._keeper
         self._count_out(self._name)
+
+    def _await_late_ones(self) -> None:
+        """Give who still looks for the outcome a moment: the store may end with this process."""
+        end = time.monotonic() + _FAREWELL_SECONDS
+        while time.monotonic() < end and self._store.add(self._tagged("left"), 0) + 1 < self._store.add(
+            self._tagged("came"), 0
+        ):
+            time.sleep(0.002)
 
     def _count_out(self, name: str) -> None:
         """Leave; the last one deletes what is left of the operation."""
@@ -268,7 +283,7 @@ def _turn(place: str, key: str, patience_seconds: float) -> Iterator[None]:
     with _CHANGED:
         if not _CHANGED.wait_for(lambda: key not in _BUSY, timeout=patience_seconds):
             raise DirectoryLockedError(
-                f"Another thread of this process is busy with {place!r} since {patience_seconds:.0f} s. Wait for it.",
+                f"Another thread of this process is busy with {place!r} since {patience_seconds:g} s. Wait for it.",
                 path=place,
             )
         _BUSY.add(key)
@@ -282,14 +297,14 @@ def _turn(place: str, key: str, patience_seconds: float) -> Iterator[None]:
 
 def _missing(door: Mapping[str, list[int]], place: str, patience_seconds: float) -> RankMissingError:
     absent = sorted(door["absent"], key=lambda rank: (rank not in door["dead"], rank))
-    why = f"did not come within {patience_seconds:.0f} s"
+    why = f"did not come within {patience_seconds:g} s"
     if absent[0] in door["dead"]:
         why = "gave no sign of life before, and did not come"
     elif absent[0] in door["declined"]:
         why = "was called with is_main_process=False and without a part of a tensor"
     others = f", nor did rank {', '.join(map(str, absent[1:]))}" if absent[1:] else ""
     return RankMissingError(
-        f"Rank {absent[0]} {why}{others}, though the tensors for {place!r} are spread over all ranks. Make this call on "
+        f"Rank {absent[0]} {why}{others}, though tensors for {place!r} are spread over all ranks. Make this call on "
         "every rank, not on some.",
         rank=absent[0],
         path=place,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Self
 
-from hfshard._util.threads import start_thread
-from hfshard.distributed.store import DEATH_SECONDS, AnsweringStore
+from hfshard.distributed.liveness.heartbeat import Heart, LifeSigns, dead_key
+from hfshard.distributed.liveness.messages import death_error, failure_record, pack, told_error, unpack
+from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_store
 from hfshard.errors import RankFailedError, RankMissingError
 
 PATIENCE_SECONDS: Final = 3600.0
@@ -20,10 +20,8 @@ LEAVE_SECONDS: Final = 5.0
 """How long the leader waits, after a failure, for the others to have seen it: its process may keep the store."""
 _LOOK_SECONDS: Final = 0.3
 """Between two looks whether somebody failed."""
-_BEATS_PER_DEATH: Final = 15
 _BEATS_OF_A_SUSPECT: Final = 3
 """A rank that misses so many beats after a collective failed is the one that broke it."""
-_DEAD_KEY: Final = "hfshard/dead"
 _LONGEST_PAUSE_SECONDS: Final = 0.05
 
 
@@ -71,11 +69,12 @@ class SaveStatus:
         self._given_store = store
         self._store: AnsweringStore
         self._life: LifeSigns
-        self._heart: _Heart
+        self._heart: Heart
         self._keys: list[str] = []
         self._meetings = 0
         self._looked_at = time.monotonic()
         self._watched_at = self._looked_at
+        self._is_told = False
 
     @property
     def leader(self) -> int:
@@ -88,9 +87,9 @@ class SaveStatus:
         return [self._key("outcome"), self._key("failed")]
 
     def __enter__(self) -> Self:
-        self._store = self._given_store or AnsweringStore(self._death_seconds)
+        self._store = self._given_store or open_store(self._death_seconds)
         self._life = LifeSigns(self._store, self._key("beat"), self._death_seconds)
-        self._heart = _Heart(self._store, self._key(f"beat/{self.rank}"), self._death_seconds / _BEATS_PER_DEATH)
+        self._heart = Heart(self._store, self._key(f"beat/{self.rank}"), self._death_seconds)
         self._heart.start()
         self._keys.append(self._heart.key)
         return self
@@ -101,7 +100,7 @@ class SaveStatus:
         try:
             if error is not None:
                 self.fail(error)
-            with suppress(RankFailedError):  # The store is gone: what was to be done is done, or an error says more.
+            with suppress(RankFailedError):  # the store is gone: what was to be done is done, or an error says more
                 self._leave(LEAVE_SECONDS if error is not None else self._death_seconds)
         finally:
             self._heart.stop()
@@ -127,13 +126,13 @@ class SaveStatus:
         """
         self._meetings += 1
         place = f"meet/{self._meetings}"
-        labelled = _pack({0: name.encode(), 1: value})
+        labelled = pack({0: name.encode(), 1: value})
         if self.rank != self.leader:
             self._put(f"{place}/{self.rank}", labelled)
-            return _unpack(self._await(f"{place}/all", self.leader, [self.leader]))
+            return unpack(self._await(f"{place}/all", self.leader, [self.leader]))
         values = {self.rank: value}
         for rank in self.ranks[1:]:
-            said = _unpack(self._await(f"{place}/{rank}", rank, self.ranks))
+            said = unpack(self._await(f"{place}/{rank}", rank, self.ranks))
             if said[0] != name.encode():
                 raise RankFailedError(
                     f"Rank {rank} is at {said[0].decode()!r} where rank {self.rank} is at {name!r}: they do not do the "
@@ -141,7 +140,7 @@ class SaveStatus:
                     rank=rank,
                 )
             values[rank] = said[1]
-        self._put(f"{place}/all", _pack(values))
+        self._put(f"{place}/all", pack(values))
         return values
 
     def tell(self, name: str, value: bytes = b"") -> None:
@@ -199,7 +198,7 @@ class SaveStatus:
             self.look()
             if time.monotonic() > end:
                 raise RankFailedError(
-                    f"A collective among ranks {_listed(self.ranks)} has not ended within {self._patience_seconds:.0f} "
+                    f"A collective among ranks {_listed(self.ranks)} has not ended within {self._patience_seconds:g} "
                     "s, though all of them live. Look what each of them does, and start the job again."
                 )
             time.sleep(pause)
@@ -216,12 +215,10 @@ class SaveStatus:
         """
         if self.rank not in self.ranks:
             return
-        rank = error.rank if isinstance(error, RankFailedError) else self.rank
-        words = str(error) if isinstance(error, RankFailedError) else f"{type(error).__name__}: {error}"
-        record = {"rank": rank, "words": words, "teller": self.rank, "kind": type(error).__name__}
+        record = failure_record(error, self.rank)
         with suppress(RankFailedError):
             if not self._store.has(self._key("failed")):
-                self._put("failed", json.dumps(record).encode())
+                self._put("failed", record)
 
     def finish(self, value: bytes = b"") -> bytes:
         """Tell the outcome, on the leader, or wait for it, on the others.
@@ -239,10 +236,17 @@ class SaveStatus:
             RankFailedError: A rank failed before, or the leader died; then its step is done or not.
         """
         if self.rank == self.leader:
-            with suppress(RankFailedError):  # The store is gone: the others raise, but it is done.
+            with suppress(RankFailedError):  # the store is gone: the others raise, but it is done
                 self._put("outcome", value)
             return value
-        return self._await("outcome", self.leader, [self.leader])
+        try:
+            return self._await("outcome", self.leader, [self.leader])
+        except RankFailedError as error:
+            if self._is_told:
+                raise
+            raise RankFailedError(
+                f"{error} It has not told the outcome: what this call was to do is done, or it is not.", rank=error.rank
+            ) from error
 
     def _key(self, name: str) -> str:
         return f"{self.tag}/{name}"
@@ -258,14 +262,15 @@ class SaveStatus:
         self._heart.beat_without_thread()
         told = self._store.get(self._key("failed"))
         if told is not None:
-            raise _told_error(told)
+            self._is_told = True
+            raise told_error(told)
 
     def _watch(self, ranks: Collection[int], most_seconds: float) -> None:
         self._watched_at = time.monotonic()
         for rank, silent_seconds in self._life.look([rank for rank in ranks if rank != self.rank]).items():
             if silent_seconds > most_seconds:
                 self._store.put(dead_key(rank), b"")
-                raise _death(rank, silent_seconds)
+                raise death_error(rank, silent_seconds)
 
     def _await(self, name: str, rank: int, watched: Collection[int]) -> bytes:
         """Wait for a key that a rank sets."""
@@ -275,7 +280,7 @@ class SaveStatus:
             self.look(watched)
             if time.monotonic() > end:
                 raise RankMissingError(
-                    f"Rank {rank} lives, but has not come to {name!r} within {self._patience_seconds:.0f} s. Look what "
+                    f"Rank {rank} lives, but has not come to {name!r} within {self._patience_seconds:g} s. Look what "
                     "it does: every rank has to make the same call.",
                     rank=rank,
                 )
@@ -304,127 +309,34 @@ class SaveStatus:
         if self.rank != self.leader:
             self._heart.stop()
             bye = self._key(f"bye/{self.rank}")
-            keys = [key for key in self._keys if key not in self.last_keys]
+            mine = [key for key in self._keys if key not in self.last_keys]
             if self.rank in self.ranks:
-                self._store.put(bye, json.dumps([*keys, bye]).encode())
+                self._store.put(bye, json.dumps([*mine, bye]).encode())
             else:
-                self._store.delete(keys)
+                self._store.delete(mine)
             return
+        theirs = self._keys_of_others(patience_seconds)
+        self._heart.stop()
+        if theirs is None:  # A rank that was stopped may go on: it shall find what it waits for.
+            return
+        kept = self.last_keys if self._keeps_outcome else []
+        self._store.delete({*theirs, *self._keys, *self.last_keys}.difference(kept))
+
+    def _keys_of_others(self, patience_seconds: float) -> list[str] | None:
+        """Wait for the others' good-byes; gives the keys that they have set, or None where one has not said it."""
         end = time.monotonic() + patience_seconds
         left = self.ranks[1:]
-        said: list[str] = []
-        while left and time.monotonic() < end:
-            lists = self._store.get_many(self._key(f"bye/{rank}") for rank in left)
-            said += [key for keys in lists if keys is not None for key in json.loads(keys)]
-            left = [rank for rank, keys in zip(left, lists, strict=True) if keys is None]
-            silent = self._life.look(left)
-            left = [rank for rank in left if silent[rank] <= self._death_seconds]
+        keys: list[str] = []
+        while left:
+            byes = self._store.get_many(self._key(f"bye/{rank}") for rank in left)
+            keys += [key for bye in byes if bye is not None for key in json.loads(bye)]
+            left = [rank for rank, bye in zip(left, byes, strict=True) if bye is None]
+            is_anyone_alive = any(silent <= self._death_seconds for silent in self._life.look(left).values())
+            if left and (time.monotonic() > end or not is_anyone_alive):
+                return None
             time.sleep(0.002 if left else 0)
-        self._heart.stop()
-        last = set(self.last_keys)
-        self._store.delete(key for key in (*said, *self._keys) if key not in last)
-        if not self._keeps_outcome and not left:
-            self._store.delete(self.last_keys)
-
-
-class _Heart:
-    """The beats of this rank: a counter under a key, by a thread, or where none can be started by who looks."""
-
-    def __init__(self, store: AnsweringStore, key: str, seconds: float) -> None:
-        self.key, self.seconds = key, seconds
-        self._store = store
-        self._is_stopped = threading.Event()
-        self._count = 0
-        self._thread: Any = None
-
-    def start(self) -> None:
-        self._beat()
-        self._thread = start_thread(self._go_on, "hfshard-beat", daemon=True)
-
-    def stop(self) -> None:
-        self._is_stopped.set()
-        if self._thread is not None:
-            self._thread.result()  # at most one call of the store
-            self._thread = None
-
-    def beat_without_thread(self) -> None:
-        if self._thread is None and not self._is_stopped.is_set():
-            self._beat()
-
-    def _go_on(self) -> None:
-        try:
-            while not self._is_stopped.wait(self.seconds):
-                self._beat()
-        except RankFailedError:
-            # The store is gone: whoever waits asks it, too, and raises.
-            return
-
-    def _beat(self) -> None:
-        self._count += 1
-        self._store.put(self.key, str(self._count).encode())
-
-
-class LifeSigns:
-    """For how long other ranks have not beaten, as far as this one has looked."""
-
-    def __init__(self, store: AnsweringStore, key: str, death_seconds: float) -> None:
-        self._store, self._key, self._death_seconds = store, key, death_seconds
-        self._seen: dict[int, tuple[bytes | None, float, float]] = {}
-
-    def look(self, ranks: Iterable[int]) -> dict[int, float]:
-        """Look at ranks' beats; gives for how many seconds each has been silent.
-
-        Time for which this process did not look counts little: it may have been stopped itself.
-        """
-        numbers = list(ranks)
-        now = time.monotonic()
-        for rank, beat in zip(numbers, self._store.get_many(f"{self._key}/{rank}" for rank in numbers), strict=True):
-            last, silent, looked_at = self._seen.get(rank, (beat, 0.0, now))
-            silent = silent + min(now - looked_at, self._death_seconds / 5) if beat == last else 0.0
-            self._seen[rank] = beat, silent, now
-        return {rank: self._seen[rank][1] for rank in numbers}
-
-
-def dead_key(rank: int) -> str:
-    """The key that is there where somebody took a rank for dead, which has joined nothing since."""
-    return f"{_DEAD_KEY}/{rank}"
-
-
-def _told_error(record: bytes) -> RankFailedError:
-    told: Mapping[str, Any] = json.loads(record)
-    if told["kind"] in ("RankFailedError", "RankMissingError"):
-        kind = RankMissingError if told["kind"] == "RankMissingError" else RankFailedError
-        return kind(told["words"], rank=told["rank"])
-    return RankFailedError(
-        f"Rank {told['rank']} failed, so the other ranks gave up, too: {told['words']}. Mend that, and call again on "
-        "every rank.",
-        rank=told["rank"],
-    )
-
-
-def _death(rank: int, silent_seconds: float) -> RankFailedError:
-    return RankFailedError(
-        f"Rank {rank} has given no sign of life for {silent_seconds:.0f} s: it was killed, was stopped, or can't be "
-        "reached. Look at its output, and start the job again.",
-        rank=rank,
-    )
+        return keys
 
 
 def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _pack(values: Mapping[int, bytes]) -> bytes:
-    """Numbered values as one: a line of JSON with their lengths, and then themselves."""
-    head = json.dumps({number: len(value) for number, value in values.items()}).encode()
-    return b"\n".join([head, b"".join(values.values())])
-
-
-def _unpack(packed: bytes) -> dict[int, bytes]:
-    head, _, rest = packed.partition(b"\n")
-    values = {}
-    start = 0
-    for number, length in json.loads(head).items():
-        values[int(number)] = rest[start : start + length]
-        start += length
-    return values

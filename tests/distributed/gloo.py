@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,13 @@ from tests.training import processes
 
 _TIMEOUT = timedelta(seconds=processes.PATIENCE_SECONDS - 20)
 """Of collectives: a machine may be busy."""
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def run_ranks(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -39,19 +41,22 @@ class AnsweringStore:
     waits for a key, so that threads can share the connection.
 
     Args:
-        answer_seconds: How long the store may take for one call.
+        original: A store of torch.
+        answer_seconds: How long it may take for one call.
+        is_kept: Whether `close` leaves the connection open, for the next operation.
 
     Raises:
         RankFailedError: It can't be reached; every method raises this, and from then on at once.
     """
 
-    def __init__(self, answer_seconds: float = DEATH_SECONDS) -> None:
+    def __init__(self, original: Any, answer_seconds: float = DEATH_SECONDS, *, is_kept: bool = False) -> None:
         self._answer_seconds = answer_seconds
+        self._is_kept = is_kept
+        self._keeper, self._keeping_rank = _keeper(original)
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._lost_words = ""
         self._thread = start_thread(self._serve, "hfshard-store", daemon=True)
-        self._original = _default_store()
-        self._store = self._ask(self._connected)
+        self._store = self._ask(lambda: self._connected(original))
 
     def put(self, key: str, value: bytes) -> list[str]:
         """Set a value of any length; gives the keys that it takes up."""
@@ -79,6 +84,11 @@ class AnsweringStore:
         """Whether there is such a key, of `add` too."""
         return bool(self._ask(lambda: self._store.check([key])))
 
+    def has_many(self, keys: Iterable[str]) -> list[bool]:
+        """Whether there are such keys, one by one."""
+        names = list(keys)
+        return self._ask(lambda: [bool(self._store.check([name])) for name in names])
+
     def swap(self, key: str, expected: str, desired: str) -> str:
         """Set a key where it has the expected value, "" being that of a missing one; gives the value that it has then.
 
@@ -101,8 +111,19 @@ class AnsweringStore:
         self._ask(lambda: _delete(self._store, names))
 
     def close(self) -> None:
-        """Close the connection, once the calls so far have ended."""
-        self._calls.put(None)
+        """Close the connection, once the calls so far have ended, unless it is kept."""
+        if not self._is_kept:
+            self._calls.put(None)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the store does not answer any more."""
+        return bool(self._lost_words)
+
+    def end(self) -> None:
+        """Close the connection, kept or not."""
+        self._is_kept = False
+        self.close()
 
     def _set(self, key: str, value: bytes) -> None:
         self._ask(lambda: self._store.set(key, value))
@@ -114,12 +135,12 @@ class AnsweringStore:
         found = self._ask(lambda: [_read(self._store, f"{key}#{number}") for number in pieces])
         return b"".join(piece for piece in found if piece is not None)
 
-    def _connected(self) -> Any:
+    def _connected(self, original: Any) -> Any:
         """Another connection; a store that has none of its own is shared."""
         try:
-            store = self._original.clone()
+            store = original.clone()
         except (AttributeError, NotImplementedError):
-            return self._original
+            return original
         store.set_timeout(timedelta(seconds=self._answer_seconds))
         return store
 
@@ -131,7 +152,7 @@ class AnsweringStore:
             except BaseException as error:  # noqa: BLE001 - raised by who asks
                 future.set_exception(error)
             del call, work, future
-        self._store = self._original = None
+        self._store = None
 
     def _ask(self, work: Callable[[], _Result]) -> _Result:
         """Have the thread do some work with the store.
@@ -146,7 +167,7 @@ class AnsweringStore:
             return work()
         self._calls.put((work, future))
         if not _is_done_within(future, self._answer_seconds):
-            raise self._lost(f"did not answer for {self._answer_seconds:.0f} s")
+            raise self._lost(f"did not answer for {self._answer_seconds:g} s")
         try:
             return future.result()
         except RuntimeError as error:  # of torch: DistNetworkError, DistStoreError
@@ -154,17 +175,53 @@ class AnsweringStore:
 
     def _lost(self, how: str) -> RankFailedError:
         self._lost_words = how
-        keeper, rank = _keeper(self._original)
         return RankFailedError(
-            f"The store of the process group {how}: {keeper} was killed, was stopped, or can't be reached. Look at its "
-            "output, and start the job again.",
-            rank=rank,
+            f"The store of the process group {how}: {self._keeper} was killed, was stopped, or can't be reached. Look "
+            "at its output, and start the job again.",
+            rank=self._keeping_rank,
         )
 
 
 def _is_done_within(future: Future[Any], seconds: float) -> bool:
     slices = range(math.ceil(seconds / _SLICE_SECONDS))
     return any(wait([future], timeout=_SLICE_SECONDS).done for _ in slices)
+
+
+def open_store(answer_seconds: float = DEATH_SECONDS) -> AnsweringStore:
+    """The store of the default process group, to be closed by the caller.
+
+    A connection to a `TCPStore` is kept for as long as the group lives: with each one, torch looks up the name of the
+    other side, on the only thread that answers all ranks, which takes 5 seconds where the name server is out of reach.
+    A file is opened anew each time: it is deleted when the last one closes it.
+
+    Raises:
+        RankFailedError: It can't be reached.
+    """
+    original = _default_store()
+    if not isinstance(_innermost(original), dist.TCPStore):  # type: ignore[attr-defined]
+        return AnsweringStore(original, answer_seconds)
+    key = os.getpid(), answer_seconds
+    with _KEPT_LOCK:
+        of, kept = _KEPT.get(key, (None, None))
+        if kept is not None:
+            if of is not None and of() is original and not kept.is_lost:
+                return kept
+            kept.end()
+        store = AnsweringStore(original, answer_seconds, is_kept=True)
+        _KEPT[key] = weakref.ref(original), store
+        return store
+
+
+_KEPT: dict[tuple[int, float], tuple[weakref.ref[Any], AnsweringStore]] = {}
+"""Process and seconds for an answer -> the group's store, and the connection to it."""
+_KEPT_LOCK = threading.Lock()
+
+
+def _innermost(store: Any) -> Any:
+    """A store without the prefixes around it."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
 
 
 def _default_store() -> Any:
@@ -175,10 +232,8 @@ def _default_store() -> Any:
 
 def _keeper(store: Any) -> tuple[str, int | None]:
     """Who keeps a store, in words; and the rank, if it is one."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
     # torch lists it in its documentation only
-    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+    if not isinstance(_innermost(store), dist.TCPStore):  # type: ignore[attr-defined]
         return "the process that keeps it, or its file's lock,", None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return "the launcher, which keeps it,", None

@@ -1,0 +1,56 @@
+"""What ranks write into the store: several values as one, and what went wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hfshard.errors import RankFailedError, RankMissingError
+
+
+def failure_record(error: BaseException, rank: int) -> bytes:
+    """What a rank tells the others about its failure; one that another rank caused is that rank's."""
+    record = {"kind": type(error).__name__, "rank": rank, "words": f"{type(error).__name__}: {error}"}
+    if isinstance(error, RankFailedError):
+        record |= {"rank": error.rank, "words": str(error)}
+    return json.dumps(record).encode()
+
+
+def told_error(record: bytes) -> RankFailedError:
+    """The error to raise for what another rank has told."""
+    told: Mapping[str, Any] = json.loads(record)
+    if told["kind"] in ("RankFailedError", "RankMissingError"):
+        kind = RankMissingError if told["kind"] == "RankMissingError" else RankFailedError
+        return kind(told["words"], rank=told["rank"])
+    return RankFailedError(
+        f"Rank {told['rank']} failed, so the other ranks gave up, too: {told['words']}. Mend that, and call again on "
+        "every rank.",
+        rank=told["rank"],
+    )
+
+
+def death_error(rank: int, silent_seconds: float) -> RankFailedError:
+    """The error to raise for a rank that is silent."""
+    return RankFailedError(
+        f"Rank {rank} has given no sign of life for {silent_seconds:.0f} s: it was killed, was stopped, or can't be "
+        "reached. Look at its output, and start the job again.",
+        rank=rank,
+    )
+
+
+def pack(values: Mapping[int, bytes]) -> bytes:
+    """Numbered values as one: a line of JSON with their lengths, and then themselves."""
+    head = json.dumps({number: len(value) for number, value in values.items()}).encode()
+    return b"\n".join([head, b"".join(values.values())])
+
+
+def unpack(packed: bytes) -> dict[int, bytes]:
+    """What `pack` was given."""
+    head, _, rest = packed.partition(b"\n")
+    values = {}
+    start = 0
+    for number, length in json.loads(head).items():
+        values[int(number)] = rest[start : start + length]
+        start += length
+    return values

@@ -1,0 +1,97 @@
+"""The store whose calls end: keys, values of any length, and one connection for a group."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hfshard.distributed.liveness.store import AnsweringStore, open_store
+from hfshard.errors import RankFailedError
+from tests.distributed.gloo import free_port, run_ranks
+
+# torch lists its stores in its documentation only
+_HASH_STORE: Any = dist.HashStore  # type: ignore[attr-defined]
+_TCP_STORE: Any = dist.TCPStore  # type: ignore[attr-defined]
+
+
+class _StoreWithoutClone:
+    """As the stores of users, and of torch before 2.8, are."""
+
+    def __init__(self) -> None:
+        self._store = _HASH_STORE()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("clone", "underlying_store"):
+            raise AttributeError(name)
+        return getattr(self._store, name)
+
+
+class _SilentStore(_StoreWithoutClone):
+    """One that does not answer."""
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(5)
+        return False
+
+
+@pytest.mark.parametrize("kind", [_HASH_STORE, _StoreWithoutClone])
+def test_keys_are_read_without_waiting(kind: type[Any]) -> None:
+    store = AnsweringStore(kind())
+
+    assert store.get("missing") is None
+    assert store.put("empty", b"") == ["empty"]
+    assert store.put("large", b"ab" * (1 << 20)) == ["large", "large#0", "large#1"]
+    assert store.get_many(["large", "missing", "empty"]) == [b"ab" * (1 << 20), None, b""]
+    assert [store.swap("key", "", "one"), store.swap("key", "", "two"), store.swap("key", "one", "")] == [
+        "one",
+        "one",
+        "",
+    ]
+    assert [store.holds("key", ""), store.holds("missing", "")] == [True, False]
+    assert [store.add("count", 2), store.add("count", -1)] == [2, 1]
+    assert [store.has("count"), store.has("missing")] == [True, False]
+    store.delete(["count", "missing", "large"])
+    assert store.has_many(["count", "large", "empty"]) == [False, False, True]
+    store.close()
+
+
+def test_a_store_that_does_not_answer_is_an_error_at_once_the_second_time() -> None:
+    store = AnsweringStore(_SilentStore(), answer_seconds=0.5)
+
+    with pytest.raises(RankFailedError, match=r"did not answer for 0\.5 s") as caught:
+        store.has("key")
+    start = time.monotonic()
+    with pytest.raises(RankFailedError, match="did not answer"):
+        store.get("key")
+
+    assert caught.value.rank is None
+    assert time.monotonic() - start < 0.4
+
+
+def _make_groups(rank: int, port: int) -> None:
+    """A kept connection does not outlive its group, nor keep its port in use."""
+    dist.destroy_process_group()
+    kept = []
+    for value in (b"first", b"second"):
+        store = _TCP_STORE("127.0.0.1", port, 1, is_master=True)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
+        del store
+        kept.append(open_store())
+        assert kept[-1].get("key") is None
+        kept[-1].put("key", value)
+        kept[-1].close()
+        assert open_store() is kept[-1]
+        dist.destroy_process_group()
+    assert kept[0] is not kept[1]
+    dist.init_process_group("gloo", store=_HASH_STORE(), rank=0, world_size=1)
+
+
+def test_each_group_has_a_connection_of_its_own(tmp_path: Path) -> None:
+    ends = run_ranks(tmp_path, 1, _make_groups, free_port())
+
+    assert [end.status for end in ends] == [0], ends[0].words

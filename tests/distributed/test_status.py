@@ -1,0 +1,218 @@
+"""Ranks that tell each other how they stand: real processes that fail, die, are stopped, or keep the store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hfshard.distributed.status import SaveStatus
+from hfshard.errors import RankFailedError, RankMissingError
+from tests.distributed.gloo import check_ranks, free_port, run_ranks
+
+DEATH_SECONDS = 3.0
+"""Shorter than in life, and longer than a busy machine holds up a thread."""
+
+
+def count_keys() -> int:
+    """How many keys the store of the group has."""
+    store: Any = dist.group.WORLD
+    return int(store.get_group_store().num_keys())
+
+
+def end_here() -> None:
+    """End as a success, without the barrier that a dead rank would not come to."""
+    os._exit(0)
+
+
+def _raised_by(work: Callable[[], object], *, within_seconds: float) -> RankFailedError:
+    start = time.monotonic()
+    with pytest.raises(RankFailedError) as caught:
+        work()
+    assert time.monotonic() - start < within_seconds
+    return caught.value
+
+
+def _say_and_hear(rank: int, world_size: int) -> None:
+    everyone = list(range(world_size))
+    with SaveStatus("say", everyone, rank) as status:
+        assert status.leader == 0
+        assert status.meet("names", b"of %d" % rank) == {other: b"of %d" % other for other in everyone}
+        assert status.meet("names") == dict.fromkeys(everyone, b"")  # the second time, not the first one's words
+        large = bytes([rank]) * (9 << 20)  # the server of torch takes 8 MiB
+        assert status.meet("large", large)[world_size - 1] == bytes([world_size - 1]) * (9 << 20)
+        status.tell("raw", b"\x00\xff%d" % rank)
+        assert status.wait_for("raw", (rank + 1) % world_size) == b"\x00\xff%d" % ((rank + 1) % world_size)
+        total = torch.tensor([rank])
+        status.await_work(dist.all_reduce(total, async_op=True))
+        assert total.item() == sum(everyone)
+        assert status.finish(b"done" if rank == 0 else b"ignored") == b"done"
+
+
+def _save_often(rank: int, world_size: int, times: int) -> None:
+    dist.barrier()
+    before = count_keys()
+    for number in range(times):
+        with SaveStatus(f"often/{number}", range(world_size), rank) as status:
+            status.meet("names", b"n")
+            status.tell("large", b"x" * (2 << 20)) if number == 0 else None
+            status.finish(b"done")
+    dist.barrier()
+    assert count_keys() <= before + 2  # what the barriers take up
+
+
+def _fail_on_each(rank: int, world_size: int) -> None:
+    """Every rank in turn fails, in each kind of waiting; then the same group goes on."""
+    errors = (OSError(28, "No space left on device"), KeyboardInterrupt())
+    waits: tuple[Callable[[SaveStatus, int], object], ...] = (
+        lambda status, failing: status.meet("never"),
+        lambda status, failing: status.wait_for("never", failing),
+        lambda status, failing: status.finish() if rank else status.meet("never"),
+    )
+    for number, wait in enumerate(waits):
+        failing = (number + 1) % world_size
+        error = errors[number % 2]
+
+        def save(wait: Any = wait, error: BaseException = error, failing: int = failing, number: int = number) -> None:
+            with SaveStatus(f"fail/{number}", range(world_size), rank) as status:
+                status.meet("begin")
+                if rank == failing:
+                    raise error
+                wait(status, failing)
+
+        if rank == failing:
+            with pytest.raises(type(error)):
+                save()
+        else:
+            told = _raised_by(save, within_seconds=4)
+            assert told.rank == failing
+            assert str(told).startswith(
+                f"Rank {failing} failed, so the other ranks gave up, too: {type(error).__name__}"
+            )
+            assert str(error) in str(told)
+
+
+def _do_other_things(rank: int, world_size: int) -> None:
+    def save() -> None:
+        with SaveStatus("other", range(world_size), rank) as status:
+            status.meet("exchange" if rank == 1 else "plan")
+
+    told = _raised_by(save, within_seconds=4)
+    assert told.rank == 1
+    assert "Rank 1 is at 'exchange' where rank 0 is at 'plan'" in str(told)
+
+    def wait() -> None:
+        patience_seconds = 60 if rank else 0.5
+        with SaveStatus("dawdle", range(world_size), rank, patience_seconds=patience_seconds) as status:
+            if rank == 0:
+                status.wait_for("never", 1)
+            status.finish()
+
+    told = _raised_by(wait, within_seconds=4)
+    assert (type(told), told.rank) == (RankMissingError, 1)
+
+
+def _talk(rank: int, world_size: int) -> None:
+    _say_and_hear(rank, world_size)
+    if world_size > 1:
+        _fail_on_each(rank, world_size)
+        _do_other_things(rank, world_size)
+    _save_often(rank, world_size, 10)
+
+
+@pytest.mark.parametrize(("world_size", "is_file"), [(4, False), (2, True), (1, True)])
+def test_ranks_hear_each_other_and_who_failed(tmp_path: Path, world_size: int, is_file: bool) -> None:
+    check_ranks(tmp_path, world_size, _talk, world_size, ports=() if is_file else (free_port(),))
+
+
+def _stop_and_die(rank: int) -> None:
+    """Rank 2 is stopped, and goes on; then rank 3 is killed in a collective, and rank 2 while the others wait."""
+    pids: dict[int, int] = {}
+
+    def stop() -> None:
+        with SaveStatus("stop", range(4), rank, death_seconds=DEATH_SECONDS) as status:
+            pids.update({other: int(pid) for other, pid in status.meet("pids", b"%d" % os.getpid()).items()})
+            if rank == 2:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            status.meet("after")
+
+    told = _raised_by(stop, within_seconds=15)
+    assert told.rank == 2
+    assert "Rank 2 has given no sign of life for 3 s" in str(told)
+    if rank == 0:
+        os.kill(pids[2], signal.SIGCONT)
+
+    def die(kind: str, dying: int, ranks: range) -> None:
+        with SaveStatus(kind, ranks, rank, death_seconds=DEATH_SECONDS) as status:
+            status.meet("begin")
+            if rank == dying:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "collective":
+                status.await_work(dist.all_reduce(torch.zeros(1), async_op=True))
+            else:
+                status.finish() if rank else status.meet("written")
+
+    for kind, dying, ranks in (("collective", 3, range(4)), ("store", 2, range(3))):
+        told = _raised_by(partial(die, kind, dying, ranks), within_seconds=15)
+        assert told.rank == dying, str(told)
+    end_here()
+
+
+def test_ranks_that_are_stopped_or_killed_are_named(tmp_path: Path) -> None:
+    ends = run_ranks(tmp_path, 4, _stop_and_die, ports=(free_port(),))
+
+    assert [end.status for end in ends] == [0, 0, -9, -9], "\n".join(end.words for end in ends)
+
+
+def _lose_the_store(rank: int, kind: signal.Signals) -> None:
+    def save() -> None:
+        with SaveStatus("lose", range(3), rank, death_seconds=DEATH_SECONDS) as status:
+            host = int(status.meet("pids", b"%d" % os.getpid())[0])
+            hosts.append(host)
+            status.tell("heard")
+            if rank == 0:
+                status.wait_for("heard", 1)
+                status.wait_for("heard", 2)
+                os.kill(os.getpid(), kind)
+                end_here()
+            status.wait_for("never", 2) if rank == 1 else status.finish()
+
+    hosts: list[int] = []
+    told = _raised_by(save, within_seconds=15)
+    assert told.rank == 0
+    assert "rank 0, which keeps it," in str(told)
+    assert ("It has not told the outcome" in str(told)) == (rank == 2)
+    told = _raised_by(lambda: SaveStatus("again", range(3), rank, death_seconds=1).__enter__(), within_seconds=10)
+    assert told.rank == 0
+    if kind is signal.SIGSTOP and rank == 2:
+        os.kill(hosts[0], signal.SIGCONT)
+    end_here()
+
+
+@pytest.mark.parametrize(("kind", "status"), [(signal.SIGKILL, -9), (signal.SIGSTOP, 0)])
+def test_a_store_whose_host_is_gone_or_stopped_is_an_error(tmp_path: Path, kind: signal.Signals, status: int) -> None:
+    ends = run_ranks(tmp_path, 3, _lose_the_store, kind, ports=(free_port(),))
+
+    assert [end.status for end in ends] == [status, 0, 0], "\n".join(end.words for end in ends)
+
+
+def _host_leaves_first(rank: int) -> None:
+    with SaveStatus("leave", range(3), rank) as status:
+        if rank == 2:
+            time.sleep(0.2)  # a slow one
+        assert status.finish(b"done") == b"done"
+    end_here()
+
+
+def test_the_host_of_the_store_leaves_when_all_know_the_outcome(tmp_path: Path) -> None:
+    ends = run_ranks(tmp_path, 3, _host_leaves_first, ports=(free_port(),))
+
+    assert [end.status for end in ends] == [0, 0, 0], "\n".join(end.words for end in ends)
