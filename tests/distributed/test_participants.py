@@ -1,0 +1,248 @@
+"""Who takes part: real ranks that come together, alone, late, not at all, or die on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hfshard.distributed.participants import Role, gather_participants
+from hfshard.errors import RankFailedError, RankMissingError
+from tests.distributed.gloo import check_ranks, free_port, run_ranks
+
+DEATH_SECONDS = 3.0
+
+
+def _take_part(
+    place: str, outcome: bytes = b"", *, needs_all: bool = False, is_writer: bool = True, **settings: float
+) -> tuple[str, list[int], bytes]:
+    """Take part in an operation; gives the role, the members and the outcome."""
+    with gather_participants(place, needs_all=needs_all, is_writer=is_writer, **settings) as participation:
+        if participation.status is None:
+            return str(participation.role), participation.members, b""
+        if participation.role is not Role.LATE:
+            participation.status.meet("begin")
+        return str(participation.role), participation.members, participation.status.finish(outcome)
+
+
+def _role(rank: int) -> str:
+    return "member" if rank else "leader"
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.monotonic()
+    work()
+    return time.monotonic() - start
+
+
+def _come_together(rank: int, world_size: int) -> None:
+    everyone = list(range(world_size))
+    for number in range(10):  # a quick rank is never in the same operation twice
+        told = _take_part("/together", b"%d" % number, needs_all=number % 2 == 0)
+        assert told == (_role(rank), everyone, b"%d" % number)
+    # One that needs all is enough; those that have everything follow it.
+    if rank == world_size - 1:
+        time.sleep(1.5)
+    told = _take_part("/mixed", b"all", needs_all=rank == 0, is_writer=rank == 0 or world_size > 1)
+    assert told == (_role(rank), everyone, b"all")
+
+
+def _come_alone(rank: int, world_size: int) -> None:
+    if rank == 0:  # `if rank == 0: save(...)`
+        assert _take_part("/alone", b"mine") == ("leader", [0], b"mine")
+    dist.barrier()
+    # The others say that they do not write: nobody waits for them.
+    if rank:
+        assert _take_part("/alone", is_writer=False) == ("declined", [], b"")
+    dist.barrier()
+    if rank == 0:
+        assert _seconds(lambda: _take_part("/alone", b"mine")) < 0.9
+    # A directory for each.
+    dist.barrier()
+    assert _take_part(f"/of_{rank}", b"mine") == ("leader", [rank], b"mine")
+    # A rank that needs all takes part although it does not write.
+    assert _take_part("/alone", b"all", needs_all=True, is_writer=rank == 0)[:2] == (_role(rank), [*range(world_size)])
+
+
+def _come_late(rank: int, world_size: int) -> None:
+    def lead(outcome: bytes, error: Exception | None) -> None:
+        with gather_participants("/late", needs_all=False, wait_seconds=0.1) as participation:
+            assert (participation.role, participation.members) == (Role.LEADER, [0])
+            dist.barrier()
+            time.sleep(0.5)
+            if error is not None:
+                raise error
+            assert participation.status is not None
+            participation.status.finish(outcome)
+
+    for error in (None, OSError(28, "No space left on device")):
+        if rank == 0 and error is None:
+            lead(b"theirs", error)
+        elif rank == 0:
+            with pytest.raises(OSError, match="No space left"):
+                lead(b"", error)
+        else:
+            dist.barrier()
+            if error is None:
+                assert _take_part("/late") == ("late", [0], b"theirs")
+            else:
+                with pytest.raises(RankFailedError, match=r"Rank 0 failed, .*No space left on device"):
+                    _take_part("/late")
+        dist.barrier()
+    # What is late for an operation of one rank, and needs all, is the next operation.
+    if rank == 0:
+        lead(b"mine", None)
+    else:
+        dist.barrier()
+    assert _take_part("/late", b"all", needs_all=True) == (_role(rank), list(range(world_size)), b"all")
+
+
+def _come_in_threads(rank: int, world_size: int) -> None:
+    """Two places at once, in another order on each rank; and one place twice."""
+    found: dict[int, Any] = {}
+
+    def save(number: int) -> None:
+        place = f"/thread_{min(number, 1)}"
+        found[number] = _take_part(place, b"%d" % min(number, 1), needs_all=True)
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in ((0, 1, 2) if rank % 2 else (2, 1, 0))]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(60)
+    everyone = list(range(world_size))
+    assert found == {number: (_role(rank), everyone, b"%d" % min(number, 1)) for number in range(3)}
+
+
+def _miss(rank: int, world_size: int) -> None:
+    if rank < world_size - 1:
+        with pytest.raises(RankMissingError, match=rf"Rank {world_size - 1} did not come within 0\.5 s") as caught:
+            _take_part("/missed", needs_all=True, patience_seconds=0.5)
+        assert caught.value.rank == world_size - 1
+    dist.barrier()
+    if rank == world_size - 1:  # it comes to an operation that is over: this is the next one
+        assert _take_part("/missed", b"mine", wait_seconds=0.1) == ("leader", [rank], b"mine")
+    dist.barrier()
+    assert _take_part("/missed", b"all", needs_all=True) == (_role(rank), list(range(world_size)), b"all")
+
+
+def _fail(rank: int, world_size: int) -> None:
+    """An error of one rank after it joined; the next operation works."""
+
+    def save() -> None:
+        with gather_participants("/failed", needs_all=True) as participation:
+            if rank == 1:
+                raise KeyboardInterrupt
+            assert participation.status is not None
+            participation.status.meet("written")
+
+    with pytest.raises(KeyboardInterrupt if rank == 1 else RankFailedError):
+        save()
+    assert _take_part("/failed", b"all", needs_all=True) == (_role(rank), list(range(world_size)), b"all")
+
+
+def _keys() -> int:
+    group: Any = dist.group.WORLD
+    return int(group.get_group_store().num_keys())
+
+
+def _come_often(rank: int, world_size: int, times: int) -> None:
+    _take_part("/often", needs_all=True)
+    dist.barrier()
+    before = _keys()
+    dist.barrier()
+    for _ in range(times):
+        _take_part("/often", needs_all=True)
+    dist.barrier()
+    assert _keys() == before
+
+
+def _come(rank: int, world_size: int) -> None:
+    _come_together(rank, world_size)
+    _come_alone(rank, world_size)
+    if world_size > 1:
+        _come_late(rank, world_size)
+        _miss(rank, world_size)
+        _fail(rank, world_size)
+    _come_in_threads(rank, world_size)
+    _come_often(rank, world_size, 10)
+
+
+@pytest.mark.parametrize(("world_size", "is_file"), [(4, False), (2, True), (1, True)])
+def test_ranks_find_out_who_takes_part(tmp_path: Path, world_size: int, is_file: bool) -> None:
+    check_ranks(tmp_path, world_size, _come, world_size, ports=() if is_file else (free_port(),))
+
+
+def _die(rank: int) -> None:
+    """Rank 3 dies before it comes, rank 2 while it waits for others, rank 1 once it has joined; rank 0 goes on."""
+
+    def save() -> None:
+        _take_part("/die", needs_all=True, death_seconds=DEATH_SECONDS, patience_seconds=30)
+
+    dist.barrier()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    with pytest.raises(RankFailedError) as caught:
+        save()
+    assert (type(caught.value), caught.value.rank) == (RankFailedError, 2), str(caught.value)
+    # It is known to be dead, and not waited for with patience again.
+    start = time.monotonic()
+    with pytest.raises(RankMissingError) as caught:
+        save()
+    assert caught.value.rank == 2, str(caught.value)
+    assert "gave no sign of life before" in str(caught.value)
+    assert time.monotonic() - start < 10
+    # What needs nobody goes on.
+    assert _take_part("/plain", b"saved", wait_seconds=2, death_seconds=DEATH_SECONDS) == (
+        _role(rank),
+        [0, 1],
+        b"saved",
+    )
+    with (
+        pytest.raises(RankFailedError) as caught,
+        gather_participants("/plain", needs_all=False, wait_seconds=2, death_seconds=DEATH_SECONDS) as participation,
+    ):
+        assert participation.members == [0, 1]
+        assert participation.status is not None
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        participation.status.meet("written")
+    assert caught.value.rank == 1, str(caught.value)
+    assert _take_part("/plain", b"alone", wait_seconds=1) == ("leader", [0], b"alone")
+    os._exit(0)
+
+
+def test_ranks_that_die_on_the_way_are_named(tmp_path: Path) -> None:
+    ends = run_ranks(tmp_path, 4, _die, ports=(free_port(),))
+
+    assert [end.status for end in ends] == [0, -9, -9, -9], "\n".join(end.words for end in ends)
+
+
+def _lose_the_first(rank: int) -> None:
+    """Rank 1 comes first, and dies while it waits; the store is kept by rank 0."""
+    if rank == 1:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    else:
+        time.sleep(0.5 if rank == 0 else 1.5)
+    with pytest.raises(RankFailedError) as caught:
+        _take_part("/first", needs_all=True, patience_seconds=30, death_seconds=DEATH_SECONDS)
+    assert caught.value.rank == 1, str(caught.value)
+    if rank == 2:
+        os._exit(0)
+    assert _take_part("/first", b"mine", wait_seconds=0.5) == ("leader", [0], b"mine")
+    os._exit(0)
+
+
+def test_the_death_of_the_first_to_come_ends_the_operation_for_all(tmp_path: Path) -> None:
+    ends = run_ranks(tmp_path, 3, _lose_the_first, ports=(free_port(),))
+
+    assert [end.status for end in ends] == [0, -9, 0], "\n".join(end.words for end in ends)
