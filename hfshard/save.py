@@ -140,11 +140,12 @@ def save_model(
         raise InvalidArgumentError(f"model must be an nn.Module, got a {type(model).__name__}.")
     if state_dict is not None and not isinstance(state_dict, Mapping):
         raise InvalidArgumentError(f"state_dict must map names to tensors, got a {type(state_dict).__name__}.")
-    if not (is_main_process or has_spread(model.state_dict() if state_dict is None else state_dict)):
-        decline_save(directory)
-        return None
     if is_pretrained(unwrap(model)):
         from hfshard.pretrained.saver import save_pretrained_model
 
-        return save_pretrained_model(unwrap(model), save_directory, state_dict, options)  # type: ignore[arg-type]
+        model = unwrap(model)
+        return save_pretrained_model(model, save_directory, is_main_process, state_dict, options)  # type: ignore[arg-type]
+    if not (is_main_process or has_spread(model.state_dict() if state_dict is None else state_dict)):
+        decline_save(directory)
+        return None
     return save_anywhere(request_from_model(model, state_dict, options), directory)

@@ -31,20 +31,18 @@ def save_anywhere(
     request: SaveRequest,
     save_directory: str | os.PathLike[str],
     check: Callable[[], None] = _NO_CHECK,
-    *,
-    name_order: Sequence[str] = (),
 ) -> CheckpointIndex:
     """Save a request: alone, or together with the other ranks of the default process group.
 
-    Where a tensor is spread over ranks, every rank must call. Of replicated tensors every rank has all: whoever calls
-    at about the same time makes one save of it, which the first of them writes; who comes later awaits its outcome.
+    Where a tensor is spread over ranks, or they have different names, every rank must call. Of replicated tensors every
+    rank has all: whoever calls at about the same time makes one save of it, which the first of them writes; who comes
+    later awaits its outcome.
 
     Args:
         request: Of this rank: its tensors may be DTensors and `SpreadTensor`s. Options, config and other files are
             those of the first rank.
         save_directory: As in `save_request`; the same on all ranks that save together.
         check: As in `save_request`; on the rank that commits.
-        name_order: The order in which the names of all ranks are stored; those that it lacks come last.
 
     Returns:
         The index, the same on every rank.
@@ -55,13 +53,19 @@ def save_anywhere(
     """
     directory = absolute_path(save_directory, "save_directory")
     if not has_other_ranks():
+        if request.name_order:
+            raise InvalidArgumentError(
+                "The model is a part of one that other ranks have the rest of, and there is no process group to save "
+                "it with. Save before destroy_process_group(), on every rank."
+            )
         return save_request(replace(request, tensors=_whole_tensors(request.tensors)), directory, check)
-    with gather_participants(os.path.realpath(directory), needs_all=has_spread(request.tensors)) as participation:
+    needs_all = needs_all_ranks(request)
+    with gather_participants(os.path.realpath(directory), needs_all=needs_all) as participation:
         status = participation.status
         assert status is not None
         if participation.role is Role.LATE:
             return _late(request, status)
-        return save_on_ranks(request, directory, status, check, name_order=name_order)
+        return save_on_ranks(request, directory, status, check)
 
 
 def decline_save(save_directory: str | os.PathLike[str]) -> None:
@@ -70,6 +74,11 @@ def decline_save(save_directory: str | os.PathLike[str]) -> None:
         place = os.path.realpath(absolute_path(save_directory, "save_directory"))
         with gather_participants(place, needs_all=False, is_writer=False):
             return
+
+
+def needs_all_ranks(request: SaveRequest) -> bool:
+    """Whether other ranks have parts of its tensors, or tensors that it lacks."""
+    return bool(request.name_order) or has_spread(request.tensors)
 
 
 def has_other_ranks() -> bool:
@@ -83,13 +92,12 @@ def save_on_ranks(
     status: SaveStatus,
     check: Callable[[], None] = _NO_CHECK,
     *,
-    name_order: Sequence[str] = (),
     group: dist.ProcessGroup | None = None,
 ) -> CheckpointIndex:
     """Save what the ranks of an operation hold together; each of them calls this.
 
     Args:
-        request: As in `save_anywhere`, and so are check and name_order.
+        request: As in `save_anywhere`, and so is check.
         directory: Absolute.
         status: Of the operation.
         group: All ranks of the default process group, for tensors of the CPU; None: one is found or made.
@@ -108,7 +116,7 @@ def save_on_ranks(
         index = save_request(request, directory, check) if is_leader else None
         return _share_index(status, index, listing)
     _refuse_absent(status)
-    holders = Holders.unite(groups, listings, name_order)
+    holders = Holders.unite(groups, listings, request.name_order)
     writer = RankWriter(status, holders, held, group or _cpu_group())
     if not is_leader:
         writer.follow()

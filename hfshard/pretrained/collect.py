@@ -14,9 +14,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
+from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.class_alias import architecture_of, view_as_alias
-from hfshard.pretrained.fallback import is_spread, refuse_pipeline_stage
+from hfshard.pretrained.ranks.conversion_views import trace_reverted
+from hfshard.pretrained.ranks.stages import is_stage, whole_model
+from hfshard.pretrained.ranks.stored_parts import stored_parts
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
 from hfshard.state_dicts.state_dict import collect_state_dict
@@ -33,6 +36,8 @@ def request_from_pretrained(
 ) -> SaveRequest:
     """Request the save of what transformers' `save_pretrained` would write of this model.
 
+    Of a model that is spread over ranks it is this rank's part of the request: each of them must make it.
+
     Args:
         model: Unwrapped.
         state_dict: What to save in place of the model's own; not mutated.
@@ -40,37 +45,51 @@ def request_from_pretrained(
             original names.
 
     Raises:
-        InvalidArgumentError: The model is a pipeline stage or spread over ranks, or its quantization can't be saved.
+        InvalidArgumentError: Its quantization can't be saved.
+        UnstorableTensorError: It holds a DTensor, or another tensor, that can't be stored.
 
     Source: transformers `PreTrainedModel.save_pretrained`.
     """
-    refuse_pipeline_stage(model)
-    if is_spread(model):
-        raise InvalidArgumentError(
-            "The model is spread over several ranks, and hfshard.save_model would save the part of one. "
-            "Call save_pretrained of the model on every rank: it gathers the whole."
-        )
     quantized, metadata = _quantized_state(model)
     state_dict = quantized if quantized is not None else state_dict
-    collected = dict(state_dict) if state_dict is not None else collect_state_dict(model)
-    for name in model._keys_to_ignore_on_save or ():
-        collected.pop(name, None)
-    ties = find_shared_tensors(collected, droppable_patterns=_droppable_patterns(model))
-    kept = {name: value for name, value in collected.items() if name not in ties}
+    kept, ties = _kept_and_tied(model, collect_state_dict(model) if state_dict is None else state_dict)
     tensor_specs({name: value for name, value in kept.items() if is_plain_type(value)})  # before any is touched
-    stored = revert_weight_conversion(view_as_alias(model), dict(kept)) if options.save_original_format else kept
+    stored = _under_original_names(model, kept) if options.save_original_format else kept
     tied_names, undeclared_ties = _stored_ties(model, ties, kept, stored)
     files = _model_files(model)
+    whole = whole_model(model) if is_stage(model) and state_dict is None else None
     return SaveRequest(
         tensors=stored,
         options=options,
         tied_names=tied_names,
         undeclared_ties=undeclared_ties,
         file_metadata={key: str(value) for key, value in metadata.items()},
-        total_parameters=model.num_parameters(),
+        total_parameters=(model if whole is None else whole).num_parameters(),
         config=files.pop(CONFIG_NAME),
         model_files=files,
+        name_order=() if whole is None else _stored_names(whole, options),
     )
+
+
+def _kept_and_tied(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What is saved of a state dict, and for each name that shares a tensor the one that is saved."""
+    saved = {name: value for name, value in state_dict.items() if name not in (model._keys_to_ignore_on_save or ())}
+    ties = find_shared_tensors(saved, droppable_patterns=_droppable_patterns(model))
+    return {name: value for name, value in saved.items() if name not in ties}, ties
+
+
+def _under_original_names(model: PreTrainedModel, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Revert transformers' weight conversion."""
+    if has_spread(kept):
+        return stored_parts(model, kept)
+    reverted: dict[str, Any] = revert_weight_conversion(view_as_alias(model), dict(kept))
+    return reverted
+
+
+def _stored_names(model: PreTrainedModel, options: SaveOptions) -> tuple[str, ...]:
+    """The names of a model without data on disk, in their order there."""
+    kept, _ = _kept_and_tied(model, model.state_dict())
+    return tuple(trace_reverted(model, kept) if options.save_original_format else kept)
 
 
 def _quantized_state(model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict[str, Any]]:
@@ -139,7 +158,7 @@ def _stored_ties(
         file_name = name if name in stored else renamed.get(id(kept[name]))
         file_tied_name: str | None = tied_name
         if file_name != name:
-            file_tied_name = next(iter(revert_weight_conversion(view_as_alias(model), {tied_name: kept[name]})), None)
+            file_tied_name = next(iter(trace_reverted(model, {tied_name: kept[name]})), None)
         is_declared = _is_declared(declared, tied_name, name)
         if file_name is None or file_tied_name is None or file_tied_name in stored or file_tied_name in tied_names:
             if not is_declared:

@@ -11,7 +11,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils.import_utils import is_peft_available
 
 from hfshard.constants import ADAPTER_CONFIG_NAME
-from hfshard.errors import HfshardError, InvalidArgumentError
+from hfshard.errors import HfshardError
 from hfshard.storage.checkpoint.locate import read_config, weights_bytes
 
 _TRANSFORMERS_ONLY: Final = {
@@ -44,42 +44,15 @@ def needs_transformers_loader(directory: str, model_class: type, kwargs: Mapping
 
 
 def needs_transformers_saver(model: Any, *, distributed_checkpoint: bool) -> bool:
-    """Whether transformers has to save the model: it has adapters, or weights that are offloaded or on many ranks.
-
-    Raises:
-        InvalidArgumentError: The model is one stage of a pipeline.
-    """
-    refuse_pipeline_stage(model)
+    """Whether transformers has to save the model: it has adapters, or weights that are offloaded."""
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     is_offloaded = "disk" in devices or ("cpu" in devices and len(devices) > 1)
-    return distributed_checkpoint or is_offloaded or has_adapters(model) or is_spread(model)
+    return distributed_checkpoint or is_offloaded or has_adapters(model)
 
 
 def has_adapters(model: Any) -> bool:
     """Whether adapters were added or loaded: then transformers saves the active one, and nothing else."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
-def is_spread(model: Any) -> bool:
-    """Whether the weights are spread over several ranks (tensor parallel, FSDP), so that each has only a part."""
-    return bool(getattr(model, "tp_size", None)) or getattr(model.config, "distributed_config", None) is not None
-
-
-def refuse_pipeline_stage(model: Any) -> None:
-    """Refuse a model that has the layers of one pipeline stage: transformers would save this stage as the whole.
-
-    Raises:
-        InvalidArgumentError: It is such a model.
-
-    Source: transformers `PreTrainedModel.gather_sharded_state_dict_for_save`, which gathers no stages.
-    """
-    config = getattr(model.config, "distributed_config", None)
-    stages = getattr(config, "pp_size", None) or 1
-    if stages > 1:
-        raise InvalidArgumentError(
-            f"The model is one of {stages} pipeline stages, and its checkpoint would lack the layers of the "
-            "others. Save a model that was loaded without pp_size, which has all of them."
-        )
 
 
 def is_adapter(directory: str) -> bool:

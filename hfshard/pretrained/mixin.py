@@ -29,6 +29,7 @@ from hfshard.pretrained.class_alias import (
 from hfshard.pretrained.fallback import needs_transformers_saver
 from hfshard.pretrained.override_chain import has_override
 from hfshard.pretrained.pushing.push import push_by_directory, push_model, tags_of
+from hfshard.pretrained.ranks.stages import refuse_part
 from hfshard.pretrained.request import request_from_model
 from hfshard.pretrained.saver import save_through, without_defaults
 from hfshard.saving.options import SaveOptions
@@ -88,7 +89,7 @@ class ShardedModelMixin:
 
         Args:
             save_directory: Created if it is missing. The checkpoint that is there loads until the new one is complete.
-            is_main_process: False saves nothing.
+            is_main_process: False saves nothing, unless every rank has a part of the model: then all must call.
             state_dict: What to save in place of the model's own; not mutated.
             push_to_hub: Push what was saved; `kwargs` may hold `repo_id` and other arguments of `push_to_hub`.
             max_shard_size: Bytes, or "5GB", "500MiB" ...: the most that a file has, unless it holds one tensor.
@@ -152,7 +153,7 @@ class ShardedModelMixin:
 
         Files that the hub has are not sent; the same commit deletes the shards, indexes and pickles of the last push of
         this variant, everything else stays. Nothing is written to disk, except for a model that only transformers can
-        save (offloaded, on several ranks, with adapters) and for a class with a `save_pretrained` of its own, which go
+        save (offloaded, with adapters) and for a class with a `save_pretrained` of its own, which go
         by way of a temporary directory.
 
         Args:
@@ -193,6 +194,7 @@ class ShardedModelMixin:
             progress=progress,
         )
         tags = tags_of(self, tags)
+        refuse_part(self, "push it")
         if needs_transformers_saver(self, distributed_checkpoint=False) or has_override(type(self), "save_pretrained"):
             given = without_defaults({"max_shard_size": max_shard_size, "variant": variant, "packing": packing})
             return push_by_directory(partial(self.save_pretrained, **given), variant, repo_id, tags, options)

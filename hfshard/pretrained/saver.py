@@ -22,6 +22,7 @@ from hfshard.pretrained.class_alias import view_as_alias
 from hfshard.pretrained.fallback import has_adapters, needs_transformers_saver
 from hfshard.pretrained.override_chain import ChainCall, call_under_way, has_override, run_chain
 from hfshard.pretrained.pushing.push import default_repo_id, push_saved_files, tags_of
+from hfshard.pretrained.ranks.stages import is_part, refuse_stage
 from hfshard.pretrained.request import request_from_model
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
@@ -90,6 +91,7 @@ def save_through(
 def save_pretrained_model(
     model: PreTrainedModel,
     save_directory: str | os.PathLike[str],
+    is_main_process: bool,
     state_dict: Mapping[str, Any] | None,
     options: SaveOptions,
 ) -> CheckpointIndex | None:
@@ -98,6 +100,7 @@ def save_pretrained_model(
     Args:
         model: The model.
         save_directory: Created if it is missing.
+        is_main_process: False saves nothing, unless every rank has a part of what is saved.
         state_dict: What to save in place of the model's own; not mutated.
         options: How.
 
@@ -105,6 +108,9 @@ def save_pretrained_model(
         Everything that `save_through` raises.
     """
     directory = _absolute(save_directory)
+    if not (is_main_process or is_part(model, state_dict)):
+        decline_save(directory)
+        return None
     if not (has_override(type(model), "save_pretrained") or has_adapters(model)):
         return save_anywhere(request_from_model(model, state_dict, options), directory)
     if has_adapters(model) and options.metadata:
@@ -156,6 +162,7 @@ def _save(
     )
     directory = absolute_path(save_directory, "save_directory")
     if needs_transformers_saver(model, distributed_checkpoint=distributed_checkpoint):
+        refuse_stage(model)
         refuse_hub(directory)
         cast(Any, PreTrainedModel).save_pretrained(
             view_as_alias(model),
@@ -171,12 +178,12 @@ def _save(
         if push_to_hub and is_main_process:
             _push_again(model, directory, {**kwargs, "max_shard_size": max_shard_size, "variant": variant}, token)
         return None
-    if not is_main_process:
+    if not (is_main_process or is_part(model, state_dict)):
         decline_save(directory)
         return None
     request = request_from_model(model, state_dict, options)
     index = save_anywhere(request, directory)
-    if push_to_hub:
+    if push_to_hub and is_main_process:
         _push_files(model, request, index, directory, {**kwargs, "token": token, "progress": options.progress})
     return index
 

@@ -42,6 +42,8 @@ class SaveRequest:
     """Files of another directory that are copied along, and are not part of the checkpoint."""
     separate_names: frozenset[str] = frozenset()
     """Tensors that get files of their own, because they change more or less often than the rest."""
+    name_order: tuple[str, ...] = ()
+    """Where this rank lacks some names, as a pipeline stage does: those of all ranks, in the order of the index."""
 
     @property
     def small_files(self) -> dict[str, bytes]:

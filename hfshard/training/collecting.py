@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import torch
 
+from hfshard.distributed.saving import needs_all_ranks
+from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.request import is_pretrained, request_from_model
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_state_dict
@@ -153,6 +155,11 @@ def _model_request(model: torch.nn.Module, options: SaveOptions) -> SaveRequest:
     if not is_pretrained(unwrap(model)):
         own = {name: value for name, value in collect_state_dict(model).items() if isinstance(value, torch.Tensor)}
     request = request_from_model(model, own, options)
+    if needs_all_ranks(request):
+        raise InvalidArgumentError(
+            "The model is spread over several ranks, or is one of several pipeline stages, and a training checkpoint "
+            "can't be made of its parts yet. Save the model by save_pretrained or hfshard.save_model, on every rank."
+        )
     return replace(request, separate_names=_frozen(model, request))
 
 

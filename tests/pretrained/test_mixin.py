@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,14 +75,6 @@ def test_arguments_of_older_code_are_taken(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["config.json", "generation_config.json", "model.safetensors"]
     with pytest.raises(InvalidArgumentError, match="does not write pickles"):
         Mine(_config()).save_pretrained(tmp_path, safe_serialization=False)
-
-
-def test_the_part_that_one_rank_has_is_not_saved_as_the_whole(tmp_path: Path) -> None:
-    model = Mine(_config())
-    model.config.distributed_config = SimpleNamespace(tp_plan="auto")
-    with pytest.raises(InvalidArgumentError, match="on every rank"):
-        hfshard.save_model(model, tmp_path)
-    assert os.listdir(tmp_path) == []
 
 
 def test_metadata_that_are_no_json_are_refused_before_anything_is_made(tmp_path: Path) -> None:

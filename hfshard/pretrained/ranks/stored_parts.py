@@ -33,7 +33,8 @@ def stored_parts(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str
         tensors: Name -> tensor; DTensors are spread. Not changed.
 
     Returns:
-        Stored name -> `SpreadTensor`, or a tensor where the sources are whole, in transformers' order.
+        Stored name -> what it is, in transformers' order: the tensor itself; of a DTensor that is converted a
+        `SpreadTensor`.
 
     Raises:
         UnstorableTensorError: A DTensor can't be stored.
@@ -46,17 +47,19 @@ def stored_parts(model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str
         if tensor.window is None:
             computed[name] = tensor
         else:
-            stored[name] = _rectangle_of(parts[tensor.sources[0]], tensor)
+            source = tensor.sources[0]
+            stored[name] = tensors[source] if _is_all_of(tensors[source], tensor) else _rectangle(parts[source], tensor)
     for batch in _batches(computed, tensors):
         stored.update(_computed_parts(model, tensors, batch))
     return stored
 
 
-def _rectangle_of(source: Any, tensor: ConvertedTensor) -> Any:
+def _is_all_of(source: Any, tensor: ConvertedTensor) -> bool:
+    return tensor.window == tuple((0, size) for size in source.shape) and tuple(source.shape) == tensor.shape
+
+
+def _rectangle(source: Any, tensor: ConvertedTensor) -> Any:
     window = tensor.window or ()
-    is_whole = all(start == 0 and stop == size for (start, stop), size in zip(window, source.shape, strict=True))
-    if is_whole and tuple(source.shape) == tensor.shape:
-        return source
     if isinstance(source, SpreadTensor):
         return source.view(window, tensor.shape)
     return source[tuple(slice(*interval) for interval in window)].reshape(tensor.shape)

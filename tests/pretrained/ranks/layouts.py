@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.zoo.models import ZOO
 
 
 def spread(model: Any, layout: str) -> Any:
@@ -47,3 +51,19 @@ def distribute(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 )
             setattr(module, name, made[id(parameter)])
     return model
+
+
+def _even(name: str) -> Any:
+    """The sizes that transformers' own tensor parallelism takes in its oldest version, too."""
+    config = ZOO[name].make_config()
+    config.vocab_size = 64
+    config.num_key_value_heads = 2
+    return config
+
+
+EVEN = {
+    f"{name}_even": replace(ZOO[name], name=f"{name}_even", make_config=partial(_even, name))
+    for name in ("llama_untied", "llama_tied", "qwen3_moe")
+}
+SPECIMENS = {**ZOO, **EVEN}
+"""The models of the zoo, and some whose sizes can be divided by two."""

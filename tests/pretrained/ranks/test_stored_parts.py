@@ -19,7 +19,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from hfshard.distributed.spread_tensor import SpreadTensor
+from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
 from hfshard.pretrained.ranks.stored_parts import stored_parts
 from hfshard.state_dicts.state_dict import collect_state_dict
 from tests.distributed.gloo import check_ranks
@@ -91,7 +91,7 @@ def compare_with_one_process(rank: int, layouts: tuple[str, ...]) -> None:
 
         for layout in layouts:
             spread_model = spread(specimen.build(), layout)
-            stored = stored_parts(spread_model, collect_state_dict(spread_model))
+            stored = with_spread_tensors(stored_parts(spread_model, collect_state_dict(spread_model)))
 
             assert list(stored) == list(expected), (name, layout)
             assert united(stored) == expected, (name, layout)

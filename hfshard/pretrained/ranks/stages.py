@@ -1,0 +1,83 @@
+"""Models that are parts of one: spread tensors, or the layers of a pipeline stage."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hfshard.distributed.spread_tensor import has_spread
+from hfshard.errors import InvalidArgumentError
+from hfshard.pretrained.class_alias import alias_class
+
+
+def is_part(model: Any, state_dict: Mapping[str, Any] | None) -> bool:
+    """Whether a save needs what other ranks have: of the model, or of the tensors that are given in its place."""
+    if state_dict is not None:
+        return has_spread(state_dict)
+    return is_stage(model) or has_spread(dict(model.named_parameters()))
+
+
+def refuse_part(model: Any, do_what: str) -> None:
+    """Refuse what is done by one rank, and would take its part for the whole.
+
+    Args:
+        model: The model.
+        do_what: "push it", for the message.
+
+    Raises:
+        InvalidArgumentError: Other ranks have other parts of the model.
+    """
+    if is_part(model, None):
+        part = "is one of several pipeline stages" if is_stage(model) else "is spread over several ranks"
+        raise InvalidArgumentError(
+            f"The model {part}, and hfshard can't {do_what}. Call its save_pretrained on every rank: that saves all "
+            "of it, for any process to load."
+        )
+
+
+def refuse_stage(model: Any) -> None:
+    """Refuse to let transformers save a pipeline stage, which it would save as the whole model.
+
+    Raises:
+        InvalidArgumentError: It is one.
+
+    Source: transformers `PreTrainedModel.gather_sharded_state_dict_for_save`, which gathers no stages.
+    """
+    if is_stage(model):
+        raise InvalidArgumentError(
+            "The model is one of several pipeline stages, with an adapter, offloaded weights, or to be saved with "
+            "distributed_checkpoint=True: transformers saves that, and would save this stage as the whole. Save a "
+            "model that was loaded without pp_size, which has all layers."
+        )
+
+
+def is_stage(model: Any) -> bool:
+    """Whether transformers has left the model the layers of one pipeline stage."""
+    config = getattr(model.config, "distributed_config", None)
+    stage = getattr(model, "_pp_stage", None)
+    return (getattr(config, "pp_size", None) or 1) > 1 or getattr(stage, "pp_size", 1) > 1
+
+
+def whole_model(stage: PreTrainedModel) -> PreTrainedModel:
+    """Build the model that a pipeline stage is a part of, from its config, without any data.
+
+    Raises:
+        InvalidArgumentError: Its class can't be built from its config alone.
+    """
+    config: Any = copy.deepcopy(stage.config)
+    config.distributed_config = None
+    try:
+        with torch.device("meta"):
+            whole = alias_class(type(stage))(config)
+    except TypeError as error:
+        raise InvalidArgumentError(
+            f"{type(stage).__name__} is one of several pipeline stages, and the whole can't be built from its config, "
+            "to know the order of its names: save it when it is not split."
+        ) from error
+    if "_weight_conversions" in vars(stage):  # those with which transformers has loaded it
+        vars(whole)["_weight_conversions"] = vars(stage)["_weight_conversions"]
+    return whole
