@@ -260,7 +260,8 @@ class _Operation:
         """Leave; the last one deletes what is left of the operation."""
         tag = f"{self._key}/{name}"
         left = self._store.add(f"{tag}/left", 1)
-        if not self._is_now(name) and left == self._store.add(f"{tag}/came", 0):
+        # None have come where another rank has just deleted all: then this very question has made the key anew.
+        if not self._is_now(name) and left >= self._store.add(f"{tag}/came", 0):
             self._store.delete(f"{tag}/{key}" for key in ("came", "left", "opener", "door", "outcome", "failed"))
 
     def _is_now(self, name: str) -> bool:

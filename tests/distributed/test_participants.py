@@ -172,7 +172,7 @@ def _come(rank: int, world_size: int) -> None:
         _miss(rank, world_size)
         _fail(rank, world_size)
     _come_in_threads(rank, world_size)
-    _come_often(rank, world_size, 10)
+    _come_often(rank, world_size, 30)
 
 
 @pytest.mark.parametrize(("world_size", "is_file"), [(4, False), (2, True), (1, True)])
