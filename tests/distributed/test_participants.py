@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from hfshard.distributed.participants import Role, gather_participants
+from hfshard.distributed.status import SaveStatus
 from hfshard.errors import RankFailedError, RankMissingError
 from tests.distributed.gloo import check_ranks, free_port, run_ranks
 
@@ -201,7 +202,9 @@ def _die(rank: int) -> None:
     assert caught.value.rank == 2, str(caught.value)
     assert "gave no sign of life before" in str(caught.value)
     assert time.monotonic() - start < 10
-    # What needs nobody goes on.
+    # What needs nobody goes on, once both are here again: who keeps an operation stays a second for those who look.
+    with SaveStatus("here", [0, 1], rank) as status:
+        status.meet("here")
     assert _take_part("/plain", b"saved", wait_seconds=2, death_seconds=DEATH_SECONDS) == (
         _role(rank),
         [0, 1],
