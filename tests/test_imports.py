@@ -45,6 +45,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "distributed.exchange": (
         "incoming listing local_bytes orders owners",
         "holders",
+        "schedule",
         "rounds",
         "rank_writer",
     ),

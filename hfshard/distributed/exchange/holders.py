@@ -44,6 +44,7 @@ class Parts:
         bounds = [_bounds(part.runs) for part in parts]
         self._starts: Positions = np.array([start for start, _ in bounds], np.int64)
         self._stops: Positions = np.array([stop for _, stop in bounds], np.int64)
+        self._totals: Positions = np.array([part.runs.total for part in parts], np.int64)
         self._by_rank = {rank: number for number, part in enumerate(parts) for rank in part.ranks}
 
     def __iter__(self) -> Iterator[Part]:
@@ -52,6 +53,13 @@ class Parts:
     def between(self, start: int, stop: int) -> list[int]:
         """The numbers of those that may have bytes in a range."""
         return [int(number) for number in np.flatnonzero((self._starts < stop) & (self._stops > start))]
+
+    def counts_between(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """(number, bytes) of the parts that may have bytes in a range; of one with gaps, about how many."""
+        found = np.flatnonzero((self._starts < stop) & (self._stops > start))
+        starts, stops = self._starts[found], self._stops[found]
+        shares = (np.minimum(stops, stop) - np.maximum(starts, start)) / (stops - starts)
+        return list(zip(found.tolist(), (shares * self._totals[found]).astype(np.int64).tolist(), strict=True))
 
     def number_of(self, rank: int) -> int | None:
         """The number of the part that a rank has; None: it has none."""

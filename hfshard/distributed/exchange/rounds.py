@@ -7,8 +7,8 @@ done, and the same process group can save again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,24 +17,11 @@ import torch.distributed as dist
 from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.listing import HeldTensor
 from hfshard.distributed.exchange.local_bytes import byte_stretch
+from hfshard.distributed.exchange.schedule import Stretch, schedule
 from hfshard.distributed.runs import ByteArray, Positions, scatter_into
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import RankFailedError
-
-_WINDOW_BYTES: Final = 4 * 1024 * 1024
-"""Of one owner's files in one round: large for a network, and a few of them stay small beside a model."""
-_ROUND_BYTES: Final = 64 * 1024 * 1024
-"""Of all owners' windows in one round: in the worst case one rank has all of it to send."""
-_LEAST_WINDOW_BYTES: Final = 256 * 1024
-
-
-class Stretch(NamedTuple):
-    """Some consecutive bytes of a stored tensor."""
-
-    name: str
-    start: int
-    stop: int
 
 
 class _Sent(NamedTuple):
@@ -93,7 +80,7 @@ class Exchange:
             RankFailedError: Another rank failed.
             BaseException: What `failure` gave, or sending raised.
         """
-        for windows in _rounds(streams):
+        for windows in schedule(streams, self._holders):
             window = self._round(windows, failure)
             if window is not None:
                 take(window)
@@ -215,40 +202,6 @@ class Exchange:
     def _bytes_of(self, name: str, start: int, stop: int) -> ByteArray:
         held: Any = self._held[name]
         return byte_stretch(held.part() if isinstance(held, SpreadTensor) else held, start, stop)
-
-
-def cut_windows(sizes: Sequence[tuple[str, int]], window_bytes: int) -> Iterator[list[Stretch]]:
-    """Cut consecutive tensors into windows of so many bytes; the last one may be shorter.
-
-    Args:
-        sizes: (name, bytes).
-        window_bytes: Of each window.
-    """
-    window: list[Stretch] = []
-    room = window_bytes
-    for name, nbytes in sizes:
-        start = 0
-        while start < nbytes:
-            stop = min(nbytes, start + room)
-            window.append(Stretch(name, start, stop))
-            room -= stop - start
-            start = stop
-            if not room:
-                yield window
-                window, room = [], window_bytes
-    if window:
-        yield window
-
-
-def _rounds(streams: Mapping[int, Sequence[tuple[str, int]]]) -> Iterator[dict[int, list[Stretch]]]:
-    """The windows of each round, by owner; an owner whose files are whole is left out."""
-    window_bytes = max(_LEAST_WINDOW_BYTES, min(_WINDOW_BYTES, _ROUND_BYTES // max(1, len(streams))))
-    left = {owner: cut_windows(sizes, window_bytes) for owner, sizes in sorted(streams.items())}
-    while left:
-        found = {owner: window for owner, cut in left.items() if (window := next(cut, None)) is not None}
-        left = {owner: left[owner] for owner in found}
-        if found:
-            yield found
 
 
 def _at_least(buffer: ByteArray, nbytes: int) -> ByteArray:

@@ -7,7 +7,6 @@ import pytest
 
 from hfshard._util.threads import start_thread
 from hfshard.distributed.exchange.incoming import Incoming
-from hfshard.distributed.exchange.rounds import Stretch, cut_windows
 
 
 def test_bytes_come_out_in_order_whatever_the_windows_are() -> None:
@@ -45,12 +44,3 @@ def test_a_full_queue_is_left_when_nobody_takes() -> None:
     for _ in range(3):
         incoming.put(np.zeros(1, np.uint8), lambda: next(asked))
     assert next(asked, None) is None
-
-
-def test_windows_go_across_tensors() -> None:
-    assert list(cut_windows([("a", 5), ("none", 0), ("b", 2), ("c", 9)], 4)) == [
-        [Stretch("a", 0, 4)],
-        [Stretch("a", 4, 5), Stretch("b", 0, 2), Stretch("c", 0, 1)],
-        [Stretch("c", 1, 5)],
-        [Stretch("c", 5, 9)],
-    ]
