@@ -10,6 +10,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
+
 from hfshard.errors import UnstorableTensorError
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ Coordinate = tuple[int, ...]
 
 _CACHED_LAYOUTS: Final = 1024
 """Pairs of a shape and a layout: a model has a few dozen, whatever its depth."""
+
+_FSDP_MARKS_FUSED_WEIGHTS = torch.__version__ >= "2.13"
+"""Whether `fully_shard` says so where it splits parts of several weights in one; torch 2.11 says `Shard`."""
 
 
 class Placement(NamedTuple):
@@ -64,7 +69,10 @@ def mesh_layout_of(tensor: DTensor, name: str) -> MeshLayout:
     """
     shape, ranks = _mesh_of(tensor.device_mesh)
     _check_order(tensor, name)
-    return MeshLayout(shape, ranks, tuple(_placement(one, tensor, name) for one in tensor.placements))
+    layout = MeshLayout(shape, ranks, tuple(_placement(one, tensor, name) for one in tensor.placements))
+    if not _FSDP_MARKS_FUSED_WEIGHTS:
+        _check_fused(layout, tensor, name)
+    return layout
 
 
 def held_box(shape: tuple[int, ...], layout: MeshLayout, coordinate: Coordinate) -> Box:
@@ -191,6 +199,9 @@ def _add_split(order: list[tuple[int, int]], axis: int, groups: int, mesh_shape:
        factor is the number of parts that there were already.
     3. Where no later ones make that number, the tensor is several weights in one (gate and up, or query, key and
        value): each of that many groups is split by itself.
+
+    `fully_shard` over such a weight gives two factors, and the earlier one is that of 2. For `distribute_tensor` the
+    same two mean 3, twice; but `_StridedShard` is not public, and nobody is expected to ask for that.
     """
     parts = 1
     for position in range(len(order) + 1):
@@ -280,5 +291,18 @@ def _check_order(tensor: DTensor, name: str) -> None:
                 f"Can't store {name!r}: dimension {entry.tensor_dim} was split by the mesh's dimensions "
                 f"{list(entry.mesh_dims)} in this order, and hfshard knows the ascending one only. "
                 "Gather it first: tensor.full_tensor(), on every rank.",
+                fqn=name,
+            )
+
+
+def _check_fused(layout: MeshLayout, tensor: DTensor, name: str) -> None:
+    """Refuse several weights in one where this torch does not say whether FSDP or tensor parallelism came first."""
+    for splits in _splits(layout.shape, layout.placements, tensor.dim()):
+        fused = [axis for axis, groups in splits if groups > 1]
+        if fused and min(axis for axis, _ in splits) < max(fused):
+            raise UnstorableTensorError(
+                f"Can't store {name!r}: it is several weights in one, and torch {torch.__version__} gives it the same "
+                f"placements {tensor.placements} whichever of the mesh's dimensions came first. "
+                "Use torch 2.13 or newer.",
                 fqn=name,
             )

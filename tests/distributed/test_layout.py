@@ -28,6 +28,7 @@ from hfshard.distributed.layout import (
     whole_box,
 )
 from hfshard.distributed.spread_tensor import SpreadTensor
+from hfshard.errors import UnstorableTensorError
 from tests.training import processes
 
 # (shape, shape of the mesh, placements) -> what the ranks hold, in row-major order of the mesh.
@@ -192,6 +193,11 @@ def _play(cases: list[Case], world_size: int, rank: int) -> None:
     counts = Counter[str]()
     for case in cases:
         tensor = _parallelized(case, meshes)
+        if torch.__version__ < "2.13" and case.fsdp_dim == 0 and (case.tensor_parallel or (0, 1))[1] > 1:
+            with pytest.raises(UnstorableTensorError, match=r"it is several weights in one, .* torch 2\.13 or newer"):
+                SpreadTensor.of(tensor, "weight")
+            counts["refused"] += 1
+            continue
         spread = SpreadTensor.of(tensor, "weight")
         runs = spread.runs()
         places = [
@@ -246,9 +252,17 @@ def test_boxes_are_what_torch_gives_each_rank(tmp_path: Path) -> None:
     # Fewer rows than ranks; uneven rows, or two or three weights in one; experts.
     shapes = ((3,), (12, 5), (4, 8, 6))
 
-    assert _compare_with_torch(tmp_path, shapes) == {"equal": 570, "empty": 88, "strided": 223, "with a gap": 14}
+    counts = _compare_with_torch(tmp_path, shapes)
+
+    assert counts["equal"] + counts.get("refused", 0) == 570
+    if torch.__version__ >= "2.13":
+        assert counts == {"equal": 570, "empty": 88, "strided": 223, "with a gap": 14}
 
 
 @pytest.mark.slow
 def test_boxes_of_many_shapes_are_what_torch_gives_each_rank(tmp_path: Path) -> None:
-    assert _compare_with_torch(tmp_path, SHAPES) == {"equal": 2215, "empty": 339, "strided": 764, "with a gap": 30}
+    counts = _compare_with_torch(tmp_path, SHAPES)
+
+    assert counts["equal"] + counts.get("refused", 0) == 2215
+    if torch.__version__ >= "2.13":
+        assert counts == {"equal": 2215, "empty": 339, "strided": 764, "with a gap": 30}

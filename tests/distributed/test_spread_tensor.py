@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from hfshard.distributed import layout
 from hfshard.distributed.layout import MeshLayout, Placement
 from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
 from hfshard.errors import UnstorableTensorError
@@ -102,6 +103,7 @@ def _check_refusals(rank: int) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
     from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     class Unknown(Placement):
         pass
@@ -128,6 +130,14 @@ def _check_refusals(rank: int) -> None:
     order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
     spec = DTensorSpec(square, (Shard(0), Shard(0)), meta, shard_order=order)
     assert "[1, 0] in this order" in _refused(DTensor(whole[:2], spec, requires_grad=False))
+
+    # Which of the two came first, torch 2.11 does not say; newer ones do.
+    fused = distribute_tensor(whole, square, [Shard(0), _StridedShard(0, split_factor=2)])
+    layout._FSDP_MARKS_FUSED_WEIGHTS = True
+    assert SpreadTensor.of(fused, "weight").stored_box[0] == [((0, 1), (2, 3)), ((1, 2), (3, 4))][rank]
+    layout._FSDP_MARKS_FUSED_WEIGHTS = False
+    assert "it is several weights in one" in _refused(fused)
+    assert SpreadTensor.of(rows, "weight").coordinate == (rank,)
 
     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
