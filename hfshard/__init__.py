@@ -55,6 +55,7 @@ _HOMES = {
     "ShardedModelMixin": "pretrained.mixin",
     "TensorSpec": "storage.tensors.tensor_spec",
     "VerifyReport": "storage.checkpoint.report",
+    "distributed": "distributed",
     "errors": "errors",
     "hub": "hub",
     "load_model": "load",
@@ -73,6 +74,7 @@ _HOMES = {
 __all__ = sorted([*_HOMES, "__version__"])
 
 if TYPE_CHECKING:
+    from hfshard import distributed as distributed
     from hfshard import errors as errors
     from hfshard import hub as hub
     from hfshard import training as training

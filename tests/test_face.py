@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 import hfshard
+import hfshard.distributed
 import hfshard.errors
 import hfshard.hub
 import hfshard.training
 from tests import REPOSITORY
 
-PACKAGES = (hfshard, hfshard.hub, hfshard.training)
+PACKAGES = (hfshard, hfshard.distributed, hfshard.hub, hfshard.training)
 
 
 def homes_of(package: ModuleType) -> dict[str, str]:
@@ -85,6 +86,7 @@ def test_public_names_are_those_of_the_design() -> None:
         "TensorSpec",
         "VerifyReport",
         "__version__",
+        "distributed",
         "errors",
         "hub",
         "load_model",

@@ -1,1 +1,21 @@
 """Models and tensors spread over many ranks: each rank saves and loads its own part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hfshard._util.lazy import lazy_exports
+
+# Public name -> the module that defines it, imported when it is first used: torch.distributed takes time to import.
+_HOMES = {
+    "StorageReader": "dcp.reader",
+    "StorageWriter": "dcp.writer",
+}
+
+__all__ = sorted(_HOMES)
+
+if TYPE_CHECKING:
+    from hfshard.distributed.dcp.reader import StorageReader as StorageReader
+    from hfshard.distributed.dcp.writer import StorageWriter as StorageWriter
+else:
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -26,9 +26,19 @@ from hfshard.storage.disk.file_system import is_remote
 from hfshard.storage.tensors.tensor_bytes import INTEGER_OF_SIZE, lies_in_storage, memory_of, own_memory
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
-Target = torch.Tensor | SpreadTensor
+
+class BoxTarget(NamedTuple):
+    """A tensor that is filled with a box of a stored one."""
+
+    box: Box
+    """Of the stored tensor."""
+    tensor: torch.Tensor
+    """Of the box's shape."""
+
+
+Target = torch.Tensor | SpreadTensor | BoxTarget
 """What is filled: a tensor; or this rank's part of one, of a DTensor or, where what is stored is a rectangle of it, of
-a `SpreadTensor`."""
+a `SpreadTensor`; or a tensor for a box of what is stored."""
 
 _READERS: Final = 4
 """Threads, as for tensors that are read whole."""
@@ -133,6 +143,10 @@ class _Reader:
             What `read_parts` raises before anything is read.
         """
         source, shape = self._source(name)
+        if isinstance(target, BoxTarget):
+            part = _Part(source, shape, target.box, target.tensor.detach())
+            _check_target(name, part)
+            return part
         whole = SpreadTensor.of(target, name) if is_dtensor(target) else target
         if isinstance(whole, SpreadTensor):
             part = _Part(source, whole.stored_sizes, whole.stored_box, whole.part().detach())

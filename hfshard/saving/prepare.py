@@ -112,16 +112,14 @@ def write_staged(
         writer: Writes the weights.
         progress_callback: Gets the bytes that were written, from any thread.
     """
-    staged = {shard.file: f"{number:05d}.weights" for number, shard in enumerate(plan.shards)}
-    paths = [os.path.join(session.staging, name) for name in staged.values()]
-    jobs = shard_jobs(plan, request, paths, session.replaced)
+    jobs = staged_jobs(plan, session, request)
     digests = writer.write(jobs, request.options.checksum, progress_callback)
     index = index_of(plan, request, digests)
     index_json = index.to_json() if plan.is_sharded else None
     files = {shard.file: digest for shard, digest in zip(plan.shards, digests, strict=True)}
     digest = content_digest([index_json] if index_json is not None else [repr(files).encode()])
     new = NewCheckpoint(
-        shards=staged,
+        shards=staged_names(plan),
         keys=list(plan.weight_map),
         index=index_json,
         config=request.config,
@@ -130,6 +128,17 @@ def write_staged(
         companion_files=_stage_companion_files(session, request, progress_callback),
     )
     return new, index
+
+
+def staged_names(plan: ShardPlan) -> dict[str, str]:
+    """Name of each file of a plan -> its name in the staging directory."""
+    return {shard.file: f"{number:05d}.weights" for number, shard in enumerate(plan.shards)}
+
+
+def staged_jobs(plan: ShardPlan, session: SaveSession, request: SaveRequest) -> list[WriteJob]:
+    """Describe what to write for each file of a plan, into the staging directory."""
+    paths = [os.path.join(session.staging, name) for name in staged_names(plan).values()]
+    return shard_jobs(plan, request, paths, session.replaced)
 
 
 def _stage_companion_files(

@@ -164,11 +164,17 @@ def digest_shard(
 ) -> tuple[FileDigest, bytes]:
     """Compute the digest and the head of the file that `write_shards` would write for a job; nothing is written.
 
+    Without a checksum, only the first bytes of tensors are read, for the fingerprint.
+
     Raises:
         InterruptedError: `cancelled` was set.
     """
+    blank = blank_header(job, checksum)
+    if checksum is None:
+        digests = {"fingerprint": fingerprint_of(blank, list(job.tensors.values()))}
+        return _digest_and_header(job, None, blank, digests)
     tell = cancellable(progress_callback, cancelled)
-    return _put_through(job, checksum, blank_header(job, checksum), lambda block: tell(len(block)))
+    return _put_through(job, checksum, blank, lambda block: tell(len(block)))
 
 
 def blank_header(job: WriteJob, checksum: str | None) -> bytes:
@@ -190,6 +196,12 @@ def _put_through(
     digests = {"fingerprint": output.fingerprint.hexdigest()}
     if checksum is not None and output.hasher is not None:
         digests |= {checksum: output.hasher.hexdigest(), "tensor_digests": "".join(tensors)}
+    return _digest_and_header(job, checksum, blank, digests)
+
+
+def _digest_and_header(
+    job: WriteJob, checksum: str | None, blank: bytes, digests: Mapping[str, str]
+) -> tuple[FileDigest, bytes]:
     header = blank if job.hfshard_metadata is None else _headers(job, checksum, digests)[0]
     size = len(header) + sum(tensor_nbytes(tensor) for tensor in job.tensors.values())
     return FileDigest(size, **digests), header
