@@ -119,10 +119,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "data",
         "state",
         "collecting",
+        "spread",
         "run saving",
         "pushing",
         "restoring run_writer",
-        "run_reader",
+        "run_reader spread_saving",
         "run_pushes",
         "manager",
         "integrations recompute",
@@ -146,6 +147,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "training.pushing": ("contents", "hubs", "pusher"),
     "training.recompute": ("block_state", "recomputation", "gradient_checkpointing"),
     "training.restoring": ("applying module_copy", "modules reorderings", "restoration", "resume"),
+    "training.spread": ("layouts states uniting", "part_reading"),
     "training.run": ("manifest background host_copy lock root turns", "directory rotation writing", "finding"),
 }
 

@@ -58,7 +58,7 @@ def save_anywhere(
                 "The model is a part of one that other ranks have the rest of, and there is no process group to save "
                 "it with. Save before destroy_process_group(), on every rank."
             )
-        return save_request(replace(request, tensors=_whole_tensors(request.tensors)), directory, check)
+        return save_request(replace(request, tensors=whole_tensors(request.tensors)), directory, check)
     needs_all = needs_all_ranks(request)
     with gather_participants(os.path.realpath(directory), needs_all=needs_all) as participation:
         status = participation.status
@@ -110,14 +110,14 @@ def save_on_ranks(
     """
     held = with_spread_tensors(request.tensors)
     listing, meshes = list_tensors(request, held)
-    groups, listings = _share_listings(status, listing, meshes)
+    groups, listings = share_listings(status, listing, meshes)
     is_leader = status.rank == status.leader
     if len(listings) == 1 and not meshes and len(groups) == 1:
         index = save_request(request, directory, check) if is_leader else None
         return _share_index(status, index, listing)
-    _refuse_absent(status)
+    refuse_absent(status)
     holders = Holders.unite(groups, listings, request.name_order)
-    writer = RankWriter(status, holders, held, group or _cpu_group())
+    writer = RankWriter(status, holders, held, group or cpu_group())
     if not is_leader:
         writer.follow()
         return _share_index(status, None, listing)
@@ -126,8 +126,12 @@ def save_on_ranks(
     return _share_index(status, index, listing)
 
 
-def _whole_tensors(tensors: Mapping[str, Any]) -> dict[str, TensorLike]:
-    """The tensors of a rank that is alone: what it has of a spread one must be all of it."""
+def whole_tensors(tensors: Mapping[str, Any]) -> dict[str, TensorLike]:
+    """The tensors of a rank that is alone: what it has of a spread one must be all of it.
+
+    Raises:
+        InvalidArgumentError: It is not.
+    """
     found: dict[str, TensorLike] = {}
     for name, tensor in with_spread_tensors(tensors).items():
         if isinstance(tensor, SpreadTensor):
@@ -144,36 +148,47 @@ def _whole_tensors(tensors: Mapping[str, Any]) -> dict[str, TensorLike]:
     return found
 
 
-def _share_listings(
-    status: SaveStatus, listing: Listing, meshes: Sequence[Mesh]
+def share_listings(
+    status: SaveStatus, listing: Listing, meshes: Sequence[Mesh], what: str = ""
 ) -> tuple[list[RankGroup], dict[str, Listing]]:
     """What all ranks have: the leader groups those that say the same, so that little is sent.
 
     Each rank tells a digest and its meshes. A listing itself is told, by one rank, only where there are several.
+
+    Args:
+        status: Of the save.
+        listing: Of this rank.
+        meshes: Those that it numbers.
+        what: Tells apart the listings of one save.
+
+    Returns:
+        The groups of ranks, and digest -> listing; the same on every rank.
     """
     raw = listing.to_json()
     digest = digest_of(raw)
-    status.tell("holding", json.dumps([digest, meshes]).encode())
+    status.tell(f"holding{what}", json.dumps([digest, meshes]).encode())
     if status.rank == status.leader:
         said: dict[bytes, list[int]] = {}
         for rank in status.ranks:
-            said.setdefault(status.wait_for("holding", rank), []).append(rank)
+            said.setdefault(status.wait_for(f"holding{what}", rank), []).append(rank)
         grouped = [[ranks, *json.loads(holding)] for holding, ranks in said.items()]
-        status.tell("groups", json.dumps(grouped).encode())
-    groups = [RankGroup.from_json(value) for value in json.loads(status.wait_for("groups", status.leader))]
+        status.tell(f"groups{what}", json.dumps(grouped).encode())
+    groups = [RankGroup.from_json(value) for value in json.loads(status.wait_for(f"groups{what}", status.leader))]
     speakers: dict[str, int] = {}
     for group in groups:
         speakers.setdefault(group.digest, group.ranks[0])
     listings = {digest: listing}
     if len(speakers) > 1:
         if speakers[digest] == status.rank:
-            status.tell("listing", raw)
+            status.tell(f"listing{what}", raw)
         others = {other: speaker for other, speaker in speakers.items() if other != digest}
-        listings |= {other: Listing.from_json(status.wait_for("listing", rank)) for other, rank in others.items()}
+        listings |= {
+            other: Listing.from_json(status.wait_for(f"listing{what}", rank)) for other, rank in others.items()
+        }
     return groups, listings
 
 
-def _refuse_absent(status: SaveStatus) -> None:
+def refuse_absent(status: SaveStatus) -> None:
     """Refuse to go on without ranks that have tensors of their own.
 
     Raises:
@@ -234,18 +249,22 @@ def _late(request: SaveRequest, status: SaveStatus) -> CheckpointIndex:
     return _index_of(outcome)
 
 
-_CPU_GROUPS: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-"""The id of a default group -> that group, and a gloo group of its ranks."""
+_CPU_GROUPS: dict[bool, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+"""Whether it is for threads -> the default group that it was made for, and a gloo group of its ranks."""
 
 
-def _cpu_group() -> dist.ProcessGroup | None:
-    """A group of all ranks whose collectives take tensors of the CPU; None: the default group. All ranks must call."""
-    backends = dist.get_backend_config().split(",")
-    if "cpu:gloo" in backends:
+def cpu_group(*, for_thread: bool = False) -> dist.ProcessGroup | None:
+    """A group of all ranks whose collectives take tensors of the CPU; None: the default group.
+
+    Every rank must call it, in its main thread: a new group is made where there is none.
+
+    Args:
+        for_thread: For collectives in a thread, beside those of the training: never the default group.
+    """
+    if not for_thread and "cpu:gloo" in dist.get_backend_config().split(","):
         return None
     world: Any = dist.group.WORLD
-    known = _CPU_GROUPS.get(id(world))
+    known = _CPU_GROUPS.get(for_thread)
     if known is None or known[0] is not world:
-        _CPU_GROUPS.clear()
-        known = _CPU_GROUPS[id(world)] = world, dist.new_group(backend="gloo")
+        known = _CPU_GROUPS[for_thread] = world, dist.new_group(backend="gloo")
     return known[1]

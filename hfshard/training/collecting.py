@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
-from hfshard.distributed.saving import needs_all_ranks
+from hfshard.distributed.saving import whole_tensors
 from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.request import is_pretrained, request_from_model
 from hfshard.saving.options import SaveOptions
@@ -29,8 +30,12 @@ from hfshard.training.state import PartKind, TrainingState
 TRAINING_STATE_FORMAT: Final = 1
 """The format of `training_state.json`."""
 
-PARTS: Final = (MODEL_BASE, "optimizer", "state")
+STATE_BASE: Final = "state"
+
+PARTS: Final = (MODEL_BASE, "optimizer", STATE_BASE)
 """The sets of tensors, by the first word of their files' names."""
+
+_OF_A_RANK: Final = re.compile(r"rank\d+/")
 
 _FROZEN_SHARE: Final = 0.1
 """The share of a model's bytes from which frozen weights get files of their own; below it there is little to save."""
@@ -50,6 +55,20 @@ class SavePayload:
         """Bytes of all tensors."""
         return sum(tensor_nbytes(tensor) for request in self.requests.values() for tensor in request.tensors.values())
 
+    def of_one_process(self) -> SavePayload:
+        """The same, for a process that stores all tensors itself, which are checked before anything is copied.
+
+        Raises:
+            UnstorableTensorError: It can't store one.
+            InvalidArgumentError: Other ranks have parts of one.
+        """
+        requests = {
+            base: replace(request, tensors=whole_tensors(request.tensors)) for base, request in self.requests.items()
+        }
+        for request in requests.values():
+            tensor_specs(request.tensors)
+        return replace(self, requests=requests)
+
 
 @dataclass(frozen=True, slots=True)
 class RankState:
@@ -59,6 +78,16 @@ class RankState:
     tensors: dict[str, torch.Tensor]
 
 
+def rank_prefix(rank: int) -> str:
+    """Begins the names of the tensors that belong to one rank alone."""
+    return f"rank{rank}/"
+
+
+def is_of_a_rank(name: str) -> bool:
+    """Whether a tensor of the set `STATE_BASE` belongs to one rank alone."""
+    return _OF_A_RANK.match(name) is not None
+
+
 def collect_rank(state: TrainingState, rank: int) -> RankState:
     """Collect what belongs to this rank alone; nothing is changed, drawn or copied.
 
@@ -66,12 +95,12 @@ def collect_rank(state: TrainingState, rank: int) -> RankState:
         UnstorableTensorError: A value can't be stored; the message says where it is.
     """
     tensors: dict[str, torch.Tensor] = {}
-    prefix = f"rank{rank}"
+    prefix = rank_prefix(rank)
     loaders = {
-        name: {"kind": "loader", "state": encode(part.state_dict(), f"{prefix}/{name}", tensors)}
+        name: {"kind": "loader", "state": encode(part.state_dict(), f"{prefix}{name}", tensors)}
         for name, part in state.of_kind("loader").items()
     }
-    return RankState({"rng": encode(rng_state(), f"{prefix}/rng", tensors), "components": loaders}, tensors)
+    return RankState({"rng": encode(rng_state(), f"{prefix}rng", tensors), "components": loaders}, tensors)
 
 
 def collect(
@@ -93,7 +122,7 @@ def collect(
         progress: Whether to show a bar.
 
     Raises:
-        UnstorableTensorError: A value can't be stored; the message says where it is.
+        UnstorableTensorError: A value can't be stored; the message says where it is. (Tensors are checked later.)
         InvalidArgumentError: An optimizer has a parameter without a name.
     """
     options = SaveOptions(
@@ -120,11 +149,9 @@ def collect(
     requests = {}
     if (model := state.components.get("model")) is not None:
         requests[MODEL_BASE] = _model_request(model, options)
-    for base, part_tensors in (("optimizer", optimizer_tensors), ("state", tensors)):
+    for base, part_tensors in (("optimizer", optimizer_tensors), (STATE_BASE, tensors)):
         if part_tensors:
             requests[base] = request_from_state_dict(part_tensors, replace(options, base=base, progress=None))
-    for request in requests.values():
-        tensor_specs(request.tensors)  # refuses tensors without bytes, before anything is copied
     return SavePayload(requests, raw)
 
 
@@ -155,10 +182,10 @@ def _model_request(model: torch.nn.Module, options: SaveOptions) -> SaveRequest:
     if not is_pretrained(unwrap(model)):
         own = {name: value for name, value in collect_state_dict(model).items() if isinstance(value, torch.Tensor)}
     request = request_from_model(model, own, options)
-    if needs_all_ranks(request):
+    if request.name_order:
         raise InvalidArgumentError(
-            "The model is spread over several ranks, or is one of several pipeline stages, and a training checkpoint "
-            "can't be made of its parts yet. Save the model by save_pretrained or hfshard.save_model, on every rank."
+            "The model is one of several pipeline stages, and a training checkpoint can't be made of stages. Save the "
+            "weights by save_pretrained or hfshard.save_model, on every rank."
         )
     return replace(request, separate_names=_frozen(model, request))
 

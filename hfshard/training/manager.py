@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.distributed.saving import has_other_ranks
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.saving.options import SaveOptions
 from hfshard.storage.format.integrity import Checksum
@@ -25,6 +27,8 @@ from hfshard.training.run.writing import check_names
 from hfshard.training.run_pushes import RunPushes
 from hfshard.training.run_writer import RunWriter
 from hfshard.training.saving import RankContribution, agreed_step, save_on_all_ranks
+from hfshard.training.spread.states import is_spread_state
+from hfshard.training.spread_saving import SpreadSave, save_spread
 from hfshard.training.state import TrainingState
 from hfshard.training.step import RestoredStep
 
@@ -141,12 +145,25 @@ class CheckpointManager(RunPushes):
             self._writer.wait()
             agreed, ranks = agreed_step(contributions)
             metrics = self._metrics_of(agreed, metric)
-            payload = collect(state, ranks, extra, limit, self.checksum, self.progress)
+            payload = collect(state, ranks, extra, limit, self.checksum, self.progress).of_one_process()
             check_names(files or {}, payload)
             self._writer.save(agreed, payload, metrics, dict(files or {}), blocking=blocking)
             return checkpoint_path(self.root, agreed)
 
         with self._writer.turn("save()"):
+            if is_spread_state(state) and has_other_ranks():
+                order = SpreadSave(
+                    state=state,
+                    step=step,
+                    extra=extra,
+                    metrics_of=lambda agreed: self._metrics_of(agreed, metric),
+                    files=files or {},
+                    max_shard_size=limit,
+                    checksum=self.checksum,
+                    progress=self.progress,
+                    blocking=blocking,
+                )
+                return save_spread(order, self._writer)
             return save_on_all_ranks(step, state, write)
 
     @names_files("root")
@@ -186,9 +203,9 @@ class CheckpointManager(RunPushes):
             StateDictMismatchError: The state does not fit; the message says what differs, and what to do.
             HfshardError: Another rank could not restore it.
         """
-        place = Ranks.current().on_each(lambda: absolute_place(step))
-        with self._writer.turn("restore()"):
-            restored = resume(state, lambda: self._choose(place, verify, token), step, strict=strict)
+        with self._writer.turn("restore()"), self._ranks(state) as ranks:
+            place = ranks.on_each(lambda: absolute_place(step))
+            restored = resume(state, lambda: self._choose(place, verify, token), step, strict=strict, ranks=ranks)
         if restored is None:
             raise CheckpointNotFoundError(
                 f"There is no checkpoint in '{self.root}'. Check the path, or train from the beginning.", path=self.root
@@ -213,8 +230,8 @@ class CheckpointManager(RunPushes):
             DamagedCheckpointError: All checkpoints are damaged.
             StateDictMismatchError: As in `restore`.
         """
-        with self._writer.turn("restore_latest()"):
-            return resume(state, lambda: self._choose(None, verify, None), strict=strict)
+        with self._writer.turn("restore_latest()"), self._ranks(state) as ranks:
+            return resume(state, lambda: self._choose(None, verify, None), strict=strict, ranks=ranks)
 
     @names_files("root")
     def wait_until_finished(self) -> None:
@@ -240,6 +257,18 @@ class CheckpointManager(RunPushes):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @contextmanager
+    def _ranks(self, state: TrainingState) -> Iterator[Ranks]:
+        """Those that restore a state together."""
+        is_spread = is_spread_state(state)
+        if is_spread:
+            self._writer.join()  # on every rank: it is a save of them all
+        with Ranks.meeting(os.path.realpath(self.root), is_spread=is_spread) as ranks:
+            if ranks.status is not None:
+                ranks.status.meet("restore")  # where another rank saves, this raises
+                ranks.on_each(self._writer.wait)
+            yield ranks
 
     def _metrics_of(self, step: int, metric: float | Mapping[str, float] | None) -> dict[str, float]:
         """The metrics of a save by name, with a warning where the one that decides is missing."""

@@ -1,13 +1,17 @@
-"""The processes of a run that hold the same model (DDP): values gathered and shared, and one outcome for all."""
+"""The processes of a run: values gathered and shared, and one outcome for all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import torch
 
+from hfshard.distributed.participants import gather_participants
+from hfshard.distributed.status import SaveStatus
 from hfshard.errors import HfshardError
 
 _Value = TypeVar("_Value")
@@ -19,6 +23,9 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
+    status: SaveStatus | None = None
+    """Of an operation of ranks that have parts of the model: values go by its store as JSON, and a rank that dies is an
+    error. None: they go by collectives of the default group."""
 
     @classmethod
     def current(cls) -> Ranks:
@@ -27,6 +34,25 @@ class Ranks:
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
         return cls(distributed.get_rank(), distributed.get_world_size())
+
+    @classmethod
+    @contextmanager
+    def meeting(cls, place: str, *, is_spread: bool) -> Iterator[Ranks]:
+        """The ranks while the block runs, all of which take part in one operation where a model is spread over them.
+
+        Args:
+            place: What the operation is about; the same on all ranks.
+            is_spread: Whether each rank has a part of a model only.
+
+        Raises:
+            RankFailedError: A rank failed, died, or did not come.
+        """
+        ranks = cls.current()
+        if ranks.world_size == 1 or not is_spread:
+            yield ranks
+            return
+        with gather_participants(place, needs_all=True) as participation:
+            yield cls(ranks.rank, ranks.world_size, participation.status)
 
     @property
     def is_first(self) -> bool:
@@ -45,12 +71,17 @@ class Ranks:
         """Return the first rank's value on every rank. Every rank must call."""
         if self.world_size == 1:
             return value
+        if self.status is not None:
+            told = self.status.meet("share", json.dumps(value if self.is_first else None).encode())
+            return json.loads(told[0])  # type: ignore[no-any-return]
         box = [value]
         torch.distributed.broadcast_object_list(box)
         return box[0]
 
     def all_of(self, value: _Value) -> list[_Value]:
         """Return the values of all ranks in order, on every rank. Every rank must call."""
+        if self.status is not None:
+            return [json.loads(raw) for raw in self.status.meet("gather", json.dumps(value).encode()).values()]
         return self.share(self.gather(value))
 
     def first(self, work: Callable[[], _Value]) -> _Value:
@@ -66,7 +97,7 @@ class Ranks:
                 value = work()
             except BaseException as caught:  # noqa: BLE001 - raised below: the other ranks wait for the outcome
                 error = caught
-        value, told = self.share((value, None if error is None else f"{type(error).__name__}: {error}"))
+        value, told = self.share([value, None if error is None else f"{type(error).__name__}: {error}"])
         if error is not None:
             raise error
         if told is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from hfshard._util.progress import bytes_bar
+from hfshard.saving.writing import ShardWriter
 from hfshard.storage.disk.fsops import make_directories
 from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.training.collecting import SavePayload
@@ -46,7 +47,7 @@ class RunWriter:
         self._lock: RunLock | None = None
         self._turns = Turns()
         self._background = Background()
-        self._host_copies = HostCopies()
+        self.host_copies = HostCopies()
         self._is_clean = False
         """Whether nothing is left of saves that failed or were killed; Ctrl-C may end one anywhere."""
         self._save_number = 0
@@ -86,18 +87,53 @@ class RunWriter:
         Raises:
             SaveDirectoryError, AccessDeniedError, RunRemovedError: As in `saving_into`.
         """
+        self.begin()
+        if blocking:
+            self.write(step, payload, metrics, files, blocking=True)
+            return
+        copied = self.host_copies.copy_of(payload)
+        self.start(step, lambda: self.write(step, copied, metrics, files, blocking=False))
+
+    def begin(self) -> None:
+        """Lock the run's directory, and make it where it is missing.
+
+        Raises:
+            As `save`.
+        """
         with saving_into(self.root, self._is_there):
             self._begin()
-            if blocking:
-                self._write(step, payload, metrics, files, self._progress, blocking=True)
-                return
-        copied = self._host_copies.copy_of(payload)
 
-        def work() -> None:
-            with saving_into(self.root, self._is_there):
-                self._write(step, copied, metrics, files, False, blocking=False)
+    def write(
+        self,
+        step: int,
+        payload: SavePayload,
+        metrics: dict[str, float],
+        files: dict[str, bytes],
+        *,
+        blocking: bool,
+        writer: ShardWriter | None = None,
+    ) -> None:
+        """Write a checkpoint, after `begin`.
 
+        Args:
+            step, payload, metrics, files: Of the checkpoint.
+            blocking: Whether the caller waits for it.
+            writer: Writes the shards, where other ranks take part; None: this process does.
+
+        Raises:
+            As `save`.
+        """
+        with saving_into(self.root, self._is_there):
+            self._write(step, payload, metrics, files, writer, blocking=blocking)
+
+    def start(self, step: int, work: Callable[[], object]) -> None:
+        """Do the work of a save in a thread; the next call waits for it, and raises its error."""
         self._background.start(work, f"Saving the checkpoint of step {step} into '{self.root}'")
+
+    def join(self) -> None:
+        """Wait for a save that is under way; its error is left to `wait`."""
+        with self._turns.taken():
+            self._background.join()
 
     def wait(self) -> None:
         """Wait for a save that is under way, and raise its error, once."""
@@ -161,7 +197,7 @@ class RunWriter:
         payload: SavePayload,
         metrics: dict[str, float],
         files: dict[str, bytes],
-        progress: bool | None,
+        writer: ShardWriter | None,
         *,
         blocking: bool,
     ) -> None:
@@ -173,9 +209,9 @@ class RunWriter:
         self._is_clean = False
         try:
             os.mkdir(directory)
-            with bytes_bar("Saving", payload.nbytes, progress) as progress_callback:
+            with bytes_bar("Saving", payload.nbytes, self._progress if blocking else False) as progress_callback:
                 manifest = CheckpointManifest(step, save_number, metrics)
-                manifest = write_checkpoint(directory, payload, manifest, files, reusable, progress_callback)
+                manifest = write_checkpoint(directory, payload, manifest, files, reusable, progress_callback, writer)
             self._save_number = save_number
             self._wait_for_pushes_of(step)
             path = put_in_place(directory, self.root, step)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hfshard.errors import HfshardError, InvalidArgumentError
 from hfshard.training.collecting import RankState, collect_rank
 from hfshard.training.ranks import Ranks
+from hfshard.training.spread.states import check_same_stage, stage_digest
 from hfshard.training.state import TrainingState
 from hfshard.training.step import checked_step
 
@@ -19,6 +20,8 @@ class RankContribution:
     step: int = -1
     state: RankState | None = None
     """None where the rank could not collect it."""
+    stage: str = ""
+    """What tells its modules from those of a pipeline's other stages."""
     problem: str = ""
     """Why it could not, in words."""
 
@@ -41,7 +44,7 @@ def save_on_all_ranks(step: int, state: TrainingState, write: Callable[[Sequence
     contribution = RankContribution()
     error: Exception | None = None
     try:
-        contribution = RankContribution(checked_step(step), collect_rank(state, ranks.rank))
+        contribution = RankContribution(checked_step(step), collect_rank(state, ranks.rank), stage_digest(state))
     except Exception as caught:  # noqa: BLE001 - raised below, when the first rank knows
         error = caught
         contribution = RankContribution(problem=f"{type(error).__name__}: {error}")
@@ -59,7 +62,7 @@ def agreed_step(contributions: Sequence[RankContribution]) -> tuple[int, list[Ra
 
     Raises:
         HfshardError: A rank could not collect its state.
-        InvalidArgumentError: The ranks save different steps.
+        InvalidArgumentError: The ranks save different steps, or stages of a pipeline.
     """
     states: list[RankState] = []
     for rank, contribution in enumerate(contributions):
@@ -69,4 +72,5 @@ def agreed_step(contributions: Sequence[RankContribution]) -> tuple[int, list[Ra
     steps = [contribution.step for contribution in contributions]
     if any(other != steps[0] for other in steps):
         raise InvalidArgumentError(f"All ranks must save the same step, got {steps}.")
+    check_same_stage([contribution.stage for contribution in contributions])
     return steps[0], states

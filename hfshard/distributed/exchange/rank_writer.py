@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Final
@@ -44,14 +44,21 @@ class RankWriter:
         holders: Which rank has what.
         held: This rank's tensors.
         group: Its collectives take tensors of the CPU.
+        stored_name: Gives the name in a file of a tensor that the ranks know by another one.
     """
 
     def __init__(
-        self, status: SaveStatus, holders: Holders, held: Mapping[str, HeldTensor], group: dist.ProcessGroup | None
+        self,
+        status: SaveStatus,
+        holders: Holders,
+        held: Mapping[str, HeldTensor],
+        group: dist.ProcessGroup | None,
+        stored_name: Callable[[str], str] = str,
     ) -> None:
         self._status, self._holders = status, holders
         self._exchange = Exchange(holders, held, status, group)
         self._names = list(holders.layouts)
+        self._stored_name = stored_name
         self._orders = 0
 
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
@@ -140,7 +147,7 @@ class RankWriter:
         for number, file in files.items():
             wanted = dict(order.wanted_bytes(file, self._holders.layouts))
             tensors = {
-                name: RawTensor(self._holders.layouts[name], incoming.blocks(wanted.get(name, 0)))
+                self._stored_name(name): RawTensor(self._holders.layouts[name], incoming.blocks(wanted.get(name, 0)))
                 for name in file.names
             }
             job = WriteJob(file.path, tensors, file.metadata, file.hfshard_metadata, file.replaced)

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from hfshard.state_dicts.dtensors import is_dtensor, local_tensor
+
 logger = logging.getLogger(__name__)
 
 _METHODS: Final = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
@@ -25,7 +27,7 @@ def may_refuse(module: nn.Module) -> bool:
 def keep_module(module: nn.Module) -> Callable[[], None]:
     """Copy a module's tensors and extra states, and return what puts them back."""
     held = list(_tensors(module))
-    copies = {id(tensor): tensor.detach().to("cpu", copy=True) for _, _, tensor in held if not tensor.is_meta}
+    copies = {id(tensor): _own_part(tensor).to("cpu", copy=True) for _, _, tensor in held if not tensor.is_meta}
     extras = [(one, copy.deepcopy(one.get_extra_state())) for one in module.modules() if _has_extra_state(one)]
 
     def put_back() -> None:
@@ -34,7 +36,7 @@ def keep_module(module: nn.Module) -> Callable[[], None]:
                 setattr(owner, name, tensor)
             if id(tensor) in copies:
                 with torch.no_grad():
-                    tensor.copy_(copies[id(tensor)])
+                    _own_part(tensor).copy_(copies[id(tensor)])
         for owner, state in extras:
             _put_back_extra(owner, state)
 
@@ -50,6 +52,11 @@ def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]
             yield owner, name, buffer
 
 
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor, in the same memory."""
+    return local_tensor(tensor) if is_dtensor(tensor) else tensor.detach()
+
+
 def _is_loaded_by_user(module: nn.Module) -> bool:
     hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
     if not all(_is_harmless(hook) for hook in hooks):
@@ -60,8 +67,9 @@ def _is_loaded_by_user(module: nn.Module) -> bool:
 
 
 def _is_harmless(hook: Any) -> bool:
-    """Whether a hook only translates names of older checkpoints: torch's for weight_norm, which speech models have."""
-    return getattr(getattr(hook, "hook", hook), "__module__", None) == weight_norm.__module__
+    """Whether a hook is torch's: it translates names for weight_norm, or lets go what `fully_shard` has gathered."""
+    module = getattr(getattr(hook, "hook", hook), "__module__", None)
+    return module == weight_norm.__module__ or str(module).startswith("torch.distributed.fsdp.")
 
 
 def _has_extra_state(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from hfshard.storage.checkpoint.checkpoint import open_checkpoint
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.names import MODEL_BASE, WeightNames
 from hfshard.storage.format.strict_json import parse_json_object
-from hfshard.training.collecting import TRAINING_STATE_FORMAT
+from hfshard.training.collecting import STATE_BASE, TRAINING_STATE_FORMAT
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.nested import decode
@@ -33,6 +33,9 @@ from hfshard.training.restoring.modules import plan_module
 from hfshard.training.restoring.reorderings import find_reorderings, reordered_state
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.writing import TRAINING_STATE
+from hfshard.training.spread.layouts import StateLayouts
+from hfshard.training.spread.part_reading import read_part_of_rank
+from hfshard.training.spread.states import is_spread_state
 from hfshard.training.state import PartKind, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -98,8 +101,9 @@ def plan_restoration(
     saved = {**saved_state["components"], **own["components"]}
     restoration = Restoration(directory=directory)
     _check_components(state, saved, directory, restoration, strict=strict)
-    tensors = _part(directory, manifest, "state")
-    planner = _Planner(state, saved, directory, manifest, path, tensors, restoration, strict)
+    read = _reader(state, directory, manifest, ranks.rank if ranks.rank < len(saved_ranks) else 0)
+    tensors = read(STATE_BASE)
+    planner = _Planner(state, saved, directory, read, path, tensors, restoration, strict)
     common = [name for name in state.components if name in saved and saved[name].get("kind") == state.kinds[name]]
     for name in sorted(common, key=lambda name: _ORDER[state.kinds[name]]):
         planner.plan(name)
@@ -121,7 +125,7 @@ class _Planner:
         state: TrainingState,
         saved: Mapping[str, dict[str, Any]],
         directory: str,
-        manifest: CheckpointManifest,
+        read: _ReadPart,
         path: str,
         tensors: Mapping[str, torch.Tensor],
         restoration: Restoration,
@@ -131,7 +135,7 @@ class _Planner:
         self.saved = saved
         self.parameter_names = state.parameter_names()
         self.directory = directory
-        self.manifest = manifest
+        self.read = read
         self.path = path
         self.tensors = tensors
         self.restoration = restoration
@@ -147,11 +151,11 @@ class _Planner:
         part = self.state.components[name]
         tensors = self.tensors
         if name == "optimizer":
-            tensors = _part(self.directory, self.manifest, name, is_copied=_is_on_accelerators(part))
+            tensors = self.read(name, is_copied=_is_on_accelerators(part))
         value = decode(self.saved[name]["state"], tensors, self.path)
         try:
             if name == "model":
-                value |= _part(self.directory, self.manifest, MODEL_BASE, is_copied=True)
+                value |= self.read(MODEL_BASE, is_copied=True)
             self._plan(name, part, value)
         except HfshardError as error:
             if self.strict or not isinstance(error, StateDictMismatchError):
@@ -226,20 +230,30 @@ def _read_training_state(path: str, directory: str) -> dict[str, Any]:
     return saved_state
 
 
-def _part(
-    directory: str, manifest: CheckpointManifest, base: str, *, is_copied: bool = False
-) -> dict[str, torch.Tensor]:
-    """The tensors of one set of files.
+class _ReadPart(Protocol):
+    def __call__(self, base: str, *, is_copied: bool = False) -> dict[str, torch.Tensor]: ...
+
+
+def _reader(state: TrainingState, directory: str, manifest: CheckpointManifest, own_rank: int) -> _ReadPart:
+    """What reads the tensors of one set of files.
 
     Those that the training goes on with are read into memory: a mapped file would keep its space on the disk after it
-    was rotated away. Those that are only copied from (`is_copied`) may be mapped.
+    was rotated away. Those that are only copied from (`is_copied`) may be mapped. Of a state that is spread over ranks,
+    this rank's parts are read.
     """
-    names = WeightNames(base=base)
-    entry = next((name for name in (names.single, names.index) if name in manifest.files), None)
-    if entry is None:
-        return {}
-    with open_checkpoint(directory, use_safetensors=True, base=base, weights_name=entry) as checkpoint:
-        return read_tensors(checkpoint, None, "cpu", "auto" if is_copied else "pread")
+    layouts = StateLayouts(state) if is_spread_state(state) else None
+
+    def read(base: str, *, is_copied: bool = False) -> dict[str, torch.Tensor]:
+        names = WeightNames(base=base)
+        entry = next((name for name in (names.single, names.index) if name in manifest.files), None)
+        if entry is None:
+            return {}
+        with open_checkpoint(directory, use_safetensors=True, base=base, weights_name=entry) as checkpoint:
+            if layouts is not None:
+                return read_part_of_rank(checkpoint, base, layouts, own_rank)
+            return read_tensors(checkpoint, None, "cpu", "auto" if is_copied else "pread")
+
+    return read
 
 
 def _check_components(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -62,6 +62,7 @@ def resume(
     wanted: int | str | os.PathLike[str] | None = None,
     *,
     strict: bool,
+    ranks: Ranks,
 ) -> RestoredStep | None:
     """Restore a checkpoint. Every rank must call, and must see the checkpoint's directory or be able to fetch it.
 
@@ -70,6 +71,7 @@ def resume(
         choose: Called on the first rank; it returns None if there is no checkpoint.
         wanted: The step or place that this rank asks for, which must be the same step on every rank.
         strict: Refuse any difference.
+        ranks: This process among those that restore.
 
     Returns:
         The step; None if there is no checkpoint.
@@ -79,7 +81,6 @@ def resume(
         StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
         HfshardError: Another rank has one of these errors; nothing was changed.
     """
-    ranks = Ranks.current()
     wishes = ranks.all_of("a place" if isinstance(wanted, str | os.PathLike) else str(wanted))
     if any(wish != wishes[0] for wish in wishes):
         raise InvalidArgumentError(f"All ranks must restore the same step, got [{', '.join(wishes)}].")
@@ -95,7 +96,7 @@ def _resume_on_ranks(
     strict: bool,
 ) -> RestoredStep | None:
     for _ in range(_TRIES):
-        chosen_checkpoint = ranks.first(choose)
+        chosen_checkpoint = _choose_together(choose, ranks)
         if chosen_checkpoint is None:
             return None
         checkpoint, manifest = chosen_checkpoint
@@ -124,6 +125,26 @@ def _resume_on_ranks(
     if ranks.is_first:
         logger.info("Restored the checkpoint of step %d from '%s'.", manifest.step, checkpoint.path)
     return restored
+
+
+def _choose_together(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks) -> ChosenCheckpoint | None:
+    """Have the first rank choose a checkpoint, and return it on every rank."""
+    chosen: list[ChosenCheckpoint] = []
+
+    def told() -> list[Any] | None:
+        found = choose()
+        if found is None:
+            return None
+        chosen.append(found)
+        checkpoint, manifest = found
+        return [checkpoint.path, checkpoint.step, manifest.to_json().decode()]
+
+    shared = ranks.first(told)
+    if shared is None or chosen:
+        return chosen[0] if chosen else None
+    path, step, raw = shared
+    manifest = CheckpointManifest.from_json(raw.encode(), path)
+    return RunCheckpoint(path, step, manifest), manifest
 
 
 def _local_checkpoint(

@@ -53,6 +53,12 @@ class Background:
         under_way = self._work
         return under_way is not None and not under_way.done()
 
+    def join(self) -> None:
+        """Wait until the work is done; its error is left to `wait`."""
+        under_way = self._work
+        if under_way is not None:
+            wait([under_way])
+
     def wait(self) -> None:
         """Wait until the work is done, and raise its error, once: in one of the threads that wait."""
         under_way = self._work

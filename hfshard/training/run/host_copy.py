@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -22,10 +23,27 @@ class HostCopies:
     """Buffers as large as the state, made at the first save and filled at each one."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+        self._buffers: dict[Hashable, torch.Tensor] = {}
 
     def copy_of(self, payload: SavePayload) -> SavePayload:
-        """Return the payload with copies of all tensors; earlier copies are overwritten.
+        """Return the payload with copies of all tensors; earlier copies are overwritten."""
+        tensors: dict[Hashable, torch.Tensor] = {
+            (base, name): tensor
+            for base, request in payload.requests.items()
+            for name, tensor in request.tensors.items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        copies = self.copies_of(tensors)
+        requests = {}
+        for base, request in payload.requests.items():
+            copied: dict[str, TensorLike] = {
+                name: copies.get((base, name), tensor) for name, tensor in request.tensors.items()
+            }
+            requests[base] = replace(request, tensors=copied)
+        return replace(payload, requests=requests)
+
+    def copies_of(self, tensors: Mapping[Hashable, torch.Tensor]) -> dict[Hashable, torch.Tensor]:
+        """Copy tensors; earlier copies are overwritten.
 
         Buffers of tensors that are no longer part of the state are freed. Tensors of an accelerator are copied into
         page-locked memory, several at once.
@@ -34,15 +52,10 @@ class HostCopies:
             torch.inference_mode(False),
             torch.no_grad(),
         ):  # buffers that are made in inference mode are used outside of it, too
-            return self._copied(payload)
+            self._fill(tensors)
+        return dict(self._buffers)
 
-    def _copied(self, payload: SavePayload) -> SavePayload:
-        tensors: dict[tuple[str, str], torch.Tensor] = {
-            (base, name): tensor
-            for base, request in payload.requests.items()
-            for name, tensor in request.tensors.items()
-            if isinstance(tensor, torch.Tensor)
-        }
+    def _fill(self, tensors: Mapping[Hashable, torch.Tensor]) -> None:
         old = {key: buffer for key, buffer in self._buffers.items() if key in tensors}
         self._buffers = {}  # free unused ones first: the copies must not come on top of them
         self._buffers = {key: _buffer_for(tensor, old.pop(key, None)) for key, tensor in tensors.items()}
@@ -53,13 +66,6 @@ class HostCopies:
         in_threads(lambda pair, _: _copy(*pair), pairs, min(_THREADS, os.cpu_count() or 1))
         for device in devices:
             torch.accelerator.synchronize(device)
-        requests = {}
-        for base, request in payload.requests.items():
-            copied: dict[str, TensorLike] = {
-                name: self._buffers.get((base, name), tensor) for name, tensor in request.tensors.items()
-            }
-            requests[base] = replace(request, tensors=copied)
-        return replace(payload, requests=requests)
 
 
 def _buffer_for(tensor: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:

@@ -21,6 +21,7 @@ from hfshard.constants import (
 )
 from hfshard.errors import HfshardError, InvalidArgumentError
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
+from hfshard.saving.writing import OwnShardWriter, ShardWriter
 from hfshard.storage.disk.fsops import require_space, sync_directory, write_file
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import Checksum
@@ -32,7 +33,6 @@ from hfshard.storage.weights.safetensors_writer import (
     blank_header,
     digest_shard,
     fingerprint_of,
-    write_shards,
 )
 from hfshard.training.collecting import SavePayload
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, shard_record, small_record
@@ -69,6 +69,7 @@ def write_checkpoint(
     files: Mapping[str, bytes],
     reusable: ReusableShards,
     progress_callback: Callable[[int], object] | None,
+    writer: ShardWriter | None = None,
 ) -> CheckpointManifest:
     """Write all files of a checkpoint durably, its manifest last.
 
@@ -79,6 +80,7 @@ def write_checkpoint(
         files: More small files to write.
         reusable: The files of the checkpoint before.
         progress_callback: Gets the bytes that were written, from any thread.
+        writer: Writes the shards, of which then none is linked; None: this process does.
 
     Returns:
         The manifest with all files.
@@ -96,7 +98,7 @@ def write_checkpoint(
         jobs |= zip(names, shard_jobs(plans[base], request, paths))
         small |= request.small_files
     checksum = next((request.options.checksum for request in payload.requests.values()), None)
-    records = _link_or_write(directory, jobs, checksum, reusable, progress_callback)
+    records = _link_or_write(directory, jobs, checksum, reusable, progress_callback, writer)
     for base, request in payload.requests.items():
         if plans[base].is_sharded:
             own = [records[shard.file] for shard in plans[base].shards]
@@ -118,10 +120,11 @@ def _link_or_write(
     checksum: Checksum | None,
     reusable: ReusableShards,
     progress_callback: Callable[[int], object] | None,
+    writer: ShardWriter | None,
 ) -> dict[str, FileDigest]:
     """Link the shards that did not change, write all others, and return the digests of both by file name."""
     await_devices(list(jobs.values()))  # a step that still runs must not change what is compared and written
-    records = _reuse_files(jobs, checksum, reusable)
+    records = _reuse_files(jobs, checksum, reusable) if writer is None else {}  # it is elsewhere that bytes differ
     left = {name: job for name, job in jobs.items() if name not in records}
     require_space(
         directory,
@@ -129,7 +132,7 @@ def _link_or_write(
         doing=f"Saving into '{os.path.dirname(directory)}'",
         todo=". Free some space, or keep fewer checkpoints: max_to_keep.",
     )
-    written = write_shards(list(left.values()), checksum=checksum, progress_callback=progress_callback)
+    written = (writer or OwnShardWriter()).write(list(left.values()), checksum, progress_callback)
     return records | dict(zip(left, written))
 
 
