@@ -12,7 +12,7 @@ from torch import nn
 
 import hfshard
 from tests.distributed.gloo import check_ranks
-from tests.distributed.test_saving import contents
+from tests.distributed.saving.test_state_dicts import contents
 
 
 class Block(nn.Module):

@@ -21,7 +21,7 @@ from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
 from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout
 from tests.distributed.gloo import check_ranks, run_ranks
-from tests.distributed.test_saving import contents
+from tests.distributed.saving.test_state_dicts import contents
 
 ROWS = 3 << 19
 """Of 8 bytes: each rank's part takes several rounds."""
