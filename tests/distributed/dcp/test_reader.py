@@ -20,7 +20,7 @@ from hfshard.distributed.dcp.chunks import check_held
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError, UnstorableTensorError
 from tests.distributed.dcp.test_writer import parallelized_block
 from tests.distributed.gloo import check_ranks
-from tests.distributed.test_saving import spread, whole_state
+from tests.distributed.saving.test_state_dicts import spread, whole_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

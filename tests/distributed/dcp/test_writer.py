@@ -24,7 +24,7 @@ import hfshard
 from hfshard.distributed import StorageWriter
 from hfshard.errors import InvalidArgumentError, RankFailedError, SaveDirectoryError, UnstorableTensorError
 from tests.distributed.gloo import check_ranks
-from tests.distributed.test_saving import SIZES, contents, spread, whole_state
+from tests.distributed.saving.test_state_dicts import SIZES, contents, spread, whole_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
