@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -109,6 +110,7 @@ def load_model(
     read: ReadMode = "auto",
     progress: bool | None = None,
     output_loading_info: bool = False,
+    parallelize: Callable[[Any], Any] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load a checkpoint into a module, or build a transformers model from it.
@@ -124,6 +126,9 @@ def load_model(
         verify, read: As in `load_state_dict`.
         progress: As in `load_state_dict`.
         output_loading_info: Return (model, {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"}).
+        parallelize: For a class: a function that spreads the model over ranks (`fully_shard` ...) and returns it. It is
+            called before the model has data; then each rank reads its parts. What the checkpoint lacks is drawn on each
+            rank: seed them alike.
         kwargs: For a module: variant, subfolder, use_safetensors, revision, token, cache_dir, local_files_only. For a
             class: everything that its `from_pretrained` takes.
 
@@ -143,12 +148,22 @@ def load_model(
         from hfshard.pretrained.build import load_class
 
         options = LoadOptions(
-            strict=strict, verify=verify, read=read, disable_mmap=kwargs.get("disable_mmap"), progress=progress
+            strict=strict,
+            verify=verify,
+            read=read,
+            disable_mmap=kwargs.get("disable_mmap"),
+            progress=progress,
+            parallelize=parallelize,
         )
         if output_loading_info:  # some classes look whether the argument is there, not whether it is true
             kwargs["output_loading_info"] = True
         return load_class(model, path, model_args, kwargs, options)
     options = LoadOptions(strict=strict, verify=verify, read=read, progress=progress)
+    if parallelize is not None:
+        raise InvalidArgumentError(
+            "parallelize is for a model class. Call the function with the module first: "
+            "load_model(parallelize(module), path)."
+        )
     if model_args:
         raise InvalidArgumentError("Positional arguments after the path are for a model class, not for a module.")
     refuse_unknown(kwargs, _QUERY_ARGUMENTS, "load_model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ class LoadOptions:
     """As in transformers."""
     progress: bool | None = None
     """A bar on stderr; None: on a terminal."""
+    parallelize: Callable[[Any], Any] | None = None
+    """Spreads a model of transformers over ranks, before it has data; each rank then reads its parts."""
 
     def __post_init__(self) -> None:
         """Check every value."""

@@ -134,13 +134,13 @@ def load_through(
     if not call.answers and _asks_for_checks(options):
         raise InvalidArgumentError(
             f"{model_class.__name__}.from_pretrained built the model without transformers' loader, so that strict and "
-            "verify had no effect. Leave them out."
+            "verify had no effect, nor parallelize. Leave them out."
         )
     return built
 
 
 def _asks_for_checks(options: LoadOptions) -> bool:
-    return options.strict is not None or options.verify != LoadOptions().verify
+    return options.strict is not None or options.verify != LoadOptions().verify or options.parallelize is not None
 
 
 def _path_for_override(path: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -180,6 +180,8 @@ def _build(
     options: LoadOptions,
     local: LocalCheckpoint | None,
 ) -> Any:
+    if options.parallelize is not None:
+        _refuse_beside_parallelize(path, kwargs)
     if path is None or kwargs.get("state_dict") is not None or kwargs.get("gguf_file") is not None:
         return build(path, *model_args, **kwargs)
     name = path_text(path, "pretrained_model_name_or_path")
@@ -189,6 +191,10 @@ def _build(
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
     kwargs = pin_to_commit(kwargs, local)
     if needs_transformers_loader(local.directory, model_class, kwargs):
+        if options.parallelize is not None:
+            raise InvalidArgumentError(
+                f"'{name}' is read by transformers itself (quantized, offloaded ...): it can't be loaded by parts."
+            )
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
     for _ in range(CHANGED_RETRIES):
         with open_source(source, options, local) as checkpoint:
@@ -200,6 +206,18 @@ def _build(
                 model_args, config, model_kwargs, kwargs
             )
     raise CheckpointChangedError(f"The checkpoint in '{name}' kept changing. Load it when the save is done.", path=name)
+
+
+def _refuse_beside_parallelize(path: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments that say in another way where tensors come from, or go to.
+
+    Raises:
+        InvalidArgumentError: It names one.
+    """
+    others = ("state_dict", "gguf_file", "device_map", "distributed_config", "tp_plan", "device_mesh")
+    given = [name for name in others if kwargs.get(name) is not None] + (["no path"] if path is None else [])
+    if given:
+        raise InvalidArgumentError(f"parallelize can't be given together with {given[0]}. Leave out one of them.")
 
 
 def _check_then_delegate(

@@ -107,6 +107,12 @@ def delegate_to_base(model_class: type, mixin: type, question: str) -> bool:
     return bool(getattr(base, question)())
 
 
+def class_of_alias(alias: type) -> type:
+    """Find the class of which `alias_class` has made this one; any other is returned."""
+    base = alias.__bases__[0]
+    return base if vars(base).get(_ALIAS) is alias else alias
+
+
 def restore_class(model: Any, model_class: type) -> None:
     """Turn a model of an alias class into one of the user's class."""
     if type(model) is not model_class and vars(model_class).get(_ALIAS) is type(model):

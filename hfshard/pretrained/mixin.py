@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -210,6 +210,7 @@ class ShardedModelMixin:
         verify: Verify = "structure",
         read: ReadMode = "auto",
         progress: bool | None = None,
+        parallelize: Callable[[Any], Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Build the model from a checkpoint that is checked first; with the arguments of transformers, and a few more.
@@ -222,6 +223,9 @@ class ShardedModelMixin:
             verify: "none"; "structure" (names, sizes, headers, fingerprints); "full" or "sha256" (every byte).
             read: "auto", "mmap" or "pread": how the bytes come into memory (see `load_state_dict`).
             progress: Whether to show a bar on stderr while checksums are computed; None: only on a terminal.
+            parallelize: A function that spreads the model over ranks (`fully_shard`, `parallelize_module` ...) and
+                returns it. It is called before the model has data; then each rank reads its parts. What the
+                checkpoint lacks is drawn on each rank: seed them alike.
             kwargs: Everything that transformers' `from_pretrained` takes, and an override of the class.
 
         Returns:
@@ -237,7 +241,12 @@ class ShardedModelMixin:
         """
         _refuse_other_model(cls)
         options = LoadOptions(
-            strict=strict, verify=verify, read=read, disable_mmap=kwargs.get("disable_mmap"), progress=progress
+            strict=strict,
+            verify=verify,
+            read=read,
+            disable_mmap=kwargs.get("disable_mmap"),
+            progress=progress,
+            parallelize=parallelize,
         )
         return load_through(super(), cls, pretrained_model_name_or_path, model_args, kwargs, options)  # type: ignore[arg-type]
 

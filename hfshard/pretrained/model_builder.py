@@ -7,12 +7,14 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfshard._util.threads import ProcessLock
+from hfshard.distributed.reading import stored_tensors
 from hfshard.errors import StateDictMismatchError
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import LocalCheckpoint
@@ -23,6 +25,8 @@ from hfshard.pretrained.arguments import (
     commit_argument,
     device_of,
 )
+from hfshard.pretrained.class_alias import class_of_alias
+from hfshard.pretrained.ranks.parallelized import ParallelizedLoad
 from hfshard.state_dicts.keys import KeyMismatch, compare
 from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, strip_compiled, strip_wrappers
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
@@ -71,22 +75,25 @@ class ModelBuilder:
         """
         if self.model_class.can_generate() and kwargs.get("generation_config") is None:
             check_generation_config(self.checkpoint.directory)
-        tensors = self._tensors(config, kwargs)
+        parallel = self._parallelized_load()
+        tensors = self._tensors(config, kwargs) if parallel is None else self._described(config, parallel)
         arguments = {key: value for key, value in kwargs.items() if key in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
         for key in ("config", "output_loading_info", "use_safetensors", "variant", "disable_mmap", *SOURCE_ARGUMENTS):
             arguments.pop(key, None)
         arguments |= {"config": config, "state_dict": tensors, "output_loading_info": True}
         try:
             with _building_lock.held(), _load_report_names(self.name), _configs_named(self.local.path):
-                model, info = self.call(None, *model_args, **arguments, **model_kwargs)
+                model, info = self._call(parallel)(None, *model_args, **arguments, **model_kwargs)
         except RuntimeError as error:
             if "ignore_mismatched_sizes" in str(error):
                 raise self._shapes_differ(config, tensors) from error
             raise
         self._check(model, info, len(tensors))
         self._name(model)
-        self._tie(model)
+        if parallel is None:
+            self._tie(model)
         self._load_generation_config(model, kwargs)
+        model = model if parallel is None else parallel.parallelized
         return (model, info) if kwargs.get("output_loading_info") else model
 
     def _shapes_differ(self, config: Any, tensors: Mapping[str, torch.Tensor]) -> StateDictMismatchError:
@@ -104,16 +111,41 @@ class ModelBuilder:
             mismatched_keys=mismatched,
         )
 
+    def _parallelized_load(self) -> ParallelizedLoad | None:
+        if self.options.parallelize is None:
+            return None
+        return ParallelizedLoad(self.options.parallelize, class_of_alias(self.model_class), self.checkpoint)
+
+    def _call(self, parallel: ParallelizedLoad | None) -> Callable[..., Any]:
+        """What builds the model: transformers' own `from_pretrained`."""
+        if parallel is None:
+            return self.call
+        return partial(cast(Any, PreTrainedModel.from_pretrained).__func__, parallel.load_class(self.model_class))
+
+    def _described(self, config: Any, parallel: ParallelizedLoad) -> dict[str, torch.Tensor]:
+        """The tensors without data, by the names that transformers is given."""
+        described = stored_tensors(self.checkpoint)
+        stored = [*self._keys(), *self.checkpoint.index.undeclared_ties]
+        names = self._without_wrappers(config, {name: described[name] for name in stored})
+        parallel.stored_names = {names[name]: name for name in stored}
+        parallel.tie = self._tie
+        return {names[name]: described[name] for name in stored}
+
     def _tensors(self, config: Any, kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         index = self.checkpoint.index
         tensors = self.checkpoint.read(self._keys(), self.options.read, device_of(self.checkpoint, config, kwargs))
         # What the config ties, transformers ties itself; to pass it twice would cost a comparison of the values.
         tensors |= {name: tensors[index.tied_names[name]] for name in index.undeclared_ties}
-        if has_wrapper_prefix(tensors):
-            names = _names_for(self.model_class, config, tensors)
-            self._refuse_merging(names)
-            tensors = {names[name]: tensor for name, tensor in tensors.items()}
-        return tensors
+        names = self._without_wrappers(config, tensors)
+        return {names[name]: tensor for name, tensor in tensors.items()}
+
+    def _without_wrappers(self, config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Name in the file -> name for transformers."""
+        if not has_wrapper_prefix(tensors):
+            return dict(zip(tensors, tensors, strict=True))
+        names = _names_for(self.model_class, config, tensors)
+        self._refuse_merging(names)
+        return names
 
     def _refuse_merging(self, names: Mapping[str, str]) -> None:
         """Refuse names that are one name without the prefixes of wrappers: one of the tensors would be lost."""

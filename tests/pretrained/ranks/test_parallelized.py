@@ -1,0 +1,115 @@
+"""Models that the user spreads over ranks before they have data, and that are read by parts."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
+
+import hfshard
+from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from tests.distributed.gloo import check_ranks
+from tests.pretrained.ranks.layouts import SPECIMENS, spread
+from tests.pretrained.ranks.test_stored_parts import convert_by_computing
+from tests.zoo.mixin_classes import with_mixin
+
+pytestmark = pytest.mark.compat
+
+
+def same(found: nn.Module, expected: nn.Module) -> bool:
+    """Whether parameters and all buffers are the same, bit for bit; ties, too."""
+    ours = [*found.named_parameters(remove_duplicate=False), *found.named_buffers(remove_duplicate=False)]
+    theirs = [*expected.named_parameters(remove_duplicate=False), *expected.named_buffers(remove_duplicate=False)]
+    assert [name for name, _ in ours] == [name for name, _ in theirs]
+    for (name, one), (_, other) in zip(ours, theirs, strict=True):
+        first, second = (value.full_tensor() if isinstance(value, DTensor) else value for value in (one, other))
+        assert first.dtype == second.dtype, name
+        assert torch.equal(first, second), name
+    return len(list(found.parameters())) == len(list(expected.parameters()))
+
+
+def load_by_parts(rank: int, place: Path, names: tuple[str, ...], layouts: tuple[str, ...]) -> None:
+    for name in names:
+        if name == "computed":
+            convert_by_computing()
+        specimen = SPECIMENS["llama_untied_even" if name == "computed" else name]
+        model_class: Any = with_mixin(specimen.stock_class)
+        if name == "computed" and rank == 0:
+            specimen.build(model_class).save_pretrained(place / name, is_main_process=True)
+        torch.distributed.barrier()
+        expected = model_class.from_pretrained(place / name)
+        for layout in layouts:
+            found = model_class.from_pretrained(place / name, parallelize=partial(spread, layout=layout))
+
+            assert isinstance(found, model_class)
+            assert not found.training
+            assert same(found, expected), (name, layout)
+            batch = torch.arange(8).view(2, 4)
+            if "fsdp" in layout and "tp" not in layout:
+                torch.testing.assert_close(found(batch).logits, expected(batch).logits)
+        stock = hfshard.load_model(
+            specimen.stock_class, place / name, dtype=torch.bfloat16, parallelize=partial(spread, layout=layouts[0])
+        )
+        assert same(stock, specimen.stock_class.from_pretrained(place / name, dtype=torch.bfloat16))
+
+
+def test_two_ranks_read_what_one_process_loads(tmp_path: Path) -> None:
+    names = ("llama_untied", "llama_tied", "llama_mixed_dtypes", "qwen3_moe")
+    for name in names:
+        SPECIMENS[name].build(with_mixin(SPECIMENS[name].stock_class)).save_pretrained(tmp_path / name)
+    check_ranks(tmp_path / "ranks", 2, load_by_parts, tmp_path, (*names, "computed"), ("fsdp", "tp"))
+
+
+def test_four_ranks_read_what_one_process_loads(tmp_path: Path) -> None:
+    names = ("llama_tied", "qwen3_moe")
+    for name in names:
+        SPECIMENS[name].build(with_mixin(SPECIMENS[name].stock_class)).save_pretrained(tmp_path / name)
+    check_ranks(tmp_path / "ranks", 4, load_by_parts, tmp_path, (*names, "computed"), ("fsdp_tp", "hsdp"))
+
+
+def load_what_differs(rank: int, place: Path) -> None:
+    shard = partial(spread, layout="fsdp")
+    base = hfshard.load_model(LlamaModel, place, parallelize=shard)
+    assert same(base, LlamaModel.from_pretrained(place))
+
+    torch.manual_seed(0)
+    head, info = hfshard.load_model(
+        LlamaForSequenceClassification, place, parallelize=shard, output_loading_info=True, num_labels=2, pad_token_id=0
+    )
+    assert info["missing_keys"] == {"score.weight"}
+    assert info["unexpected_keys"] == {"lm_head.weight"}
+    assert same(head.model, base)
+    assert 0 < head.score.weight.full_tensor().std() < 0.1
+    assert head(torch.ones(1, 3, dtype=torch.int64)).logits.shape == (1, 2)
+
+    with pytest.raises(StateDictMismatchError, match=r"score\.weight"):
+        hfshard.load_model(LlamaForSequenceClassification, place, parallelize=shard, strict=True)
+
+
+def test_missing_names_are_initialised_and_prefixes_are_matched(tmp_path: Path) -> None:
+    SPECIMENS["llama_untied"].build(with_mixin(LlamaForCausalLM)).save_pretrained(tmp_path / "whole")
+    check_ranks(tmp_path / "ranks", 2, load_what_differs, tmp_path / "whole")
+
+
+def test_arguments_that_contradict_parallelize_are_refused(tmp_path: Path) -> None:
+    mine: Any = with_mixin(LlamaForCausalLM)
+    SPECIMENS["llama_untied"].build(mine).save_pretrained(tmp_path)
+    for arguments in ({"device_map": "cpu"}, {"distributed_config": {"tp_size": 2}}):
+        with pytest.raises(InvalidArgumentError, match=f"together with {next(iter(arguments))}"):
+            mine.from_pretrained(tmp_path, parallelize=lambda model: model, **arguments)
+    with pytest.raises(InvalidArgumentError, match="must return the model"):
+        mine.from_pretrained(tmp_path, parallelize=lambda model: None)
+    with pytest.raises(InvalidArgumentError, match="is for a model class"):
+        hfshard.load_model(nn.Linear(1, 1), tmp_path, parallelize=lambda model: model)
+
+    whole = mine.from_pretrained(tmp_path, parallelize=lambda model: model)
+
+    assert same(whole, mine.from_pretrained(tmp_path))
+    assert type(whole) is mine
