@@ -85,6 +85,7 @@ class StorageReader(dcp_storage.StorageReader):
         self._source = None if path is None else self._source_of(path)
         self._opened = ExitStack()
         self._checkpoint: OpenCheckpoint | None = None
+        self._problem: Exception | None = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -103,13 +104,27 @@ class StorageReader(dcp_storage.StorageReader):
         if checkpoint_id is not None:
             self._source = self._source_of(checkpoint_id)
 
-    @names_files("checkpoint_id")
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Open and check the checkpoint, and describe its tensors: each is one chunk. It stays open for `read_data`.
+
+        Args:
+            args: None.
+            kwargs: `rank`, where torch.distributed.checkpoint asks a second time. It has caught what the first call
+                raised, and some versions say nothing of it: what is returned now raises it when it is looked at.
 
         Raises:
             Everything that `hfshard.load_state_dict` raises before it reads tensors.
         """
+        if "rank" in kwargs and self._problem is not None:
+            return Metadata(_Unreadable(self._problem))  # type: ignore[arg-type]
+        try:
+            return self._read_metadata()
+        except Exception as error:
+            self._problem = error
+            raise
+
+    @names_files("checkpoint_id")
+    def _read_metadata(self) -> Metadata:
         self._close()
         if self._source is None:
             raise InvalidArgumentError("What is to be loaded? Give StorageReader a path, or dcp.load a checkpoint_id.")
@@ -122,7 +137,9 @@ class StorageReader(dcp_storage.StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take the role of a rank: all are alike."""
+        """Raise what `read_metadata` has raised."""
+        if self._problem is not None:
+            raise self._problem
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Tell the coordinating rank which checkpoint this one has opened."""
@@ -178,7 +195,24 @@ class StorageReader(dcp_storage.StorageReader):
 
     def _close(self) -> None:
         self._checkpoint = None
+        self._problem = None
         self._opened.close()
+
+
+class _Unreadable(Mapping[str, TensorStorageMetadata]):
+    """In place of the tensors of a checkpoint that can't be opened: says why, whatever is asked."""
+
+    def __init__(self, problem: Exception) -> None:
+        self._problem = problem
+
+    def __getitem__(self, name: str) -> TensorStorageMetadata:
+        raise self._problem
+
+    def __iter__(self) -> Iterator[str]:
+        raise self._problem
+
+    def __len__(self) -> int:
+        raise self._problem
 
 
 def _metadata_of(tensor: torch.Tensor) -> TensorStorageMetadata:

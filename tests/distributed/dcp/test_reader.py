@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import hfshard
 from hfshard.distributed import StorageReader, StorageWriter
 from hfshard.distributed.dcp.chunks import check_held
-from hfshard.errors import CheckpointChangedError, InvalidArgumentError, UnstorableTensorError
+from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, InvalidArgumentError, UnstorableTensorError
 from tests.distributed.dcp.test_writer import parallelized_block
 from tests.distributed.gloo import check_ranks
 from tests.distributed.saving.test_state_dicts import spread, whole_state
@@ -153,7 +153,14 @@ def test_metadata_describes_the_tensors(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     hfshard.save_state_dict({"a": torch.ones(3)}, tmp_path)
+    empty = tmp_path / "empty"
+    empty.mkdir()
 
+    with pytest.raises(CheckpointException, match="There is no checkpoint in") as raised:
+        load({"a": torch.ones(3)}, storage_reader=StorageReader(), checkpoint_id=empty)
+    assert isinstance(raised.value.failures[0][0], CheckpointNotFoundError)
+    with pytest.raises(CheckpointNotFoundError):
+        StorageReader(empty).read_metadata()
     with pytest.raises(CheckpointException, match="Give StorageReader a path"):
         load({"a": torch.ones(3)}, storage_reader=StorageReader())
     with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: b"):

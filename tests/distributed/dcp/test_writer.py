@@ -170,7 +170,8 @@ def refuse_on_rank(rank: int, place: Path) -> None:
         ({"epoch": 3} if rank else {"weight": torch.ones(2)}, "epoch"),
     ]
     for state, name in cases:
-        with pytest.raises(CheckpointException, match=name):
+        # torch 2.11 does not say which tensor's chunks overlap.
+        with pytest.raises(CheckpointException, match=f"{name}|Failed to validate global plan"):
             save(state, storage_writer=StorageWriter(place))
         dist.barrier()
         assert not place.exists()
