@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -12,6 +12,13 @@ from torch import nn
 from hfshard._util.arguments import refuse_unknown
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import path_text
+from hfshard.distributed.loading import (
+    check_like,
+    files_of_names,
+    has_spread_state,
+    load_into_spread_module,
+    load_like,
+)
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.into_module import load_into_module
@@ -19,7 +26,7 @@ from hfshard.loading.options import LoadOptions, checked_device
 from hfshard.loading.reading import files_holding, read_tensors, stored_names
 from hfshard.loading.source import CheckpointSource, open_source, open_source_by_ranges
 from hfshard.state_dicts.keys import KeySelection
-from hfshard.storage.checkpoint.checkpoint import Verify
+from hfshard.storage.checkpoint.checkpoint import FilesOf, Verify
 from hfshard.storage.weights.tensor_reader import ReadMode
 
 _QUERY_ARGUMENTS: Final = frozenset(
@@ -33,6 +40,7 @@ def load_state_dict(
     path: str | os.PathLike[str],
     *,
     keys: KeySelection | None = None,
+    like: Mapping[str, torch.Tensor] | None = None,
     device: str | torch.device = "cpu",
     variant: str | None = None,
     use_safetensors: bool | None = None,
@@ -54,7 +62,10 @@ def load_state_dict(
             (pytorch_model.bin, .pt), or an index. Then it is loaded whatever else lies beside it.
         keys: Which names to load: names, globs ("*.bias"), or a function of the name. None: all. Only they are
             loaded, and only the shards that hold them are downloaded, opened and checked.
-        device: Where the tensors go.
+        like: A state dict: its names are loaded, as new tensors of its shapes, dtypes and devices; where it has a
+            DTensor, as one of the same mesh and placements, of which each rank reads its part. Then every rank of the
+            default process group must call, and all load or none.
+        device: Where the tensors go; with `like`, only those whose like is a plain tensor on the meta device.
         variant, subfolder, revision, token, cache_dir, local_files_only: As in transformers' `from_pretrained`.
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
         verify: "none": only what reading needs; "structure": names, sizes, headers and fingerprints; "full" (or
@@ -76,12 +87,19 @@ def load_state_dict(
     Raises:
         CheckpointNotFoundError: There are no weights.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before any tensor is returned.
-        StateDictMismatchError: `keys` names something that is not there.
+        StateDictMismatchError: `keys` or `like` names something that is not there; or it is there in another shape than
+            in `like`, or in a dtype that can't be cast to that one's (`torch.can_cast`).
+        RankFailedError: Another rank refused, failed, died, or did not come.
 
     Example:
         biases = hfshard.load_state_dict("out", keys="*bias", verify="full")
+        sharded = hfshard.load_state_dict("out", like=model.state_dict())  # on every rank
     """
     device = checked_device(device)
+    if like is not None:
+        check_like(like)
+        if keys is not None or ranges:
+            raise InvalidArgumentError("like= can't be combined with keys= or ranges=True: it says what is loaded.")
     query = CheckpointQuery(
         variant=variant,
         use_safetensors=use_safetensors,
@@ -90,10 +108,12 @@ def load_state_dict(
         token=token,
         cache_dir=cache_dir,
         local_files_only=local_files_only,
-        files_of=None if keys is None else lambda index: files_holding(index, keys),
+        files_of=_files_of(keys, like),
     )
     options = LoadOptions(verify=verify, read=read, disable_mmap=disable_mmap, progress=progress)
     source = CheckpointSource(path_text(path), query, takes_files=True)
+    if like is not None:
+        return load_like(source, like, device, options)
     if ranges and not local_files_only and source.find_local() is None:
         with open_source_by_ranges(source, lambda index: stored_names(index, keys), options) as checkpoint:
             return read_tensors(checkpoint, keys, device, "pread")
@@ -117,7 +137,8 @@ def load_model(
 
     Args:
         model: An `nn.Module` to load into, in place (wrappers are looked through); or a transformers class, concrete
-            or Auto, to build.
+            or Auto, to build. Of a module with DTensors (fully_shard, parallelize_module) each rank reads its part:
+            every rank of the default process group must call, and all load or none.
         path: A directory, or a repo of the Hub; for a module also one file, as in `load_state_dict`.
         model_args: For a class: passed to its `from_pretrained`.
         strict: For a module, True (the default) refuses missing and unexpected names, False ignores them; shapes must
@@ -138,6 +159,7 @@ def load_model(
 
     Raises:
         StateDictMismatchError: Names or shapes do not fit; nothing was assigned.
+        RankFailedError: Another rank refused, failed, died, or did not come.
         Everything that `load_state_dict` raises.
 
     Example:
@@ -174,5 +196,13 @@ def load_model(
 
 @names_files("path")
 def _load_module(model: nn.Module, source: CheckpointSource, options: LoadOptions) -> dict[str, Any]:
+    if has_spread_state(model):
+        return load_into_spread_module(model, source, options)
     with open_source(source, options) as checkpoint:
         return load_into_module(model, checkpoint, options)
+
+
+def _files_of(keys: KeySelection | None, like: Mapping[str, torch.Tensor] | None) -> FilesOf | None:
+    if like is not None:
+        return lambda index: files_of_names(index, like.keys())
+    return None if keys is None else lambda index: files_holding(index, keys)

@@ -41,7 +41,13 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "training_commands",
         "main",
     ),
-    "distributed": ("layout liveness", "runs status", "participants spread_tensor", "exchange reading", "dcp saving"),
+    "distributed": (
+        "layout liveness",
+        "runs status",
+        "participants spread_tensor",
+        "exchange reading",
+        "dcp loading saving",
+    ),
     "distributed.dcp": ("chunks staged_save", "reader write_items", "writer"),
     "distributed.exchange": (
         "incoming listing local_bytes orders owners",

@@ -56,6 +56,11 @@ class Participation:
         return [] if self.status is None else self.status.ranks
 
 
+def has_other_ranks() -> bool:
+    """Whether there is a default process group of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 @contextmanager
 def gather_participants(
     place: str,

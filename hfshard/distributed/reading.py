@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -42,8 +42,10 @@ a `SpreadTensor`; or a tensor for a box of what is stored."""
 
 _READERS: Final = 4
 """Threads, as for tensors that are read whole."""
-_BLOCK_BYTES: Final = 4 * 1024 * 1024
+_BLOCK_BYTES: Final = 1024 * 1024
 """Bytes of a local tensor that one thread reads at once, by way of a stage where they can't be read into place."""
+_FAR_BLOCK_BYTES: Final = 4 * 1024 * 1024
+"""The same for a file system of the network."""
 _WINDOW_BYTES: Final = 4 * 1024 * 1024
 """Bytes of a file that are read by one call, with those between the runs, which nobody wants."""
 _FAR_GAP_BYTES: Final = 1024 * 1024
@@ -73,15 +75,20 @@ def read_parts(checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]],
         with open_checkpoint(directory) as checkpoint:
             read_parts(checkpoint, [("encoder.weight", encoder.weight)])
     """
+    return prepare_reads(checkpoint, wanted, is_far=is_far)()
+
+
+def prepare_reads(
+    checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]], *, is_far: bool | None = None
+) -> Callable[[], int]:
+    """Check what `read_parts` checks, and return what then reads.
+
+    Raises:
+        What `read_parts` raises before anything is read.
+    """
     reader = _Reader(checkpoint, is_far)
     parts = [reader.part(name, target) for name, target in wanted]
-    jobs: list[Callable[[], int]] = []
-    for part in sorted(parts, key=_Part.place):
-        jobs += [partial(reader.read, block) for block in _blocks(part)]
-    with torch.no_grad():
-        counts = in_threads(lambda job, _: job(), jobs, _READERS)
-    increment_version([part.target for part in parts if not part.target.is_inference()])
-    return sum(counts)
+    return partial(reader.read_all, sorted(parts, key=_Part.place))
 
 
 def stored_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
@@ -165,6 +172,14 @@ class _Reader:
         _check_target(name, part)
         return part
 
+    def read_all(self, parts: Sequence[_Part]) -> int:
+        """Read parts into place, in their order, and return the bytes that were read."""
+        jobs = [partial(self.read, block) for part in parts for block in _blocks(part)]
+        with torch.no_grad():
+            counts = in_threads(lambda job, _: job(), jobs, _READERS)
+        increment_version([part.target for part in parts if not part.target.is_inference()])
+        return sum(counts)
+
     def read(self, part: _Part) -> int:
         """Read a part into place, and return the bytes that were read."""
         source, sizes, box, target = part
@@ -229,7 +244,7 @@ class _Reader:
         try:
             stage = self._stages.pop()
         except IndexError:
-            stage = own_memory((max(_BLOCK_BYTES, _WINDOW_BYTES),), torch.uint8)
+            stage = own_memory((max(_FAR_BLOCK_BYTES, _WINDOW_BYTES),), torch.uint8)
         try:
             yield stage
         finally:
@@ -267,20 +282,21 @@ def _is_castable(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _blocks(part: _Part) -> Iterator[_Part]:
-    """Split a part into ones of at most `_BLOCK_BYTES`, in row-major order.
+    """Split a part into ones that are read at once, in row-major order.
 
     Those of a contiguous target are contiguous.
     """
     sizes = box_shape(part.box)
-    row_elements = prod(sizes)
-    if not row_elements:
+    elements = prod(sizes)
+    if not elements:
         return
     itemsize = part.source.dtype.itemsize
+    most_bytes = _FAR_BLOCK_BYTES if isinstance(part.source, _FileTensor) and part.source.is_far else _BLOCK_BYTES
     dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
-    if dim is None or row_elements * itemsize <= _BLOCK_BYTES:
+    if dim is None or elements * itemsize <= most_bytes:
         yield part
         return
-    rows = max(1, _BLOCK_BYTES * sizes[dim] // (row_elements * itemsize))
+    rows = max(1, most_bytes * sizes[dim] // (elements * itemsize))
     for start in range(0, sizes[dim], rows):
         stop = min(start + rows, sizes[dim])
         box = (*part.box[:dim], tuple(section(part.box[dim], start, stop)), *part.box[dim + 1 :])

@@ -15,7 +15,7 @@ from hfshard._util.paths import absolute_path
 from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.listing import HeldTensor, Listing, Mesh, RankGroup, digest_of, list_tensors
 from hfshard.distributed.exchange.rank_writer import RankWriter
-from hfshard.distributed.participants import Role, gather_participants
+from hfshard.distributed.participants import Role, gather_participants, has_other_ranks
 from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import InvalidArgumentError, RankMissingError
@@ -79,11 +79,6 @@ def decline_save(save_directory: str | os.PathLike[str]) -> None:
 def needs_all_ranks(request: SaveRequest) -> bool:
     """Whether other ranks have parts of its tensors, or tensors that it lacks."""
     return bool(request.name_order) or has_spread(request.tensors)
-
-
-def has_other_ranks() -> bool:
-    """Whether there is a default process group of several ranks."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def save_on_ranks(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from hfshard.state_dicts.state_dict import assign, collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, unwrap
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+
+Fill = Callable[[nn.Module, Mapping[str, torch.Tensor]], None]
+"""Gives a module the tensors that a checkpoint has for it, by the names that `collect_state_dict` gives."""
 
 
 def match_to_model(
@@ -47,13 +50,21 @@ def match_to_model(
     return renamed, compare(renamed, model_state)
 
 
-def load_into_module(model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions) -> dict[str, Any]:
+def load_into_module(
+    model: nn.Module,
+    checkpoint: OpenCheckpoint,
+    options: LoadOptions,
+    stored: Mapping[str, torch.Tensor] | None = None,
+    fill: Fill = assign,
+) -> dict[str, Any]:
     """Load a checkpoint into a module.
 
     Args:
         model: Changed; wrappers around it are looked through.
         checkpoint: Open.
         options: How; `strict=False` passes over missing and unexpected names.
+        stored: Its tensors, tied names included; None: they are read as the options say.
+        fill: Assigns what fits, once everything is checked.
 
     Returns:
         What differs, in the form of transformers' `output_loading_info`.
@@ -65,12 +76,13 @@ def load_into_module(model: nn.Module, checkpoint: OpenCheckpoint, options: Load
     model = unwrap(model)
     refuse_offloaded(model)
     model_state = collect_state_dict(model)
-    stored = read_tensors(checkpoint, None, "cpu", options.read)
+    if stored is None:
+        stored = read_tensors(checkpoint, None, "cpu", options.read)
     tensors, difference = match_to_model(stored, model_state, checkpoint.directory)
     refuse_expanded(model, tensors, checkpoint.directory)
     matched = len(model_state) - len(difference.missing)
     difference.raise_unless_allowed(strict=options.strict is not False, path=checkpoint.directory, matched=matched)
-    assign(model, tensors)
+    fill(model, tensors)
     return {
         "missing_keys": set(difference.missing),
         "unexpected_keys": set(difference.unexpected),

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from hfshard.errors import InvalidArgumentError
+from hfshard.state_dicts.dtensors import is_dtensor, local_tensor
 from hfshard.state_dicts.offloaded import fill_offloaded
 from hfshard.state_dicts.wrappers import unwrap, without_wrappers, wrapped_prefixes
 from hfshard.storage.tensors.tensor_bytes import check_initialized, is_plain_type, lies_in_storage
@@ -56,7 +57,7 @@ def refuse_freed(model_state: Mapping[str, Any]) -> None:
             )
 
 
-def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
+def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, runs_hooks: bool = False) -> None:
     """Load tensors into the model by its own `load_state_dict`; they replace meta tensors. Other names are ignored.
 
     Tied parameters stay tied, values are cast to the parameter's dtype and moved to its device, and the modules' hooks,
@@ -65,6 +66,7 @@ def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
     Args:
         model: Unwrapped; changed.
         state_dict: By the names that `collect_state_dict` gives.
+        runs_hooks: Whether the hooks run even if there is nothing to assign, because it was done.
 
     Raises:
         InvalidArgumentError: A tensor of the model has no memory; nothing was assigned.
@@ -77,7 +79,7 @@ def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor]) -> None:
     meta = {name: tensor for name, tensor in tensors.items() if getattr(model_state[name], "is_meta", False)}
     filled = {name: tensor for name, tensor in tensors.items() if name not in meta}
     metadata = getattr(model_state, "_metadata", None) or {}
-    if filled:
+    if filled or (runs_hooks and not meta):
         _load_tensors(model, filled, metadata, assign=False)
     if meta:
         _load_tensors(model, _as_parameters(model, meta), metadata, assign=True)
@@ -158,7 +160,8 @@ def _as_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dic
 
 def _with_memory_of_its_own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
     """Copy a tensor whose memory another name of the model has got already: the model does not tie the two."""
-    if tensor.numel() == 0 or tensor.data_ptr() not in taken:
-        taken.add(tensor.data_ptr())
+    part = local_tensor(tensor) if is_dtensor(tensor) else tensor
+    if part.numel() == 0 or part.data_ptr() not in taken:
+        taken.add(part.data_ptr())
         return tensor
     return tensor.clone()

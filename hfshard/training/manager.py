@@ -11,7 +11,7 @@ from typing import Any
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.saving import has_other_ranks
+from hfshard.distributed.participants import has_other_ranks
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.saving.options import SaveOptions
 from hfshard.storage.format.integrity import Checksum

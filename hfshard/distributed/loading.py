@@ -1,0 +1,310 @@
+"""Loads into modules and state dicts that are spread over ranks: each rank reads its part, and all do so or none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+
+from hfshard.distributed.participants import gather_participants, has_other_ranks
+from hfshard.distributed.reading import Target, prepare_reads, stored_tensors
+from hfshard.distributed.spread_tensor import has_spread, refuse_sharded_tensor
+from hfshard.distributed.status import SaveStatus
+from hfshard.errors import CheckpointChangedError, InvalidArgumentError, StateDictMismatchError
+from hfshard.loading.into_module import load_into_module
+from hfshard.loading.options import LoadOptions
+from hfshard.loading.source import CheckpointSource, open_source
+from hfshard.state_dicts.dtensors import is_dtensor, local_tensor
+from hfshard.state_dicts.keys import compare
+from hfshard.state_dicts.state_dict import assign, collect_state_dict, refuse_freed
+from hfshard.state_dicts.tied import find_shared_tensors
+from hfshard.state_dicts.wrappers import without_wrappers, wrapped_prefixes
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.tensors.tensor_bytes import is_plain_type
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_FSDP: Final = "torch.distributed.fsdp."
+"""Where the hooks are defined that shard the parameters before a load, as they do before `state_dict()` returns."""
+
+_Agree = Callable[[OpenCheckpoint], None]
+"""Waits until every rank has checked all that can be checked, and has the same checkpoint; or raises on every rank."""
+
+
+def load_into_spread_module(model: nn.Module, source: CheckpointSource, options: LoadOptions) -> dict[str, Any]:
+    """Load a checkpoint into a module that has DTensors. Every rank of the default process group must call.
+
+    Each rank reads its part straight into its memory. What is on the meta device gets memory, on the device of the
+    mesh. Modules with hooks or a `_load_from_state_dict` of their own get their tensors by these.
+
+    Args:
+        model: Changed, once every rank has found that the checkpoint fits.
+        source: The same checkpoint on every rank, wherever each finds it.
+        options: How.
+
+    Returns:
+        What `load_into_module` returns.
+
+    Raises:
+        RankFailedError: Another rank refused, failed, died, or did not come.
+        Everything that `load_into_module` raises. The model is half loaded only where a file can't be read after all,
+        or a hook of the model raises.
+    """
+    with _all_or_none("load_model", is_collective=True) as agree, open_source(source, options) as checkpoint:
+        mapped = _mapped_tensors(checkpoint)
+        return load_into_module(model, checkpoint, options, mapped, partial(_fill, checkpoint, mapped, agree))
+
+
+def load_like(
+    source: CheckpointSource, like: Mapping[str, torch.Tensor], device: torch.device, options: LoadOptions
+) -> dict[str, torch.Tensor]:
+    """Load tensors of the shapes, dtypes, devices and placements of others. With DTensors, every rank must call.
+
+    Args:
+        source: The same checkpoint on every rank, wherever each finds it.
+        like: Checked by `check_like`; not changed.
+        device: Where tensors go whose like is plain and on the meta device.
+        options: How.
+
+    Raises:
+        RankFailedError: Another rank refused, failed, died, or did not come.
+        StateDictMismatchError: The checkpoint lacks a name, or has it in another shape, or in a dtype whose values
+            that of `like` can't have.
+        Everything that `open_source` raises.
+    """
+    is_collective = has_spread(like)
+    with (
+        _all_or_none("load_state_dict", is_collective=is_collective) as agree,
+        open_source(source, options) as checkpoint,
+    ):
+        _refuse_misfits(checkpoint, like)
+        tied_names = checkpoint.index.tied_names
+        made: dict[tuple[Any, ...], torch.Tensor] = {}
+        keys: dict[str, tuple[Any, ...]] = {}
+        for name, tensor in like.items():
+            spread = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
+            keys[name] = (tied_names.get(name, name), tensor.dtype, tensor.device, spread)
+            if keys[name] not in made:
+                made[keys[name]] = _empty_like(tensor, tensor.dtype, device, tensor.shape)
+        read = prepare_reads(checkpoint, [(key[0], tensor) for key, tensor in made.items()])
+        agree(checkpoint)
+        read()
+    return {name: made[key] for name, key in keys.items()}
+
+
+def has_spread_state(model: nn.Module) -> bool:
+    """Whether a module has DTensors. Parameters of FSDP2 that are whole after a forward pass are sharded again."""
+    return "torch.distributed.tensor" in sys.modules and has_spread(model.state_dict())
+
+
+def files_of_names(index: CheckpointIndex, names: Collection[str]) -> set[str]:
+    """The files that hold the tensors of these names, as far as there are such tensors."""
+    stored = {index.tied_names.get(name, name) for name in names}
+    return {index.weight_map[name] for name in stored if name in index.weight_map}
+
+
+def check_like(like: Mapping[str, Any]) -> None:
+    """Refuse what is no state dict.
+
+    Raises:
+        InvalidArgumentError: It does not map names to tensors.
+        UnstorableTensorError: There is a ShardedTensor.
+    """
+    if not isinstance(like, Mapping):
+        raise InvalidArgumentError(f"like must map names to tensors, got a {type(like).__name__}.")
+    for name, tensor in like.items():
+        refuse_sharded_tensor(name, tensor)
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise InvalidArgumentError(
+                f"like must map names to tensors, and {name!r:.200} is mapped to a {type(tensor).__name__}.",
+                fqn=str(name),
+            )
+
+
+@contextmanager
+def _all_or_none(call: str, *, is_collective: bool) -> Iterator[_Agree]:
+    """Let every rank do the block, or none: what one raises, the others raise, too.
+
+    Args:
+        call: What all of them call.
+        is_collective: False: this rank goes alone.
+
+    Yields:
+        What each rank calls between its checks and the first change.
+    """
+    if not is_collective or not has_other_ranks():
+        yield lambda checkpoint: None
+        return
+    with gather_participants(call, needs_all=True) as participation:
+        status = participation.status
+        assert status is not None  # that of a rank that takes part
+        yield partial(_agree, status)
+        status.meet("loaded")
+        status.finish()
+
+
+def _agree(status: SaveStatus, checkpoint: OpenCheckpoint) -> None:
+    """Go on when every rank has the same checkpoint.
+
+    Raises:
+        CheckpointChangedError: They have different ones.
+        RankFailedError: A rank refused, failed or died.
+    """
+    digests = status.meet("checked", _digest(checkpoint.index))
+    other = next((rank for rank, digest in digests.items() if digest != digests[status.leader]), None)
+    if other is not None:
+        raise CheckpointChangedError(
+            f"Ranks {status.leader} and {other} have different checkpoints in '{checkpoint.directory}', and nothing "
+            "was loaded: it was replaced meanwhile, or is another one there. Give every rank the same, and load again.",
+            path=checkpoint.directory,
+        )
+
+
+def _digest(index: CheckpointIndex) -> bytes:
+    files = {name: asdict(digest) for name, digest in index.files.items()}
+    said = json.dumps([index.weight_map, index.tied_names, files], sort_keys=True)
+    return hashlib.sha256(said.encode(errors="surrogatepass")).hexdigest().encode()
+
+
+def _mapped_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
+    """Each tensor of a checkpoint, tied names included. What is mapped is read where its values are touched."""
+    found = {name: shard.tensor(name) for shard in checkpoint.shards.values() for name in shard.header.tensors}
+    for pickled in checkpoint.pickles.values():
+        found |= pickled.tensors
+    return found | {name: found[kept] for name, kept in checkpoint.index.tied_names.items()}
+
+
+def _fill(
+    checkpoint: OpenCheckpoint,
+    mapped: Mapping[str, torch.Tensor],
+    agree: _Agree,
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Read what a module's tensors are to be, most of it into their own memory.
+
+    Args:
+        checkpoint: Open.
+        mapped: Its tensors, by their stored names.
+        agree: Called before the first change.
+        model: Unwrapped.
+        tensors: Those of `mapped` that fit, by the model's names.
+    """
+    stored_names = {id(tensor): name for name, tensor in mapped.items()}
+    model_state = collect_state_dict(model)
+    refuse_freed(model_state)
+    by_modules = _loaded_by_modules(model, model_state)
+    in_place = {name for name, own in model_state.items() if name not in by_modules and _has_own_memory(own)}
+    tied = find_shared_tensors(model_state)
+    device = _device_of_meshes(model_state)
+    targets: dict[str, torch.Tensor] = {}
+    wanted: list[tuple[str, Target]] = []
+    fresh: dict[str, torch.Tensor] = {}
+    for name in [name for name in tensors if name in model_state]:
+        own = model_state[name]
+        tensor = tensors[name]
+        kept = tied.get(name, name)
+        key = kept if kept in tensors and (kept in in_place) == (name in in_place) else name
+        if key not in targets:
+            dtype = own.dtype if getattr(own, "is_meta", False) else tensor.dtype
+            targets[key] = own if name in in_place else _empty_like(own, dtype, device, tensor.shape)
+            wanted.append((stored_names[id(tensor)], targets[key]))
+        if name not in in_place:
+            fresh[name] = targets[key]
+    read = prepare_reads(checkpoint, wanted)
+    agree(checkpoint)
+    read()
+    assign(model, fresh, runs_hooks=True)
+
+
+def _loaded_by_modules(model: nn.Module, names: Collection[str]) -> set[str]:
+    """The names whose tensors a module takes in by itself: by hooks, or a `_load_from_state_dict` of its own."""
+    wrapped = wrapped_prefixes(model)
+    paths = {
+        without_wrappers(f"{path}.", wrapped) if path else ""
+        for path, module in model.named_modules(remove_duplicate=False)
+        if _loads_by_itself(module) or (not path and type(module).load_state_dict is not nn.Module.load_state_dict)
+    }
+    if "" in paths:
+        return set(names)
+    return {name for name in names if not paths.isdisjoint(_prefixes(name))} if paths else set()
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    return (name[: at + 1] for at, letter in enumerate(name) if letter == ".")
+
+
+def _loads_by_itself(module: nn.Module) -> bool:
+    is_own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    return is_own or any(not getattr(hook, "__module__", "").startswith(_FSDP) for hook in hooks)
+
+
+def _has_own_memory(value: Any) -> bool:
+    """Whether it is a tensor with memory that can be read into, not a wrapper of another library's."""
+    part = local_tensor(value) if is_dtensor(value) else value
+    return is_plain_type(part) and not part.is_meta
+
+
+def _device_of_meshes(model_state: Mapping[str, Any]) -> torch.device:
+    """Where a module is, of which something may be on the meta device."""
+    return next(_mesh_device(tensor) for tensor in model_state.values() if is_dtensor(tensor))
+
+
+def _mesh_device(tensor: DTensor) -> torch.device:
+    return torch.device(tensor.device_mesh.device_type)
+
+
+def _empty_like(own: Any, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> torch.Tensor:
+    """Memory for what another tensor is to be: spread over ranks, and on the device, as that is.
+
+    Args:
+        own: That tensor, or what else a module has by its name.
+        dtype: Of the new one.
+        device: For a plain one whose like is on the meta device.
+        shape: For what is no tensor.
+    """
+    if is_dtensor(own):
+        from torch.distributed.tensor import DTensor
+
+        part = local_tensor(own)
+        room = torch.empty_like(part, dtype=dtype, device=_mesh_device(own) if part.is_meta else part.device)
+        return DTensor.from_local(
+            room, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+        )
+    if not is_plain_type(own):
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.empty_like(own, dtype=dtype, device=device if own.is_meta else own.device, requires_grad=False)
+
+
+def _refuse_misfits(checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor]) -> None:
+    """Refuse names, shapes and dtypes of a state dict that are not the checkpoint's.
+
+    Raises:
+        StateDictMismatchError: It names all of them.
+    """
+    stored = stored_tensors(checkpoint)
+    there = {name: stored[name] for name in like if name in stored}
+    difference = compare(there, like)
+    difference.raise_unless_allowed(strict=True, path=checkpoint.directory, matched=len(there))
+    for name, tensor in there.items():
+        wanted = like[name].dtype
+        if not torch.can_cast(tensor.dtype, wanted):
+            raise StateDictMismatchError(
+                f"'{name}' of the checkpoint '{checkpoint.directory}' is {tensor.dtype}, whose values {wanted} can't "
+                "have, and nothing was loaded. Give `like` a tensor of another dtype.",
+                path=checkpoint.directory,
+                fqn=name,
+                expected=wanted,
+                actual=tensor.dtype,
+            )

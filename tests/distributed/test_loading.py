@@ -1,0 +1,291 @@
+"""Loads into modules and state dicts that are spread over ranks, compared with the whole tensors that were saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hfshard
+from hfshard.errors import (
+    CheckpointChangedError,
+    DamagedCheckpointError,
+    InvalidArgumentError,
+    RankFailedError,
+    StateDictMismatchError,
+    UnstorableTensorError,
+)
+from tests.distributed.gloo import check_ranks
+
+
+class Tiny(nn.Module):
+    """Uneven dimensions, a tie, plain buffers, a module that loads by itself, and a parameter that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 8)
+        self.up = nn.Linear(8, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.down = nn.Linear(12, 8, dtype=torch.float32)
+        self.head = nn.Linear(8, 9, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor([1.0]), requires_grad=False)
+        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.up(self.embedding(tokens)))
+        return self.head(self.down(hidden) * self.scale)  # type: ignore[no-any-return]
+
+
+def saved_model() -> Tiny:
+    """The same in every process."""
+    torch.manual_seed(5)
+    model = Tiny()
+    with torch.no_grad():
+        model.norm.running_mean.uniform_()  # type: ignore[union-attr]
+        model.norm.num_batches_tracked.fill_(3)  # type: ignore[union-attr]
+        model.mask.copy_(torch.tensor([True, False, True]))  # type: ignore[operator]
+        model.scale.fill_(2.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process saved."""
+    directory = tmp_path_factory.mktemp("saved")
+    hfshard.save_model(saved_model(), directory, max_shard_size="1kB")
+    return directory
+
+
+def fully_shard_all(model: Tiny, mesh: Any, **options: Any) -> Tiny:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in (model.up, model.down):
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)  # type: ignore[return-value]
+
+
+def split_layers(model: Tiny, mesh: Any) -> Tiny:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})  # type: ignore[return-value]
+
+
+def make_mesh(*shape: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+
+
+def in_both(model: Tiny, mesh: Any) -> Tiny:
+    return fully_shard_all(split_layers(model, mesh["b"]), mesh["a"])
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
+def assert_loaded(model: nn.Module) -> None:
+    expected = saved_model().state_dict()
+    found = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def load_in_layouts(rank: int, world_size: int, saved: Path) -> None:
+    layouts: dict[str, Callable[[Tiny], Tiny]] = {
+        "fsdp": lambda model: fully_shard_all(model, make_mesh(world_size)),
+        "tp": lambda model: split_layers(model, make_mesh(world_size)),
+    }
+    if world_size == 4:
+        layouts["hsdp"] = lambda model: fully_shard_all(model, make_mesh(2, 2))
+        layouts["both"] = lambda model: in_both(model, make_mesh(2, 2))
+    for parallelize in layouts.values():
+        torch.manual_seed(rank)
+        model = parallelize(Tiny())
+        parameters = dict(model.named_parameters())
+
+        _, info = hfshard.load_model(model, saved, verify="full", output_loading_info=True)
+
+        assert_loaded(model)
+        assert dict(model.named_parameters()) == parameters or all(
+            one is parameters[name] for name, one in model.named_parameters()
+        )
+        assert info["missing_keys"] == set()
+
+        state = hfshard.load_state_dict(saved, like=model.state_dict())
+        for name, tensor in model.state_dict().items():
+            assert type(state[name]) is type(tensor)
+            assert torch.equal(whole(state[name]), whole(tensor))
+            if hasattr(tensor, "placements"):
+                assert state[name].placements == tensor.placements  # type: ignore[attr-defined]
+        assert state["head.weight"] is state["embedding.weight"]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_what_one_process_saved_is_loaded_in_each_layout(tmp_path: Path, saved: Path, world_size: int) -> None:
+    check_ranks(tmp_path, world_size, load_in_layouts, world_size, saved)
+
+
+def load_after_a_forward_pass(rank: int, saved: Path) -> None:
+    tokens = torch.tensor([0, 3, 8])
+    model = fully_shard_all(Tiny(), make_mesh(2), reshard_after_forward=False).eval()
+    model(tokens)
+
+    hfshard.load_model(model, saved)
+
+    assert_loaded(model)
+    torch.testing.assert_close(model(tokens), saved_model().eval()(tokens))
+
+
+def load_into_meta(rank: int, saved: Path) -> None:
+    tokens = torch.tensor([0, 3, 8])
+    for parallelize in (fully_shard_all, split_layers):
+        with torch.device("meta"):
+            model = Tiny().eval()
+        model.embedding.weight.requires_grad_(False)
+        parallelize(model, make_mesh(2))
+
+        hfshard.load_model(model, saved)
+
+        assert_loaded(model)
+        assert model.head.weight is model.embedding.weight
+        assert not model.head.weight.requires_grad
+        assert not model.scale.requires_grad
+        assert model.up.weight.requires_grad
+        if parallelize is fully_shard_all:  # of TP, upstream's embedding gives plain tensors
+            torch.testing.assert_close(model(tokens), saved_model().eval()(tokens))
+
+
+class Renamed(nn.Module):
+    """Has hooks before and after a load, and one below it that takes in tensors by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Linear(4, 4, bias=False)
+        self.hooked = nn.Linear(4, 4, bias=False)
+        self.seen: list[str] = []
+        self.hooked.register_load_state_dict_pre_hook(self._doubled)
+        self.register_load_state_dict_post_hook(lambda module, keys: self.seen.append("after"))  # type: ignore[no-untyped-call]
+
+    def _doubled(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        self.seen.append(prefix)
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+
+
+def load_with_hooks(rank: int, place: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = Renamed()
+    for layer in (model.plain, model.hooked):
+        fully_shard(layer, mesh=make_mesh(2))
+    fully_shard(model, mesh=make_mesh(2))
+
+    hfshard.load_model(model, place)
+
+    assert torch.equal(whole(model.plain.weight), torch.arange(16.0).view(4, 4))
+    assert torch.equal(whole(model.hooked.weight), torch.arange(16.0).view(4, 4) * 2)
+    assert model.seen == ["hooked.", "after"]
+
+
+def refuse_on_all_ranks(rank: int, saved: Path, place: Path) -> None:
+    mesh = make_mesh(2)
+
+    def refused(directory: Path, kind: type[Exception], match: str, model: nn.Module, **options: Any) -> None:
+        before = {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}
+        with pytest.raises(kind, match=match):
+            hfshard.load_model(model, directory, **options)
+        assert all(torch.equal(whole(tensor), before[name]) for name, tensor in model.state_dict().items())
+
+    model = fully_shard_all(Tiny(), mesh)
+    if rank == 0:
+        hfshard.save_state_dict({"up.weight": torch.zeros(2)}, place / "small")
+    dist.barrier()
+
+    # a shape differs, on every rank
+    refused(place / "small", StateDictMismatchError, r"up.weight \[2\] in the checkpoint, \[12, 8\]", model)
+    # one rank's file is damaged, which the other one learns
+    (place / f"{rank}").mkdir()
+    for path in saved.iterdir():
+        raw = bytearray(path.read_bytes())
+        if rank == 1 and path.suffix == ".safetensors":
+            raw[-1] ^= 1
+        (place / f"{rank}" / path.name).write_bytes(raw)
+    kind: type[Exception] = RankFailedError if rank == 0 else DamagedCheckpointError
+    refused(place / f"{rank}", kind, "is not the file that was saved", model, verify="full")
+    # ranks have different checkpoints
+    hfshard.save_model(saved_model(), place / f"other-{rank}", max_shard_size="1kB" if rank else "1MB")
+    refused(place / f"other-{rank}", CheckpointChangedError, "Ranks 0 and 1 have different checkpoints", model)
+    # and afterwards the same ranks load
+    hfshard.load_model(model, saved)
+    assert_loaded(model)
+
+
+def load_like(rank: int, saved: Path) -> None:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    mesh = make_mesh(2)
+    up = saved_model().up.weight.detach()
+    columns = distribute_tensor(torch.zeros(12, 8, dtype=torch.bfloat16), mesh, [Shard(1)])
+    part = torch.empty(5 - rank, 8, device="meta")
+    meta = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=torch.Size((9, 8)), stride=(8, 1))
+    copied = distribute_tensor(torch.zeros(1), mesh, [Replicate()])
+
+    state = hfshard.load_state_dict(saved, like={"up.weight": columns, "head.weight": meta, "scale": copied})
+
+    assert list(state) == ["up.weight", "head.weight", "scale"]
+    assert torch.equal(state["up.weight"].to_local(), up.bfloat16()[:, 4 * rank : 4 * rank + 4])  # type: ignore[attr-defined]
+    assert state["up.weight"].placements == (Shard(1),)  # type: ignore[attr-defined]
+    assert torch.equal(whole(state["head.weight"]), saved_model().head.weight)
+    assert state["scale"].to_local().tolist() == [2.5]  # type: ignore[attr-defined]
+    assert not whole(columns).any()
+
+    one_lacks = {"scale": copied, **({"absent": copied} if rank else {})}
+    with pytest.raises(StateDictMismatchError if rank else RankFailedError, match="1 missing: absent"):
+        hfshard.load_state_dict(saved, like=one_lacks)
+    with pytest.raises(StateDictMismatchError, match=r"'scale' .* is torch.float32, whose values torch.int32 can't"):
+        hfshard.load_state_dict(saved, like={"scale": copied.int()})
+    summands = DTensor.from_local(torch.zeros(1), mesh, [Partial()], run_check=False)
+    with pytest.raises(UnstorableTensorError, match="its ranks hold summands of it"):
+        hfshard.load_state_dict(saved, like={"scale": summands})
+    if rank == 1:  # of plain tensors, each rank loads its own
+        assert hfshard.load_state_dict(saved, like={"scale": torch.zeros(1)})["scale"].tolist() == [2.5]
+
+
+def load_in_many_ways(rank: int, saved: Path, place: Path) -> None:
+    load_after_a_forward_pass(rank, saved)
+    load_into_meta(rank, saved)
+    load_with_hooks(rank, place / "hooked")
+    refuse_on_all_ranks(rank, saved, place)
+    load_like(rank, saved)
+
+
+def test_modules_and_state_dicts_in_many_states(tmp_path: Path, saved: Path) -> None:
+    weight = torch.arange(16.0).view(4, 4)
+    hfshard.save_state_dict({"plain.weight": weight, "hooked.weight": weight}, tmp_path / "hooked")
+
+    check_ranks(tmp_path / "ranks", 2, load_in_many_ways, saved, tmp_path)
+
+
+def test_like_without_other_ranks(saved: Path) -> None:
+    state = hfshard.load_state_dict(
+        saved, like={"up.bias": torch.zeros(12, dtype=torch.float64), "scale": torch.zeros(1, device="meta")}
+    )
+
+    assert torch.equal(state["up.bias"], saved_model().up.bias.double())
+    assert state["scale"].tolist() == [2.5]
+
+    with pytest.raises(StateDictMismatchError, match=r"up.bias \[12\] in the checkpoint, \[3\] in "):
+        hfshard.load_state_dict(saved, like={"up.bias": torch.zeros(3)})
+    with pytest.raises(InvalidArgumentError, match="can't be combined with keys="):
+        hfshard.load_state_dict(saved, like={}, keys="*")
+    with pytest.raises(InvalidArgumentError, match="'scale' is mapped to a float"):
+        hfshard.load_state_dict(saved, like={"scale": 2.5})  # type: ignore[dict-item]
