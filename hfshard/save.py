@@ -12,7 +12,7 @@ from torch import nn
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.saving import decline_save, save_anywhere
+from hfshard.distributed.saving import decline_save, save_anywhere, telling_other_ranks
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.planning.plan import Packing
@@ -81,7 +81,9 @@ def save_state_dict(
         checksum=checksum,
         progress=progress,
     )
-    return save_anywhere(request_from_state_dict(state_dict, options), directory)
+    with telling_other_ranks(directory, lambda: has_spread(state_dict)):
+        request = request_from_state_dict(state_dict, options)
+    return save_anywhere(request, directory)
 
 
 @names_files("save_directory")
@@ -148,4 +150,6 @@ def save_model(
     if not (is_main_process or has_spread(model.state_dict() if state_dict is None else state_dict)):
         decline_save(directory)
         return None
-    return save_anywhere(request_from_model(model, state_dict, options), directory)
+    with telling_other_ranks(directory, lambda: has_spread(dict(model.named_parameters()))):
+        request = request_from_model(model, state_dict, options)
+    return save_anywhere(request, directory)

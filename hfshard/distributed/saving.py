@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -18,12 +19,14 @@ from hfshard.distributed.exchange.rank_writer import RankWriter
 from hfshard.distributed.participants import Role, gather_participants, has_other_ranks
 from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
 from hfshard.distributed.status import SaveStatus
-from hfshard.errors import InvalidArgumentError, RankMissingError
+from hfshard.errors import HfshardError, InvalidArgumentError, RankMissingError
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout, TensorLike
 
+_TELL_SECONDS: Final = 5.0
+"""How long a rank that failed waits for others whom it might tell so."""
 _NO_CHECK: Callable[[], None] = lambda: None  # noqa: E731
 
 
@@ -66,6 +69,27 @@ def save_anywhere(
         if participation.role is Role.LATE:
             return _late(request, status)
         return save_on_ranks(request, directory, status, check)
+
+
+@contextmanager
+def telling_other_ranks(save_directory: str | os.PathLike[str], is_part: Callable[[], bool]) -> Iterator[None]:
+    """Where this rank fails before it saves with the others, let them fail, too, rather than wait for it.
+
+    Args:
+        save_directory: As in `save_anywhere`.
+        is_part: Whether this rank has a part of what is saved, and the others wait; asked after an error only.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if has_other_ranks() and is_part():
+            place = os.path.realpath(absolute_path(save_directory, "save_directory"))
+            with (
+                suppress(HfshardError, type(error)),
+                gather_participants(place, needs_all=True, patience_seconds=_TELL_SECONDS),
+            ):
+                raise
+        raise
 
 
 def decline_save(save_directory: str | os.PathLike[str]) -> None:

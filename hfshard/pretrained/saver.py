@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hfshard._util.arguments import refuse_unknown
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.saving import decline_save, save_anywhere
+from hfshard.distributed.saving import decline_save, save_anywhere, telling_other_ranks
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.pretrained.arguments import SAVE_ARGUMENTS
@@ -112,7 +112,7 @@ def save_pretrained_model(
         decline_save(directory)
         return None
     if not (has_override(type(model), "save_pretrained") or has_adapters(model)):
-        return save_anywhere(request_from_model(model, state_dict, options), directory)
+        return save_anywhere(_request(model, state_dict, options, directory), directory)
     if has_adapters(model) and options.metadata:
         raise InvalidArgumentError(
             "The model has an adapter, whose files are written by transformers, without metadata: leave out metadata=."
@@ -181,11 +181,19 @@ def _save(
     if not (is_main_process or is_part(model, state_dict)):
         decline_save(directory)
         return None
-    request = request_from_model(model, state_dict, options)
+    request = _request(model, state_dict, options, directory)
     index = save_anywhere(request, directory)
     if push_to_hub and is_main_process:
         _push_files(model, request, index, directory, {**kwargs, "token": token, "progress": options.progress})
     return index
+
+
+def _request(
+    model: PreTrainedModel, state_dict: Mapping[str, Any] | None, options: SaveOptions, directory: str | Path
+) -> SaveRequest:
+    """What is to be saved; where that fails on one rank of several that have parts, the others are told."""
+    with telling_other_ranks(directory, lambda: is_part(model, state_dict)):
+        return request_from_model(model, state_dict, options)
 
 
 def _push_again(model: Any, directory: str, arguments: dict[str, Any], token: str | bool | None) -> None:

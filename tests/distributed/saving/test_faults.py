@@ -16,7 +16,13 @@ import torch.distributed as dist
 
 import hfshard
 from hfshard.distributed.saving import save_anywhere
-from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, SaveDirectoryError
+from hfshard.errors import (
+    HfshardError,
+    InvalidArgumentError,
+    RankFailedError,
+    SaveDirectoryError,
+    UnstorableTensorError,
+)
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
 from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout
@@ -29,16 +35,19 @@ ROWS = 3 << 19
 
 def save(place: Path, tensors: dict[str, Any], **options: Any) -> None:
     """Save rows that are spread over the ranks, and what only this rank has."""
+    request = SaveRequest(tensors=rows() | tensors, options=SaveOptions(max_shard_size="13MB", **options))
+    save_anywhere(request, place)
+
+
+def rows() -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    rows = torch.arange(ROWS, dtype=torch.int64)
-    spread = {
-        f"rows{number}": distribute_tensor(rows + number, mesh, [Shard(0)], src_data_rank=None) for number in range(2)
+    whole = torch.arange(ROWS, dtype=torch.int64)
+    return {
+        f"rows{number}": distribute_tensor(whole + number, mesh, [Shard(0)], src_data_rank=None) for number in range(2)
     }
-    request = SaveRequest(tensors=spread | tensors, options=SaveOptions(max_shard_size="13MB", **options))
-    save_anywhere(request, place)
 
 
 def tensor_that(does: Callable[[], object]) -> RawTensor:
@@ -92,6 +101,11 @@ def save_with_faults(rank: int, place: Path) -> None:
         save(place, {"w": torch.zeros(2 + rank)})
     dist.barrier()
     assert contents(place) == before
+
+    # Before the ranks have met: one can't even list its tensors.
+    unfilled = {"lazy": torch.nn.UninitializedBuffer()} if rank else {}
+    with pytest.raises(UnstorableTensorError if rank else RankFailedError, match="'lazy' has no shape yet"):
+        hfshard.save_state_dict(rows() | unfilled, place)
 
     (place.parent / "file").touch()
     with pytest.raises(RankFailedError if rank else SaveDirectoryError, match="is a file") as caught:
