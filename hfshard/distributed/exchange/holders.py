@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import chain
 from math import prod
-from typing import Final, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from hfshard.distributed.layout import (
     Box,
     Interval,
     MeshLayout,
-    box_elements,
+    Placement,
     clip_box,
     ranks_by_box,
     whole_box,
@@ -25,8 +24,10 @@ from hfshard.distributed.spread_tensor import window_sizes
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.tensors.tensor_layout import TensorLayout
 
-_CACHED_TENSORS: Final = 512
-"""Ways in which tensors are spread: a model has a few dozen, whatever its depth."""
+_Way = tuple[str, int]
+"""How some ranks spread a tensor: the digest of their listing, and the number of a mesh in it."""
+_Source = tuple[tuple[int, ...], int, tuple[Interval, ...] | None, tuple[Placement, ...]]
+"""What a tensor is stored from: the source's shape, bytes of an element, the rectangle, placements."""
 
 
 class Part(NamedTuple):
@@ -116,12 +117,10 @@ class Holders:
         """
         groups = sorted(groups, key=lambda group: group.ranks[0])
         first_group: dict[str, RankGroup] = {}
-        meshes: dict[str, list[RankGroup]] = {}
         for group in groups:
             first_group.setdefault(group.digest, group)
-            meshes.setdefault(group.digest, []).append(group)
         entries: dict[str, TensorEntry] = {}
-        spread_over: dict[str, set[MeshLayout]] = {}
+        ways: dict[str, tuple[_Way, ...]] = {}
         whole_on: dict[str, int] = {}
         for digest, group in first_group.items():
             for name, entry in listings[digest].entries.items():
@@ -129,12 +128,17 @@ class Holders:
                 if entry.mesh is None:
                     whole_on[name] = min(group.ranks[0], whole_on.get(name, group.ranks[0]))
                 else:
-                    found = {one.meshes[entry.mesh].layout(entry.placements) for one in meshes[digest]}
-                    spread_over[name] = spread_over.get(name, set()) | found
+                    ways[name] = (*ways.get(name, ()), (digest, entry.mesh))
         order = [name for name in name_order if name in entries]
         listed = set(order)
         order += [name for name in entries if name not in listed]
-        parts = {name: _parts_of(name, entries[name], spread_over.get(name), whole_on.get(name)) for name in order}
+        finder = _PartsFinder(groups)
+        parts = {
+            name: finder.spread(name, entries[name], ways[name])
+            if name in ways
+            else finder.whole(entries[name].layout.nbytes, whole_on[name])
+            for name in order
+        }
         united = [listings[digest] for digest in first_group]
         return cls(
             {name: entries[name].layout for name in order},
@@ -180,50 +184,86 @@ def _united_ties(listings: Sequence[Listing], stored: Mapping[str, TensorEntry])
     return ties
 
 
-def _parts_of(name: str, entry: TensorEntry, meshes: set[MeshLayout] | None, whole_on: int | None) -> Parts:
-    if meshes is None:
-        assert whole_on is not None
-        return _whole(entry.layout.nbytes, whole_on)
-    sizes = window_sizes(entry.source_shape, entry.window)
-    if prod(sizes) * entry.itemsize != entry.layout.nbytes:
-        raise InvalidArgumentError(
-            f"'{name}' of shape {list(entry.layout.shape)} is not the rectangle {entry.window} of its source.", fqn=name
-        )
-    layouts = tuple(sorted(meshes, key=lambda layout: layout.ranks))
-    found = _spread(entry.source_shape, entry.itemsize, entry.window, layouts)
-    if found is None:
-        raise InvalidArgumentError(
-            f"The ranks do not have all of '{name}', or have some of it twice: it is spread over "
-            f"{[list(layout.ranks) for layout in layouts]}. Every rank that has a part must save it, under one name.",
-            fqn=name,
-        )
-    return found
+class _PartsFinder:
+    """Finds the parts of tensors: once for all that are spread alike, which are a few dozen, or as many as experts."""
+
+    def __init__(self, groups: Sequence[RankGroup]) -> None:
+        self._groups = groups
+        self._whole: dict[tuple[int, int], Parts] = {}
+        self._spread: dict[tuple[_Source, tuple[_Way, ...]], Parts | None] = {}
+
+    def whole(self, nbytes: int, rank: int) -> Parts:
+        """The parts of a tensor that a rank has all of."""
+        if (nbytes, rank) not in self._whole:
+            runs = BoxRuns((nbytes,), 1, whole_box((nbytes,)))
+            self._whole[nbytes, rank] = Parts([Part((rank,), runs)] if nbytes else [])
+        return self._whole[nbytes, rank]
+
+    def spread(self, name: str, entry: TensorEntry, ways: tuple[_Way, ...]) -> Parts:
+        """The parts of a tensor that is spread over the meshes of these listings.
+
+        Raises:
+            InvalidArgumentError: They don't cover it exactly.
+        """
+        source = entry.source_shape, entry.itemsize, entry.window, entry.placements
+        if (source, ways) not in self._spread:
+            self._spread[source, ways] = _spread_parts(source, self._layouts_of(entry, ways))
+        found = self._spread[source, ways]
+        if found is None:
+            raise InvalidArgumentError(
+                f"The ranks do not have all of '{name}', or have some of it twice: it is spread over "
+                f"{[list(layout.ranks) for layout in self._layouts_of(entry, ways)]}. Every rank that has a part must "
+                "save it, under one name.",
+                fqn=name,
+            )
+        if prod(window_sizes(entry.source_shape, entry.window)) * entry.itemsize != entry.layout.nbytes:
+            raise InvalidArgumentError(
+                f"'{name}' of shape {list(entry.layout.shape)} is not the rectangle {entry.window} of its source.",
+                fqn=name,
+            )
+        return found
+
+    def _layouts_of(self, entry: TensorEntry, ways: tuple[_Way, ...]) -> list[MeshLayout]:
+        """How the ranks of these listings have a tensor, each way once."""
+        found = {
+            group.meshes[mesh].layout(entry.placements)
+            for digest, mesh in ways
+            for group in self._groups
+            if group.digest == digest
+        }
+        return sorted(found, key=lambda layout: layout.ranks)
 
 
-@lru_cache(_CACHED_TENSORS)
-def _whole(nbytes: int, rank: int) -> Parts:
-    return Parts([Part((rank,), BoxRuns((nbytes,), 1, whole_box((nbytes,))))] if nbytes else [])
-
-
-@lru_cache(_CACHED_TENSORS)
-def _spread(
-    source_shape: tuple[int, ...],
-    itemsize: int,
-    window: tuple[Interval, ...] | None,
-    layouts: tuple[MeshLayout, ...],
-) -> Parts | None:
+def _spread_parts(source: _Source, layouts: Sequence[MeshLayout]) -> Parts | None:
     """The parts of a tensor that is spread over meshes; None where they don't cover it exactly."""
+    source_shape, itemsize, window, _ = source
     sizes = window_sizes(source_shape, window)
     ranks_of: dict[Box, set[int]] = {}
     for layout in layouts:
-        for box, ranks in ranks_by_box(source_shape, layout).items():
-            held = box if window is None else clip_box(box, window)
-            if box_elements(held):
-                ranks_of.setdefault(held, set()).update(ranks)
+        boxes = ranks_by_box(source_shape, layout)
+        for box, ranks in boxes.items() if window is None else _boxes_within(boxes, window):
+            ranks_of.setdefault(box, set()).update(ranks)
     holders = [rank for ranks in ranks_of.values() for rank in ranks]
     if not _covers(sizes, list(ranks_of)) or len(holders) != len(set(holders)):
         return None
     return Parts([Part(tuple(sorted(ranks)), BoxRuns(sizes, itemsize, box)) for box, ranks in ranks_of.items()])
+
+
+def _boxes_within(
+    boxes: Mapping[Box, tuple[int, ...]], window: Sequence[Interval]
+) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """The boxes that have elements in a rectangle, clipped, with their ranks: `clip_box` for a thousand of them.
+
+    A box is a combination of what each dimension is cut into, which is little: so each dimension is clipped first.
+    """
+    clipped = [
+        {cut: clip_box((cut,), (interval,))[0] for cut in {box[dim] for box in boxes}}
+        for dim, interval in enumerate(window)
+    ]
+    for box, ranks in boxes.items():
+        held = tuple(cuts[cut] for cuts, cut in zip(clipped, box))
+        if all(held):
+            yield held, ranks
 
 
 def _covers(sizes: tuple[int, ...], boxes: Sequence[Box]) -> bool:

@@ -7,6 +7,7 @@ done, and the same process group can save again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from hfshard.distributed.runs import ByteArray, Positions, scatter_into
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import RankFailedError
+
+logger = logging.getLogger(__name__)
 
 
 class _Sent(NamedTuple):
@@ -51,6 +54,10 @@ class Exchange:
         held: This rank's tensors.
         status: Of the save; its ranks are all of the process group.
         group: Its collectives take tensors of the CPU.
+
+    Attributes:
+        rounds: How many there were.
+        sent_bytes: What this rank has sent to others in them.
     """
 
     def __init__(
@@ -58,6 +65,9 @@ class Exchange:
     ) -> None:
         self._holders, self._held, self._status, self._group = holders, held, status, group
         self._rank, self._world_size = status.rank, len(status.ranks)
+        self._others: Positions = np.delete(np.arange(self._world_size), self._rank)
+        self.rounds = 0
+        self.sent_bytes = 0
         self._outbox = np.empty(0, np.uint8)
         self._inbox = np.empty(0, np.uint8)
 
@@ -85,39 +95,45 @@ class Exchange:
             if window is not None:
                 take(window)
             tell_progress(sum(stretch.stop - stretch.start for window in windows.values() for stretch in window))
+        logger.debug("Sent %d bytes to other ranks in %d rounds.", self.sent_bytes, self.rounds)
 
     def _round(
         self, windows: Mapping[int, Sequence[Stretch]], failure: Callable[[], BaseException | None]
     ) -> ByteArray | None:
-        sent = [self._sent_to(owner, windows.get(owner, ())) for owner in range(self._world_size)]
+        sent = {owner: self._sent_to(owner, window) for owner, window in windows.items()}
         received = self._received(windows.get(self._rank, ()))
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        out_sizes = [sum(one.stop - one.start for one in sent[rank]) for rank in range(self._world_size)]
-        in_sizes = [sum(one.nbytes for one in received.get(rank, ())) for rank in range(self._world_size)]
-        in_sizes[self._rank] = 0
-        for rank in others:
-            out_sizes[rank] += 1
-            in_sizes[rank] += 1
-        self._outbox = _at_least(self._outbox, sum(out_sizes))
-        self._inbox = _at_least(self._inbox, sum(in_sizes))
+        out_sizes = self._sizes({rank: sum(one.stop - one.start for one in pieces) for rank, pieces in sent.items()})
+        in_sizes = self._sizes({rank: sum(one.nbytes for one in pieces) for rank, pieces in received.items()})
+        out_ends: Positions = np.cumsum(out_sizes)
+        in_ends: Positions = np.cumsum(in_sizes)
+        self._outbox = _at_least(self._outbox, int(out_ends[-1]))
+        self._inbox = _at_least(self._inbox, int(in_ends[-1]))
         error = failure()
         window: ByteArray | None = None
         try:
             if error is None:
-                self._fill(sent, out_sizes)
+                self._fill(sent, out_ends - out_sizes)
                 window = self._own_window(windows, received)
         except BaseException as raised:  # noqa: BLE001 - raised after the round
             error = raised
-        ends = np.cumsum(out_sizes)
-        self._outbox[[int(ends[rank]) - 1 for rank in others]] = error is not None
-        self._swap(out_sizes, in_sizes)
+        self._outbox[out_ends[self._others] - 1] = error is not None
+        self._swap(out_sizes.tolist(), in_sizes.tolist())
+        self.rounds += 1
+        self.sent_bytes += int(out_ends[-1])
         if error is not None:
             raise error
-        in_ends: Positions = np.cumsum(in_sizes)
-        self._refuse_failed(others, in_ends)
+        self._refuse_failed(in_ends)
         if window is not None:
-            self._unpack(window, received, in_ends - np.array(in_sizes))
+            self._unpack(window, received, in_ends - in_sizes)
         return window
+
+    def _sizes(self, by_rank: Mapping[int, int]) -> Positions:
+        """Bytes from or to each rank: a status byte comes after those of the tensors, and nothing goes to itself."""
+        sizes: Positions = np.ones(self._world_size, np.int64)
+        for rank, nbytes in by_rank.items():
+            sizes[rank] += nbytes
+        sizes[self._rank] = 0
+        return sizes
 
     def _sent_to(self, owner: int, stretches: Sequence[Stretch]) -> list[_Sent]:
         """What this rank has for another one's window."""
@@ -152,14 +168,12 @@ class Exchange:
             passed += stop - start
         return found
 
-    def _fill(self, sent: Sequence[Sequence[_Sent]], out_sizes: Sequence[int]) -> None:
-        at = 0
-        for pieces, size in zip(sent, out_sizes, strict=True):
-            end = at + size
+    def _fill(self, sent: Mapping[int, Sequence[_Sent]], begins: Positions) -> None:
+        for rank, pieces in sent.items():
+            at = int(begins[rank])
             for name, start, stop in pieces:
                 self._outbox[at : at + stop - start] = self._bytes_of(name, start, stop)
                 at += stop - start
-            at = end
 
     def _own_window(
         self, windows: Mapping[int, Sequence[Stretch]], received: Mapping[int, Sequence[_Received]]
@@ -193,11 +207,12 @@ class Exchange:
         )
         self._status.await_work(work)
 
-    def _refuse_failed(self, others: Sequence[int], ends: Positions) -> None:
-        failed = [rank for rank in others if self._inbox[int(ends[rank]) - 1]]
-        if failed:
-            self._status.wait_for("what went wrong", failed[0])  # raises when that rank has told
-            raise RankFailedError(f"Rank {failed[0]} failed to save its part. Look at its output.", rank=failed[0])
+    def _refuse_failed(self, ends: Positions) -> None:
+        failed = self._others[self._inbox[ends[self._others] - 1] != 0]
+        if len(failed):
+            rank = int(failed[0])
+            self._status.wait_for("what went wrong", rank)  # raises when that rank has told
+            raise RankFailedError(f"Rank {rank} failed to save its part. Look at its output.", rank=rank)
 
     def _bytes_of(self, name: str, start: int, stop: int) -> ByteArray:
         held: Any = self._held[name]
