@@ -94,16 +94,16 @@ def _do_overlap(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
     """
     if len(chunks) == 1:
         return False
-    cuts = []
+    numbers: list[dict[int, int]] = []
     for dim in range(len(shape)):
-        begins = {offsets[dim] for offsets, _ in chunks}
-        cuts.append(np.array(sorted({*begins, *(offsets[dim] + sizes[dim] for offsets, sizes in chunks)})))
-    is_taken = np.zeros([max(1, len(places) - 1) for places in cuts], np.bool_)
+        cuts = {offsets[dim] for offsets, _ in chunks} | {offsets[dim] + sizes[dim] for offsets, sizes in chunks}
+        numbers.append({cut: number for number, cut in enumerate(sorted(cuts))})
+    is_taken = np.zeros([len(found) - 1 for found in numbers], np.bool_)
     for offsets, sizes in chunks:
         cells = is_taken[
             tuple(
-                slice(*np.searchsorted(places, (offset, offset + size)).tolist())
-                for places, offset, size in zip(cuts, offsets, sizes, strict=True)
+                slice(found[offset], found[offset + size])
+                for found, offset, size in zip(numbers, offsets, sizes, strict=True)
             )
         ]
         if cells.any():

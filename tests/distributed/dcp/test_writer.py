@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import pickle
 import resource
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,17 +18,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import hfshard
 from hfshard.distributed import StorageWriter
 from hfshard.errors import InvalidArgumentError, RankFailedError, SaveDirectoryError, UnstorableTensorError
-from tests.distributed.gloo import check_ranks
+from hfshard.storage.commit.commit import save_session
+from hfshard.storage.format.names import WeightNames
+from tests.distributed.gloo import check_ranks, run_ranks
 from tests.distributed.saving.test_state_dicts import SIZES, contents, spread, whole_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -157,6 +165,51 @@ def test_rank_whose_disk_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None
     check_ranks(tmp_path / "ranks", 2, fail_on_rank, tmp_path / "out")
 
 
+class FailingPlanner(DefaultSavePlanner):
+    """Does something else than give a tensor, on one rank."""
+
+    def __init__(self, fail: Callable[[], None]) -> None:
+        super().__init__()
+        self._fail = fail
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        self._fail()
+        return super().resolve_data(write_item)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_on_rank(rank: int, place: Path) -> None:
+    state = failing_state()
+    with pytest.raises(CheckpointException, match="rank 1 failed with KeyboardInterrupt"):
+        save(state, storage_writer=StorageWriter(place), planner=FailingPlanner(interrupt) if rank else None)
+    dist.barrier()
+    assert os.listdir(place) == ["model.safetensors"]
+    dist.barrier()
+
+    with contextlib.suppress(RuntimeError):  # of the process group
+        save(state, storage_writer=StorageWriter(place), planner=FailingPlanner(die) if rank else None)
+    assert os.listdir(place) == ["model.safetensors"]
+    with save_session(str(place), WeightNames(None), wait_seconds=0):
+        pass
+    os._exit(0)  # the group is gone
+
+
+def test_rank_that_is_killed_leaves_the_old_checkpoint_and_no_lock(tmp_path: Path) -> None:
+    hfshard.save_state_dict(OLD, tmp_path / "out")
+
+    ends = run_ranks(tmp_path / "ranks", 2, lose_on_rank, tmp_path / "out")
+
+    assert [end.status for end in ends] == [0, -signal.SIGKILL], ends[0].words
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], OLD["weight"])
+
+
 def refuse_on_rank(rank: int, place: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
@@ -241,6 +294,25 @@ def test_saves_follow_each_other_with_one_writer(tmp_path: Path) -> None:
             "b": value,
         }
         assert json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]["by"] == "me"
+
+
+@pytest.mark.compat
+def test_transformers_loads_what_is_saved(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.config.save_pretrained(tmp_path)
+
+    writer = StorageWriter(tmp_path, max_shard_size=4000)
+    save(model.state_dict(), storage_writer=pickle.loads(pickle.dumps(writer)))  # as to another process
+
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    loaded: Any
+    info: Any
+    loaded, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)  # type: ignore[misc]
+    assert not any(info.values())
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
 def begun_save(writer: StorageWriter) -> SavePlan:
