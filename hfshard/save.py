@@ -41,6 +41,11 @@ def save_state_dict(
     The checkpoint that is there loads until the new one is complete; then the old weights of the same variant are
     removed. Other files stay.
 
+    Where the state dict has DTensors, every rank of the default process group calls this: each file is written whole by
+    one rank, from the parts that all of them have, and the files are those of a single process. The first rank's
+    arguments count, and its copy of what every rank has whole. Of replicated tensors any rank may call, alone or with
+    others: ranks that come at about the same time, within a second, make one save, which the first of them writes.
+
     Args:
         state_dict: FQN -> tensor: any shape, strides and device, and any dtype that safetensors has (complex128 is
             stored as pairs of real numbers). Names that share one tensor are stored once, and `load_state_dict`
@@ -67,6 +72,7 @@ def save_state_dict(
         OSError: The disk failed; the directory is as it was. (While files are put in place: CommitUndoneError.)
         CommitUnfinishedError: Every reader loads the new checkpoint, but what is left of the old one could not be
             removed; or, if taking a failed step back failed too, the message says who loads which.
+        RankFailedError: Another rank failed, died or did not come; it is named. (RankMissingError: it did not come.)
 
     Example:
         index = hfshard.save_state_dict(state_dict, "out", max_shard_size="1GB")
@@ -108,11 +114,15 @@ def save_model(
 
     Wrappers (DataParallel, DistributedDataParallel, torch.compile) are looked through.
 
+    A model that is spread over ranks (FSDP2, tensor parallelism) is saved as a state dict of DTensors is: by every
+    rank. So are the stages of a pipeline. Those that the user made, of plain tensors under different names, must be
+    saved by all ranks at the same time: one that came a second later would make a save of its own.
+
     Args:
         model: Any module. Not changed, except that the config of a transformers model gets `dtype` and
             `architectures`, as in transformers.
         save_directory: As in `save_state_dict`, and so are max_shard_size, variant, packing, checksum and progress.
-        is_main_process: False saves nothing, because another process does.
+        is_main_process: False saves nothing, because another process does; unless the model is spread over ranks.
         state_dict: What to save in place of the model's own; not mutated.
         metadata: JSON values to add to the index's `metadata`.
         save_original_format: Save a transformers model under the names of the original checkpoint, as transformers
