@@ -15,7 +15,7 @@ from hfshard.errors import HfshardError
 from hfshard.storage.checkpoint.locate import read_config, weights_bytes
 
 _TRANSFORMERS_ONLY: Final = {
-    "offload_folder", "distributed_config", "tp_plan", "tp_size", "device_mesh",
+    "offload_folder", "tp_plan", "tp_size", "device_mesh",
     "quantization_config", "adapter_kwargs",
 }  # fmt: skip
 """Arguments with which transformers reads the files itself, after hfshard has checked them."""

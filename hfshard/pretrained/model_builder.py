@@ -75,7 +75,7 @@ class ModelBuilder:
         """
         if self.model_class.can_generate() and kwargs.get("generation_config") is None:
             check_generation_config(self.checkpoint.directory)
-        parallel = self._parallelized_load()
+        parallel = self._parallelized_load(kwargs)
         tensors = self._tensors(config, kwargs) if parallel is None else self._described(config, parallel)
         arguments = {key: value for key, value in kwargs.items() if key in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
         for key in ("config", "output_loading_info", "use_safetensors", "variant", "disable_mmap", *SOURCE_ARGUMENTS):
@@ -90,7 +90,7 @@ class ModelBuilder:
             raise
         self._check(model, info, len(tensors))
         self._name(model)
-        if parallel is None:
+        if self.options.parallelize is None:
             self._tie(model)
         self._load_generation_config(model, kwargs)
         model = model if parallel is None else parallel.parallelized
@@ -111,8 +111,9 @@ class ModelBuilder:
             mismatched_keys=mismatched,
         )
 
-    def _parallelized_load(self) -> ParallelizedLoad | None:
-        if self.options.parallelize is None:
+    def _parallelized_load(self, kwargs: Mapping[str, Any]) -> ParallelizedLoad | None:
+        """What loads a model that is spread over ranks."""
+        if self.options.parallelize is None and kwargs.get("distributed_config") is None:
             return None
         return ParallelizedLoad(self.options.parallelize, class_of_alias(self.model_class), self.checkpoint)
 

@@ -28,12 +28,12 @@ class ParallelizedLoad:
 
     1. transformers loads tensors without data. So it finds out which names are missing, which conversions are used and
        which dtypes the parameters get, and ties and renames as it always does.
-    2. The user spreads the model.
+    2. The user spreads the model; or transformers does, as a `distributed_config` says, only now.
     3. Its parameters get memory, and each rank reads its parts of them. Afterwards transformers initialises what is
        missing, and the buffers that are not stored.
     """
 
-    def __init__(self, parallelize: Parallelize, model_class: type, checkpoint: OpenCheckpoint) -> None:
+    def __init__(self, parallelize: Parallelize | None, model_class: type, checkpoint: OpenCheckpoint) -> None:
         self._parallelize = parallelize
         self._model_class = model_class
         self._checkpoint = checkpoint
@@ -43,11 +43,20 @@ class ParallelizedLoad:
         """Ties what the config does not declare."""
         self.parallelized: Any = None
         """What the user's function has returned."""
+        self._distribute: Parallelize = lambda model: model
 
     def load_class(self, alias: type[PreTrainedModel]) -> type[PreTrainedModel]:
         """Make the class whose `from_pretrained` loads so."""
         names = {"__module__": alias.__module__, "__qualname__": alias.__qualname__}
-        return type(alias.__name__, (alias,), {**names, "_load_pretrained_model": staticmethod(self._load)})
+        methods: dict[str, Any] = {"_load_pretrained_model": staticmethod(self._load)}
+        if self._parallelize is None:
+            methods["maybe_distribute_model"] = staticmethod(self._distribute_later)
+        return type(alias.__name__, (alias,), {**names, **methods})
+
+    def _distribute_later(self, model: Any, *args: Any) -> Any:
+        """Stand in the place of transformers' `maybe_distribute_model`."""
+        self._distribute = lambda model: type(model).maybe_distribute_model(model, *args)
+        return model
 
     def _load(self, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *rest: Any) -> Any:
         theirs: Any = PreTrainedModel._load_pretrained_model
@@ -56,14 +65,11 @@ class ParallelizedLoad:
         passed_over = set(info.missing_keys) | {one[0] for one in info.mismatched_keys}
         plan = _ReadPlan(model, passed_over, state_dict)
         shell = copy.deepcopy(model) if plan.computed else None
-        self.tie(model)
-        _tie_declared(model, set(info.missing_keys))
         model.__class__ = self._model_class
-        self.parallelized = self._parallelize(model)
-        if not isinstance(self.parallelized, nn.Module):
-            raise InvalidArgumentError("parallelize must return the model that it was given, spread over ranks.")
+        self.parallelized = self._spread(model, set(info.missing_keys))
         _give_memory(model)
         own = model.state_dict(keep_vars=True)
+        info.missing_keys &= own.keys()  # a pipeline stage has less
         targets = ((self.stored_names[stored], target) for stored, target in plan.targets(own))
         read_parts(self._checkpoint, targets)
         for names, stored in plan.computed:
@@ -75,6 +81,16 @@ class ParallelizedLoad:
             if name not in passed_over:
                 tensor._is_hf_initialized = True
         return result
+
+    def _spread(self, model: Any, missing: set[str]) -> Any:
+        if self._parallelize is None:
+            return self._distribute(model)  # which expects that ties are made later
+        self.tie(model)
+        _tie_declared(model, missing)
+        spread = self._parallelize(model)
+        if not isinstance(spread, nn.Module):
+            raise InvalidArgumentError("parallelize must return the model that it was given, spread over ranks.")
+        return spread
 
 
 class _ReadPlan:
@@ -118,8 +134,8 @@ class _ReadPlan:
         """Each stored tensor, and the part of the model's own that it fills."""
         filled: set[int] = set()
         for name, pieces in self._pieces.items():
-            tensor = own[name]
-            if id(tensor) in filled:  # tied
+            tensor = own.get(name)
+            if tensor is None or id(tensor) in filled:  # on another pipeline stage; or tied
                 continue
             filled.add(id(tensor))
             spread = SpreadTensor.of(tensor, name) if is_dtensor(tensor) else None
@@ -199,6 +215,8 @@ def _fill(own: Mapping[str, Any], whole: Mapping[str, torch.Tensor], names: list
     """Copy this rank's parts of whole tensors."""
     with torch.no_grad():
         for name in names:
+            if name not in own:  # on another pipeline stage
+                continue
             if is_dtensor(own[name]):
                 spread = SpreadTensor.of(own[name], name)
                 spread.part().copy_(_part_of(whole[name], spread.stored_box))

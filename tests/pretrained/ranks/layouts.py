@@ -61,9 +61,17 @@ def _even(name: str) -> Any:
     return config
 
 
+def _six_experts() -> Any:
+    config = ZOO["qwen3_moe"].make_config()
+    config.num_experts = 6
+    return config
+
+
 EVEN = {
     f"{name}_even": replace(ZOO[name], name=f"{name}_even", make_config=partial(_even, name))
     for name in ("llama_untied", "llama_tied", "qwen3_moe")
 }
-SPECIMENS = {**ZOO, **EVEN}
-"""The models of the zoo, and some whose sizes can be divided by two."""
+SIX_EXPERTS = "qwen3_moe_six"
+"""Four ranks have two, two, two and none of the experts."""
+SPECIMENS = {**ZOO, **EVEN, SIX_EXPERTS: replace(ZOO["qwen3_moe"], name=SIX_EXPERTS, make_config=_six_experts)}
+"""The models of the zoo, and some of other sizes."""

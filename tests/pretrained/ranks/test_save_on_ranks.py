@@ -16,7 +16,7 @@ import hfshard
 from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.class_alias import architecture_of, view_as_alias
 from tests.distributed.gloo import check_ranks
-from tests.pretrained.ranks.layouts import SPECIMENS, spread
+from tests.pretrained.ranks.layouts import SIX_EXPERTS, SPECIMENS, spread
 from tests.zoo.mixin_classes import with_mixin
 
 pytestmark = pytest.mark.compat
@@ -138,10 +138,15 @@ def test_what_transformers_spreads_over_two_ranks_is_written_as_by_one_process(n
 def test_what_transformers_spreads_over_four_ranks_is_written_as_by_one_process(tmp_path: Path) -> None:
     load_and_save_by_one_process("qwen3_moe_even", tmp_path)
     sizes: list[Any] = [{"fsdp_size": 4}]
-    if HAS_REPLICAS:  # transformers before it can't load two dimensions
+    if HAS_REPLICAS:
         sizes = [{"tp_size": 2, "fsdp_size": 2}, {"fsdp_size": 2, "dp_replicate_size": 2}]
     sizes += [{"fsdp_size": 4, "ep_size": 2}] if HAS_EXPERT_PARALLEL else []
     check_ranks(tmp_path / "ranks", 4, save_what_transformers_spread, tmp_path, ("qwen3_moe_even",), tuple(sizes))
+
+
+def test_a_rank_may_have_no_expert(tmp_path: Path) -> None:
+    load_and_save_by_one_process(SIX_EXPERTS, tmp_path)
+    check_ranks(tmp_path / "ranks", 4, save_what_transformers_spread, tmp_path, (SIX_EXPERTS,), ({"fsdp_size": 4},))
 
 
 def save_what_needs_the_whole(rank: int, place: Path) -> None:
