@@ -116,7 +116,7 @@ class RankWriter:
 
             def failure() -> BaseException | None:
                 if writer is None:
-                    return HfshardError("No thread can be started to write files. Save before Python exits.")
+                    return _no_thread()
                 if was_interrupted():
                     return KeyboardInterrupt()
                 return writer.exception() if writer.done() else None
@@ -136,7 +136,8 @@ class RankWriter:
 
     def _await(self, writer: Future[dict[str, Any]] | None) -> dict[str, Any]:
         """Wait until this rank's files are flushed; give up where another rank fails meanwhile."""
-        assert writer is not None
+        if writer is None:
+            raise _no_thread()
         while not wait([writer], timeout=_LOOK_SECONDS).done:
             self._status.check()
         return writer.result()
@@ -166,3 +167,7 @@ class RankWriter:
                 f"{self._status.leader} made. Save into a directory that all ranks see.",
                 path=job.path,
             ) from error
+
+
+def _no_thread() -> HfshardError:
+    return HfshardError("No thread can be started to write files. Save before Python exits.")
