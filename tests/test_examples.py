@@ -12,12 +12,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import hfshard
+import hfshard.distributed
 import hfshard.hub
 import hfshard.training
 from tests.helpers.docstring_examples import example_of, public_members, with_local_hub
 from tests.helpers.tiny_bert import Bert, bert
 
-PUBLIC = dict(member for package in (hfshard, hfshard.hub, hfshard.training) for member in public_members(package))
+PACKAGES = (hfshard, hfshard.distributed, hfshard.hub, hfshard.training)
+PUBLIC = dict(member for package in PACKAGES for member in public_members(package))
 EXAMPLES = {name: example for name, member in PUBLIC.items() if (example := example_of(member.__doc__))}
 
 TRANSFORMERS_METHODS = {
@@ -26,6 +28,8 @@ TRANSFORMERS_METHODS = {
 CLASSES_TO_USE = {
     "hfshard.CheckpointManager",
     "hfshard.ShardedModelMixin",
+    "hfshard.distributed.StorageReader",
+    "hfshard.distributed.StorageWriter",
     "hfshard.training.CheckpointCallback",
     "hfshard.training.Gradients",
     "hfshard.training.ResumableDataLoader",
@@ -44,7 +48,7 @@ NEEDS_TRAINER = {
 def is_in_need_of_an_example(name: str) -> bool:
     """Whether it is a function of a package, a method of the mixin that replaces transformers', or a class to use."""
     package = name.rpartition(".")[0]
-    is_member_of_a_package = package in ("hfshard", "hfshard.hub", "hfshard.training")
+    is_member_of_a_package = package in {one.__name__ for one in PACKAGES}
     if inspect.isfunction(PUBLIC[name]):
         return is_member_of_a_package or name in TRANSFORMERS_METHODS
     return name in CLASSES_TO_USE
@@ -102,6 +106,7 @@ def test_public_function_has_an_example(name: str) -> None:
     assert name in EXAMPLES
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - NEEDS_TRAINER))
 def test_example_runs(name: str, namespace: dict[str, Any]) -> None:
     exec(compile(with_local_hub(EXAMPLES[name]), name, "exec"), namespace)

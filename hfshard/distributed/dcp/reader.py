@@ -55,6 +55,8 @@ class StorageReader(dcp_storage.StorageReader):
             verify asks for is checked by every rank.
 
     Example:
+        import torch.distributed.checkpoint as dcp
+
         dcp.load(state_dict, storage_reader=hfshard.distributed.StorageReader("out"))
     """
 

@@ -58,6 +58,8 @@ class StorageWriter(dcp_storage.StorageWriter):
             checksum, nothing but a few bytes of each tensor is read back.
 
     Example:
+        import torch.distributed.checkpoint as dcp
+
         dcp.save(state_dict, storage_writer=hfshard.distributed.StorageWriter("out", max_shard_size="5GB"))
     """
 
