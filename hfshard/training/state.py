@@ -122,6 +122,8 @@ def _part_kind(name: str, part: Any) -> PartKind:
     if is_scheduler(part):
         return "scheduler"
     if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None)):
+        if isinstance(part, Gradients) and part.is_spread:
+            return "stateful"
         if name == "loader" or isinstance(part, DataLoader | Gradients):
             return "loader"
         return "scheduler" if name == "scheduler" else "stateful"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from hfshard.errors import StateDictMismatchError
+from hfshard.state_dicts.dtensors import is_dtensor
 from hfshard.state_dicts.state_dict import parameter_names
 
 
@@ -17,7 +19,8 @@ class Gradients:
         state = TrainingState(model=model, optimizer=optimizer, gradients=Gradients(model))
 
     It is needed only for saves while gradients accumulate: after `optimizer.step()` there are none to save. It makes a
-    checkpoint larger by the size of the gradients.
+    checkpoint larger by the size of the gradients. Under `fully_shard`, gradients are those that were reduced: save
+    after a backward pass with `set_requires_gradient_sync(True)`, which is the default.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,6 +30,13 @@ class Gradients:
             model: Any module; wrappers are looked through.
         """
         self._model = model
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether a parameter is a DTensor, so that its gradient is that of all ranks."""
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        is_gathered = fsdp is not None and any(isinstance(one, fsdp.FSDPModule) for one in self._model.modules())
+        return is_gathered or any(map(is_dtensor, self._model.parameters()))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return name -> gradient of the parameters that have one; the tensors themselves."""

@@ -99,6 +99,7 @@ def plan_restoration(
     saved_ranks = saved_state["ranks"]
     own = saved_ranks[ranks.rank if ranks.rank < len(saved_ranks) else 0]
     saved = {**saved_state["components"], **own["components"]}
+    _take_gradients(state, saved, len(saved_ranks), ranks.world_size)
     restoration = Restoration(directory=directory)
     _check_components(state, saved, directory, restoration, strict=strict)
     read = _reader(state, directory, manifest, ranks.rank if ranks.rank < len(saved_ranks) else 0)
@@ -254,6 +255,16 @@ def _reader(state: TrainingState, directory: str, manifest: CheckpointManifest, 
             return read_tensors(checkpoint, None, "cpu", "auto" if is_copied else "pread")
 
     return read
+
+
+def _take_gradients(state: TrainingState, saved: dict[str, Any], saved_ranks: int, world_size: int) -> None:
+    """Take gradients of one process for those of ranks that share a model, and the other way round."""
+    for name, part in state.components.items():
+        kinds = {saved.get(name, {}).get("kind"), state.kinds[name]}
+        if isinstance(part, Gradients) and kinds == {"loader", "stateful"}:
+            processes = world_size if state.kinds[name] == "loader" else saved_ranks
+            if processes == 1:
+                saved[name] = {**saved[name], "kind": state.kinds[name]}
 
 
 def _check_components(

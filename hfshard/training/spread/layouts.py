@@ -13,7 +13,8 @@ from hfshard.errors import UnstorableTensorError
 from hfshard.state_dicts.dtensors import is_dtensor
 from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.storage.format.names import MODEL_BASE
-from hfshard.training.collecting import STATE_BASE
+from hfshard.training.collecting import STATE_BASE, is_of_a_rank
+from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.nested import encode
 from hfshard.training.parts.optimizer import encode_optimizer
 from hfshard.training.state import TrainingState
@@ -90,9 +91,13 @@ class StateLayouts:
 
     def _parameter_of(self, base: str, name: str) -> torch.Tensor | None:
         """The spread parameter that a tensor of an optimizer, or of another object, is about."""
-        if base == MODEL_BASE:
-            return None
-        found = (self._parameters.get(word) for word in name.split("/"))
+        words = name.split("/")
+        if base == STATE_BASE:
+            component = words[1] if is_of_a_rank(name) and len(words) > 1 else words[0]
+            part = self._state.components.get(component)
+            if not (isinstance(part, Gradients) or self._state.kinds.get(component) in ("optimizer", "stateful")):
+                return None
+        found = (self._parameters.get(word) for word in words if base != MODEL_BASE)
         return next((parameter for parameter in found if parameter is not None), None)
 
 

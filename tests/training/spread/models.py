@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hfshard.training import TrainingState
@@ -82,16 +83,19 @@ class RowStatistics(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
-                rows = parameter.grad.square().mean(-1, keepdim=True)
-                rows = rows.full_tensor() if hasattr(rows, "full_tensor") else rows
-                state["rows"] = state.get("rows", 0) + rows
-                parameter.sub_(group["lr"] * parameter.grad)
+                square = parameter.grad.square()
+                rows = square.mean(-1, keepdim=True) if square.dim() > 1 else square
+                if isinstance(rows, DTensor):  # one that is spread over columns gives a partial sum
+                    rows = rows.redistribute(placements=[Replicate()] * rows.device_mesh.ndim)
+                state["rows"] = state["rows"] + rows if "rows" in state else rows
+                parameter.sub_(group["lr"] * parameter.grad / (state["rows"] + 1))
 
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=False),
     "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True, amsgrad=True),
     "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "rows": RowStatistics,
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
 }
 
