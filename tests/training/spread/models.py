@@ -17,7 +17,7 @@ from hfshard.training import TrainingState
 Layout = str
 """fsdp, tp, 2d, hsdp; or whole: one process, and no DTensors."""
 
-MESHES: dict[Layout, tuple[int, ...]] = {"fsdp": (2,), "tp": (2,), "2d": (2, 2), "hsdp": (2, 2), "fsdp4": (4,)}
+MESHES: dict[Layout, tuple[int, ...]] = {"alone": (1,), "fsdp": (2,), "tp": (2,), "2d": (2, 2), "hsdp": (2, 2)}
 
 
 class Block(nn.Module):
@@ -103,8 +103,10 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 class Run:
     """A model, its optimizer and scheduler, and the numbers of a few steps."""
 
-    def __init__(self, layout: Layout, optimizer: str = "adamw", dtype: torch.dtype = torch.float32) -> None:
-        self.net = built(layout, dtype)
+    def __init__(
+        self, layout: Layout, optimizer: str = "adamw", dtype: torch.dtype = torch.float32, **fsdp: Any
+    ) -> None:
+        self.net = built(layout, dtype, **fsdp)
         self.dtype = dtype
         trained = [one for one in self.net.parameters() if one.requires_grad]
         self.optimizer = OPTIMIZERS[optimizer](trained)
@@ -114,11 +116,19 @@ class Run:
     def train(self, steps: int) -> None:
         """Steps on batches that torch's generator gives: the same on all ranks, where it is seeded so."""
         for _ in range(steps):
-            loss = self.net(torch.randn(4, 6).to(self.dtype)).square().mean()
-            loss.backward()
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
+            self.step(self.loss())
+
+    def loss(self) -> torch.Tensor:
+        """A forward pass."""
+        scores_BC: torch.Tensor = self.net(torch.randn(4, 6).to(self.dtype))
+        return scores_BC.square().mean()
+
+    def step(self, loss: torch.Tensor) -> None:
+        """A backward pass, and a step."""
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
 
     def whole(self) -> dict[str, torch.Tensor]:
         """All tensors of the model and the optimizer, each whole, by name. Every rank must call."""

@@ -1,0 +1,174 @@
+"""Saves and restores of spread runs at any moment, beside the training, and when a rank fails or refuses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, StateDictMismatchError
+from hfshard.training import CheckpointManager, Gradients, TrainingState
+from tests.distributed.gloo import check_ranks
+from tests.training.spread.models import Net, Run, built
+from tests.training.spread.test_spread_runs import assert_same
+
+
+def save_after_forward(rank: int, place: Path) -> None:
+    straight = Run("fsdp", reshard_after_forward=False)
+    straight.train(3)
+
+    run = Run("fsdp", reshard_after_forward=False)
+    run.train(2)
+    loss = run.loss()
+    assert not any(hasattr(one, "full_tensor") for one in run.net.parameters())  # gathered
+    with CheckpointManager(place / "run") as manager:
+        manager.save(2, run.state)
+        run.step(loss)
+        assert_same(run.local(), straight.local())
+
+        manager.save(3, run.state)
+        again = Run("fsdp", reshard_after_forward=False)
+        again.loss()
+        assert manager.restore_latest(again.state) == 3
+        assert_same(again.local(), straight.local())
+
+
+def save_beside_training(rank: int, place: Path) -> None:
+    run = Run("2d")
+    manager = CheckpointManager(place / "run", max_to_keep=2)
+    saved: dict[int, dict[str, torch.Tensor]] = {}
+    for step in range(1, 5):
+        run.train(1)
+        saved[step] = run.whole()
+        manager.save(step, run.state, blocking=False)
+    run.train(2)
+    manager.wait_until_finished()
+    assert manager.all_steps() == [3, 4]
+    for step in (3, 4):
+        again = Run("2d")
+        manager.restore(again.state, step)
+        assert_same(again.whole(), saved[step])
+    manager.save(5, run.state, blocking=False)
+    assert manager.restore_latest(run.state) == 5  # which waits for the save
+    manager.close()
+    assert sorted(path.name for path in (place / "run").iterdir()) == ["checkpoint-00000004", "checkpoint-00000005"]
+
+
+def save_gradients(rank: int, place: Path, layout: str) -> None:
+    run = Run(layout)
+    state = TrainingState(model=run.net, optimizer=run.optimizer, gradients=Gradients(run.net))
+    manager = CheckpointManager(place / "run")
+    if layout == "fsdp":
+        run.loss().backward()
+        manager.save(1, state)
+    else:
+        run.optimizer.zero_grad()
+        manager.restore(state, 1)
+        assert run.net.head.weight.grad is not None
+    gradients = {name: one.grad for name, one in run.net.named_parameters() if one.grad is not None}
+    found = {name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in gradients.items()}
+    if layout == "fsdp" and rank == 0:
+        torch.save(found, place / "gradients.pt")
+    if layout != "fsdp":
+        assert_same(found, torch.load(place / "gradients.pt"))
+
+
+class Refusing:
+    """A part whose state can't be stored, or that refuses the one that it gets."""
+
+    def __init__(self, *, stores: bool = True, loads: bool = True) -> None:
+        self.stores, self.loads = stores, loads
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": 1 if self.stores else object()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.loads:
+            raise ValueError("no")
+
+
+def fail_on_one(rank: int, place: Path) -> None:
+    run = Run("fsdp")
+    run.train(1)
+    manager = CheckpointManager(place / "run")
+
+    def state(*, run: Run = run, **refuses: bool) -> TrainingState:
+        return TrainingState(model=run.net, optimizer=run.optimizer, part=Refusing(**refuses))
+
+    manager.save(1, state())
+    with pytest.raises(HfshardError, match=r"part/value|Rank 1 failed.*part/value"):
+        manager.save(2, state(stores=rank != 1))
+    with pytest.raises(InvalidArgumentError if rank == 0 else RankFailedError, match="same step"):
+        manager.save(2 + rank, state())
+    with pytest.raises(InvalidArgumentError if rank == 0 else RankFailedError, match=r"checkpoint\.json"):
+        manager.save(2, state(), files={"checkpoint.json": b""} if rank == 0 else {})
+    assert manager.all_steps() == [1]
+    manager.save(2, state())
+    assert manager.all_steps() == [1, 2] and len(os.listdir(place / "run")) == 2
+
+    fresh = Run("fsdp")
+    fresh.train(2)
+    before = fresh.local()
+    with pytest.raises(StateDictMismatchError if rank == 1 else HfshardError, match=r"refused its state.*no"):
+        manager.restore(state(run=fresh, loads=rank != 1))
+    assert_same(fresh.local(), before)
+    with pytest.raises(HfshardError, match="All ranks must restore the same step"):
+        manager.restore(state(run=fresh), 1 + rank)
+    with pytest.raises(RankFailedError, match=r"'save'.*'restore'|'restore'.*'save'"):
+        manager.save(3, state()) if rank else manager.restore(state(run=fresh))
+    assert manager.restore(state(run=fresh)) == 2
+    assert_same(fresh.local(), run.local())
+
+
+def refuse_what_is_not_supported(rank: int, place: Path) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    manager = CheckpointManager(place / "run")
+    flat = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    for work in (manager.save, lambda _, state: manager.restore(state)):
+        with pytest.raises(InvalidArgumentError, match=r"FSDP1.*fully_shard"):
+            work(1, TrainingState(model=flat))
+    stages = [torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)]
+    with pytest.raises(HfshardError, match="stages of a pipeline"):
+        manager.save(1, TrainingState(model=stages[rank]))
+    spread_stage = built("fsdp").blocks if rank else built("fsdp")
+    with pytest.raises(HfshardError, match="stages of a pipeline"):
+        manager.save(1, TrainingState(model=spread_stage))
+    assert not (place / "run").exists()
+
+
+def work_of_two_ranks(rank: int, place: Path) -> None:
+    save_after_forward(rank, place / "forward")
+    (place / "gradients").mkdir(exist_ok=True)
+    save_gradients(rank, place / "gradients", "fsdp")
+    dist.barrier()
+    save_gradients(rank, place / "gradients", "tp")
+    fail_on_one(rank, place / "failures")
+    refuse_what_is_not_supported(rank, place / "refusals")
+
+
+def test_two_ranks_save_at_any_moment_and_refuse_together(tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 2, work_of_two_ranks, tmp_path)
+    save_gradients(0, tmp_path / "gradients", "whole")
+
+
+def test_four_ranks_save_beside_the_collectives_of_the_training(tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 4, save_beside_training, tmp_path)
+
+
+def save_alone(rank: int, place: Path) -> None:
+    run = Run("alone")
+    run.train(2)
+    with CheckpointManager(place / "run") as manager:
+        manager.save(2, run.state)
+        again = Run("alone")
+        assert manager.restore(again.state) == 2
+        assert_same(again.local(), run.local())
+
+
+def test_a_process_group_of_one_rank_saves_and_restores(tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 1, save_alone, tmp_path)
