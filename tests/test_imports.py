@@ -46,7 +46,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "runs status",
         "participants spread_tensor",
         "exchange reading",
-        "dcp loading saving",
+        "agreement dcp saving",
+        "loading",
     ),
     "distributed.dcp": ("chunks staged_save", "reader write_items", "writer"),
     "distributed.exchange": (

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
 
-from hfshard.distributed.participants import gather_participants, has_other_ranks
+from hfshard.distributed.agreement import LoadAgreement, load_together
 from hfshard.distributed.reading import Target, prepare_reads, stored_tensors
 from hfshard.distributed.spread_tensor import has_spread, refuse_sharded_tensor
-from hfshard.distributed.status import SaveStatus
-from hfshard.errors import CheckpointChangedError, InvalidArgumentError, StateDictMismatchError
+from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.loading.into_module import load_into_module
 from hfshard.loading.options import LoadOptions
-from hfshard.loading.source import CheckpointSource, open_source
+from hfshard.loading.source import CheckpointSource
 from hfshard.state_dicts.dtensors import is_dtensor, local_tensor
 from hfshard.state_dicts.keys import compare
 from hfshard.state_dicts.state_dict import assign, collect_state_dict, refuse_freed
@@ -36,9 +31,6 @@ if TYPE_CHECKING:
 
 _FSDP: Final = "torch.distributed.fsdp."
 """Where the hooks are defined that shard the parameters before a load, as they do before `state_dict()` returns."""
-
-_Agree = Callable[[OpenCheckpoint], None]
-"""Waits until every rank has checked all that can be checked, and has the same checkpoint; or raises on every rank."""
 
 
 def load_into_spread_module(model: nn.Module, source: CheckpointSource, options: LoadOptions) -> dict[str, Any]:
@@ -60,9 +52,12 @@ def load_into_spread_module(model: nn.Module, source: CheckpointSource, options:
         Everything that `load_into_module` raises. The model is half loaded only where a file can't be read after all,
         or a hook of the model raises.
     """
-    with _all_or_none("load_model", is_collective=True) as agree, open_source(source, options) as checkpoint:
+    with (
+        load_together("load_model", is_collective=True) as agreement,
+        agreement.opened(source, options) as checkpoint,
+    ):
         mapped = _mapped_tensors(checkpoint)
-        return load_into_module(model, checkpoint, options, mapped, partial(_fill, checkpoint, mapped, agree))
+        return load_into_module(model, checkpoint, options, mapped, partial(_fill, checkpoint, mapped, agreement))
 
 
 def load_like(
@@ -82,10 +77,9 @@ def load_like(
             that of `like` can't have.
         Everything that `open_source` raises.
     """
-    is_collective = has_spread(like)
     with (
-        _all_or_none("load_state_dict", is_collective=is_collective) as agree,
-        open_source(source, options) as checkpoint,
+        load_together("load_state_dict", is_collective=has_spread(like)) as agreement,
+        agreement.opened(source, options) as checkpoint,
     ):
         _refuse_misfits(checkpoint, like)
         tied_names = checkpoint.index.tied_names
@@ -97,7 +91,7 @@ def load_like(
             if keys[name] not in made:
                 made[keys[name]] = _empty_like(tensor, tensor.dtype, device, tensor.shape)
         read = prepare_reads(checkpoint, [(key[0], tensor) for key, tensor in made.items()])
-        agree(checkpoint)
+        agreement.confirm(checkpoint)
         read()
     return {name: made[key] for name, key in keys.items()}
 
@@ -131,51 +125,6 @@ def check_like(like: Mapping[str, Any]) -> None:
             )
 
 
-@contextmanager
-def _all_or_none(call: str, *, is_collective: bool) -> Iterator[_Agree]:
-    """Let every rank do the block, or none: what one raises, the others raise, too.
-
-    Args:
-        call: What all of them call.
-        is_collective: False: this rank goes alone.
-
-    Yields:
-        What each rank calls between its checks and the first change.
-    """
-    if not is_collective or not has_other_ranks():
-        yield lambda checkpoint: None
-        return
-    with gather_participants(call, needs_all=True) as participation:
-        status = participation.status
-        assert status is not None  # that of a rank that takes part
-        yield partial(_agree, status)
-        status.meet("loaded")
-        status.finish()
-
-
-def _agree(status: SaveStatus, checkpoint: OpenCheckpoint) -> None:
-    """Go on when every rank has the same checkpoint.
-
-    Raises:
-        CheckpointChangedError: They have different ones.
-        RankFailedError: A rank refused, failed or died.
-    """
-    digests = status.meet("checked", _digest(checkpoint.index))
-    other = next((rank for rank, digest in digests.items() if digest != digests[status.leader]), None)
-    if other is not None:
-        raise CheckpointChangedError(
-            f"Ranks {status.leader} and {other} have different checkpoints in '{checkpoint.directory}', and nothing "
-            "was loaded: it was replaced meanwhile, or is another one there. Give every rank the same, and load again.",
-            path=checkpoint.directory,
-        )
-
-
-def _digest(index: CheckpointIndex) -> bytes:
-    files = {name: asdict(digest) for name, digest in index.files.items()}
-    said = json.dumps([index.weight_map, index.tied_names, files], sort_keys=True)
-    return hashlib.sha256(said.encode(errors="surrogatepass")).hexdigest().encode()
-
-
 def _mapped_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
     """Each tensor of a checkpoint, tied names included. What is mapped is read where its values are touched."""
     found = {name: shard.tensor(name) for shard in checkpoint.shards.values() for name in shard.header.tensors}
@@ -187,7 +136,7 @@ def _mapped_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
 def _fill(
     checkpoint: OpenCheckpoint,
     mapped: Mapping[str, torch.Tensor],
-    agree: _Agree,
+    agreement: LoadAgreement,
     model: nn.Module,
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
@@ -196,7 +145,7 @@ def _fill(
     Args:
         checkpoint: Open.
         mapped: Its tensors, by their stored names.
-        agree: Called before the first change.
+        agreement: With the other ranks, before the first change.
         model: Unwrapped.
         tensors: Those of `mapped` that fit, by the model's names.
     """
@@ -222,7 +171,7 @@ def _fill(
         if name not in in_place:
             fresh[name] = targets[key]
     read = prepare_reads(checkpoint, wanted)
-    agree(checkpoint)
+    agreement.confirm(checkpoint)
     read()
     assign(model, fresh, runs_hooks=True)
 
