@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
 from typing import NamedTuple, Self
-
-import numpy as np
 
 from hfshard.distributed.exchange.listing import Listing, RankGroup, TensorEntry
 from hfshard.distributed.layout import (
@@ -19,7 +18,7 @@ from hfshard.distributed.layout import (
     ranks_by_box,
     whole_box,
 )
-from hfshard.distributed.runs import BoxRuns, Positions, Runs
+from hfshard.distributed.runs import BoxRuns, Runs
 from hfshard.distributed.spread_tensor import window_sizes
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.tensors.tensor_layout import TensorLayout
@@ -40,27 +39,31 @@ class Part(NamedTuple):
 class Parts:
     """The parts of a tensor, which cover its bytes exactly."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts = tuple(parts)
-        bounds = [_bounds(part.runs) for part in parts]
-        self._starts: Positions = np.array([start for start, _ in bounds], np.int64)
-        self._stops: Positions = np.array([stop for _, stop in bounds], np.int64)
-        self._totals: Positions = np.array([part.runs.total for part in parts], np.int64)
-        self._by_rank = {rank: number for number, part in enumerate(parts) for rank in part.ranks}
+    def __init__(self, parts: Iterable[Part]) -> None:
+        found = sorted((*_bounds(part.runs), part) for part in parts)
+        self._parts = tuple(part for _, _, part in found)
+        self._starts = [start for start, _, _ in found]
+        self._stops = [stop for _, stop, _ in found]
+        self._totals = [part.runs.total for part in self._parts]
+        self._is_ascending = self._stops == sorted(self._stops)
+        self._by_rank = {rank: number for number, part in enumerate(self._parts) for rank in part.ranks}
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self._parts)
 
-    def between(self, start: int, stop: int) -> list[int]:
+    def between(self, start: int, stop: int) -> Sequence[int]:
         """The numbers of those that may have bytes in a range."""
-        return [int(number) for number in np.flatnonzero((self._starts < stop) & (self._stops > start))]
+        if self._is_ascending:
+            return range(bisect_right(self._stops, start), bisect_left(self._starts, stop))
+        bounds = zip(self._starts, self._stops, strict=True)
+        return [number for number, (first, last) in enumerate(bounds) if first < stop and last > start]
 
-    def counts_between(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """(number, bytes) of the parts that may have bytes in a range; of one with gaps, about how many."""
-        found = np.flatnonzero((self._starts < stop) & (self._stops > start))
-        starts, stops = self._starts[found], self._stops[found]
-        shares = (np.minimum(stops, stop) - np.maximum(starts, start)) / (stops - starts)
-        return list(zip(found.tolist(), (shares * self._totals[found]).astype(np.int64).tolist(), strict=True))
+    def count_between(self, number: int, start: int, stop: int) -> int:
+        """About how many bytes a part has in a range: of one with gaps, its share of the bytes."""
+        first = self._starts[number]
+        last = self._stops[number]
+        overlap = min(last, stop) - max(first, start)
+        return overlap * self._totals[number] // (last - first)
 
     def number_of(self, rank: int) -> int | None:
         """The number of the part that a rank has; None: it has none."""

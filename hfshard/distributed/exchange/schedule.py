@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -12,8 +11,6 @@ WINDOW_BYTES: Final = 4 * 1024 * 1024
 """Of one owner's files in one round: large for a network, and a few of them stay small beside a model."""
 SOURCE_BYTES: Final = 64 * 1024 * 1024
 """That one rank sends in a round, about: it holds them in memory."""
-_PARTS_TO_COUNT: Final = 64
-"""Where a window comes from more parts than these, no rank has much of it to send."""
 
 
 class Stretch(NamedTuple):
@@ -71,37 +68,40 @@ def schedule(
         source_bytes: That a rank sends in a round, at most, unless all goes to one owner.
     """
     left = {owner: cut_windows(sizes, window_bytes) for owner, sizes in streams.items()}
+    # A window that comes from more parts than these makes no rank send too much, even if all owners' windows are alike:
+    # the parts are equal, but the first one and the last one may be cut.
+    most_parts = len(streams) * window_bytes // source_bytes + 2
     is_crowded = len(streams) * window_bytes > source_bytes
-    waiting: dict[int, tuple[Window, Counter[int]]] = {}
+    waiting: dict[int, tuple[Window, dict[int, int]]] = {}
     order = sorted(streams)
     while True:
         for owner in order:
             if owner not in waiting and (window := next(left[owner], None)) is not None:
-                waiting[owner] = window, _sent_by(window, owner, holders) if is_crowded else Counter()
+                waiting[owner] = window, _sent_by(window, owner, holders, most_parts) if is_crowded else {}
         order = [owner for owner in order if owner in waiting]
         if not order:
             return
         given: dict[int, Window] = {}
-        load: Counter[int] = Counter()
+        load: dict[int, int] = {}
         for owner in order:
             window, sent = waiting[owner]
-            if not given or all(load[rank] + count <= source_bytes for rank, count in sent.items()):
-                load.update(sent)
+            if not given or all(load.get(rank, 0) + count <= source_bytes for rank, count in sent.items()):
+                load |= {rank: load.get(rank, 0) + count for rank, count in sent.items()}
                 given[owner] = window
                 del waiting[owner]
         order = [owner for owner in order if owner not in given] + list(given)
         yield given
 
 
-def _sent_by(window: Window, owner: int, holders: Holders) -> Counter[int]:
-    """About how many bytes of a window each rank sends."""
-    sent: Counter[int] = Counter()
+def _sent_by(window: Window, owner: int, holders: Holders, most_parts: int) -> dict[int, int]:
+    """About how many bytes of a window each rank sends, of tensors of which the window has not many parts."""
+    sent: dict[int, int] = {}
     for name, start, stop in window:
         parts = holders.parts_of(name)
-        counts = parts.counts_between(start, stop)
-        if len(counts) <= _PARTS_TO_COUNT:
-            for number, count in counts:
+        numbers = parts.between(start, stop)
+        if len(numbers) <= most_parts:
+            for number in numbers:
                 source = parts.source(number, owner)
                 if source != owner:
-                    sent[source] += count
+                    sent[source] = sent.get(source, 0) + parts.count_between(number, start, stop)
     return sent

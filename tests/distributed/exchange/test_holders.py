@@ -85,8 +85,12 @@ def test_parts_are_found_by_their_range() -> None:
     holders = unite(((0, 1), listing({"columns": split((3, 4), 1), "rows": split((4, 2), 0)}), (Mesh((2,), (0, 1)),)))
     columns, rows = holders.parts_of("columns"), holders.parts_of("rows")
 
-    assert (columns.between(0, 8), columns.between(8, 16), columns.between(40, 48)) == ([0], [0, 1], [1])
-    assert (rows.between(0, 16), rows.between(15, 17), rows.between(16, 32)) == ([0], [0, 1], [1])
+    assert (list(columns.between(0, 8)), list(columns.between(8, 16)), list(columns.between(40, 48))) == (
+        [0],
+        [0, 1],
+        [1],
+    )
+    assert (list(rows.between(0, 16)), list(rows.between(15, 17)), list(rows.between(16, 32))) == ([0], [0, 1], [1])
     clipped = columns.clip(1, 10, 30)
     assert clipped is not None
     assert (clipped.offsets.tolist(), clipped.lengths.tolist(), clipped.positions.tolist()) == (

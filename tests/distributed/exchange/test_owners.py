@@ -11,6 +11,12 @@ def test_the_largest_file_goes_first_to_who_has_least() -> None:
     assert assign_owners([], [0]) == []
 
 
+def test_few_files_go_to_ranks_far_from_each_other() -> None:
+    assert assign_owners([3, 2, 1], range(12)) == [0, 4, 8]
+    assert assign_owners([1, 2, 3, 4], [0, 2, 4, 6, 8]) == [6, 4, 2, 0]
+    assert assign_owners([7], range(4)) == [0]
+
+
 def test_loads_are_even_for_many_ranks_and_files() -> None:
     sizes = [4_000_000_000 + 1_000_000 * (number % 700) for number in range(4096)]
     owners = assign_owners(sizes, range(1024))
