@@ -139,13 +139,14 @@ def write_chunk(fd: int, start: int, data: TensorWriteData, tensor: torch.Tensor
     ends = runs.positions + runs.lengths
     done = 0
     for block in iter_blocks(tensor, BLOCK_BYTES):
-        first = int(np.searchsorted(ends, done, "right"))
-        last = int(np.searchsorted(runs.positions, done + len(block), "left"))
-        for number in range(first, last):
-            begin = max(done, int(runs.positions[number]))
-            end = min(done + len(block), int(ends[number]))
-            offset = start + int(runs.offsets[number]) + begin - int(runs.positions[number])
-            _write_at(fd, block[begin - done : end - done], offset)
+        some = slice(np.searchsorted(ends, done, "right"), np.searchsorted(runs.positions, done + len(block), "left"))
+        begins = np.maximum(runs.positions[some], done)
+        stops = np.minimum(ends[some], done + len(block))
+        offsets = runs.offsets[some] + (begins - runs.positions[some]) + start
+        for offset, begin, stop in zip(
+            offsets.tolist(), (begins - done).tolist(), (stops - done).tolist(), strict=True
+        ):
+            _write_at(fd, block[begin:stop], offset)
         done += len(block)
 
 

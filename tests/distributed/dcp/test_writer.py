@@ -56,6 +56,10 @@ def save_on_rank(rank: int, mesh_shape: tuple[int, ...], place: Path) -> None:
         for checksum in ("xxh3", None):
             save(state, storage_writer=StorageWriter(checksum=checksum), checkpoint_id=place / str(checksum))
         async_save(state, storage_writer=StorageWriter(place / "later")).result()  # type: ignore[union-attr]
+    else:
+        group = dist.new_group([2, 3])
+        if rank >= 2:
+            save(OLD, storage_writer=StorageWriter(place / "group"), process_group=group)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
@@ -72,6 +76,8 @@ def test_files_are_those_of_a_single_process(tmp_path: Path, mesh_shape: tuple[i
         assert contents(tmp_path / "xxh3") == contents(tmp_path / "xxh3-alone")
         assert contents(tmp_path / "None") == contents(tmp_path / "None-alone")
         assert contents(tmp_path / "later") == contents(tmp_path / "single-alone")
+    else:
+        assert torch.equal(load_file(tmp_path / "group" / "model.safetensors")["weight"], OLD["weight"])
 
 
 class Block(torch.nn.Module):
