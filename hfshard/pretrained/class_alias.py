@@ -62,6 +62,25 @@ def take_name(model_class: type) -> None:
         model_class.__name__ = architecture.__name__
 
 
+def empty_custom_object(model_class: type) -> object:
+    """Make an object without data that shows transformers which class it saves as custom code, and its file.
+
+    That is transformers' class, unless the user has registered the class with the mixin (or one that it is made from):
+    then it is the user's, under the name that its file has for it.
+    """
+    model_class = class_before_fsdp(model_class)
+    if not is_registered_with_mixin(model_class):
+        return object.__new__(architecture_of(model_class))
+    names = {"__module__": model_class.__module__, "_auto_class": cast(Any, model_class)._auto_class}
+    return type(model_class.__qualname__.rpartition(".")[2], (), names)()
+
+
+def is_registered_with_mixin(model_class: type) -> bool:
+    """Whether the user has registered a class with the mixin as custom code, by `register_for_auto_class`."""
+    registered: Any = next(one for one in model_class.__mro__ if "_auto_class" in vars(one))
+    return registered._auto_class is not None and hasattr(registered, MIXIN_MARK)
+
+
 def _has_forward(model_class: Any) -> bool:
     return model_class.forward is not torch.nn.Module.forward
 

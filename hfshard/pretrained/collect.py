@@ -16,7 +16,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
-from hfshard.pretrained.class_alias import architecture_of, view_as_alias
+from hfshard.pretrained.class_alias import architecture_of, empty_custom_object, view_as_alias
 from hfshard.pretrained.ranks.conversion_views import trace_reverted
 from hfshard.pretrained.ranks.stages import is_stage, whole_model
 from hfshard.pretrained.ranks.stored_parts import stored_parts
@@ -112,8 +112,7 @@ def _model_files(model: PreTrainedModel) -> dict[str, bytes]:
     config.architectures = [architecture.__name__.removeprefix("FSDP")]
     with tempfile.TemporaryDirectory(prefix="hfshard-") as folder:
         if model.is_remote_code():
-            # An empty object of transformers' class: what is copied is the file that defines it.
-            custom_object_save(object.__new__(architecture), folder, config=config)
+            custom_object_save(empty_custom_object(type(model)), folder, config=config)
         config.save_pretrained(folder)
         if model.can_generate():
             cast(Any, model).generation_config.save_pretrained(folder)

@@ -18,7 +18,7 @@ from hfshard.distributed.saving import decline_save, save_anywhere, telling_othe
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.pretrained.arguments import SAVE_ARGUMENTS
-from hfshard.pretrained.class_alias import view_as_alias
+from hfshard.pretrained.class_alias import is_registered_with_mixin, view_as_alias
 from hfshard.pretrained.fallback import has_adapters, needs_transformers_saver
 from hfshard.pretrained.override_chain import ChainCall, call_under_way, has_override, run_chain
 from hfshard.pretrained.pushing.push import default_repo_id, push_saved_files, tags_of
@@ -164,6 +164,12 @@ def _save(
     if needs_transformers_saver(model, distributed_checkpoint=distributed_checkpoint):
         refuse_stage(model)
         refuse_hub(directory)
+        if is_registered_with_mixin(type(model)):
+            raise InvalidArgumentError(
+                f"{type(model).__qualname__} is registered as custom code (register_for_auto_class), and transformers, "
+                "which saves offloaded weights and adapters, would save the code of its own class. Save the adapter by "
+                "a class that is not registered, or load the model without offloading."
+            )
         cast(Any, PreTrainedModel).save_pretrained(
             view_as_alias(model),
             directory,

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, BertModel
 
 import hfshard
+from hfshard.errors import InvalidArgumentError
 from tests.pretrained.load.test_load_options import failure_of
 from tests.zoo.compare import differences, facts_of_load, load, raw_tensors, small_files
 from tests.zoo.hub_cache import put_in_cache
 from tests.zoo.mixin_classes import with_mixin
-from tests.zoo.models import scramble
+from tests.zoo.models import ZOO, scramble
 
 pytestmark = pytest.mark.compat
 
@@ -68,6 +69,18 @@ class ZooModel(PreTrainedModel):
         return self.out(self.scale(self.proj(x)))
 """
 
+OURS = """
+from transformers import BertModel
+
+from hfshard import ShardedModelMixin
+
+
+class Mine(ShardedModelMixin, BertModel): ...
+
+
+class MoreOfMine(Mine): ...
+"""
+
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
@@ -77,9 +90,11 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     (folder / "__init__.py").write_text("")
     (folder / "zoo_layers.py").write_text(LAYERS)
     (folder / "zoo_model.py").write_text(MODEL)
+    (folder / "zoo_mine.py").write_text(OURS)
     sys.path.insert(0, str(folder.parent))
     try:
         module = importlib.import_module("zoo_package.zoo_model")
+        importlib.import_module("zoo_package.zoo_mine")
     finally:
         sys.path.remove(str(folder.parent))
     module.ZooConfig.register_for_auto_class()
@@ -128,6 +143,29 @@ def test_load_model_builds_the_custom_class_as_the_auto_class_does(who: str, tmp
     theirs.log.clear()
     ours = type(theirs)(model, info, [])
     assert differences(facts_of_load(ours, path), facts_of_load(theirs, path)) == []
+
+
+@pytest.mark.parametrize("name", ["Mine", "MoreOfMine"])
+def test_a_class_with_the_mixin_travels_under_its_own_name(
+    name: str, code: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine: Any = sys.modules["zoo_package.zoo_mine"]
+    for each in (mine.Mine, vars(mine)[name]):
+        monkeypatch.setattr(each, "_auto_class", "AutoModel")  # as register_for_auto_class does
+    model = vars(mine)[name](ZOO["bert"].make_config())
+    model.save_pretrained(tmp_path)
+
+    assert (tmp_path / "zoo_mine.py").read_text() == OURS
+    assert model.config.auto_map == {"AutoModel": f"zoo_mine.{name}"}
+    for loaded in (
+        AutoModel.from_pretrained(tmp_path, trust_remote_code=True),
+        hfshard.load_model(AutoModel, tmp_path, trust_remote_code=True),
+    ):
+        assert type(loaded).__qualname__ == name and type(loaded).__module__.startswith("transformers_modules.")
+    assert type(AutoModel.from_pretrained(tmp_path)) is BertModel
+    with pytest.raises(InvalidArgumentError, match=f"^{name} is registered as custom code"):
+        model.save_pretrained(tmp_path / "by_transformers", distributed_checkpoint=True)
+    assert not (tmp_path / "by_transformers").exists()
 
 
 def test_the_class_itself_loads_what_both_saved(code: ModuleType, saved: tuple[Path, Path]) -> None:
