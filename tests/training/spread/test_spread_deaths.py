@@ -1,0 +1,76 @@
+"""A rank of a spread run is killed in the middle of a save or a restore: the others raise, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hfshard.errors import RankFailedError
+from hfshard.training import CheckpointManager, TrainingState
+from tests.distributed.gloo import check_ranks, free_port, run_ranks
+from tests.training.spread.models import Run
+from tests.training.spread.test_spread_runs import assert_same
+
+LONGEST_SECONDS = 30.0
+
+
+class Dying:
+    """A part that ends its process when it is saved, or restored."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        self._die("save")
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._die("restore")
+
+    def _die(self, at: str) -> None:
+        if self.at == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_one(rank: int, place: Path, dying_rank: int, at: str) -> None:
+    run = Run("fsdp")
+    run.train(1)
+    part = Dying("")
+    state = TrainingState(model=run.net, optimizer=run.optimizer, part=part)
+    manager = CheckpointManager(place)
+    manager.save(1, state)
+    before = run.local()
+    part.at = at if rank == dying_rank else ""
+    start = time.monotonic()
+    with pytest.raises(RankFailedError, match=f"[Rr]ank {dying_rank}"):
+        if at == "restore":
+            manager.restore(state)
+        else:
+            manager.save(2, state)
+    assert time.monotonic() - start < LONGEST_SECONDS
+    assert_same(run.local(), before)
+    os._exit(0)  # the ranks can't meet at the end
+
+
+def save_again(rank: int, place: Path) -> None:
+    run = Run("fsdp")
+    state = TrainingState(model=run.net, optimizer=run.optimizer, part=Dying(""))
+    with CheckpointManager(place) as manager:
+        assert manager.restore_latest(state) == 1
+        manager.save(2, state)
+    assert sorted(path.name for path in place.iterdir()) == ["checkpoint-00000001", "checkpoint-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("dying_rank", "at"), [(0, "save"), (0, "restore"), pytest.param(1, "save", marks=pytest.mark.slow)]
+)
+def test_the_others_name_the_rank_that_died_and_keep_the_checkpoint(tmp_path: Path, dying_rank: int, at: str) -> None:
+    ends = run_ranks(tmp_path / "ranks", 2, lose_one, tmp_path / "run", dying_rank, at, ports=(free_port(),))
+
+    assert [end.status for end in ends] == [-signal.SIGKILL if rank == dying_rank else 0 for rank in range(2)], ends
+    check_ranks(tmp_path / "again", 2, save_again, tmp_path / "run")
