@@ -110,9 +110,8 @@ def _sightings(files: dict[str, SafetensorsFile | PickleFile]) -> list[list[str 
     said: list[list[str | int]] = []
     for name, file in sorted(files.items()):
         device, *rest = file.identity
-        where: list[str | int] = (
-            ["network"] if is_remote(device) else [host, device]
-        )  # a network's device has no number
+        # A file system of the network has another number on each machine.
+        where: list[str | int] = ["network"] if is_remote(device) else [host, device]
         said.append([name, *where, *rest])
     return said
 

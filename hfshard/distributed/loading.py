@@ -12,7 +12,7 @@ from torch import nn
 
 from hfshard.distributed.agreement import LoadAgreement, load_together
 from hfshard.distributed.reading import Target, prepare_reads, stored_tensors
-from hfshard.distributed.spread_tensor import has_spread, refuse_sharded_tensor
+from hfshard.distributed.spread_tensor import has_spread, is_sharded_tensor
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.loading.into_module import load_into_module
 from hfshard.loading.options import LoadOptions
@@ -97,8 +97,16 @@ def load_like(
 
 
 def has_spread_state(model: nn.Module) -> bool:
-    """Whether a module has DTensors. Parameters of FSDP2 that are whole after a forward pass are sharded again."""
-    return "torch.distributed.tensor" in sys.modules and has_spread(model.state_dict())
+    """Whether a module has DTensors. Parameters of FSDP2 that are whole after a forward pass are sharded again.
+
+    Raises:
+        InvalidArgumentError: It gives ShardedTensors.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    state_dict = model.state_dict()
+    _refuse_sharded_tensors(state_dict)
+    return has_spread(state_dict)
 
 
 def files_of_names(index: CheckpointIndex, names: Collection[str]) -> set[str]:
@@ -111,18 +119,28 @@ def check_like(like: Mapping[str, Any]) -> None:
     """Refuse what is no state dict.
 
     Raises:
-        InvalidArgumentError: It does not map names to tensors.
-        UnstorableTensorError: There is a ShardedTensor.
+        InvalidArgumentError: It does not map names to tensors, or there is a ShardedTensor.
     """
     if not isinstance(like, Mapping):
         raise InvalidArgumentError(f"like must map names to tensors, got a {type(like).__name__}.")
+    _refuse_sharded_tensors(like)
     for name, tensor in like.items():
-        refuse_sharded_tensor(name, tensor)
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise InvalidArgumentError(
                 f"like must map names to tensors, and {name!r:.200} is mapped to a {type(tensor).__name__}.",
                 fqn=str(name),
             )
+
+
+def _refuse_sharded_tensors(state_dict: Mapping[str, Any]) -> None:
+    name = next((name for name, value in state_dict.items() if is_sharded_tensor(value)), None)
+    if name is not None:
+        raise InvalidArgumentError(
+            f"Can't load into {name!r}, and nothing was loaded: it is a ShardedTensor of FSDP1. Shard the model by "
+            "fully_shard instead; or have FullyShardedDataParallel take whole tensors, on every rank: "
+            "FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT).",
+            fqn=name,
+        )
 
 
 def _mapped_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:

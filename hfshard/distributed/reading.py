@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, product
 from math import prod
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -19,12 +19,15 @@ from hfshard._util.threads import in_threads
 from hfshard.distributed.layout import Box, Interval, box_shape, section, whole_box
 from hfshard.distributed.runs import ByteArray, Runs, gather_into
 from hfshard.distributed.spread_tensor import SpreadTensor
-from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.errors import InvalidArgumentError, StateDictMismatchError, UnstorableTensorError
 from hfshard.state_dicts.dtensors import is_dtensor
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.disk.file_system import is_remote
 from hfshard.storage.tensors.tensor_bytes import INTEGER_OF_SIZE, lies_in_storage, memory_of, own_memory
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class BoxTarget(NamedTuple):
@@ -68,8 +71,7 @@ def read_parts(checkpoint: OpenCheckpoint, wanted: Iterable[tuple[str, Target]],
 
     Raises:
         StateDictMismatchError: There is no such tensor, or it has another shape; nothing was read.
-        InvalidArgumentError: A target has no memory; nothing was read.
-        UnstorableTensorError: What this rank holds of a DTensor is not known; nothing was read.
+        InvalidArgumentError: A target has no memory, or what this rank holds of it is not known; nothing was read.
         DamagedCheckpointError: This torch does not know a dtype, or a file was truncated since it was opened.
 
     Example:
@@ -155,7 +157,7 @@ class _Reader:
             part = _Part(source, shape, target.box, target.tensor.detach())
             _check_target(name, part)
             return part
-        whole = SpreadTensor.of(target, name) if is_dtensor(target) else target
+        whole = _spread(target, name) if is_dtensor(target) else target
         if isinstance(whole, SpreadTensor):
             part = _Part(source, whole.stored_sizes, whole.stored_box, whole.part().detach())
         else:
@@ -250,6 +252,15 @@ class _Reader:
             yield stage
         finally:
             self._stages.append(stage)
+
+
+def _spread(target: DTensor, name: str) -> SpreadTensor:
+    """Describe a DTensor; it must be one that could be stored, too."""
+    try:
+        return SpreadTensor.of(target, name)
+    except UnstorableTensorError as error:
+        problem = error.message.partition(": ")[2]
+        raise InvalidArgumentError(f"Can't load into '{name}', and nothing was loaded: {problem}", fqn=name) from error
 
 
 def _check_target(name: str, part: _Part) -> None:

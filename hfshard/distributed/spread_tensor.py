@@ -155,13 +155,18 @@ def with_spread_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name: SpreadTensor.of(value, name) if is_dtensor(value) else value for name, value in tensors.items()}
 
 
+def is_sharded_tensor(value: object) -> bool:
+    """Whether it is a ShardedTensor of FSDP1, which `fully_shard` has replaced. The class is not public."""
+    return type(value).__name__ == "ShardedTensor"
+
+
 def refuse_sharded_tensor(name: str, value: object) -> None:
-    """Refuse the ShardedTensor of FSDP1, which `fully_shard` has replaced. The class is not public.
+    """Refuse to store a ShardedTensor.
 
     Raises:
         UnstorableTensorError: It is one.
     """
-    if type(value).__name__ == "ShardedTensor":
+    if is_sharded_tensor(value):
         raise UnstorableTensorError(
             f"Can't store {name!r}: it is a ShardedTensor of FSDP1. Shard the model by fully_shard instead, or gather "
             "it first, on every rank: torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "

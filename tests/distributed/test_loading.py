@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from hfshard.errors import (
     InvalidArgumentError,
     RankFailedError,
     StateDictMismatchError,
-    UnstorableTensorError,
 )
 from tests.distributed.gloo import check_ranks
 
@@ -254,10 +254,24 @@ def load_like(rank: int, saved: Path) -> None:
     with pytest.raises(StateDictMismatchError, match=r"'scale' .* is torch.float32, whose values torch.int32 can't"):
         hfshard.load_state_dict(saved, like={"scale": copied.int()})
     summands = DTensor.from_local(torch.zeros(1), mesh, [Partial()], run_check=False)
-    with pytest.raises(UnstorableTensorError, match="its ranks hold summands of it"):
+    with pytest.raises(InvalidArgumentError, match=r"Can't load into 'scale', .*: its ranks hold summands of it"):
         hfshard.load_state_dict(saved, like={"scale": summands})
     if rank == 1:  # of plain tensors, each rank loads its own
         assert hfshard.load_state_dict(saved, like={"scale": torch.zeros(1)})["scale"].tolist() == [2.5]
+
+
+def load_by_fsdp1(rank: int, saved: Path) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    with warnings.catch_warnings(action="ignore"):  # FSDP1 is deprecated
+        model = FullyShardedDataParallel(Tiny(), device_id=torch.device("cpu"), use_orig_params=True)
+        hfshard.load_model(model, saved)
+        with FullyShardedDataParallel.summon_full_params(model):
+            assert torch.equal(dict(model.module.named_parameters())["up.weight"], saved_model().up.weight)
+
+        FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+        with pytest.raises(InvalidArgumentError, match=r"is a ShardedTensor of FSDP1.*set_state_dict_type\(model,"):
+            hfshard.load_model(model, saved)
 
 
 def load_in_many_ways(rank: int, saved: Path, place: Path) -> None:
@@ -266,6 +280,7 @@ def load_in_many_ways(rank: int, saved: Path, place: Path) -> None:
     load_with_hooks(rank, place / "hooked")
     refuse_on_all_ranks(rank, saved, place)
     load_like(rank, saved)
+    load_by_fsdp1(rank, saved)
 
 
 def test_modules_and_state_dicts_in_many_states(tmp_path: Path, saved: Path) -> None:
