@@ -44,7 +44,8 @@ def save_on_all_ranks(step: int, state: TrainingState, write: Callable[[Sequence
     contribution = RankContribution()
     error: Exception | None = None
     try:
-        contribution = RankContribution(checked_step(step), collect_rank(state, ranks.rank), stage_digest(state))
+        stage = stage_digest(state) if ranks.world_size > 1 else ""
+        contribution = RankContribution(checked_step(step), collect_rank(state, ranks.rank), stage)
     except Exception as caught:  # noqa: BLE001 - raised below, when the first rank knows
         error = caught
         contribution = RankContribution(problem=f"{type(error).__name__}: {error}")

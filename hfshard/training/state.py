@@ -19,7 +19,7 @@ from hfshard.training.parts.scheduler import is_scheduler
 
 PartKind = Literal["module", "optimizer", "scheduler", "loader", "stateful"]
 """What a part is. Each rank saves its own parts of the kind "loader" (data positions, gradients that are accumulating);
-parts of the other kinds are the same on every rank."""
+parts of the other kinds are the same on every rank, or have DTensors, which are spread over the ranks."""
 
 _RESERVED: Final = re.compile(r"rng|extra|rank\d+")
 """Names that a checkpoint uses for what is not a component."""

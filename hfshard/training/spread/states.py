@@ -11,6 +11,7 @@ from torch import nn
 from hfshard.errors import InvalidArgumentError
 from hfshard.state_dicts.dtensors import is_dtensor
 from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.format.names import MODEL_BASE
 from hfshard.training.state import TrainingState
 
 
@@ -32,17 +33,17 @@ def is_spread_state(state: TrainingState) -> bool:
 
 
 def stage_digest(state: TrainingState) -> str:
-    """What tells the modules of this rank from those of another: the names and shapes of their tensors."""
-    lines = [
-        f"{component}:{name} {tuple(tensor.shape)}"
-        for component, module in sorted(state.of_kind("module").items())
-        for name, tensor in chain(module.named_parameters(), module.named_buffers())
-    ]
+    """What tells the model of this rank from that of another: the names and shapes of its tensors."""
+    model = state.components.get(MODEL_BASE)
+    if model is None:
+        return ""
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    lines = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors]
     return sha256_of("\n".join(lines).encode(errors="surrogateescape"))
 
 
 def check_same_stage(digests: list[str]) -> None:
-    """Refuse ranks with different modules, of which only the first one's would be saved.
+    """Refuse ranks with different models, of which only the first one's would be saved.
 
     Args:
         digests: Of all ranks, in their order.
@@ -53,7 +54,7 @@ def check_same_stage(digests: list[str]) -> None:
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise InvalidArgumentError(
-            f"Rank {other} has other parameters or buffers than rank 0, as the stages of a pipeline have, and training "
+            f"The model of rank {other} is not that of rank 0, as with the stages of a pipeline, and training "
             "checkpoints of stages are not supported. Save the stages' weights by hfshard.save_model, or give each "
             "stage a process group and a CheckpointManager of its own."
         )
