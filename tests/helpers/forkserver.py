@@ -11,6 +11,7 @@ reads, and what the others import beyond that, they import in forks of it. They 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import pickle
 import secrets
@@ -316,6 +317,15 @@ def session() -> str:
     return os.environ.setdefault(_SESSION, f"{os.getpid()}-{secrets.token_hex(16)}")
 
 
+def _address(threads: str, settings: Mapping[str, str]) -> str:
+    """Where the session's server for this checkout, this interpreter and these settings listens.
+
+    A pytest that another one has started is of its session, and may differ in all of them.
+    """
+    kind = repr((str(REPOSITORY), sys.executable, threads, sorted(settings.items())))
+    return f"\0{session()}-{hashlib.sha256(kind.encode()).hexdigest()[:16]}"
+
+
 def _owner() -> int:
     return int(session().partition("-")[0])
 
@@ -350,7 +360,7 @@ def _listening(address: str) -> Iterator[socket.socket | None]:
 @cache
 def _torch(threads: str) -> _Server:
     """The session's server that has imported what no setting of a child reaches; all others are forks of it."""
-    address = f"\0{session()}-{threads}"
+    address = _address(threads, {})
     with _listening(address) as listener:
         if listener is not None:
             paths = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
@@ -371,7 +381,7 @@ def _torch(threads: str) -> _Server:
 @cache
 def _everything(threads: str) -> _Server:
     """The session's server that has imported what its settings reach, too."""
-    address = f"\0{session()}-{threads}-all"
+    address = _address(threads, {"": "all", **_SETTINGS})
     others = {name: value for name, value in os.environ.items() if not name.startswith(_READ_ON_IMPORT)}
     environment = {**others, **_SETTINGS, "OMP_NUM_THREADS": threads}
     _fork_server(address, _EVERYTHING, environment, _owner())

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
+import sys
 from subprocess import PIPE
 
 import pytest
 
+from tests import REPOSITORY
 from tests.helpers import forkserver
 
 WARN = "import warnings; warnings.warn('old', ResourceWarning); print('lived')"
@@ -21,6 +24,7 @@ print(server._process.pid, child.pid, flush=True)
 time.sleep(600)
 """
 PARENT = "import os; print(os.getppid())"
+OFFLINE = "import huggingface_hub; print(huggingface_hub.constants.HF_HUB_OFFLINE)"
 NESTED = f"""
 import os
 from tests.helpers import forkserver
@@ -32,6 +36,17 @@ def test_processes_of_a_session_share_a_server(child_environment: dict[str, str]
     ours = forkserver.run(["-c", PARENT], env=child_environment).stdout
     assert forkserver.run(["-c", NESTED], env=child_environment).stdout == ours
     assert int(ours) != os.getpid()
+
+
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_a_process_with_settings_of_its_own_has_a_server_that_read_them(
+    offline: str, child_environment: dict[str, str]
+) -> None:
+    environment = {**child_environment, "HF_HUB_OFFLINE": offline}
+    # A new interpreter, as a pytest is that another one starts: to both these settings are those of the session.
+    command = [sys.executable, "-c", NESTED.replace(repr(PARENT), repr(OFFLINE))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert done.stdout == f"{offline == '1'}\n"
 
 
 @pytest.mark.parametrize(("options", "outcome"), [("", (0, False)), ("default", (0, True)), ("error", (1, True))])
