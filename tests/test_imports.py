@@ -44,7 +44,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "distributed": (
         "layout liveness",
         "runs status",
-        "participants spread_tensor",
+        "part_reader participants spread_tensor",
         "exchange reading",
         "agreement dcp saving",
         "loading",
