@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +14,8 @@ from torch.optim import Optimizer
 
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError
-from hfshard.loading.reading import read_tensors
-from hfshard.storage.checkpoint.checkpoint import open_checkpoint
 from hfshard.storage.disk.safe_open import read_small
-from hfshard.storage.format.names import MODEL_BASE, WeightNames
+from hfshard.storage.format.names import MODEL_BASE
 from hfshard.storage.format.strict_json import parse_json_object
 from hfshard.training.collecting import STATE_BASE, TRAINING_STATE_FORMAT
 from hfshard.training.data.external_loader import LoaderTracker
@@ -30,12 +28,10 @@ from hfshard.training.parts.scheduler import plan_scheduler
 from hfshard.training.ranks import ALONE, Ranks
 from hfshard.training.restoring.applying import all_or_nothing, load_all
 from hfshard.training.restoring.modules import plan_module
+from hfshard.training.restoring.part_files import ReadPart, part_reader
 from hfshard.training.restoring.reorderings import find_reorderings, reordered_state
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.writing import TRAINING_STATE
-from hfshard.training.spread.layouts import StateLayouts
-from hfshard.training.spread.part_reading import read_part_of_rank
-from hfshard.training.spread.states import is_spread_state
 from hfshard.training.state import PartKind, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -102,7 +98,7 @@ def plan_restoration(
     _take_gradients(state, saved, len(saved_ranks), ranks.world_size)
     restoration = Restoration(directory=directory)
     _check_components(state, saved, directory, restoration, strict=strict)
-    read = _reader(state, directory, manifest, ranks.rank if ranks.rank < len(saved_ranks) else 0)
+    read = part_reader(state, directory, manifest, ranks.rank if ranks.rank < len(saved_ranks) else 0)
     tensors = read(STATE_BASE)
     planner = _Planner(state, saved, directory, read, path, tensors, restoration, strict)
     common = [name for name in state.components if name in saved and saved[name].get("kind") == state.kinds[name]]
@@ -126,7 +122,7 @@ class _Planner:
         state: TrainingState,
         saved: Mapping[str, dict[str, Any]],
         directory: str,
-        read: _ReadPart,
+        read: ReadPart,
         path: str,
         tensors: Mapping[str, torch.Tensor],
         restoration: Restoration,
@@ -229,32 +225,6 @@ def _read_training_state(path: str, directory: str) -> dict[str, Any]:
     if not is_whole:
         raise DamagedCheckpointError(f"'{path}' is damaged: it lacks a component's state. {_REMEDY}", path=path)
     return saved_state
-
-
-class _ReadPart(Protocol):
-    def __call__(self, base: str, *, is_copied: bool = False) -> dict[str, torch.Tensor]: ...
-
-
-def _reader(state: TrainingState, directory: str, manifest: CheckpointManifest, own_rank: int) -> _ReadPart:
-    """What reads the tensors of one set of files.
-
-    Those that the training goes on with are read into memory: a mapped file would keep its space on the disk after it
-    was rotated away. Those that are only copied from (`is_copied`) may be mapped. Of a state that is spread over ranks,
-    this rank's parts are read.
-    """
-    layouts = StateLayouts(state) if is_spread_state(state) else None
-
-    def read(base: str, *, is_copied: bool = False) -> dict[str, torch.Tensor]:
-        names = WeightNames(base=base)
-        entry = next((name for name in (names.single, names.index) if name in manifest.files), None)
-        if entry is None:
-            return {}
-        with open_checkpoint(directory, use_safetensors=True, base=base, weights_name=entry) as checkpoint:
-            if layouts is not None:
-                return read_part_of_rank(checkpoint, base, layouts, own_rank)
-            return read_tensors(checkpoint, None, "cpu", "auto" if is_copied else "pread")
-
-    return read
 
 
 def _take_gradients(state: TrainingState, saved: dict[str, Any], saved_ranks: int, world_size: int) -> None:
