@@ -16,7 +16,20 @@ from bench.harness.measuring import ChildFailedError, run_child
 from bench.harness.models import total_bytes
 from bench.harness.question import Context, Peer, Question
 
-QUESTIONS = ("save", "load", "reshard", "verify", "plan", "push", "memory", "training", "loader", "gpu")
+QUESTIONS = (
+    "save",
+    "load",
+    "reshard",
+    "verify",
+    "plan",
+    "push",
+    "memory",
+    "training",
+    "loader",
+    "distributed",
+    "ranks",
+    "gpu",
+)
 
 
 def question_of(name: str) -> Question:
