@@ -43,6 +43,25 @@ def test_losses_after_a_kill_are_those_of_an_undisturbed_run(child_environment: 
     assert done.stdout.endswith("losses and final weights are equal, bit for bit: yes\n")
 
 
+def test_losses_of_a_spread_model_after_a_kill_are_equal_on_other_layouts(child_environment: dict[str, str]) -> None:
+    done = run("examples/fsdp_resume.py", environment=child_environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 2 of 4 was killed by SIGKILL in step 8\n" in done.stdout
+    for layout in ("4 ranks (2 x 2)", "2 ranks (1 x 2)"):
+        assert f"{layout}: resumed at step 6, epoch 0, batch 6\n" in done.stdout
+        assert f"{layout}: losses and final weights are equal, bit for bit: yes\n" in done.stdout
+    assert "2 ranks (2 x 1): losses are off by at most " in done.stdout
+    assert done.stdout.endswith(" of 1e-05 that are allowed: yes\n")
+
+
+@pytest.mark.slow
+def test_torchrun_shows_the_same(child_environment: dict[str, str]) -> None:
+    arguments = ("--nproc-per-node", "4", REPOSITORY / "scripts/examples/fsdp_resume.py")
+    done = forkserver.run(["-m", "torch.distributed.run", *arguments], env=child_environment, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" equal, bit for bit: yes\n") == 2
+
+
 @pytest.mark.slow
 def test_curves_of_a_killed_fine_tuning_are_equal(child_environment: dict[str, str], minilm: Path) -> None:
     assert minilm.is_dir()
