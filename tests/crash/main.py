@@ -16,9 +16,14 @@ from tests.crash.suite import Suite
 from tests.crash.sweep import sweep
 from tests.crash.tracer import has_strace
 
-SUITES = ("saves", "runs", "directory-hub")
+SUITES = ("saves", "runs", "directory-hub", "distributed")
 
-TARGETS = {"saves": ("hfshard", "transformers"), "runs": ("hfshard",), "directory-hub": ("hfshard", "hasty")}
+TARGETS = {
+    "saves": ("hfshard", "transformers"),
+    "runs": ("hfshard",),
+    "directory-hub": ("hfshard", "hasty"),
+    "distributed": ("hfshard",),
+}
 """Who does the work, by suite; all but hfshard must fail."""
 
 DESCRIPTION = """\
@@ -29,6 +34,7 @@ strace.
 saves          what hfshard, transformers and huggingface_hub load of a checkpoint, config included
 runs           what a new process restores of a training run, to the bit
 directory-hub  what readers find at every ref of a hub in a directory
+distributed    what is loaded after two ranks have saved together, and that the other one is told who failed
 
 HFSHARD_WRITERS=4 in the environment writes several shards at once, HFSHARD_DIRECT=0 writes through the page cache."""
 
@@ -66,6 +72,10 @@ def suite_of(name: str, target: str) -> Suite[Any, Any]:
         from tests.crash.runs.suite import RunsSuite
 
         return RunsSuite(target)
+    if name == "distributed":
+        from tests.crash.ranks.suite import RanksSuite
+
+        return RanksSuite(target)
     from tests.crash.saves.suite import SavesSuite
 
     return SavesSuite(target)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Generic
 
-from tests.crash.points import B, Outcome, Point, Recorded, T
-from tests.crash.tracer import Call, Run, traced
+from tests.crash.points import INJECTIONS, B, Outcome, Point, Recorded, T
+from tests.crash.tracer import EVERYTHING, Call, Run, Scope, traced
 
 Tree = Mapping[str, bytes | None]
 """Path below a directory -> content; None: a directory."""
@@ -52,6 +52,13 @@ class Suite(ABC, Generic[T, B]):
     def perform(self, transition: T, directory: Path) -> None:
         """Carry out a transition from beginning to end."""
 
+    def aim(self, point: Point[T, B], root: Path) -> tuple[str, Scope]:
+        """strace's `inject=` expression for a point, and among which calls of the process below a root it counts."""
+        return injection(point.call, INJECTIONS[point.kind]), EVERYTHING
+
+    def prepare(self) -> None:
+        """What the process does after `unstopped` or `work` was called, and before it is recorded or stopped."""
+
     @abstractmethod
     def baseline(self, transition: T, before: Path, after: Path, run: Run) -> tuple[B, tuple[str, ...]]:
         """Look at both sides of a transition that nothing stopped; return them, and what is wrong with them."""
@@ -62,7 +69,11 @@ class Suite(ABC, Generic[T, B]):
 
     def work(self, point: Point[T, B], directory: Path) -> Callable[[], None]:
         """What the process does that is stopped at a point."""
-        return lambda: self.perform(point.recorded.transition, directory)
+        return self.unstopped(point.recorded.transition, directory)
+
+    def unstopped(self, transition: T, directory: Path) -> Callable[[], None]:
+        """What the process does that is recorded; called in its parent, which may start others."""
+        return lambda: self.perform(transition, directory)
 
     def stop_again(self, outcome: Outcome, tries: int) -> bool:
         """Whether a stop that missed its call is worth another try after so many."""

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.crash.forks import parallel
-from tests.crash.points import INJECTIONS, POWER, B, Outcome, Point, Recorded, T, points_of, sample
+from tests.crash.points import POWER, B, Outcome, Point, Recorded, T, points_of, sample
 from tests.crash.power import cut_power
-from tests.crash.suite import Suite, injection
+from tests.crash.suite import Suite
 from tests.crash.tracer import hidden_writes, traced
 
 PROGRESS_SECONDS = 10.0
@@ -51,7 +51,7 @@ def record(suite: Suite[T, B], transition: T, place: Path) -> Recorded[T, B]:
     template = suite.build(transition, root)
     trial = Path(tempfile.mkdtemp(prefix="trial-", dir=place))
     copy = suite.copy(template, trial)
-    run = traced(lambda: suite.perform(transition, copy), place / f"{trial.name}.trace")
+    run = traced(suite.unstopped(transition, copy), place / f"{trial.name}.trace", prepare=suite.prepare)
     if run.status != "saved":
         raise RuntimeError(f"{transition.name}: unstopped, it {run.status}: {run.report}")
     if hidden := hidden_writes(run.calls, trial):
@@ -77,16 +77,17 @@ def _stop(suite: Suite[T, B], point: Point[T, B], place: Path) -> Outcome:
     trace = place / f"{root.name}.trace"
     try:
         directory = suite.copy(point.recorded.template, root)
-        run = traced(suite.work(point, directory), trace, injection(point.call, INJECTIONS[point.kind]))
+        inject, scope = suite.aim(point, root)
+        run = traced(suite.work(point, directory), trace, inject, suite.prepare, scope)
         if any(mark in run.raw for mark in STOPPED):
             outcome = suite.judge(point, run, directory)
         else:
             outcome = Outcome(point, "missed", ["missed: the call was not reached"])
         made = [call.name for call in run.calls if call.changes(root)]
-        planned = [call.name for call in point.recorded.calls[: point.ordinal + 1]]
+        planned = [call.name for call in point.recorded.calls[: point.ordinal + 1] if scope.threads or not call.thread]
         outcome.status = run.status
         outcome.report = run.report
-        outcome.is_drifted = made[: len(planned)] != planned
+        outcome.is_drifted = made[: len(planned)] != planned and not scope.path
         return outcome
     finally:
         shutil.rmtree(root, ignore_errors=True)

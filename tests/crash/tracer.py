@@ -46,7 +46,7 @@ REPORT_BYTES = 64 * 1024
 PR_SET_PTRACER = 0x59616D61
 EXIT_SAVED, EXIT_RAISED = 0, 3
 
-_LINE = re.compile(r"^(\d+)\s+(\w+)\((.*)$")
+_LINE = re.compile(r"^(?:(\d+)\s+)?(\w+)\((.*)$")
 _WRITING = re.compile(r"O_(CREAT|TRUNC|WRONLY|RDWR|TMPFILE)")
 
 
@@ -95,16 +95,32 @@ def has_strace() -> bool:
     return shutil.which("strace") is not None
 
 
-def parse_trace(text: str) -> tuple[Call, ...]:
-    """The system calls of a trace, in the order in which they began."""
-    threads: dict[str, int] = {}
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Whose calls are traced, and so counted.
+
+    Attributes:
+        threads: Of all threads; else of the first one only.
+        path: Only those that name this path, or use a descriptor of it; empty: all.
+    """
+
+    threads: bool = True
+    path: str = ""
+
+
+EVERYTHING = Scope()
+
+
+def parse_trace(text: str, process: int | None = None) -> tuple[Call, ...]:
+    """The system calls of a trace, in the order in which they began; the thread of this number is the first."""
+    threads: dict[str, int] = {} if process is None else {str(process): 0}
     counts: dict[tuple[int, str], int] = {}
     calls = []
     for line in text.splitlines():
         found = _LINE.match(line)
         if found is None:
             continue
-        thread = threads.setdefault(found[1], len(threads))
+        thread = threads.setdefault(found[1] or str(process), len(threads))
         key = (thread, found[2])
         counts[key] = counts.get(key, 0) + 1
         calls.append(Call(thread, found[2], counts[key], found[3]))
@@ -123,13 +139,25 @@ def hidden_writes(calls: tuple[Call, ...], root: Path) -> list[Call]:
     return found
 
 
-def traced(work: Callable[[], None], trace: Path, inject: str | None = None) -> Run:
+def _nothing() -> None:
+    """What most children do first."""
+
+
+def traced(
+    work: Callable[[], None],
+    trace: Path,
+    inject: str | None = None,
+    prepare: Callable[[], None] = _nothing,
+    scope: Scope = EVERYTHING,
+) -> Run:
     """Fork, let strace seize the child, and let it do `work`.
 
     Args:
         work: What the child does; its warnings or its exception become the report.
         trace: File for the trace.
         inject: strace's `inject=` expression, such as `rename:signal=KILL:when=2`.
+        prepare: What the child does before it is traced.
+        scope: What is traced, and counted for `inject`.
 
     Returns:
         How it ended.
@@ -137,11 +165,13 @@ def traced(work: Callable[[], None], trace: Path, inject: str | None = None) -> 
     report = mmap.mmap(-1, REPORT_BYTES)  # shared with the child: its report costs no system call
     pid = os.fork()
     if pid == 0:
-        _child(work, report)
+        _child(work, prepare, report)
     try:
         os.waitpid(pid, os.WUNTRACED)
-        command = ["strace", "-f", "-y", "-s", "48", "-o", str(trace), "-e", f"trace={TRACED}", "-p", str(pid)]
+        command = ["strace", "-y", "-s", "48", "-o", str(trace), "-e", f"trace={TRACED}", "-p", str(pid)]
         command += ["-e", f"inject={inject}"] if inject else []
+        command += ["-f"] if scope.threads else []
+        command += ["-P", scope.path] if scope.path else []
         tracer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         _wait_for_tracer(pid, tracer)
         os.kill(pid, signal.SIGCONT)
@@ -154,7 +184,7 @@ def traced(work: Callable[[], None], trace: Path, inject: str | None = None) -> 
     raw = trace.read_text(errors="replace")
     words = report[:].rstrip(b"\0").decode(errors="replace")
     report.close()
-    return Run(status, words, parse_trace(raw), raw)
+    return Run(status, words, parse_trace(raw, pid), raw)
 
 
 def _wait_for_tracer(pid: int, tracer: subprocess.Popen[bytes]) -> None:
@@ -191,7 +221,7 @@ def _end(pid: int) -> None:
         return
 
 
-def _child(work: Callable[[], None], report: mmap.mmap) -> NoReturn:
+def _child(work: Callable[[], None], prepare: Callable[[], None], report: mmap.mmap) -> NoReturn:
     """Stop until strace has seized this process; then work, report and leave without any cleaning up."""
     code = EXIT_RAISED
     words = ""
@@ -201,7 +231,7 @@ def _child(work: Callable[[], None], report: mmap.mmap) -> NoReturn:
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (1, 2):
             os.dup2(null, stream)
-        words, code = _report_of(work)
+        words, code = _report_of(work, prepare)
     except BaseException as error:  # KeyboardInterrupt too
         words = _chain(error)
     finally:
@@ -210,7 +240,7 @@ def _child(work: Callable[[], None], report: mmap.mmap) -> NoReturn:
         os._exit(code)
 
 
-def _report_of(work: Callable[[], None]) -> tuple[str, int]:
+def _report_of(work: Callable[[], None], prepare: Callable[[], None]) -> tuple[str, int]:
     import logging
 
     records: list[str] = []
@@ -222,6 +252,7 @@ def _report_of(work: Callable[[], None]) -> tuple[str, int]:
     logging.getLogger("hfshard").addHandler(Keep(logging.WARNING))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        prepare()
         os.kill(os.getpid(), signal.SIGSTOP)
         work()
     return "\n".join([*records, *(str(item.message) for item in caught)]), EXIT_SAVED

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 from tests.crash.forks import in_fork
 from tests.crash.points import Outcome, Point, Recorded
@@ -37,9 +38,9 @@ class SavesSuite(Suite[Transition, Baseline]):
     """Saves of models and state dicts, by hfshard or by transformers."""
 
     name = "saves"
-    kinds = ("kill", "int", "enospc", "eio", "full", "power")
+    kinds: ClassVar[tuple[str, ...]] = ("kill", "int", "enospc", "eio", "full", "power")
     fine = FINE
-    failures = FAILURES
+    failures: ClassVar[tuple[str, ...]] = FAILURES
     inside = "out"
 
     def __init__(self, target: str = "hfshard") -> None:

@@ -45,6 +45,11 @@ def _model(content: Content, by_hfshard: bool) -> Any:
     return build_model(content, sharded_class(content.arch) if by_hfshard else model_class(content.arch))
 
 
+def sharded_model(content: Content) -> Any:
+    """The model of a content, with `ShardedModelMixin`; always the same one."""
+    return _model(content, True)
+
+
 def limit_of(content: Content, layout: str) -> int:
     """Bytes of tensors to a file."""
     return DATA_LIMITS[layout] // 2 if content.half else DATA_LIMITS[layout]
