@@ -16,13 +16,14 @@ from tests.crash.suite import Suite
 from tests.crash.sweep import sweep
 from tests.crash.tracer import has_strace
 
-SUITES = ("saves", "runs", "directory-hub", "distributed")
+SUITES = ("saves", "runs", "directory-hub", "distributed", "rank-faults")
 
 TARGETS = {
     "saves": ("hfshard", "transformers"),
     "runs": ("hfshard",),
     "directory-hub": ("hfshard", "hasty"),
     "distributed": ("hfshard",),
+    "rank-faults": ("hfshard",),
 }
 """Who does the work, by suite; all but hfshard must fail."""
 
@@ -35,6 +36,7 @@ saves          what hfshard, transformers and huggingface_hub load of a checkpoi
 runs           what a new process restores of a training run, to the bit
 directory-hub  what readers find at every ref of a hub in a directory
 distributed    what is loaded after two ranks have saved together, and that the other one is told who failed
+rank-faults    the same where each of 2 or 4 ranks fails in each phase: a table of cases, which --transition names
 
 HFSHARD_WRITERS=4 in the environment writes several shards at once, HFSHARD_DIRECT=0 writes through the page cache."""
 
@@ -86,6 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.target not in TARGETS[options.suite]:
         return _misused(f"--target of {options.suite} is one of {', '.join(TARGETS[options.suite])}")
+    if options.suite == "rank-faults":
+        from tests.crash.ranks.table import play_table
+
+        return play_table(options)
     suite = suite_of(options.suite, options.target)
     chosen = _chosen(suite, options.transition or ["*"])
     if options.list:

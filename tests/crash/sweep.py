@@ -94,7 +94,7 @@ def _stop(suite: Suite[T, B], point: Point[T, B], place: Path) -> Outcome:
         trace.unlink(missing_ok=True)
 
 
-def _memory() -> str | None:
+def memory() -> str | None:
     """In memory a flush costs nothing; what is left there is the same."""
     if not MEMORY.is_dir() or not os.access(MEMORY, os.W_OK):
         return None
@@ -139,7 +139,7 @@ def sweep(
         progress: Called now and then with the number of things done, of all, and of failures.
     """
     prepare_process()
-    place = Path(tempfile.mkdtemp(prefix="crash-sweep-", dir=where or _memory())).resolve()
+    place = Path(tempfile.mkdtemp(prefix="crash-sweep-", dir=where or memory())).resolve()
     try:
         suite.warm(place)
         recorded = list(parallel(partial(record, suite, place=place), transitions, jobs))

@@ -168,12 +168,7 @@ def traced(
         _child(work, prepare, report)
     try:
         os.waitpid(pid, os.WUNTRACED)
-        command = ["strace", "-y", "-s", "48", "-o", str(trace), "-e", f"trace={TRACED}", "-p", str(pid)]
-        command += ["-e", f"inject={inject}"] if inject else []
-        command += ["-f"] if scope.threads else []
-        command += ["-P", scope.path] if scope.path else []
-        tracer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        _wait_for_tracer(pid, tracer)
+        tracer = trace_process(pid, trace, inject, scope)
         os.kill(pid, signal.SIGCONT)
         status = _wait(pid)
     finally:
@@ -185,6 +180,19 @@ def traced(
     words = report[:].rstrip(b"\0").decode(errors="replace")
     report.close()
     return Run(status, words, parse_trace(raw, pid), raw)
+
+
+def trace_process(
+    pid: int, trace: Path, inject: str | None = None, scope: Scope = EVERYTHING
+) -> subprocess.Popen[bytes]:
+    """Let strace seize a process that has stopped; the arguments are those of `traced`."""
+    command = ["strace", "-y", "-s", "48", "-o", str(trace), "-e", f"trace={TRACED}", "-p", str(pid)]
+    command += ["-e", f"inject={inject}"] if inject else []
+    command += ["-f"] if scope.threads else []
+    command += ["-P", scope.path] if scope.path else []
+    tracer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    _wait_for_tracer(pid, tracer)
+    return tracer
 
 
 def _wait_for_tracer(pid: int, tracer: subprocess.Popen[bytes]) -> None:

@@ -130,12 +130,24 @@ def _be_rank(work: Callable[[], None], words: Path) -> NoReturn:
         os._exit(code)
 
 
-def join(port: int, rank: int, world_size: int) -> None:
-    """Join a gloo group; rank 0 keeps the store.
+def join(port: int, rank: int, world_size: int, *, keeps_store: bool | None = None) -> None:
+    """Join a gloo group; rank 0 keeps the store, unless told otherwise.
 
     The store's thread makes no calls that are counted among those of files, as libuv does.
     """
-    store: Any = dist.TCPStore(  # type: ignore[attr-defined]  # torch lists it in its documentation only
-        "127.0.0.1", port, world_size, is_master=rank == 0, timeout=_GROUP_SECONDS, use_libuv=False
+    is_master = rank == 0 if keeps_store is None else keeps_store
+    dist.init_process_group(
+        "gloo", store=_store(port, is_master), rank=rank, world_size=world_size, timeout=_GROUP_SECONDS
     )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_GROUP_SECONDS)
+
+
+def keep_store(port: int) -> None:
+    """Keep the store for others, until a signal comes."""
+    store = _store(port, is_master=True)
+    while store is not None:
+        signal.pause()
+
+
+def _store(port: int, is_master: bool) -> Any:
+    kind: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch lists it in its documentation only
+    return kind("127.0.0.1", port, is_master=is_master, timeout=_GROUP_SECONDS, wait_for_workers=False, use_libuv=False)
