@@ -31,6 +31,7 @@ class End:
         rank: The rank that the error names.
         words: Of the error.
         seconds: That the call took.
+        ended: When it did, in seconds since the epoch.
     """
 
     status: str
@@ -39,6 +40,7 @@ class End:
     rank: int | None = None
     words: str = ""
     seconds: float = 0.0
+    ended: float = 0.0
 
     @classmethod
     def of(cls, work: Callable[[], object]) -> Self:
@@ -51,8 +53,9 @@ class End:
         except BaseException as error:
             seconds = time.monotonic() - start
             rank = getattr(error, "rank", None)
-            return cls("raised", type(error).__name__, isinstance(error, HfshardError), rank, str(error), seconds)
-        return cls("saved", seconds=time.monotonic() - start)
+            is_ours = isinstance(error, HfshardError)
+            return cls("raised", type(error).__name__, is_ours, rank, str(error), seconds, time.time())
+        return cls("saved", seconds=time.monotonic() - start, ended=time.time())
 
     def __str__(self) -> str:
         return f"{self.status} {self.kind} (rank {self.rank}) in {self.seconds:.1f} s: {self.words[:300]}"

@@ -42,6 +42,7 @@ class SavesSuite(Suite[Transition, Baseline]):
     fine = FINE
     failures: ClassVar[tuple[str, ...]] = FAILURES
     inside = "out"
+    warmed: ClassVar[tuple[Content, ...]] = (Content(1), Content(1, arch="gpt2"))
 
     def __init__(self, target: str = "hfshard") -> None:
         super().__init__(target)
@@ -56,7 +57,7 @@ class SavesSuite(Suite[Transition, Baseline]):
     def warm(self, place: Path) -> None:
         """Save every kind of content once, and read it in every way: no fork has to compile or to import."""
         prepare_process()
-        for content in (Content(1), Content(1, arch="gpt2")):
+        for content in self.warmed:
             for layout in ("single", "three", "single"):
                 plain = Save(content, layout)
                 for save in (plain, replace(plain, bare=True), replace(plain, variant="fp16")):
