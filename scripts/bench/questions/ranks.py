@@ -70,8 +70,9 @@ def render(data: Data) -> str:
         f"No tensor is there, but names, shapes and placements. A rank finds who holds what, plans the files of"
         f" {MAX_SHARD_SIZE} as the leader does, and goes through all rounds of the exchange without their bytes; every"
         " rank computes the same, but what it sends itself. Told and heard go over the store: which tensors it has, in"
-        " its turn the groups of ranks, the order, and the index; and beside them some signs of a few bytes. The leader"
-        " hears what each of the others tells.",
+        " its turn the groups of ranks, the order, and the index. With short signs a rank tells four messages, or five"
+        " if it owns files, and hears six; the leader tells eight, and hears four or five of each of the others; beside"
+        " them each beats once a second.",
         markdown_table(titles, [_row(data, name) for name in data["peers"] if runs_of(data, name)]),
         skipped(data),
     )
