@@ -10,7 +10,15 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from hfshard.distributed.liveness.heartbeat import Heart, LifeSigns, dead_key
-from hfshard.distributed.liveness.messages import death_error, failure_record, pack, told_error, unpack
+from hfshard.distributed.liveness.messages import (
+    death_error,
+    failure_record,
+    final_record,
+    is_final,
+    pack,
+    told_error,
+    unpack,
+)
 from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_store
 from hfshard.errors import RankFailedError, RankMissingError
 
@@ -74,6 +82,7 @@ class SaveStatus:
         self._meetings = 0
         self._looked_at = time.monotonic()
         self._watched_at = self._looked_at
+        self._told_at = 0.0
         self._is_told = False
 
     @property
@@ -177,11 +186,14 @@ class SaveStatus:
 
     def look(self, ranks: Collection[int] | None = None) -> None:
         """As `check`, but only where the last time was a while ago."""
+        self._look(self._watched() if ranks is None else ranks, awaits_leader=False)
+
+    def _look(self, ranks: Collection[int], *, awaits_leader: bool) -> None:
         now = time.monotonic()
         if now - self._looked_at > _LOOK_SECONDS:
-            self._check_told()
+            self._check_told(awaits_leader=awaits_leader)
         if now - self._watched_at > self._heart.seconds:
-            self._watch(self._watched() if ranks is None else ranks, self._death_seconds)
+            self._watch(ranks, self._death_seconds)
 
     def await_work(self, work: Any) -> None:
         """Wait for a collective, and look meanwhile whether a rank failed.
@@ -211,13 +223,17 @@ class SaveStatus:
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank failed, so that they raise; the first failure counts.
 
+        Who waits for the leader raises when the leader gives up, too: it may be past the point where that matters.
         Where the store is gone, nobody can be told, and the others see for themselves.
         """
         if self.rank not in self.ranks:
             return
         record = failure_record(error, self.rank)
         with suppress(RankFailedError):
-            if not self._store.has(self._key("failed")):
+            told = self._store.get(self._key("failed"))
+            if self.rank == self.leader:
+                self._put("failed", final_record(told or record))
+            elif told is None:
                 self._put("failed", record)
 
     def finish(self, value: bytes = b"") -> bytes:
@@ -257,13 +273,18 @@ class SaveStatus:
     def _watched(self, *more: int) -> Collection[int]:
         return self.ranks if self.rank == self.leader else {self.leader, *more}
 
-    def _check_told(self) -> None:
+    def _check_told(self, *, awaits_leader: bool = False) -> None:
         self._looked_at = time.monotonic()
         self._heart.beat_without_thread()
         told = self._store.get(self._key("failed"))
-        if told is not None:
-            self._is_told = True
-            raise told_error(told)
+        if told is None:
+            return
+        if awaits_leader and not is_final(told):
+            self._told_at = self._told_at or self._looked_at
+            if self._looked_at - self._told_at < self._death_seconds:
+                return
+        self._is_told = is_final(told) or not awaits_leader
+        raise told_error(told)
 
     def _watch(self, ranks: Collection[int], most_seconds: float) -> None:
         self._watched_at = time.monotonic()
@@ -277,7 +298,7 @@ class SaveStatus:
         pause = 0.001
         end = time.monotonic() + self._patience_seconds
         while (value := self._store.get(self._key(name))) is None:
-            self.look(watched)
+            self._look(watched, awaits_leader=rank == self.leader != self.rank)
             if time.monotonic() > end:
                 raise RankMissingError(
                     f"Rank {rank} lives, but has not come to {name!r} within {self._patience_seconds:g} s. Look what "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -120,11 +121,25 @@ def _do_other_things(rank: int, world_size: int) -> None:
     assert (type(told), told.rank) == (RankMissingError, 1)
 
 
+def _fail_too_late(rank: int, world_size: int) -> None:
+    """A rank fails while the leader does its step: the others hear from the leader that it is done."""
+    failing = world_size - 1
+    raised = pytest.raises(KeyboardInterrupt) if rank == failing else contextlib.nullcontext()
+    with raised, SaveStatus("late", range(world_size), rank) as status:
+        status.meet("begin")
+        if rank == failing:
+            raise KeyboardInterrupt
+        if rank == 0:
+            time.sleep(0.7)  # the others look twice
+        assert status.finish(b"done") == b"done"
+
+
 def _talk(rank: int, world_size: int) -> None:
     _say_and_hear(rank, world_size)
     if world_size > 1:
         _fail_on_each(rank, world_size)
         _do_other_things(rank, world_size)
+        _fail_too_late(rank, world_size)
     _save_often(rank, world_size, 10)
 
 

@@ -17,6 +17,16 @@ def failure_record(error: BaseException, rank: int) -> bytes:
     return json.dumps(record).encode()
 
 
+def final_record(record: bytes) -> bytes:
+    """What the leader makes of a record when it gives up: nothing comes after it."""
+    return json.dumps(json.loads(record) | {"is_final": True}).encode()
+
+
+def is_final(record: bytes) -> bool:
+    """Whether the leader has given up, too."""
+    return "is_final" in json.loads(record)
+
+
 def told_error(record: bytes) -> RankFailedError:
     """The error to raise for what another rank has told."""
     told: Mapping[str, Any] = json.loads(record)
