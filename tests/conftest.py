@@ -39,7 +39,7 @@ _FIRST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests that take more than half a minute, too")
+    parser.addoption("--slow", action="store_true", help="run the slow tests, too")
 
 
 def pytest_configure() -> None:

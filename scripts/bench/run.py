@@ -16,9 +16,9 @@ if __name__ == "__main__":  # `bench` is a package of scripts/
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.harness.models import SIZES
-from bench.harness.question import Context
+from bench.harness.question import Context, question_of
 from bench.harness.results import raw_path, read_results, readme_table, render, unmet, write_results
-from bench.harness.runner import QUESTIONS, question_of, run_question, say
+from bench.harness.runner import QUESTIONS, run_question, say
 from bench.machine import MEMORY_FILE_SYSTEMS, describe, mount_of
 
 HERE = Path(__file__).resolve().parent

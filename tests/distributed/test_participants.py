@@ -176,7 +176,9 @@ def _come(rank: int, world_size: int) -> None:
     _come_often(rank, world_size, 30)
 
 
-@pytest.mark.parametrize(("world_size", "is_file"), [(4, False), (2, True), (1, True)])
+@pytest.mark.parametrize(
+    ("world_size", "is_file"), [pytest.param(4, False, marks=pytest.mark.slow), (2, True), (1, True)]
+)
 def test_ranks_find_out_who_takes_part(tmp_path: Path, world_size: int, is_file: bool) -> None:
     check_ranks(tmp_path, world_size, _come, world_size, ports=() if is_file else (free_port(),))
 
@@ -224,6 +226,7 @@ def _die(rank: int) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_ranks_that_die_on_the_way_are_named(tmp_path: Path) -> None:
     ends = run_ranks(tmp_path, 4, _die, ports=(free_port(),))
 

@@ -22,7 +22,7 @@ def bench_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def simulated(model: str, mesh: str, rank: int) -> dict[str, Any]:
-    from bench.questions.ranks import simulated
+    from bench.many_ranks.ranks import simulated
 
     one = simulated(model, mesh, rank, is_small=True)
     one.unite()

@@ -43,6 +43,7 @@ def test_losses_after_a_kill_are_those_of_an_undisturbed_run(child_environment: 
     assert done.stdout.endswith("losses and final weights are equal, bit for bit: yes\n")
 
 
+@pytest.mark.slow
 def test_losses_of_a_spread_model_after_a_kill_are_equal_on_other_layouts(child_environment: dict[str, str]) -> None:
     done = run("examples/fsdp_resume.py", environment=child_environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -91,9 +91,13 @@ class RankWriter:
     ) -> list[Any]:
         order = Order.of(kind, jobs, checksum)
         self._status.tell(self._next_order(), order.to_json(self._names))
-        found: dict[str, Any] = dict(self._carry_out(order, progress_callback))
-        for owner in sorted(set(self._owners(order)) - {self._status.rank}):
-            found |= json.loads(self._status.wait_for(f"done/{self._orders}", owner))
+        try:
+            found: dict[str, Any] = dict(self._carry_out(order, progress_callback))
+            for owner in sorted(set(self._owners(order)) - {self._status.rank}):
+                found |= json.loads(self._status.wait_for(f"done/{self._orders}", owner))
+        except BaseException as error:
+            self._status.fail(error)  # before the session removes the files that others are writing
+            raise
         return [found[str(number)] for number in range(len(order.files))]
 
     def _owners(self, order: Order) -> list[int]:
@@ -129,6 +133,9 @@ class RankWriter:
                     progress_callback or (lambda _: None),
                 )
                 return self._await(writer)
+            except Exception:
+                self._status.check()  # what another rank told, before its directory went away, says more
+                raise
             finally:
                 incoming.close()
                 if writer is not None:

@@ -230,8 +230,8 @@ def _read_training_state(path: str, directory: str) -> dict[str, Any]:
 def _take_gradients(state: TrainingState, saved: dict[str, Any], saved_ranks: int, world_size: int) -> None:
     """Take gradients of one process for those of ranks that share a model, and the other way round."""
     for name, part in state.components.items():
-        kinds = {saved.get(name, {}).get("kind"), state.kinds[name]}
-        if isinstance(part, Gradients) and kinds == {"loader", "stateful"}:
+        kinds = saved.get(name, {}).get("kind"), state.kinds[name]
+        if isinstance(part, Gradients) and kinds in (("loader", "stateful"), ("stateful", "loader")):
             processes = world_size if state.kinds[name] == "loader" else saved_ranks
             if processes == 1:
                 saved[name] = {**saved[name], "kind": state.kinds[name]}

@@ -6,11 +6,10 @@ import gc
 import json
 import os
 import sys
-from importlib import import_module
 from typing import Any
 
 from bench.harness.measuring import measure
-from bench.harness.question import Context, Question, SkipPeer
+from bench.harness.question import Context, SkipPeer, question_of
 
 
 def main(name: str, peer_name: str, raw_context: str) -> None:
@@ -23,7 +22,7 @@ def main(name: str, peer_name: str, raw_context: str) -> None:
         answers.flush()
 
     context = Context.from_json(json.loads(raw_context))
-    question: Question = import_module(f"bench.questions.{name}").QUESTION
+    question = question_of(name)
     if not peer_name:
         question.make_inputs(context)
         answer({"made": True})

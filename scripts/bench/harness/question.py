@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,13 @@ class Question:
     """More rounds tell nothing, or take too long."""
     around: Callable[[Context], AbstractContextManager[Context]] | None = None
     """What has to be there while it runs, such as a server."""
+
+
+_IN_MANY_RANKS = ("distributed", "ranks")
+
+
+def question_of(name: str) -> Question:
+    """The question of a module of this package."""
+    folder = "many_ranks" if name in _IN_MANY_RANKS else "questions"
+    question: Question = import_module(f"bench.{folder}.{name}").QUESTION
+    return question

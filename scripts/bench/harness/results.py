@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.figures import GIGABYTE, MEGABYTE, Data, ratio, runs_of, seconds, spread
-from bench.harness.question import Target
-from bench.harness.runner import QUESTIONS, question_of
+from bench.harness.question import Target, question_of
+from bench.harness.runner import QUESTIONS
 from bench.markdown import markdown_table, paragraphs, readme_block
 
 README_COMMAND = "python scripts/bench/run.py --readme"

@@ -7,7 +7,6 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 from bench.harness import page_cache
@@ -30,12 +29,6 @@ QUESTIONS = (
     "ranks",
     "gpu",
 )
-
-
-def question_of(name: str) -> Question:
-    """The question of a module of this package."""
-    question: Question = import_module(f"bench.questions.{name}").QUESTION
-    return question
 
 
 def say(text: str) -> None:

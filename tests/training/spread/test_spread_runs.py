@@ -90,7 +90,7 @@ def restore_elsewhere(rank: int, layout: str, places: list[Path]) -> None:
                 run.train(1)
 
 
-@pytest.fixture(scope="module", params=["fsdp", "2d"])
+@pytest.fixture(scope="module", params=["fsdp", pytest.param("2d", marks=pytest.mark.slow)])
 def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The checkpoints of runs whose ranks were killed, and what they would have come to."""
     layout: str = request.param
@@ -107,7 +107,7 @@ def test_a_run_whose_ranks_were_killed_goes_on_to_the_bit(killed: tuple[str, Pat
     check_ranks(tmp_path, math.prod(MESHES[layout]), resume, layout, place)
 
 
-@pytest.mark.parametrize("layout", ["tp", "hsdp"])
+@pytest.mark.parametrize("layout", ["tp", pytest.param("hsdp", marks=pytest.mark.slow)])
 def test_a_run_is_restored_on_other_ranks(killed: tuple[str, Path], tmp_path: Path, layout: str) -> None:
     check_ranks(tmp_path, math.prod(MESHES[layout]), restore_elsewhere, layout, [killed[1]])
 
