@@ -22,6 +22,7 @@ from hfshard.distributed.status import SaveStatus
 from hfshard.errors import HfshardError, InvalidArgumentError, RankMissingError
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
+from hfshard.saving.writing import OwnShardWriter
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout, TensorLike
 
@@ -51,7 +52,8 @@ def save_anywhere(
         The index, the same on every rank.
 
     Raises:
-        RankFailedError: Another rank failed, died, or did not come: the old checkpoint stays.
+        RankFailedError: Another rank failed, died, or did not come: the old checkpoint stays, unless the message says
+            that nobody has told the outcome.
         Everything that `save_request` raises.
     """
     directory = absolute_path(save_directory, "save_directory")
@@ -132,7 +134,8 @@ def save_on_ranks(
     groups, listings = share_listings(status, listing, meshes)
     is_leader = status.rank == status.leader
     if len(listings) == 1 and not meshes and len(groups) == 1:
-        index = save_request(request, directory, check) if is_leader else None
+        own = OwnShardWriter(confirm=status.begin_step)
+        index = save_request(request, directory, check, own) if is_leader else None
         return _share_index(status, index, listing)
     refuse_absent(status)
     holders = Holders.unite(groups, listings, request.name_order)

@@ -18,6 +18,7 @@ from hfshard.distributed.liveness.messages import (
     pack,
     told_error,
     unpack,
+    with_unknown_outcome,
 )
 from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_store
 from hfshard.errors import RankFailedError, RankMissingError
@@ -71,7 +72,7 @@ class SaveStatus:
     ) -> None:
         self.tag, self.ranks, self.rank = tag, sorted(ranks), rank
         self._patience_seconds = patience_seconds
-        self._death_seconds = death_seconds
+        self.death_seconds = death_seconds
         self._is_store_mine = store is None
         self._keeps_outcome = keeps_outcome
         self._given_store = store
@@ -84,6 +85,7 @@ class SaveStatus:
         self._watched_at = self._looked_at
         self._told_at = 0.0
         self._is_told = False
+        self._may_be_done = False
 
     @property
     def leader(self) -> int:
@@ -96,9 +98,9 @@ class SaveStatus:
         return [self._key("outcome"), self._key("failed")]
 
     def __enter__(self) -> Self:
-        self._store = self._given_store or open_store(self._death_seconds)
-        self._life = LifeSigns(self._store, self._key("beat"), self._death_seconds)
-        self._heart = Heart(self._store, self._key(f"beat/{self.rank}"), self._death_seconds)
+        self._store = self._given_store or open_store(self.death_seconds)
+        self._life = LifeSigns(self._store, self._key("beat"), self.death_seconds)
+        self._heart = Heart(self._store, self._key(f"beat/{self.rank}"), self.death_seconds)
         self._heart.start()
         self._keys.append(self._heart.key)
         return self
@@ -110,7 +112,7 @@ class SaveStatus:
             if error is not None:
                 self.fail(error)
             with suppress(RankFailedError):  # the store is gone: what was to be done is done, or an error says more
-                self._leave(LEAVE_SECONDS if error is not None else self._death_seconds)
+                self._leave(LEAVE_SECONDS if error is not None else self.death_seconds)
         finally:
             self._heart.stop()
             if self._is_store_mine:
@@ -182,7 +184,7 @@ class SaveStatus:
             RankFailedError: It names the rank.
         """
         self._check_told()
-        self._watch(self._watched() if ranks is None else ranks, self._death_seconds)
+        self._watch(self._watched() if ranks is None else ranks, self.death_seconds)
 
     def look(self, ranks: Collection[int] | None = None) -> None:
         """As `check`, but only where the last time was a while ago."""
@@ -193,7 +195,7 @@ class SaveStatus:
         if now - self._looked_at > _LOOK_SECONDS:
             self._check_told(awaits_leader=awaits_leader)
         if now - self._watched_at > self._heart.seconds:
-            self._watch(ranks, self._death_seconds)
+            self._watch(ranks, self.death_seconds)
 
     def await_work(self, work: Any) -> None:
         """Wait for a collective, and look meanwhile whether a rank failed.
@@ -228,7 +230,7 @@ class SaveStatus:
         """
         if self.rank not in self.ranks:
             return
-        record = failure_record(error, self.rank)
+        record = failure_record(error, self.rank, may_be_done=self._may_be_done)
         with suppress(RankFailedError):
             told = self._store.get(self._key("failed"))
             if self.rank == self.leader:
@@ -236,11 +238,19 @@ class SaveStatus:
             elif told is None:
                 self._put("failed", record)
 
+    def begin_step(self) -> None:
+        """Note that from here on the leader's step for all may be done, such as a commit: errors say that it may be.
+
+        The leader calls this right before the step, when the others have told it that they do so, too; these need not,
+        where they come to `finish` next.
+        """
+        self._may_be_done = True
+
     def finish(self, value: bytes = b"") -> bytes:
         """Tell the outcome, on the leader, or wait for it, on the others.
 
-        What the leader does in one step for all, such as a commit, comes right before, and `check` before that: then no
-        failure matters any more, and on the leader nothing is raised here.
+        What the leader does in one step for all comes right before: see `begin_step`. Then no failure matters any more,
+        and on the leader nothing is raised here.
 
         Args:
             value: The leader's.
@@ -255,14 +265,8 @@ class SaveStatus:
             with suppress(RankFailedError):  # the store is gone: the others raise, but it is done
                 self._put("outcome", value)
             return value
-        try:
-            return self._await("outcome", self.leader, [self.leader])
-        except RankFailedError as error:
-            if self._is_told:
-                raise
-            raise RankFailedError(
-                f"{error} It has not told the outcome: what this call was to do is done, or it is not.", rank=error.rank
-            ) from error
+        self.begin_step()
+        return self._await("outcome", self.leader, [self.leader])
 
     def _key(self, name: str) -> str:
         return f"{self.tag}/{name}"
@@ -281,7 +285,7 @@ class SaveStatus:
             return
         if awaits_leader and not is_final(told):
             self._told_at = self._told_at or self._looked_at
-            if self._looked_at - self._told_at < self._death_seconds:
+            if self._looked_at - self._told_at < self.death_seconds:
                 return
         self._is_told = is_final(told) or not awaits_leader
         raise told_error(told)
@@ -295,6 +299,14 @@ class SaveStatus:
 
     def _await(self, name: str, rank: int, watched: Collection[int]) -> bytes:
         """Wait for a key that a rank sets."""
+        try:
+            return self._awaited(name, rank, watched)
+        except RankFailedError as error:
+            if self._is_told or not self._may_be_done:
+                raise
+            raise type(error)(with_unknown_outcome(str(error)), rank=error.rank) from error
+
+    def _awaited(self, name: str, rank: int, watched: Collection[int]) -> bytes:
         pause = 0.001
         end = time.monotonic() + self._patience_seconds
         while (value := self._store.get(self._key(name))) is None:
@@ -352,7 +364,7 @@ class SaveStatus:
             byes = self._store.get_many(self._key(f"bye/{rank}") for rank in left)
             keys += [key for bye in byes if bye is not None for key in json.loads(bye)]
             left = [rank for rank, bye in zip(left, byes, strict=True) if bye is None]
-            is_anyone_alive = any(silent <= self._death_seconds for silent in self._life.look(left).values())
+            is_anyone_alive = any(silent <= self.death_seconds for silent in self._life.look(left).values())
             if left and (time.monotonic() > end or not is_anyone_alive):
                 return None
             time.sleep(0.002 if left else 0)

@@ -54,6 +54,7 @@ def save_request(
                 plan = avoid_taken_names(with_one_more_shard(plan, names), session, names)
                 new, index = write_staged(plan, session, request, writer, None)
         check()
+        writer.confirm()
         session.commit(plan_commit(session.state, new))
     logger.info("Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), plan.total_size, directory)
     return index

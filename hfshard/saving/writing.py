@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from hfshard._util.progress import ProgressCallback
@@ -21,9 +21,19 @@ class ShardWriter(Protocol):
     ) -> list[FileDigest]:
         """Write the files as `write_shards` does, and return the digest of each."""
 
+    def confirm(self) -> None:
+        """Called right before the commit: the last moment for one who writes with others to raise."""
+
 
 class OwnShardWriter:
-    """Writes in this process, which has all tensors."""
+    """Writes in this process, which has all tensors.
+
+    Args:
+        confirm: Called right before the commit.
+    """
+
+    def __init__(self, confirm: Callable[[], None] = lambda: None) -> None:
+        self._confirm = confirm
 
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
         """Compute each one when it is asked for: most saves find a difference in the first file."""
@@ -34,3 +44,7 @@ class OwnShardWriter:
     ) -> list[FileDigest]:
         """Write several files at once, in threads."""
         return write_shards(jobs, checksum=checksum, progress_callback=progress_callback)
+
+    def confirm(self) -> None:
+        """As the caller wants."""
+        self._confirm()

@@ -214,6 +214,8 @@ class RunWriter:
                 manifest = write_checkpoint(directory, payload, manifest, files, reusable, progress_callback, writer)
             self._save_number = save_number
             self._wait_for_pushes_of(step)
+            if writer is not None:
+                writer.confirm()
             path = put_in_place(directory, self.root, step)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)  # the next save tries again

@@ -204,7 +204,7 @@ def _lose_the_store(rank: int, kind: signal.Signals) -> None:
     told = _raised_by(save, within_seconds=15)
     assert told.rank == 0
     assert "rank 0, which keeps it," in str(told)
-    assert ("It has not told the outcome" in str(told)) == (rank == 2)
+    assert ("Nobody has told the outcome" in str(told)) == (rank == 2)
     told = _raised_by(lambda: SaveStatus("again", range(3), rank, death_seconds=1).__enter__(), within_seconds=10)
     assert told.rank == 0
     if kind is signal.SIGSTOP and rank == 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -16,6 +16,7 @@ from hfshard.planning.plan import ShardPlan, with_one_more_shard
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.prepare import avoid_taken_names, plan_request, staged_jobs, staged_names, write_staged
 from hfshard.saving.request import SaveRequest
+from hfshard.saving.writing import OwnShardWriter
 from hfshard.storage.commit.commit import save_session
 from hfshard.storage.commit.commit_plan import NewCheckpoint, needs_links, plan_commit
 from hfshard.storage.disk.block_reader import read_blocks
@@ -27,7 +28,6 @@ from hfshard.storage.weights.safetensors_writer import (
     WriteJob,
     blank_header,
     digest_shard,
-    fingerprint_of_job,
     writer_threads,
 )
 
@@ -179,12 +179,8 @@ def _blocks(places: Mapping[str, Place], name: str, nbytes: int, block_bytes: in
         os.close(fd)
 
 
-class _FilledFiles:
+class _FilledFiles(OwnShardWriter):
     """Completes files whose tensors are there already."""
-
-    def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
-        """See `ShardWriter`."""
-        return (fingerprint_of_job(job, checksum) for job in jobs)
 
     def write(
         self, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -27,6 +28,10 @@ from hfshard.storage.weights.safetensors_writer import WriteJob, fingerprint_of_
 
 _END: Final = b"null"
 """The order after the last one."""
+_CONFIRM: Final = b"true"
+"""The order to say that this rank still takes part, before the leader commits."""
+_CONFIRMS_PER_DEATH: Final = 3
+"""Answers that took a longer part of the time after which a silent rank is taken for dead are asked for again."""
 _LOOK_SECONDS: Final = 0.2
 """Between two looks whether another rank failed, while the last blocks are flushed."""
 
@@ -38,6 +43,8 @@ class RankWriter:
     2. When all are ready, the bytes go to the owners in rounds. A thread of each owner writes its files with the
        package's ordinary writer: in one pass, with their checksums, flushed.
     3. Each owner tells the digests of its files.
+    4. All confirm that they still take part, and the leader commits. So a rank that raises before it has confirmed
+       knows that nothing was committed, even where the leader was stopped for a while and then goes on.
 
     Args:
         status: Of the save; all ranks of the default process group take part.
@@ -71,6 +78,21 @@ class RankWriter:
         """As in `ShardWriter`; on the leader."""
         return [FileDigest(**value) for value in self._lead("write", jobs, checksum, progress_callback)]
 
+    def confirm(self) -> None:
+        """As in `ShardWriter`; on the leader.
+
+        Raises:
+            RankFailedError: A rank failed, died, or gave up when this one was silent.
+        """
+        is_fresh = False
+        while not is_fresh:
+            asked_at = time.monotonic()
+            self._status.tell(self._next_order(), _CONFIRM)
+            for rank in self._status.ranks[1:]:
+                self._status.wait_for(self._answer(), rank)
+            is_fresh = time.monotonic() - asked_at < self._status.death_seconds / _CONFIRMS_PER_DEATH
+        self._status.begin_step()
+
     def end(self) -> None:
         """Let the others end `follow`; on the leader."""
         self._status.tell(self._next_order(), _END)
@@ -78,13 +100,18 @@ class RankWriter:
     def follow(self) -> None:
         """Do what the leader orders, until the end; on the other ranks."""
         while (raw := self._status.wait_for(self._next_order(), self._status.leader)) != _END:
-            found = self._carry_out(Order.from_json(raw, self._names), None)
-            if found:
-                self._status.tell(f"done/{self._orders}", json.dumps(found).encode())
+            if raw == _CONFIRM:
+                self._status.begin_step()
+                self._status.tell(self._answer())
+            elif found := self._carry_out(Order.from_json(raw, self._names), None):
+                self._status.tell(self._answer(), json.dumps(found).encode())
 
     def _next_order(self) -> str:
         self._orders += 1
         return f"order/{self._orders}"
+
+    def _answer(self) -> str:
+        return f"done/{self._orders}"
 
     def _lead(
         self, kind: Kind, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None
@@ -94,7 +121,7 @@ class RankWriter:
         try:
             found: dict[str, Any] = dict(self._carry_out(order, progress_callback))
             for owner in sorted(set(self._owners(order)) - {self._status.rank}):
-                found |= json.loads(self._status.wait_for(f"done/{self._orders}", owner))
+                found |= json.loads(self._status.wait_for(self._answer(), owner))
         except BaseException as error:
             self._status.fail(error)  # before the session removes the files that others are writing
             raise

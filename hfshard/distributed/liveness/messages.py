@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from hfshard.errors import RankFailedError, RankMissingError
 
+_OUTCOME_UNKNOWN: Final = (
+    "Nobody has told the outcome: what this call was to do is done as a whole, or not at all. Look what is there, by "
+    "'hfshard verify'."
+)
 
-def failure_record(error: BaseException, rank: int) -> bytes:
-    """What a rank tells the others about its failure; one that another rank caused is that rank's."""
+
+def with_unknown_outcome(words: str) -> str:
+    """Words about a failure, and that what the ranks were about may be done nevertheless."""
+    return words if _OUTCOME_UNKNOWN in words else f"{words} {_OUTCOME_UNKNOWN}"
+
+
+def failure_record(error: BaseException, rank: int, *, may_be_done: bool = False) -> bytes:
+    """What a rank tells the others about its failure; one that another rank caused is that rank's.
+
+    Args:
+        error: The failure.
+        rank: Who tells it.
+        may_be_done: Whether what the ranks are about may be done nevertheless.
+    """
     record = {"kind": type(error).__name__, "rank": rank, "words": f"{type(error).__name__}: {error}"}
+    record["may_be_done"] = may_be_done
     if isinstance(error, RankFailedError):
         record |= {"rank": error.rank, "words": str(error)}
     return json.dumps(record).encode()
@@ -33,11 +50,11 @@ def told_error(record: bytes) -> RankFailedError:
     if told["kind"] in ("RankFailedError", "RankMissingError"):
         kind = RankMissingError if told["kind"] == "RankMissingError" else RankFailedError
         return kind(told["words"], rank=told["rank"])
-    return RankFailedError(
+    words = (
         f"Rank {told['rank']} failed, so the other ranks gave up, too: {told['words']}. Mend that, and call again on "
-        "every rank.",
-        rank=told["rank"],
+        "every rank."
     )
+    return RankFailedError(with_unknown_outcome(words) if told["may_be_done"] else words, rank=told["rank"])
 
 
 def death_error(rank: int, silent_seconds: float) -> RankFailedError:

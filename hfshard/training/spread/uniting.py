@@ -143,6 +143,10 @@ class KeyedWriter:
         """As in `ShardWriter`."""
         return self._ranks.write(_keyed(jobs), checksum, progress_callback)
 
+    def confirm(self) -> None:
+        """As in `ShardWriter`."""
+        self._ranks.confirm()
+
 
 def _keyed(jobs: Sequence[WriteJob]) -> list[WriteJob]:
     keyed = []
