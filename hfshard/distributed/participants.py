@@ -16,7 +16,7 @@ from typing import Final, Self
 
 import torch.distributed as dist
 
-from hfshard.distributed.liveness.heartbeat import LifeSigns, dead_key
+from hfshard.distributed.liveness.heartbeat import LifeSigns, WaySigns, dead_key, way_key
 from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_store
 from hfshard.distributed.status import PATIENCE_SECONDS, SaveStatus
 from hfshard.errors import DirectoryLockedError, RankFailedError, RankMissingError
@@ -171,7 +171,7 @@ class _Operation:
             RankFailedError: Somebody failed or died.
         """
         self.status.put_key(f"who/{self._rank}", b"all" if needs_all else b"any")
-        self._store.delete([self._declined_key(self._rank), dead_key(self._rank)])
+        self._store.delete([self._declined_key(self._rank), dead_key(self._rank), way_key(self._rank)])
         opener = int(self._store.swap(self._tagged("opener"), "", str(self._rank)))
         self._keeper = opener
         if opener == self._rank:
@@ -214,9 +214,11 @@ class _Operation:
         start = time.monotonic()
         pause = 0.001
         came: dict[int, bytes] = {}
+        way_signs = WaySigns(self._store, self._death_seconds)
         while True:
             came |= self._came(rank for rank in self._world if rank not in came)
             others = [rank for rank in self._world if rank not in came]
+            way_signs.look(others)
             declined = self._those_with(map(self._declined_key, others), others)
             dead = self._those_with(map(dead_key, others), others)
             needs_all = b"all" in came.values()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from math import prod
 from typing import Any, Final
@@ -16,6 +16,7 @@ from hfshard._util.paths import absolute_path
 from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.listing import HeldTensor, Listing, Mesh, RankGroup, digest_of, list_tensors
 from hfshard.distributed.exchange.rank_writer import RankWriter
+from hfshard.distributed.liveness.heartbeat import on_the_way
 from hfshard.distributed.participants import Role, gather_participants, has_other_ranks
 from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
 from hfshard.distributed.status import SaveStatus
@@ -75,14 +76,15 @@ def save_anywhere(
 
 @contextmanager
 def telling_other_ranks(save_directory: str | os.PathLike[str], is_part: Callable[[], bool]) -> Iterator[None]:
-    """Where this rank fails before it saves with the others, let them fail, too, rather than wait for it.
+    """Where this rank fails or dies before it saves with the others, let them fail, too, rather than wait for it.
 
     Args:
         save_directory: As in `save_anywhere`.
         is_part: Whether this rank has a part of what is saved, and the others wait; asked after an error only.
     """
     try:
-        yield
+        with on_the_way(dist.get_rank()) if has_other_ranks() else nullcontext():
+            yield
     except BaseException as error:
         if has_other_ranks() and is_part():
             place = os.path.realpath(absolute_path(save_directory, "save_directory"))

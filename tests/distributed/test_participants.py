@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from hfshard.distributed.liveness.heartbeat import on_the_way
 from hfshard.distributed.participants import Role, gather_participants
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import RankFailedError, RankMissingError
@@ -231,6 +232,29 @@ def test_ranks_that_die_on_the_way_are_named(tmp_path: Path) -> None:
     ends = run_ranks(tmp_path, 4, _die, ports=(free_port(),))
 
     assert [end.status for end in ends] == [0, -9, -9, -9], "\n".join(end.words for end in ends)
+
+
+def _die_on_the_way(rank: int) -> None:
+    """Rank 1 prepares its call for longer than a dead one would be silent, and the next time it is killed."""
+    with on_the_way(rank, DEATH_SECONDS):
+        time.sleep(1.5 * DEATH_SECONDS if rank == 1 else 0)
+    everyone = _take_part("/way", needs_all=True, death_seconds=DEATH_SECONDS)
+    assert everyone == (_role(rank), [0, 1, 2], b"")
+    with on_the_way(rank, DEATH_SECONDS):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(RankMissingError, match="Rank 1 gave no sign of life before, and did not come") as caught:
+        _take_part("/way", needs_all=True, death_seconds=DEATH_SECONDS, patience_seconds=60)
+    assert caught.value.rank == 1
+    assert time.monotonic() - start < 4 * DEATH_SECONDS
+    os._exit(0)
+
+
+def test_a_rank_that_dies_while_it_prepares_its_call_is_named(tmp_path: Path) -> None:
+    ends = run_ranks(tmp_path, 3, _die_on_the_way, ports=(free_port(),))
+
+    assert [end.status for end in ends] == [0, -9, 0], "\n".join(end.words for end in ends)
 
 
 def _lose_the_first(rank: int) -> None:

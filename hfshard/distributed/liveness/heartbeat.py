@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import closing, contextmanager, suppress
 from typing import Final
 
 from hfshard._util.threads import start_thread
-from hfshard.distributed.liveness.store import AnsweringStore
+from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_store
 from hfshard.errors import RankFailedError
 
 _BEATS_PER_DEATH: Final = 15
 """A beat a second, where fifteen seconds of silence are death."""
 _DEAD_KEY: Final = "hfshard/dead"
+_WAY_KEY: Final = "hfshard/way"
 
 
 class Heart:
@@ -77,6 +80,55 @@ class LifeSigns:
             silent = silent + min(now - looked_at, self._death_seconds / 5) if beat == last else 0.0
             self._seen[rank] = beat, silent, now
         return {rank: self._seen[rank][1] for rank in numbers}
+
+    def has_heard(self, rank: int) -> bool:
+        """Whether there was a beat of a rank at the last look."""
+        return self._seen[rank][0] is not None
+
+
+@contextmanager
+def on_the_way(rank: int, death_seconds: float = DEATH_SECONDS) -> Iterator[None]:
+    """Give signs of life while the block prepares for a call of several ranks, who wait for this one meanwhile.
+
+    Afterwards the rank comes to them, and deletes the key; where the block raises, it does not come.
+    """
+    with closing(open_store(death_seconds)) as store:
+        heart = Heart(store, way_key(rank), death_seconds)
+        heart.start()
+        try:
+            yield
+        except BaseException:
+            heart.stop()
+            with suppress(RankFailedError):  # the store is gone, and the block's error says more
+                store.delete([heart.key])
+            raise
+        finally:
+            heart.stop()
+
+
+class WaySigns:
+    """Which ranks have died on their way, as far as this one has looked."""
+
+    def __init__(self, store: AnsweringStore, death_seconds: float) -> None:
+        self._life = LifeSigns(store, _WAY_KEY, death_seconds)
+        self._pause_seconds = death_seconds / _BEATS_PER_DEATH
+        self._death_seconds = death_seconds
+        self._store = store
+        self._looked_at = -math.inf
+
+    def look(self, ranks: Iterable[int]) -> None:
+        """Look at those that are waited for, where the last time was a while ago; who is dead gets its `dead_key`."""
+        if time.monotonic() - self._looked_at < self._pause_seconds:
+            return
+        self._looked_at = time.monotonic()
+        for rank, silent_seconds in self._life.look(ranks).items():
+            if silent_seconds > self._death_seconds and self._life.has_heard(rank):
+                self._store.put(dead_key(rank), b"")
+
+
+def way_key(rank: int) -> str:
+    """The key of the beats of a rank that is on its way."""
+    return f"{_WAY_KEY}/{rank}"
 
 
 def dead_key(rank: int) -> str:
