@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -201,22 +202,19 @@ class SaveStatus:
         """Wait for a collective, and look meanwhile whether a rank failed.
 
         Args:
-            work: The `torch.distributed.Work` of a call with `async_op=True`.
+            work: The `torch.distributed.Work` of a call with `async_op=True`, for tensors of the CPU.
 
         Raises:
             RankFailedError: A rank failed or died, or the collective did.
         """
-        pause = 0.0002
         end = time.monotonic() + self._patience_seconds
-        while not work.is_completed():
+        while not _ends_within(work, _LOOK_SECONDS):
             self.look()
             if time.monotonic() > end:
                 raise RankFailedError(
                     f"A collective among ranks {_listed(self.ranks)} has not ended within {self._patience_seconds:g} "
                     "s, though all of them live. Look what each of them does, and start the job again."
                 )
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS / 2)
         try:
             work.wait()
         except RuntimeError as error:
@@ -369,6 +367,13 @@ class SaveStatus:
                 return None
             time.sleep(0.002 if left else 0)
         return keys
+
+
+def _ends_within(work: Any, seconds: float) -> bool:
+    """Wait a while for a collective, which goes on after it; whether it has ended, well or not."""
+    with suppress(RuntimeError):  # "timed out", or what went wrong, which the next wait says again
+        work.wait(timedelta(seconds=seconds))
+    return bool(work.is_completed())
 
 
 def _listed(ranks: Iterable[int]) -> str:
