@@ -140,6 +140,7 @@ def save_on_ranks(
         index = save_request(request, directory, check, own) if is_leader else None
         return _share_index(status, index, listing)
     refuse_absent(status)
+    request = _with_whole(request, listings)
     holders = Holders.unite(groups, listings, request.name_order)
     writer = RankWriter(status, holders, held, group or cpu_group())
     if not is_leader:
@@ -225,6 +226,17 @@ def refuse_absent(status: SaveStatus) -> None:
             "every rank at the same time.",
             rank=absent[0],
         )
+
+
+def _with_whole(request: SaveRequest, listings: Mapping[str, Listing]) -> SaveRequest:
+    """What the whole model is, where this rank has some of its names only: the stage of a pipeline that a user made."""
+    names = {frozenset(listing.entries) for listing in listings.values()}
+    if len(names) == 1 or request.name_order or request.total_parameters is None:
+        return request
+    whole = request.look_at_whole() if request.look_at_whole is not None else None
+    if whole is None or not frozenset[str]().union(*names) <= frozenset(whole.names):
+        return replace(request, total_parameters=None)
+    return replace(request, name_order=whole.names, total_parameters=whole.total_parameters)
 
 
 def _united(request: SaveRequest, holders: Holders) -> SaveRequest:

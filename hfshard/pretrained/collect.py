@@ -7,6 +7,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 from transformers import PreTrainedModel
@@ -21,7 +22,7 @@ from hfshard.pretrained.ranks.conversion_views import trace_reverted
 from hfshard.pretrained.ranks.stages import is_stage, whole_model
 from hfshard.pretrained.ranks.stored_parts import stored_parts
 from hfshard.saving.options import SaveOptions
-from hfshard.saving.request import SaveRequest
+from hfshard.saving.request import SaveRequest, WholeModel
 from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.format.strict_json import dump_json
@@ -57,17 +58,24 @@ def request_from_pretrained(
     stored = _under_original_names(model, kept) if options.save_original_format else kept
     tied_names, undeclared_ties = _stored_ties(model, ties, kept, stored)
     files = _model_files(model)
-    whole = whole_model(model) if is_stage(model) and state_dict is None else None
+    look = partial(_look_at_whole, model, options) if state_dict is None else None
+    whole = look() if look is not None and is_stage(model) else None
+    if whole is None and look is not None and is_stage(model):
+        raise InvalidArgumentError(
+            f"{type(model).__name__} is one of several pipeline stages, and the whole can't be built from its config, "
+            "to know the order of its names: save it when it is not split."
+        )
     return SaveRequest(
         tensors=stored,
         options=options,
         tied_names=tied_names,
         undeclared_ties=undeclared_ties,
         file_metadata={key: str(value) for key, value in metadata.items()},
-        total_parameters=(model if whole is None else whole).num_parameters(),
+        total_parameters=model.num_parameters() if whole is None else whole.total_parameters,
         config=files.pop(CONFIG_NAME),
         model_files=files,
-        name_order=() if whole is None else _stored_names(whole, options),
+        name_order=() if whole is None else whole.names,
+        look_at_whole=look,
     )
 
 
@@ -86,10 +94,14 @@ def _under_original_names(model: PreTrainedModel, kept: Mapping[str, Any]) -> di
     return reverted
 
 
-def _stored_names(model: PreTrainedModel, options: SaveOptions) -> tuple[str, ...]:
-    """The names of a model without data on disk, in their order there."""
-    kept, _ = _kept_and_tied(model, model.state_dict())
-    return tuple(trace_reverted(model, kept) if options.save_original_format else kept)
+def _look_at_whole(part: PreTrainedModel, options: SaveOptions) -> WholeModel | None:
+    """The names of the whole model on disk, in their order there; None: it can't be built from its config."""
+    whole = whole_model(part)
+    if whole is None:
+        return None
+    kept, _ = _kept_and_tied(whole, whole.state_dict())
+    names = trace_reverted(whole, kept) if options.save_original_format else kept
+    return WholeModel(tuple(names), whole.num_parameters())
 
 
 def _quantized_state(model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict[str, Any]]:

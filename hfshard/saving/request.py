@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -17,6 +17,14 @@ from hfshard.storage.disk.companions import CompanionFile
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.tensors.tensor_layout import TensorLike
+
+
+class WholeModel(NamedTuple):
+    """What is known of a model of which ranks may have different parts."""
+
+    names: tuple[str, ...]
+    """Of all that is stored, in the order of the index."""
+    total_parameters: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +52,8 @@ class SaveRequest:
     """Tensors that get files of their own, because they change more or less often than the rest."""
     name_order: tuple[str, ...] = ()
     """Where this rank lacks some names, as a pipeline stage does: those of all ranks, in the order of the index."""
+    look_at_whole: Callable[[], WholeModel | None] | None = None
+    """Finds out what the whole model is, where ranks turn out to have different names; None: it can't be known."""
 
     @property
     def small_files(self) -> dict[str, bytes]:

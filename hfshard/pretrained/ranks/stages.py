@@ -62,22 +62,19 @@ def is_stage(model: Any) -> bool:
     return (getattr(config, "pp_size", None) or 1) > 1 or getattr(stage, "pp_size", 1) > 1
 
 
-def whole_model(stage: PreTrainedModel) -> PreTrainedModel:
+def whole_model(part: PreTrainedModel) -> PreTrainedModel | None:
     """Build the model that a pipeline stage is a part of, from its config, without any data.
 
-    Raises:
-        InvalidArgumentError: Its class can't be built from its config alone.
+    Returns:
+        The model; None: its class can't be built from its config alone.
     """
-    config: Any = copy.deepcopy(stage.config)
+    config: Any = copy.deepcopy(part.config)
     config.distributed_config = None
     try:
         with torch.device("meta"):
-            whole = alias_class(type(stage))(config)
-    except TypeError as error:
-        raise InvalidArgumentError(
-            f"{type(stage).__name__} is one of several pipeline stages, and the whole can't be built from its config, "
-            "to know the order of its names: save it when it is not split."
-        ) from error
-    if "_weight_conversions" in vars(stage):  # those with which transformers has loaded it
-        vars(whole)["_weight_conversions"] = vars(stage)["_weight_conversions"]
+            whole = alias_class(type(part))(config)
+    except TypeError:
+        return None
+    if "_weight_conversions" in vars(part):  # those with which transformers has loaded it
+        vars(whole)["_weight_conversions"] = vars(part)["_weight_conversions"]
     return whole

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-from tests.zoo.models import ZOO
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers.distributed.configuration_utils import DistributedConfig
 
 
 def spread(model: Any, layout: str) -> Any:
-    """Spread a model over all ranks: "fsdp", "hsdp", "tp" (of rows and columns by turns) or "fsdp_tp"."""
-    if layout == "fsdp":
-        return shard_fully(model, init_device_mesh("cpu", (2,)))
-    if layout == "hsdp":
-        return shard_fully(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
-    if layout == "tp":
-        return distribute(model, init_device_mesh("cpu", (2,)))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-    return shard_fully(distribute(model, mesh["model"]), mesh["data"])
+    """Spread a model over all ranks, in one of `LAYOUTS`; returns it, or what is wrapped around it."""
+    return LAYOUTS[layout](model)
 
 
 def shard_fully(model: Any, mesh: DeviceMesh) -> Any:
     """FSDP2, layer by layer."""
     for layer in layers_of(model):
-        fully_shard(layer, mesh=mesh)
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
 
@@ -39,7 +33,7 @@ def layers_of(model: Any) -> list[nn.Module]:
     return list(model.get_decoder().layers)
 
 
-def distribute(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def split_by_turns(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Make each matrix a DTensor of rows or of columns, and each vector one that every rank has; ties are kept."""
     made: dict[int, nn.Parameter] = {}
     for number, module in enumerate(list(model.modules())):
@@ -53,25 +47,118 @@ def distribute(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def _even(name: str) -> Any:
-    """The sizes that transformers' own tensor parallelism takes in its oldest version, too."""
-    config = ZOO[name].make_config()
-    config.vocab_size = 64
-    config.num_key_value_heads = 2
-    return config
+def split_layers(model: Any, mesh: DeviceMesh) -> Any:
+    """Tensor parallel attention, where its heads can be shared out, and MLPs; experts and embeddings stay whole."""
+    for layer in layers_of(model):
+        if isinstance(layer, Passed):
+            continue
+        plan: dict[str, Any] = {}
+        if getattr(model.config, "num_key_value_heads", 1) % mesh.size() == 0:
+            plan |= dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel())
+            plan["self_attn.o_proj"] = RowwiseParallel()
+        if hasattr(getattr(layer, "mlp", None), "gate_proj"):
+            plan |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
+            plan["mlp.down_proj"] = RowwiseParallel()
+        parallelize_module(layer, mesh, plan, src_data_rank=None)
+    return model
 
 
-def _six_experts() -> Any:
-    config = ZOO["qwen3_moe"].make_config()
-    config.num_experts = 6
-    return config
+def share_out_experts(model: Any, mesh: DeviceMesh) -> Any:
+    """Give each rank some of the experts, where there are any; each has all of the rest."""
+    for name, parameter in list(model.named_parameters()):
+        path, _, attribute = name.rpartition(".")
+        if path.endswith(".experts"):
+            part = nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(0)]), parameter.requires_grad)
+            setattr(model.get_submodule(path), attribute, part)
+    return model
 
 
-EVEN = {
-    f"{name}_even": replace(ZOO[name], name=f"{name}_even", make_config=partial(_even, name))
-    for name in ("llama_untied", "llama_tied", "qwen3_moe")
+class Passed(nn.Module):
+    """In the place of what another stage of a pipeline has."""
+
+    def forward(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return value
+
+
+def take_stage(model: Any, rank: int, stages: int) -> Any:
+    """Leave the model the layers of one stage; one whose embedding is tied is left that in the last one, too."""
+    body = model.model
+    count = len(body.layers)
+    mine = range(count * rank // stages, count * (rank + 1) // stages)
+    for number in set(range(count)).difference(mine):
+        body.layers[number] = Passed()
+    is_last = rank == stages - 1
+    if rank and not (is_last and model.config.tie_word_embeddings):
+        body.embed_tokens = Passed()
+    if not is_last:
+        body.norm = Passed()
+        model.lm_head = Passed()
+    return model
+
+
+def replicate(model: Any) -> Any:
+    """DistributedDataParallel."""
+    return nn.parallel.DistributedDataParallel(model)
+
+
+_MESHES: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    """A mesh of all ranks, with dimensions "a" and "b"; the groups of one are made once."""
+    if shape not in _MESHES:
+        _MESHES[shape] = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+    return _MESHES[shape]
+
+
+def forget_meshes() -> None:
+    """Begin in a new process group."""
+    _MESHES.clear()
+
+
+def _all() -> DeviceMesh:
+    return mesh_of(dist.get_world_size())
+
+
+def _of_two(model: Any, inner: Callable[[Any, DeviceMesh], Any]) -> Any:
+    mesh = mesh_of(2, dist.get_world_size() // 2)
+    return shard_fully(inner(model, mesh["b"]), mesh["a"])
+
+
+def _of_stages(model: Any, inner: Callable[[Any, DeviceMesh], Any]) -> Any:
+    mesh = mesh_of(2, dist.get_world_size() // 2)
+    return inner(take_stage(model, mesh.get_local_rank("a"), 2), mesh["b"])
+
+
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "whole": lambda model: model,
+    "ddp": replicate,
+    "fsdp": lambda model: shard_fully(model, _all()),
+    "tp": lambda model: split_layers(model, _all()),
+    "by_turns": lambda model: split_by_turns(model, _all()),
+    "ep": lambda model: share_out_experts(model, _all()),
+    "pp": lambda model: take_stage(model, dist.get_rank(), dist.get_world_size()),
+    "hsdp": lambda model: shard_fully(model, mesh_of(2, dist.get_world_size() // 2)),
+    "fsdp_tp": lambda model: _of_two(model, split_layers),
+    "fsdp_by_turns": lambda model: _of_two(model, split_by_turns),
+    "fsdp_ep": lambda model: _of_two(model, share_out_experts),
+    "pp_fsdp": lambda model: _of_stages(model, shard_fully),
+    "pp_tp": lambda model: _of_stages(model, split_layers),
 }
-SIX_EXPERTS = "qwen3_moe_six"
-"""Four ranks have two, two, two and none of the experts."""
-SPECIMENS = {**ZOO, **EVEN, SIX_EXPERTS: replace(ZOO["qwen3_moe"], name=SIX_EXPERTS, make_config=_six_experts)}
-"""The models of the zoo, and some of other sizes."""
+"""What users do with a model; those of two words need four ranks."""
+
+_FIELDS = DistributedConfig.__dataclass_fields__
+_EP = {"ep_size": 2} if "ep_size" in _FIELDS else {"enable_expert_parallel": True}
+CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "their_fsdp": (2, {"fsdp_size": 2}),
+    "their_tp": (2, {"tp_size": 2}),
+    "their_pp": (2, {"pp_size": 2}),
+    "their_ep": (2, {"tp_size": 2, **_EP}),
+    "their_fsdp_4": (4, {"fsdp_size": 4}),
+}
+"""What transformers spreads by itself: ranks, and the arguments of a DistributedConfig."""
+if "dp_replicate_size" in _FIELDS:
+    CONFIGS["their_hsdp"] = 4, {"fsdp_size": 2, "dp_replicate_size": 2}
+    CONFIGS["their_fsdp_tp"] = 4, {"tp_size": 2, "fsdp_size": 2}
+if "ep_size" in _FIELDS:
+    CONFIGS["their_fsdp_ep"] = 4, {"fsdp_size": 4, "ep_size": 2}

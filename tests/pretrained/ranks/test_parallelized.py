@@ -16,7 +16,8 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification, Llama
 import hfshard
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from tests.distributed.gloo import check_ranks
-from tests.pretrained.ranks.layouts import SPECIMENS, spread
+from tests.pretrained.ranks.layouts import spread
+from tests.pretrained.ranks.specimens import SPECIMENS
 from tests.pretrained.ranks.test_stored_parts import convert_by_computing
 from tests.zoo.mixin_classes import with_mixin
 
@@ -52,7 +53,7 @@ def load_by_parts(rank: int, place: Path, names: tuple[str, ...], layouts: tuple
             assert not found.training
             assert same(found, expected), (name, layout)
             batch = torch.arange(8).view(2, 4)
-            if "fsdp" in layout and "tp" not in layout:
+            if layout in ("fsdp", "hsdp"):
                 torch.testing.assert_close(found(batch).logits, expected(batch).logits)
         stock = hfshard.load_model(
             specimen.stock_class, place / name, dtype=torch.bfloat16, parallelize=partial(spread, layout=layouts[0])
@@ -64,14 +65,14 @@ def test_two_ranks_read_what_one_process_loads(tmp_path: Path) -> None:
     names = ("llama_untied", "llama_tied", "llama_mixed_dtypes", "qwen3_moe")
     for name in names:
         SPECIMENS[name].build(with_mixin(SPECIMENS[name].stock_class)).save_pretrained(tmp_path / name)
-    check_ranks(tmp_path / "ranks", 2, load_by_parts, tmp_path, (*names, "computed"), ("fsdp", "tp"))
+    check_ranks(tmp_path / "ranks", 2, load_by_parts, tmp_path, (*names, "computed"), ("fsdp", "by_turns"))
 
 
 def test_four_ranks_read_what_one_process_loads(tmp_path: Path) -> None:
     names = ("llama_tied", "qwen3_moe")
     for name in names:
         SPECIMENS[name].build(with_mixin(SPECIMENS[name].stock_class)).save_pretrained(tmp_path / name)
-    check_ranks(tmp_path / "ranks", 4, load_by_parts, tmp_path, (*names, "computed"), ("fsdp_tp", "hsdp"))
+    check_ranks(tmp_path / "ranks", 4, load_by_parts, tmp_path, (*names, "computed"), ("fsdp_by_turns", "hsdp"))
 
 
 def load_what_differs(rank: int, place: Path) -> None:

@@ -105,8 +105,8 @@ def addresses(model: torch.nn.Module) -> set[int]:
 
 
 def test_the_parts_of_two_ranks_are_what_one_process_stores(tmp_path: Path) -> None:
-    check_ranks(tmp_path, 2, compare_with_one_process, ("fsdp", "tp"))
+    check_ranks(tmp_path, 2, compare_with_one_process, ("fsdp", "by_turns"))
 
 
 def test_the_parts_of_four_ranks_are_what_one_process_stores(tmp_path: Path) -> None:
-    check_ranks(tmp_path, 4, compare_with_one_process, ("fsdp_tp", "hsdp"))
+    check_ranks(tmp_path, 4, compare_with_one_process, ("fsdp_by_turns", "hsdp"))
