@@ -149,7 +149,7 @@ def load_model(
         output_loading_info: Return (model, {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"}).
         parallelize: For a class: a function that spreads the model over ranks (`fully_shard` ...) and returns it. It is
             called before the model has data; then each rank reads its parts. What the checkpoint lacks is drawn on each
-            rank: seed them alike.
+            rank: seed them alike. Every rank of the default process group must call, and all build the model or none.
         kwargs: For a module: variant, subfolder, use_safetensors, revision, token, cache_dir, local_files_only. For a
             class: everything that its `from_pretrained` takes.
 

@@ -96,7 +96,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "mixin",
     ),
     "pretrained.pushing": ("model_card", "push"),
-    "pretrained.ranks": ("conversion_views stages", "parallelized stored_parts"),
+    "pretrained.ranks": ("conversion_views joint_load stages", "parallelized stored_parts"),
     "resharding": ("checks in_place request", "reshard"),
     "saving": ("options writing", "request", "prepare", "in_memory to_directory"),
     "state_dicts": ("dtensors keys offloaded wrappers", "tied", "overlap state_dict"),

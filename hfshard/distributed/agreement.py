@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
 
 from hfshard._util.progress import bytes_bar
 from hfshard.distributed.exchange.owners import assign_owners
 from hfshard.distributed.participants import gather_participants, has_other_ranks
 from hfshard.distributed.status import SaveStatus
-from hfshard.errors import CheckpointChangedError
+from hfshard.errors import CheckpointChangedError, HfshardError
 from hfshard.loading.options import LoadOptions
-from hfshard.loading.source import CheckpointSource, open_source
+from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.checks import check_checksums, check_pickles
 from hfshard.storage.disk.file_system import is_remote
+from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.weights.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
@@ -30,24 +36,58 @@ class LoadAgreement:
     def __init__(self, status: SaveStatus | None) -> None:
         self._status = status
 
+    @property
+    def is_collective(self) -> bool:
+        """Whether there are other ranks."""
+        return self._status is not None
+
+    def fetch(self, source: CheckpointSource, progress: bool | None = None) -> LocalCheckpoint:
+        """Find the checkpoint on this machine, as `CheckpointSource.fetch` does.
+
+        Of a repo of the Hub, the first rank resolves the revision, and all load that commit; of the ranks that have a
+        cache in common, one downloads, and the others wait for it and ask the Hub for nothing.
+
+        Raises:
+            RankFailedError: Another rank could not find or download it.
+            Everything that `CheckpointSource.fetch` raises.
+        """
+        if self._status is None:
+            return source.fetch(progress)
+        local = source.find_local()
+        caches = self._status.meet("source", b"" if local is not None else _cache_of(source))
+        if local is not None:
+            return local
+        return _fetch_together(self._status, source, caches, progress)
+
     @contextmanager
-    def opened(self, source: CheckpointSource, options: LoadOptions) -> Iterator[OpenCheckpoint]:
+    def opened(
+        self, source: CheckpointSource, options: LoadOptions, local: LocalCheckpoint | None = None
+    ) -> Iterator[OpenCheckpoint]:
         """Open a checkpoint, as `open_source` does; of files that several ranks see, each is hashed by one of them.
+
+        Args:
+            source: As for `open_source`, and so are options.
+            local: What `fetch` gave; None: it is called.
 
         Raises:
             RankFailedError: Another rank found a file damaged, or failed otherwise; here or in `confirm`.
-            Everything that `open_source` raises.
+            Everything that `fetch` and `open_source` raise.
         """
+        local = local or self.fetch(source, options.progress)
         if self._status is None or options.verify not in ("full", "sha256"):
-            with open_source(source, options) as checkpoint:
+            with open_source(source, options, local) as checkpoint:
                 yield checkpoint
             return
-        with open_source(source, replace(options, verify="structure")) as checkpoint:
+        with open_source(source, replace(options, verify="structure"), local) as checkpoint:
             _check_share(self._status, checkpoint, options.progress)
             yield checkpoint
 
-    def confirm(self, checkpoint: OpenCheckpoint) -> None:
+    def confirm(self, checkpoint: OpenCheckpoint, config: bytes | None = None) -> None:
         """Go on once every rank has checked what it can, and has opened the same checkpoint.
+
+        Args:
+            checkpoint: This rank's.
+            config: That of the model that is built.
 
         Raises:
             CheckpointChangedError: They have different ones.
@@ -55,8 +95,51 @@ class LoadAgreement:
         """
         if self._status is None:
             return
-        digests = self._status.meet("checked", _digest(checkpoint))
-        leader = self._status.leader
+        files = _files_of(checkpoint)
+        digests = [_digest(checkpoint, config), _digest_of(sorted(files)), _digest_of(_sightings(files))]
+        told = self._status.meet("checked", json.dumps(digests).encode())
+        said = {rank: json.loads(words) for rank, words in told.items()}
+        self._refuse_others(checkpoint, {rank: words[0] for rank, words in said.items()})
+        if len({words[1] for words in said.values()}) == 1 < len({words[2] for words in said.values()}):  # copies
+            self._refuse_others(checkpoint, self._status.meet("copies", _digest_of(_contents(checkpoint)).encode()))
+
+    def all_say(self, word: str, *, is_so: bool) -> bool:
+        """Whether every rank says that something is so.
+
+        Args:
+            word: What this is about.
+            is_so: What this rank says.
+
+        Raises:
+            RankFailedError: A rank failed or died.
+        """
+        return is_so if self._status is None else set(self._status.meet(word, b"%d" % is_so).values()) == {b"1"}
+
+    def meet(self, word: str) -> None:
+        """Go on once every rank has come here: what follows may have collectives, which none must miss.
+
+        Raises:
+            RankFailedError: A rank failed or died.
+        """
+        if self._status is not None:
+            self._status.meet(word)
+
+    @contextmanager
+    def naming_who_broke_it(self) -> Iterator[None]:
+        """Where a collective of somebody else's code fails in the block, name the rank that failed or died.
+
+        Raises:
+            RankFailedError: In place of an error of torch.distributed.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self._status is None or isinstance(error, HfshardError) or not _is_of_collective(error):
+                raise
+            raise self._status.who_broke_it(error) from error
+
+    def _refuse_others(self, checkpoint: OpenCheckpoint, digests: Mapping[int, str | bytes]) -> None:
+        leader = min(digests)
         other = next((rank for rank, digest in digests.items() if digest != digests[leader]), None)
         if other is not None:
             raise CheckpointChangedError(
@@ -64,6 +147,10 @@ class LoadAgreement:
                 "loaded: it was replaced meanwhile, or is another one there. Give every rank the same, and load again.",
                 path=checkpoint.directory,
             )
+
+
+_UNDER_WAY: Final[ContextVar[LoadAgreement | None]] = ContextVar("hfshard_load_agreement", default=None)
+"""Of the load of this thread: what all ranks load for a part of their work belongs to the same."""
 
 
 @contextmanager
@@ -78,20 +165,85 @@ def load_together(call: str, *, is_collective: bool) -> Iterator[LoadAgreement]:
         RankFailedError: Another rank failed, died, or did not come.
     """
     if not is_collective or not has_other_ranks():
-        yield LoadAgreement(None)
-        return
-    with gather_participants(call, needs_all=True) as participation:
-        status = participation.status
-        assert status is not None  # that of a rank that takes part
-        yield LoadAgreement(status)
-        status.meet("loaded")
-        status.finish()
+        with _under_way(LoadAgreement(None)) as agreement:
+            yield agreement
+    elif current_agreement().is_collective:
+        yield current_agreement()
+    else:
+        with gather_participants(call, needs_all=True) as participation:
+            status = participation.status
+            assert status is not None  # that of a rank that takes part
+            with _under_way(LoadAgreement(status)) as agreement:
+                yield agreement
+            status.meet("loaded")
+            status.finish()
+
+
+def current_agreement() -> LoadAgreement:
+    """That of the innermost `load_together` in this thread."""
+    return _UNDER_WAY.get() or LoadAgreement(None)
+
+
+@contextmanager
+def _under_way(agreement: LoadAgreement) -> Iterator[LoadAgreement]:
+    token = _UNDER_WAY.set(agreement)
+    try:
+        yield agreement
+    finally:
+        _UNDER_WAY.reset(token)
+
+
+def _fetch_together(
+    status: SaveStatus, source: CheckpointSource, caches: Mapping[int, bytes], progress: bool | None
+) -> LocalCheckpoint:
+    """Have one rank of each cache download, all of the commit that the first one finds.
+
+    Args:
+        status: Of the load.
+        source: A repo of the Hub.
+        caches: Rank -> which cache it has; b"": it has found a directory.
+        progress: Whether to show a bar.
+    """
+    from hfshard.hub.remote.cache import RepoCache  # imports huggingface_hub, which takes time
+
+    query = source.query
+    first = min(rank for rank, name in caches.items() if name)
+    if status.rank == first:
+        small = replace(query, files_of=lambda index: (), force_download=False)
+        status.tell("commit", str(replace(source, query=small).fetch(progress).commit).encode())
+    commit = status.wait_for("commit", first).decode()
+    pinned = replace(source, query=replace(query, revision=commit))
+    downloader = min(rank for rank, name in caches.items() if name == caches[status.rank])
+    if status.rank == downloader:
+        local = pinned.fetch(progress)
+        RepoCache(source.path, query.cache_dir).remember(query.revision, commit)
+        status.tell("downloaded")
+    else:
+        status.wait_for("downloaded", downloader)
+        local = replace(pinned, query=replace(pinned.query, force_download=False)).fetch(progress)
+    return replace(local, revision=query.revision)
+
+
+def _cache_of(source: CheckpointSource) -> bytes:
+    """What ranks say alike whose downloads go into one cache."""
+    from hfshard.hub.remote.cache import RepoCache
+
+    root = os.path.realpath(RepoCache(source.path, source.query.cache_dir).root)
+    existing = root
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    return json.dumps([*_place_of(os.stat(existing).st_dev), root]).encode(errors="surrogateescape")
+
+
+def _is_of_collective(error: RuntimeError) -> bool:
+    """Whether torch.distributed raised it; gloo's errors are plain ones."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _check_share(status: SaveStatus, checkpoint: OpenCheckpoint, progress: bool | None) -> None:
     """Compare this rank's share of the files with their checksums."""
-    files: dict[str, SafetensorsFile | PickleFile] = {**checkpoint.shards, **checkpoint.pickles}
-    seen = status.meet("files", json.dumps(_sightings(files)).encode())
+    files = _files_of(checkpoint)
+    seen = status.meet("files", _digest_of(_sightings(files)).encode())
     sharing = [rank for rank, sighting in seen.items() if sighting == seen[status.rank]]
     names = sorted(files)
     owners = assign_owners([files[name].size for name in names], sharing)
@@ -104,26 +256,44 @@ def _check_share(status: SaveStatus, checkpoint: OpenCheckpoint, progress: bool 
             check_checksums(checkpoint.weights_path, checkpoint.index, shards, progress_callback)
 
 
-def _sightings(files: dict[str, SafetensorsFile | PickleFile]) -> list[list[str | int]]:
+def _files_of(checkpoint: OpenCheckpoint) -> dict[str, SafetensorsFile | PickleFile]:
+    return {**checkpoint.shards, **checkpoint.pickles}
+
+
+def _sightings(files: Mapping[str, SafetensorsFile | PickleFile]) -> list[list[str | int]]:
     """What two ranks say alike if, and only if, their files are the same ones, not copies."""
-    host = _host()
     said: list[list[str | int]] = []
     for name, file in sorted(files.items()):
         device, *rest = file.identity
-        # A file system of the network has another number on each machine.
-        where: list[str | int] = ["network"] if is_remote(device) else [host, device]
-        said.append([name, *where, *rest])
+        said.append([name, *_place_of(device), *rest])
     return said
 
 
+def _place_of(device: int) -> list[str | int]:
+    """What tells a file system from others; one of the network has another number on each machine."""
+    return ["network"] if is_remote(device) else [_host(), device]
+
+
+@cache
 def _host() -> str:
     """What tells this machine from others, as far as it can."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
-def _digest(checkpoint: OpenCheckpoint) -> bytes:
+def _digest(checkpoint: OpenCheckpoint, config: bytes | None) -> str:
+    """What is stored, as far as index and config say it."""
     index = checkpoint.index
     files = {name: asdict(digest) for name, digest in index.files.items()}
-    said = json.dumps([index.weight_map, index.tied_names, files], sort_keys=True)
-    return hashlib.sha256(said.encode(errors="surrogatepass")).hexdigest().encode()
+    return _digest_of([index.weight_map, index.tied_names, files, sha256_of(config or b"")])
+
+
+def _contents(checkpoint: OpenCheckpoint) -> dict[str, str | int]:
+    """Fingerprints of the files of which the index does not have any, such as those of transformers."""
+    recorded = checkpoint.index.files
+    shards = {name: shard.fingerprint() for name, shard in checkpoint.shards.items() if name not in recorded}
+    return {**shards, **{name: file.size for name, file in checkpoint.pickles.items()}}
+
+
+def _digest_of(said: object) -> str:
+    return sha256_of(json.dumps(said, sort_keys=True).encode(errors="surrogatepass"))

@@ -218,7 +218,23 @@ class SaveStatus:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._who_broke_it(error) from error
+            raise self.who_broke_it(error) from error
+
+    def who_broke_it(self, error: RuntimeError) -> RankFailedError:
+        """The rank that let a collective fail: one that says so, or one that falls silent."""
+        suspicion_seconds = self._heart.seconds * _BEATS_OF_A_SUSPECT
+        end = time.monotonic() + suspicion_seconds + 2 * self._heart.seconds
+        try:
+            while time.monotonic() < end:
+                self._check_told()
+                self._watch(self.ranks, suspicion_seconds)
+                time.sleep(_LONGEST_PAUSE_SECONDS)
+        except RankFailedError as told:
+            return told
+        return RankFailedError(
+            f"A collective among ranks {_listed(self.ranks)} failed, though all of them live: {error}. Look at the "
+            "network between them, and start the job again."
+        )
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank failed, so that they raise; the first failure counts.
@@ -318,22 +334,6 @@ class SaveStatus:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
         return value
-
-    def _who_broke_it(self, error: RuntimeError) -> RankFailedError:
-        """The rank that let a collective fail: one that says so, or one that falls silent."""
-        suspicion_seconds = self._heart.seconds * _BEATS_OF_A_SUSPECT
-        end = time.monotonic() + suspicion_seconds + 2 * self._heart.seconds
-        try:
-            while time.monotonic() < end:
-                self._check_told()
-                self._watch(self.ranks, suspicion_seconds)
-                time.sleep(_LONGEST_PAUSE_SECONDS)
-        except RankFailedError as told:
-            return told
-        return RankFailedError(
-            f"A collective among ranks {_listed(self.ranks)} failed, though all of them live: {error}. Look at the "
-            "network between them, and start the job again."
-        )
 
     def _leave(self, patience_seconds: float) -> None:
         """Say good-bye. The leader, whose process may keep the store, goes last, and deletes the keys of all."""

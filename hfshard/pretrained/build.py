@@ -14,6 +14,7 @@ from hfshard._util.paths import path_text
 from hfshard.constants import (
     CHANGED_RETRIES,
 )
+from hfshard.distributed.agreement import current_agreement
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -21,7 +22,7 @@ from hfshard.errors import (
 )
 from hfshard.hub.address import directory_of
 from hfshard.loading.options import LoadOptions
-from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source
+from hfshard.loading.source import CheckpointSource, LocalCheckpoint
 from hfshard.pretrained.arguments import (
     class_of_auto,
     config_of,
@@ -32,6 +33,7 @@ from hfshard.pretrained.class_alias import alias_class, restore_class
 from hfshard.pretrained.fallback import is_adapter, needs_transformers_loader
 from hfshard.pretrained.model_builder import ModelBuilder
 from hfshard.pretrained.override_chain import ChainCall, call_under_way, has_override, run_chain
+from hfshard.pretrained.ranks.joint_load import load_on_ranks
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.locate import read_config
 from hfshard.storage.disk.hub_place import has_hub_marker
@@ -63,17 +65,18 @@ def load_class(
         return load_through(model_class, model_class, path, model_args, kwargs, options)
     _refuse_other_class(model_class)
     name = path_text(path, "pretrained_model_name_or_path")
-    local = source_of(name, kwargs).fetch(options.progress)
-    if is_adapter(local.directory):  # its base may be another repo, which does not have our commit
-        return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
-    before = read_config(local.directory)
-    concrete, kwargs = class_of_auto(model_class, local, pin_to_commit(kwargs, local))
-    built = load_through(concrete, concrete, name, model_args, kwargs, options, local)
-    if has_override(concrete, "from_pretrained") and read_config(local.directory) != before:
-        raise CheckpointChangedError(
-            f"'{name}' was saved while it was loaded. Load it when the save is done.", path=name
-        )
-    return built
+    with load_on_ranks(options, kwargs):
+        local = current_agreement().fetch(source_of(name, kwargs), options.progress)
+        if is_adapter(local.directory):  # its base may be another repo, which does not have our commit
+            return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
+        before = read_config(local.directory)
+        concrete, kwargs = class_of_auto(model_class, local, pin_to_commit(kwargs, local))
+        built = load_through(concrete, concrete, name, model_args, kwargs, options, local)
+        if has_override(concrete, "from_pretrained") and read_config(local.directory) != before:
+            raise CheckpointChangedError(
+                f"'{name}' was saved while it was loaded. Load it when the save is done.", path=name
+            )
+        return built
 
 
 def _refuse_other_class(model_class: type) -> None:
@@ -110,6 +113,7 @@ def load_through(
         What the first method returns.
 
     Raises:
+        RankFailedError: The model is to be spread over ranks, and another one refused, failed, died, or did not come.
         InvalidArgumentError: Checks are asked for, and an override builds the model without transformers' loader.
         StateDictMismatchError: No tensor of the checkpoint fits, or strict and any name differs.
         Everything that `open_checkpoint` raises, transformers, and the overrides.
@@ -122,7 +126,8 @@ def load_through(
 
     def answer(pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         known = local if _source(pretrained_model_name_or_path, kwargs) == asked else None
-        built = _load_pretrained(model_class, pretrained_model_name_or_path, model_args, kwargs, options, known)
+        with load_on_ranks(options, kwargs):
+            built = _load_pretrained(model_class, pretrained_model_name_or_path, model_args, kwargs, options, known)
         call.answers.append(built)
         return built
 
@@ -130,7 +135,8 @@ def load_through(
     call = ChainCall("from_pretrained", model_class, answer, [] if outer is None else outer.answers)
     if has_override(model_class, "from_pretrained"):
         path = _path_for_override(path, kwargs)
-    built = run_chain(call, start, path, *model_args, **kwargs)
+    with load_on_ranks(options, kwargs):
+        built = run_chain(call, start, path, *model_args, **kwargs)
     if not call.answers and _asks_for_checks(options):
         raise InvalidArgumentError(
             f"{model_class.__name__}.from_pretrained built the model without transformers' loader, so that strict and "
@@ -186,7 +192,8 @@ def _build(
         return build(path, *model_args, **kwargs)
     name = path_text(path, "pretrained_model_name_or_path")
     source = source_of(name, kwargs)
-    local = local or source.fetch(options.progress)
+    agreement = current_agreement()
+    local = local or agreement.fetch(source, options.progress)
     if is_adapter(local.directory):  # its base may be another repo, which does not have our commit
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
     kwargs = pin_to_commit(kwargs, local)
@@ -197,10 +204,10 @@ def _build(
             )
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
     for _ in range(CHANGED_RETRIES):
-        with open_source(source, options, local) as checkpoint:
+        with agreement.opened(source, options, local) as checkpoint:
             _refuse_full_pickle(checkpoint, kwargs)
             config, model_kwargs = config_of(model_class, local, kwargs)
-            if not checkpoint.is_unchanged():
+            if not agreement.all_say("unchanged", is_so=checkpoint.is_unchanged()):
                 continue  # a save came between the config and the weights
             return ModelBuilder(build, model_class, name, local, checkpoint, options).build(
                 model_args, config, model_kwargs, kwargs
@@ -228,9 +235,10 @@ def _check_then_delegate(
     source: CheckpointSource,
     options: LoadOptions,
 ) -> Any:
+    agreement = current_agreement()
     try:
-        with open_source(source, options, local):
-            pass
+        with agreement.opened(source, options, local) as checkpoint:
+            agreement.confirm(checkpoint, read_config(local.directory))
     except CheckpointNotFoundError:
         logger.debug("'%s' holds no weights that hfshard knows; transformers looks for others.", local.directory)
     return build(local.path, *model_args, **kwargs)

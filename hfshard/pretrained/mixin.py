@@ -225,7 +225,8 @@ class ShardedModelMixin:
             progress: Whether to show a bar on stderr while checksums are computed; None: only on a terminal.
             parallelize: A function that spreads the model over ranks (`fully_shard`, `parallelize_module` ...) and
                 returns it. It is called before the model has data; then each rank reads its parts. What the
-                checkpoint lacks is drawn on each rank: seed them alike.
+                checkpoint lacks is drawn on each rank: seed them alike. With it, or with a `distributed_config` of
+                several ranks, every rank of the default process group must call, and all build the model or none.
             kwargs: Everything that transformers' `from_pretrained` takes, and an override of the class.
 
         Returns:
@@ -233,6 +234,7 @@ class ShardedModelMixin:
 
         Raises:
             CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before it is built.
+            RankFailedError: Another rank refused, failed, died, or did not come.
             InvalidArgumentError: `strict` or `verify` asks for a check, and an override builds the model by itself.
             StateDictMismatchError: No name fits, or `strict` and something differs.
 

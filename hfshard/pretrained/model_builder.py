@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfshard._util.threads import ProcessLock
+from hfshard.distributed.agreement import current_agreement
 from hfshard.distributed.reading import stored_tensors
 from hfshard.errors import StateDictMismatchError
 from hfshard.loading.options import LoadOptions
@@ -30,7 +31,7 @@ from hfshard.pretrained.ranks.parallelized import ParallelizedLoad
 from hfshard.state_dicts.keys import KeyMismatch, compare
 from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, strip_compiled, strip_wrappers
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.checkpoint.locate import check_generation_config
+from hfshard.storage.checkpoint.locate import check_generation_config, read_config
 
 _building_lock: Final = ProcessLock()
 """transformers builds models under settings of the whole process (default dtype and device, no initialisation): two
@@ -81,6 +82,7 @@ class ModelBuilder:
         for key in ("config", "output_loading_info", "use_safetensors", "variant", "disable_mmap", *SOURCE_ARGUMENTS):
             arguments.pop(key, None)
         arguments |= {"config": config, "state_dict": tensors, "output_loading_info": True}
+        current_agreement().confirm(self.checkpoint, read_config(self.local.directory))
         try:
             with _building_lock.held(), _load_report_names(self.name), _configs_named(self.local.path):
                 model, info = self._call(parallel)(None, *model_args, **arguments, **model_kwargs)

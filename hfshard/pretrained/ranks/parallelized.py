@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hfshard.distributed.agreement import current_agreement
 from hfshard.distributed.layout import Box, box_elements
-from hfshard.distributed.reading import Target, read_parts
+from hfshard.distributed.reading import Target, prepare_reads
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.ranks.conversion_views import ConvertedTensor, trace_reverted
@@ -29,8 +30,8 @@ class ParallelizedLoad:
     1. transformers loads tensors without data. So it finds out which names are missing, which conversions are used and
        which dtypes the parameters get, and ties and renames as it always does.
     2. The user spreads the model; or transformers does, as a `distributed_config` says, only now.
-    3. Its parameters get memory, and each rank reads its parts of them. Afterwards transformers initialises what is
-       missing, and the buffers that are not stored.
+    3. Its parameters get memory, and each rank reads its parts of them, once all are ready to. Afterwards transformers
+       initialises what is missing, and the buffers that are not stored.
     """
 
     def __init__(self, parallelize: Parallelize | None, model_class: type, checkpoint: OpenCheckpoint) -> None:
@@ -66,12 +67,16 @@ class ParallelizedLoad:
         plan = _ReadPlan(model, passed_over, state_dict)
         shell = copy.deepcopy(model) if plan.computed else None
         model.__class__ = self._model_class
+        agreement = current_agreement()
+        agreement.meet("ready to spread")
         self.parallelized = self._spread(model, set(info.missing_keys))
         _give_memory(model)
         own = model.state_dict(keep_vars=True)
         info.missing_keys &= own.keys()  # a pipeline stage has less
         targets = ((self.stored_names[stored], target) for stored, target in plan.targets(own))
-        read_parts(self._checkpoint, targets)
+        read_parts = prepare_reads(self._checkpoint, targets)
+        agreement.meet("ready to read")
+        read_parts()
         for names, stored in plan.computed:
             read = self._checkpoint.read([self.stored_names[name] for name in stored])
             whole: Any = copy.deepcopy(shell)
