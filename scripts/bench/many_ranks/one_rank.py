@@ -58,6 +58,7 @@ def load_part(context: Context) -> Any:
 
 def with_transformers(context: Context, model: Any, rank: int) -> Callable[[], object]:
     """Gather on rank 0, which writes."""
+    import_module("torch.distributed.checkpoint.state_dict")  # by which it gathers: before the clock starts
     size = context.size.shard_size
     return lambda: model.save_pretrained(context.target, is_main_process=rank == 0, max_shard_size=size)
 
@@ -88,9 +89,8 @@ def with_hfshard(checksum: Any) -> Callable[[Context, Any, int], Callable[[], ob
     def prepare(context: Context, model: Any, rank: int) -> Callable[[], object]:
         import hfshard
 
-        hfshard.save_model  # noqa: B018  imported before the clock starts, and so are these:
-        for module in ("hfshard.pretrained.collect", "hfshard.distributed.saving"):
-            import_module(module)
+        hfshard.save_model  # noqa: B018  imported before the clock starts, and so is what it calls:
+        import_module("hfshard.pretrained.saver")
         size = context.size.shard_size
         return lambda: hfshard.save_model(model, context.target, rank == 0, max_shard_size=size, checksum=checksum)
 
