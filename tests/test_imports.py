@@ -142,7 +142,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "dataloader",
         "external_loader plain_loader",
     ),
-    "training.integrations": ("accelerate trainer_data trainer_files trainer_settings", "trainer_callback"),
+    "training.integrations": (
+        "rank_batches trainer_files trainer_settings trainer_weights",
+        "accelerate trainer_data",
+        "trainer_callback",
+    ),
     "training.parts": (
         "nested_types optimizer_tensors same_class padded_json rng gradients",
         "nested_decoding positions",

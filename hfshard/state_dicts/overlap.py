@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from hfshard.state_dicts.dtensors import is_dtensor
 from hfshard.state_dicts.tied import find_shared_tensors, has_memory
 from hfshard.state_dicts.wrappers import without_wrappers, wrapped_prefixes
 
@@ -70,9 +71,11 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Group the tensors whose stretches of memory overlap."""
+    """Group the tensors whose stretches of memory overlap. DTensors are left out."""
     by_storage: dict[tuple[torch.device, int], dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
+        if is_dtensor(tensor):  # its address is 0, or an offset where this rank's part is a view
+            continue
         if has_memory(tensor) and not tensor.is_meta and tensor.data_ptr():
             by_storage.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), {})[name] = tensor
     for views in by_storage.values():

@@ -1,4 +1,4 @@
-"""The wrappers around a model (DataParallel, DistributedDataParallel, torch.compile), and what they put into names."""
+"""The wrappers of models and their parts (DataParallel, DistributedDataParallel, torch.compile), and their names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from torch import nn
 
 _WRAPPERS = frozenset(("module", "_orig_mod"))
 """The children in which DataParallel, DistributedDataParallel and torch.compile keep what they wrap."""
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+"""The child in which torch's activation checkpointing keeps a module: a part of the names of parameters, but torch
+itself leaves it out of those of a state dict."""
 _COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside DataParallel, DistributedDataParallel and torch.compile, in any nesting."""
+    """Return the model inside its wrappers, in any nesting."""
     while (child := _wrapped_child(model)) is not None:
         model = getattr(model, child)
     return model
@@ -94,16 +97,21 @@ def _child_of_wrapper(module: nn.Module) -> str | None:
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is not None and isinstance(module, eval_frame.OptimizedModule):
         return "_orig_mod"
+    checkpointing = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    if checkpointing is not None and isinstance(module, checkpointing.ActivationWrapper):
+        return _CHECKPOINTED
     return None
 
 
 def wrapped_prefixes(model: nn.Module) -> set[str]:
     """Find the prefixes that the wrappers of the model's children add to its names: "encoder._orig_mod."."""
-    return {
+    found = {
         (f"{path}." if path else "") + child + "."
         for path, module in model.named_modules()
         if (child := _wrapped_child(module)) is not None
     }
+    inside = {prefix for prefix in found if not prefix.endswith(f"{_CHECKPOINTED}.")}
+    return found | {prefix.replace(f"{_CHECKPOINTED}.", "") for prefix in inside}
 
 
 def without_wrappers(name: str, wrapped: set[str]) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from hfshard.state_dicts.overlap import find_merged_names
 from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
 from tests.distributed.gloo import check_ranks
@@ -107,6 +108,8 @@ def _check_tied_dtensors(rank: int) -> None:
     copy = DTensor.from_local(torch.ones(1, 4), mesh, [Replicate()])
     summands = DTensor.from_local(copy.to_local(), mesh, [Shard(0)], shape=row.shape, stride=row.stride())
     assert find_shared_tensors({"a": row, "b": row.detach(), "c": row.clone(), "d": copy, "e": summands}) == {"b": "a"}
+    view = DTensor.from_local(torch.ones(2, 4)[1:], mesh, [Replicate()])
+    assert view.data_ptr() != 0 and find_merged_names({"a": copy}, {"a": view}) is None
     assert find_shared_tensors({"a": copy, "b": copy.to_local()}) == {}
     assert find_shared_tensors({"a": copy.to("meta"), "b": copy.to("meta")}) == {}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from hfshard.state_dicts.state_dict import collect_state_dict
+from hfshard.state_dicts.state_dict import collect_state_dict, parameter_names
 from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes
 
 NAMES: list[tuple[str, list[str], list[str], list[str]]] = [
@@ -80,3 +82,17 @@ def test_a_wrapper_with_parameters_of_its_own_loses_none() -> None:
     wrapper = ScaledParallel(nn.Linear(1, 1, bias=False))
     assert list(collect_state_dict(wrapper)) == ["weight", "module.weight"]
     assert list(collect_state_dict(nn.Sequential(wrapper))) == ["0.weight", "0.module.weight"]
+
+
+@pytest.mark.compat
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # that torch's compiler uses itself
+def test_names_of_parameters_are_those_of_the_state_dict_where_activations_are_recomputed() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+
+    inside: Any = torch.compile(nn.Linear(2, 2))
+    net = nn.Sequential(checkpoint_wrapper(inside), offload_wrapper(checkpoint_wrapper(nn.Linear(2, 2, bias=False))))
+    assert next(iter(dict(net.named_parameters()))) == "0._checkpoint_wrapped_module._orig_mod.weight"
+
+    assert list(collect_state_dict(net)) == ["0.weight", "0.bias", "1.weight"]
+    assert list(parameter_names(net).values()) == ["0.weight", "0.bias", "1.weight"]
+    assert list(parameter_names(net[1]).values()) == ["weight"]

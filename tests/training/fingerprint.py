@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tests.helpers.tensor_bytes import bytes_of
@@ -37,7 +38,9 @@ def flatten(value: Any, path: str, seen: tuple[int, ...] = ()) -> Iterator[tuple
         path: Where it is.
         seen: The objects around it, so that a circle ends.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, DTensor):
+        yield from flatten(value.to_local(), f"{path} of this rank")
+    elif isinstance(value, torch.Tensor):
         yield path, f"{value.dtype}{tuple(value.shape)} {digest(bytes_of(value))}"
     elif isinstance(value, np.ndarray):
         yield path, f"numpy.{value.dtype}{value.shape} {digest(value.tobytes())}"

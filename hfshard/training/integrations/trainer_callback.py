@@ -13,7 +13,13 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 
 from hfshard.errors import HfshardError, InvalidArgumentError
-from hfshard.training.integrations.trainer_data import batch_seed, check_same_data, data_settings, seeded_loader
+from hfshard.training.integrations.trainer_data import (
+    UnloggedLoss,
+    batch_seed,
+    check_same_data,
+    data_settings,
+    prepared_seeded_loader,
+)
 from hfshard.training.integrations.trainer_files import trainer_files
 from hfshard.training.integrations.trainer_settings import (
     REPLACED,
@@ -21,14 +27,14 @@ from hfshard.training.integrations.trainer_settings import (
     check_trainer,
     manager_from_arguments,
 )
+from hfshard.training.integrations.trainer_weights import is_stock_checkpoint, load_parts
 from hfshard.training.manager import CheckpointManager
 from hfshard.training.parts.rng import rng_state, set_rng_state
+from hfshard.training.ranks import Ranks
 from hfshard.training.state import TrainingState
 
 logger = logging.getLogger(__name__)
 
-_STOCK_OPTIMIZER: Final = "optimizer.pt"
-"""A directory that has it was saved by Trainer alone."""
 _LOSS: Final = "_tr_loss"
 """Since it was last logged."""
 _LOGGED: Final = "_globalstep_last_logged"
@@ -115,8 +121,16 @@ class CheckpointCallback(TrainerCallback):
         manager = self.manager if self.manager is not None else manager_from_arguments(trainer.args, self._arguments)
         check_rotation(trainer.args, manager)
         if self._trainer is None:
-            replacements = (self._save, self._load, self._load_rng, self._train_dataloader, self._eval_dataloader)
-            for name, replacement in zip(REPLACED, replacements):
+            replacements = (
+                self._save,
+                self._load,
+                self._load_rng,
+                self._load_weights,
+                self._load_best,
+                self._train_dataloader,
+                self._eval_dataloader,
+            )
+            for name, replacement in zip(REPLACED, replacements, strict=True):
                 self._originals[name] = getattr(trainer, name)
                 setattr(trainer, name, replacement)
         self.manager, self._trainer = manager, trainer
@@ -127,13 +141,15 @@ class CheckpointCallback(TrainerCallback):
     def latest(self) -> str | None:
         """The newest whole checkpoint, for `train(resume_from_checkpoint=)`; None where the run has none yet.
 
-        Every byte is compared with its checksum. Damaged checkpoints are passed over, each with a warning.
+        Every byte is compared with its checksum, by the first of several processes. Damaged checkpoints are passed
+        over, each with a warning. Every process must call.
 
         Raises:
             DamagedCheckpointError: All checkpoints are damaged.
+            HfshardError: Of another process than the first one: so it says.
         """
         manager, _ = self._attached()
-        step = manager.latest_step(verify="full")
+        step = Ranks.current().first(lambda: manager.latest_step(verify="full"))
         self._verified = None if step is None else manager.path_of(step)
         return self._verified
 
@@ -154,24 +170,37 @@ class CheckpointCallback(TrainerCallback):
         state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks
         manager.save(
             step,
-            self._training_state(),
+            self._training_state(UnloggedLoss(getattr(trainer, _LOSS).item())),
             metric=self._metrics[1] if self._metrics[0] == step else None,
-            extra={"loss": getattr(trainer, _LOSS).item(), "logged": getattr(trainer, _LOGGED), "data": self._data},
+            extra={"logged": getattr(trainer, _LOGGED), "data": self._data},
             blocking=self.blocking or trainer.control.should_training_stop,
-            files=trainer_files(trainer),
+            files=trainer_files(trainer) if trainer.is_world_process_zero() else None,
         )
 
     def _load(self, checkpoint: str | None) -> None:
-        if checkpoint is None or os.path.isfile(os.path.join(checkpoint, _STOCK_OPTIMIZER)):
+        if checkpoint is None or is_stock_checkpoint(checkpoint):
             self._originals["_load_optimizer_and_scheduler"](checkpoint)
             return
         manager, trainer = self._attached()
         path = os.path.realpath(checkpoint)
         is_verified = self._verified is not None and path == os.path.realpath(self._verified)
-        restored = manager.restore(self._training_state(), path, verify="structure" if is_verified else "full")
+        unlogged = UnloggedLoss()
+        restored = manager.restore(self._training_state(unlogged), path, verify="structure" if is_verified else "full")
         if not trainer.args.ignore_data_skip:
             check_same_data(restored.extra["data"], self._data, checkpoint)
-        self._progress, self._rng = restored.extra, rng_state()
+        self._progress = {**restored.extra, "loss": unlogged.loss}
+        self._rng = rng_state()
+
+    def _load_weights(self, checkpoint: str, *args: Any) -> None:
+        """Trainer calls it before `_load`, which restores the weights with the rest, and reads each byte once."""
+        if is_stock_checkpoint(checkpoint):
+            self._originals["_load_from_checkpoint"](checkpoint, *args)
+
+    def _load_best(self) -> None:
+        """Trainer calls it on all ranks; its own way takes the weights of a whole model."""
+        _, trainer = self._attached()
+        if not load_parts(trainer.model, trainer.state.best_model_checkpoint):
+            self._originals["_load_best_model"]()
 
     def _load_rng(self, checkpoint: str | None) -> None:
         """Trainer calls it after the loader has drawn its random numbers: at a new epoch, or after skipping."""
@@ -187,7 +216,7 @@ class CheckpointCallback(TrainerCallback):
         self._data = data_settings(trainer.args, loader)
         if not self.seed_batches or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
             return loader
-        return trainer.accelerator.prepare_data_loader(seeded_loader(loader, batch_seed(trainer.args)))
+        return prepared_seeded_loader(trainer.accelerator, loader, batch_seed(trainer.args))
 
     def _eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """With persistent workers, iter() draws from the RNG when they start, which happens again after a resume."""
@@ -243,7 +272,7 @@ class CheckpointCallback(TrainerCallback):
             control.should_save = True
             self._is_save_deferred = False
         if control.should_training_stop:
-            self._attached()[0].wait_until_finished()
+            Ranks.current().on_each(self._attached()[0].wait_until_finished)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -255,12 +284,13 @@ class CheckpointCallback(TrainerCallback):
         else:
             manager.wait_until_finished()
 
-    def _training_state(self) -> TrainingState:
+    def _training_state(self, unlogged: UnloggedLoss) -> TrainingState:
         _, trainer = self._attached()
         return TrainingState(
             model=trainer.model,
             optimizer=trainer.optimizer,
             scheduler=trainer.lr_scheduler,
+            loader=unlogged,
             scaler=getattr(trainer.accelerator, "scaler", None),
         )
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
@@ -11,6 +14,7 @@ from hfshard.errors import StateDictMismatchError
 from hfshard.training.data.dataloader import ResumableDataLoader
 from hfshard.training.data.loader_state import length_of
 from hfshard.training.data.plain_loader import plain_loader
+from hfshard.training.integrations.rank_batches import BatchShare, RankBatches
 
 _DATA: Final = {
     "seed": "seed (or data_seed)",
@@ -22,14 +26,36 @@ _DATA: Final = {
 """What has to be the same again for the same batches, and what a message calls it."""
 
 
-def seeded_loader(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+def prepared_seeded_loader(accelerator: Accelerator, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+    """Return a prepared loader with the batches of another prepared one, each loaded under seeds of its own.
+
+    The other one gives this process its share of the batches already, so Accelerate must not share them out again.
+    """
+    share = BatchShare.of(accelerator)
+    seeded = _seeded_loader(loader, seed, share)
+    if share.count == 1:
+        return accelerator.prepare_data_loader(seeded)  # type: ignore[no-any-return]
+    return prepare_data_loader(  # type: ignore[no-any-return]
+        seeded,
+        accelerator.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=accelerator.device_placement,
+        rng_types=list(accelerator.rng_types),
+        dispatch_batches=False,
+        non_blocking=accelerator.non_blocking,
+    )
+
+
+def _seeded_loader(loader: DataLoader[Any], seed: int, share: BatchShare) -> DataLoader[Any]:
     """Return a loader with the same batches in the same order, each loaded under seeds of its own.
 
     It draws from the global RNGs as before, but not with persistent workers: see `CheckpointCallback._eval_dataloader`.
     """
+    batches: Any = loader.batch_sampler
     resumable = ResumableDataLoader(
         loader.dataset,
-        batch_sampler=loader.batch_sampler,
+        batch_sampler=batches if share.count == 1 else RankBatches(batches, seed),
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
@@ -40,7 +66,7 @@ def seeded_loader(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
         persistent_workers=loader.persistent_workers,
         pin_memory_device=loader.pin_memory_device,
         in_order=loader.in_order,
-        seed=seed,
+        seed=share.seed(seed),
     )
     plain = plain_loader(resumable)
     if not loader.persistent_workers:
@@ -81,3 +107,21 @@ def check_same_data(was: dict[str, int | None], now: dict[str, int | None], chec
                 expected=was.get(name),
                 actual=now.get(name),
             )
+
+
+class UnloggedLoss:
+    """The sum of losses since one was last logged, which each rank has for its own batches.
+
+    It takes the place of the loader in the training state, of which each rank saves its own.
+    """
+
+    def __init__(self, loss: float = 0.0) -> None:
+        self.loss = loss
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the sum."""
+        return {"loss": self.loss}
+
+    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
+        """Take the sum that was saved."""
+        self.loss = state_dict["loss"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any, Final
 
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import HubStrategy
+from transformers.training_args import ParallelMode
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.training.manager import CheckpointManager
@@ -15,11 +17,15 @@ REPLACED: Final = (
     "_save_checkpoint",
     "_load_optimizer_and_scheduler",
     "_load_rng_state",
+    "_load_from_checkpoint",
+    "_load_best_model",
     "get_train_dataloader",
     "get_eval_dataloader",
 )
-"""Methods of a Trainer that are replaced. The first three are private: on another version of transformers,
+"""Methods of a Trainer that are replaced. The first five are private: on another version of transformers,
 `check_trainer` finds that one is gone, and the tests fail where one is no longer called."""
+
+_PROCESSES: Final = (ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED, ParallelMode.DISTRIBUTED)
 
 
 def manager_from_arguments(args: TrainingArguments, arguments: dict[str, Any]) -> CheckpointManager:
@@ -45,12 +51,9 @@ def check_trainer(trainer: Trainer) -> None:
             f"{type(trainer).__name__} has no {', '.join(missing)}: CheckpointCallback does not know this version of "
             "transformers. Install one that is named in hfshard's requirements."
         )
-    if args.world_size > 1 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise InvalidArgumentError(
-            "CheckpointCallback saves the state of one process, and this Trainer runs in several (or with DeepSpeed or "
-            "FSDP). Train without it."
-        )
-    if args.save_only_model:
+    _check_processes(trainer)
+    # Trainer itself demands save_only_model of a model that a distributed_config has spread.
+    if args.save_only_model and not getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise InvalidArgumentError(
             "save_only_model=True leaves nothing to resume from: remove it, or train without the CheckpointCallback."
         )
@@ -65,6 +68,28 @@ def check_trainer(trainer: Trainer) -> None:
         raise InvalidArgumentError(
             "CheckpointCallback saves whole models, and this one is a PeftModel, of which only the adapter is to be "
             "saved. Train without it."
+        )
+
+
+def _check_processes(trainer: Trainer) -> None:
+    """Refuse what spreads a training over processes in a way that is not supported."""
+    args = trainer.args
+    if trainer.is_deepspeed_enabled or args.parallel_mode not in _PROCESSES:
+        name = "DeepSpeed" if trainer.is_deepspeed_enabled else args.parallel_mode.value
+        raise InvalidArgumentError(
+            "CheckpointCallback saves trainings of one process, DistributedDataParallel, FSDP2 and tensor parallelism. "
+            f"This Trainer uses {name}, which keeps parts of the state to itself: train without the callback."
+        )
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        raise InvalidArgumentError(
+            "This Trainer uses FSDP1, whose flat parameters have no names and shapes of their own. Use FSDP2: "
+            'TrainingArguments(fsdp=True, fsdp_config={"version": 2}).'
+        )
+    dispatches = trainer.accelerator.dispatch_batches and not isinstance(trainer.train_dataset, IterableDataset)
+    if args.world_size > 1 and dispatches:
+        raise InvalidArgumentError(
+            "With accelerator_config={'dispatch_batches': True} the first process loads the batches of all, which "
+            "CheckpointCallback can't seed one by one. Leave it out: each process then loads its own."
         )
 
 

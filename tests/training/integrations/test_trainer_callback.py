@@ -219,12 +219,12 @@ def test_what_would_be_done_by_half_is_refused(
     assert "_save_checkpoint" not in vars(trained), "it still saves as ever"
 
 
-@pytest.mark.parametrize("name", ["is_deepspeed_enabled", "is_fsdp_enabled"])
-def test_weights_that_are_spread_are_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "words"), [("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP1")])
+def test_parts_without_names_are_refused(name: str, words: str, tmp_path: Path) -> None:
     trained = trainer(CASE, tmp_path)
     setattr(trained, name, True)
 
-    with pytest.raises(InvalidArgumentError, match="with DeepSpeed or FSDP"):
+    with pytest.raises(InvalidArgumentError, match=f"This Trainer uses {words}"):
         CheckpointCallback().attach(trained)
 
 
