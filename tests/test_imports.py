@@ -47,7 +47,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "part_reader participants spread_tensor",
         "exchange reading",
         "agreement dcp saving",
-        "loading",
+        "loading pushing",
     ),
     "distributed.dcp": ("chunks staged_save", "reader write_items", "writer"),
     "distributed.exchange": (
@@ -57,6 +57,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "rounds",
         "rank_writer",
     ),
+    "distributed.pushing": ("staging_folder", "together"),
     "distributed.liveness": ("messages store", "heartbeat"),
     "hub": (
         "export hub_marker refs repo_tree",

@@ -59,12 +59,7 @@ def save_anywhere(
     """
     directory = absolute_path(save_directory, "save_directory")
     if not has_other_ranks():
-        if request.name_order:
-            raise InvalidArgumentError(
-                "The model is a part of one that other ranks have the rest of, and there is no process group to save "
-                "it with. Save before destroy_process_group(), on every rank."
-            )
-        return save_request(replace(request, tensors=whole_tensors(request.tensors)), directory, check)
+        return save_request(request_of_one(request), directory, check)
     needs_all = needs_all_ranks(request)
     with gather_participants(os.path.realpath(directory), needs_all=needs_all) as participation:
         status = participation.status
@@ -131,24 +126,59 @@ def save_on_ranks(
     Raises:
         Everything that `save_anywhere` raises.
     """
+    index, listing = write_on_ranks(request, directory, status, check, group=group)
+    return _share_index(status, index, listing)
+
+
+def write_on_ranks(
+    request: SaveRequest,
+    directory: str,
+    status: SaveStatus,
+    check: Callable[[], None] = _NO_CHECK,
+    *,
+    group: dist.ProcessGroup | None = None,
+    writers: Sequence[int] = (),
+) -> tuple[CheckpointIndex | None, Listing]:
+    """Do what `save_on_ranks` does, but for the end of the operation: the caller tells the outcome.
+
+    Args:
+        request, directory, status, check, group: As there.
+        writers: The ranks that may write files; none: all of the operation.
+
+    Returns:
+        The index, on the leader, when the checkpoint is whole, and None on the others; and what this rank holds.
+    """
     held = with_spread_tensors(request.tensors)
     listing, meshes = list_tensors(request, held)
     groups, listings = share_listings(status, listing, meshes)
     is_leader = status.rank == status.leader
     if len(listings) == 1 and not meshes and len(groups) == 1:
         own = OwnShardWriter(confirm=status.begin_step)
-        index = save_request(request, directory, check, own) if is_leader else None
-        return _share_index(status, index, listing)
+        return save_request(request, directory, check, own) if is_leader else None, listing
     refuse_absent(status)
     request = _with_whole(request, listings)
     holders = Holders.unite(groups, listings, request.name_order)
-    writer = RankWriter(status, holders, held, group or cpu_group())
+    writer = RankWriter(status, holders, held, group or cpu_group(), writers=writers)
     if not is_leader:
         writer.follow()
-        return _share_index(status, None, listing)
+        return None, listing
     index = save_request(_united(request, holders), directory, check, writer)
     writer.end()
-    return _share_index(status, index, listing)
+    return index, listing
+
+
+def request_of_one(request: SaveRequest) -> SaveRequest:
+    """The request of a rank that is alone, with whole tensors.
+
+    Raises:
+        InvalidArgumentError: Other ranks have had the rest.
+    """
+    if request.name_order:
+        raise InvalidArgumentError(
+            "The model is a part of one that other ranks have the rest of, and there is no process group to save "
+            "it with. Save before destroy_process_group(), on every rank."
+        )
+    return replace(request, tensors=whole_tensors(request.tensors))
 
 
 def whole_tensors(tensors: Mapping[str, Any]) -> dict[str, TensorLike]:

@@ -260,7 +260,11 @@ class SaveStatus:
         """
         self._may_be_done = True
 
-    def finish(self, value: bytes = b"") -> bytes:
+    def end_step(self) -> None:
+        """Note that the step was not the last one: until the next begins, errors are of what is not done."""
+        self._may_be_done = False
+
+    def finish(self, value: bytes = b"", *, patience_seconds: float | None = None) -> bytes:
         """Tell the outcome, on the leader, or wait for it, on the others.
 
         What the leader does in one step for all comes right before: see `begin_step`. Then no failure matters any more,
@@ -268,6 +272,7 @@ class SaveStatus:
 
         Args:
             value: The leader's.
+            patience_seconds: How long to wait for a leader that lives; None: as for all else.
 
         Returns:
             What the leader told.
@@ -280,7 +285,7 @@ class SaveStatus:
                 self._put("outcome", value)
             return value
         self.begin_step()
-        return self._await("outcome", self.leader, [self.leader])
+        return self._await("outcome", self.leader, [self.leader], patience_seconds)
 
     def _key(self, name: str) -> str:
         return f"{self.tag}/{name}"
@@ -311,23 +316,23 @@ class SaveStatus:
                 self._store.put(dead_key(rank), b"")
                 raise death_error(rank, silent_seconds)
 
-    def _await(self, name: str, rank: int, watched: Collection[int]) -> bytes:
+    def _await(self, name: str, rank: int, watched: Collection[int], patience_seconds: float | None = None) -> bytes:
         """Wait for a key that a rank sets."""
         try:
-            return self._awaited(name, rank, watched)
+            return self._awaited(name, rank, watched, patience_seconds or self._patience_seconds)
         except RankFailedError as error:
             if self._is_told or not self._may_be_done:
                 raise
             raise type(error)(with_unknown_outcome(str(error)), rank=error.rank) from error
 
-    def _awaited(self, name: str, rank: int, watched: Collection[int]) -> bytes:
+    def _awaited(self, name: str, rank: int, watched: Collection[int], patience_seconds: float) -> bytes:
         pause = 0.001
-        end = time.monotonic() + self._patience_seconds
+        end = time.monotonic() + patience_seconds
         while (value := self._store.get(self._key(name))) is None:
             self._look(watched, awaits_leader=rank == self.leader != self.rank)
             if time.monotonic() > end:
                 raise RankMissingError(
-                    f"Rank {rank} lives, but has not come to {name!r} within {self._patience_seconds:g} s. Look what "
+                    f"Rank {rank} lives, but has not come to {name!r} within {patience_seconds:g} s. Look what "
                     "it does: every rank has to make the same call.",
                     rank=rank,
                 )

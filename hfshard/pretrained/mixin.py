@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hfshard._util.arguments import refuse_unknown
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.distributed.pushing.together import push_together
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.request import PushOptions
@@ -29,7 +30,7 @@ from hfshard.pretrained.class_alias import (
 from hfshard.pretrained.fallback import needs_transformers_saver
 from hfshard.pretrained.override_chain import has_override
 from hfshard.pretrained.pushing.push import push_by_directory, push_model, tags_of
-from hfshard.pretrained.ranks.stages import refuse_part
+from hfshard.pretrained.ranks.stages import is_part
 from hfshard.pretrained.request import request_from_model
 from hfshard.pretrained.saver import save_through, without_defaults
 from hfshard.saving.options import SaveOptions
@@ -91,7 +92,8 @@ class ShardedModelMixin:
             save_directory: Created if it is missing. The checkpoint that is there loads until the new one is complete.
             is_main_process: False saves nothing, unless every rank has a part of the model: then all must call.
             state_dict: What to save in place of the model's own; not mutated.
-            push_to_hub: Push what was saved; `kwargs` may hold `repo_id` and other arguments of `push_to_hub`.
+            push_to_hub: Push what was saved; `kwargs` may hold `repo_id` and other arguments of `push_to_hub`. Where
+                each rank has a part of the model, all must ask for it.
             max_shard_size: Bytes, or "5GB", "500MiB" ...: the most that a file has, unless it holds one tensor.
             variant: Part of the files' names.
             token: For the Hub.
@@ -153,8 +155,9 @@ class ShardedModelMixin:
 
         Files that the hub has are not sent; the same commit deletes the shards, indexes and pickles of the last push of
         this variant, everything else stays. Nothing is written to disk, except for a model that only transformers can
-        save (offloaded, with adapters) and for a class with a `save_pretrained` of its own, which go
-        by way of a temporary directory.
+        save (offloaded, with adapters), that is spread over ranks, or whose class has a `save_pretrained` of its own:
+        these go by way of a temporary directory. Where each rank has a part of the model, every rank must call, and
+        rank 0 alone speaks to the hub.
 
         Args:
             repo_id: "org/name", created if it is missing; or a path or `file://` URL of a directory hub.
@@ -171,35 +174,40 @@ class ShardedModelMixin:
             huggingface_hub's CommitInfo; for a directory, a PushResult; None on a rank that saves nothing.
 
         Raises:
+            RankFailedError: Another rank failed, died, or did not come.
             Everything that `hfshard.push_checkpoint` raises.
 
         Example:
             bert.push_to_hub("./hub/bert")  # or "org/name"
         """
         _refuse_other_model(type(self))
-        repo_id = absolute_address(repo_id)
-        if kwargs.pop("safe_serialization", True) is False:
-            raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
-        refuse_unknown(kwargs, PUSH_ARGUMENTS, "push_to_hub")
-        size: Any = max_shard_size  # transformers' type allows None, which is refused
-        saving = SaveOptions(max_shard_size=size, variant=variant, packing=packing, progress=progress)
-        options = PushOptions(
-            commit_message=commit_message,
-            commit_description=commit_description,
-            private=private,
-            token=token,
-            revision=revision,
-            create_pr=create_pr,
-            path_in_repo=path_in_repo,
-            progress=progress,
-        )
-        tags = tags_of(self, tags)
-        refuse_part(self, "push it")
-        if needs_transformers_saver(self, distributed_checkpoint=False) or has_override(type(self), "save_pretrained"):
-            given = without_defaults({"max_shard_size": max_shard_size, "variant": variant, "packing": packing})
-            return push_by_directory(partial(self.save_pretrained, **given), variant, repo_id, tags, options)
-        request = request_from_model(self, None, saving)  # type: ignore[arg-type]
-        return push_model(request, repo_id, tags, options)
+        with push_together(is_collective=is_part(self, None)) as together:
+            repo_id = absolute_address(repo_id)
+            if kwargs.pop("safe_serialization", True) is False:
+                raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
+            refuse_unknown(kwargs, PUSH_ARGUMENTS, "push_to_hub")
+            size: Any = max_shard_size  # transformers' type allows None, which is refused
+            saving = SaveOptions(max_shard_size=size, variant=variant, packing=packing, progress=progress)
+            options = PushOptions(
+                commit_message=commit_message,
+                commit_description=commit_description,
+                private=private,
+                token=token,
+                revision=revision,
+                create_pr=create_pr,
+                path_in_repo=path_in_repo,
+                progress=progress,
+            )
+            tags = tags_of(self, tags)
+            together.agree_on(repo_id)
+            if needs_transformers_saver(self, distributed_checkpoint=False) or has_override(
+                type(self), "save_pretrained"
+            ):
+                given = without_defaults({"max_shard_size": max_shard_size, "variant": variant, "packing": packing})
+                save = partial(self.save_pretrained, **given)
+                return push_by_directory(save, variant, repo_id, tags, options, together)
+            request = request_from_model(self, None, saving)  # type: ignore[arg-type]
+            return push_model(request, repo_id, tags, options, together)
 
     @classmethod
     def from_pretrained(

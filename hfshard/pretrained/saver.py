@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 from hfshard._util.arguments import refuse_unknown
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.saving import decline_save, save_anywhere, telling_other_ranks
+from hfshard.distributed.pushing.together import PushTogether, push_together
+from hfshard.distributed.saving import decline_save, needs_all_ranks, save_anywhere, telling_other_ranks
 from hfshard.errors import InvalidArgumentError
+from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.pretrained.arguments import SAVE_ARGUMENTS
 from hfshard.pretrained.class_alias import is_registered_with_mixin, view_as_alias
@@ -181,7 +183,7 @@ def _save(
             save_original_format=save_original_format,
             distributed_checkpoint=distributed_checkpoint,
         )
-        if push_to_hub and is_main_process:
+        if push_to_hub and (is_main_process or is_part(model, state_dict)):
             _push_again(model, directory, {**kwargs, "max_shard_size": max_shard_size, "variant": variant}, token)
         return None
     if not (is_main_process or is_part(model, state_dict)):
@@ -189,8 +191,10 @@ def _save(
         return None
     request = _request(model, state_dict, options, directory)
     index = save_anywhere(request, directory)
-    if push_to_hub and is_main_process:
-        _push_files(model, request, index, directory, {**kwargs, "token": token, "progress": options.progress})
+    if push_to_hub:
+        arguments = {**kwargs, "token": token, "progress": options.progress}
+        with push_together(is_collective=needs_all_ranks(request)) as together:
+            _push_files(model, request, index, directory, arguments, together)
     return index
 
 
@@ -209,9 +213,15 @@ def _push_again(model: Any, directory: str, arguments: dict[str, Any], token: st
 
 
 def _push_files(
-    model: PreTrainedModel, request: SaveRequest, index: CheckpointIndex, directory: str, arguments: dict[str, Any]
+    model: PreTrainedModel,
+    request: SaveRequest,
+    index: CheckpointIndex,
+    directory: str,
+    arguments: dict[str, Any],
+    together: PushTogether,
 ) -> None:
     """Push the files of a save into a directory."""
     repo_id = arguments.pop("repo_id", None) or default_repo_id(directory)
+    together.agree_on(absolute_address(repo_id))
     tags = tags_of(model, arguments.pop("tags", None))
-    push_saved_files(request, index, directory, repo_id, tags, PushOptions(**arguments))
+    push_saved_files(request, index, directory, repo_id, tags, PushOptions(**arguments), together)

@@ -6,10 +6,10 @@ import os
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from hfshard._util.file_errors import names_files
+from hfshard.distributed.pushing.together import push_together
 from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.training.pushing.hubs import found_to_push, push_run
-from hfshard.training.ranks import Ranks
 from hfshard.training.run_reader import RunReader
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ class RunPushes(RunReader):
             HubError: As in `push_checkpoint`.
         """
 
-        def work() -> PushResult | list[PushResult]:
-            place = absolute_address(repo_id)
+        def work() -> list[PushResult]:
             options = PushOptions(
                 revision=revision,
                 private=private,
@@ -85,4 +84,8 @@ class RunPushes(RunReader):
             with self._writer.kept(lambda: found_to_push(self.root, step, self.best_step)) as found:
                 return push_run(found, place, step, options)
 
-        return Ranks.current().first(work)
+        with push_together(is_collective=True) as together:
+            place = absolute_address(repo_id)
+            together.agree_on(place)
+            results = together.send(work)
+        return results if step == "all" else results[0]

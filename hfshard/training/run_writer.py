@@ -88,11 +88,16 @@ class RunWriter:
             SaveDirectoryError, AccessDeniedError, RunRemovedError: As in `saving_into`.
         """
         self.begin()
+        if not blocking:
+            payload = self.host_copies.copy_of(payload)
+
+        def work() -> None:
+            self.push_saved(self.write(step, payload, metrics, files, blocking=blocking), blocking=blocking)
+
         if blocking:
-            self.write(step, payload, metrics, files, blocking=True)
-            return
-        copied = self.host_copies.copy_of(payload)
-        self.start(step, lambda: self.write(step, copied, metrics, files, blocking=False))
+            work()
+        else:
+            self.start(step, work)
 
     def begin(self) -> None:
         """Lock the run's directory, and make it where it is missing.
@@ -112,8 +117,8 @@ class RunWriter:
         *,
         blocking: bool,
         writer: ShardWriter | None = None,
-    ) -> None:
-        """Write a checkpoint, after `begin`.
+    ) -> RunCheckpoint:
+        """Write a checkpoint, after `begin`; it is to be pushed by `push_saved`.
 
         Args:
             step, payload, metrics, files: Of the checkpoint.
@@ -124,7 +129,12 @@ class RunWriter:
             As `save`.
         """
         with saving_into(self.root, self._is_there):
-            self._write(step, payload, metrics, files, writer, blocking=blocking)
+            return self._write(step, payload, metrics, files, writer, blocking=blocking)
+
+    def push_saved(self, saved: RunCheckpoint, *, blocking: bool) -> None:
+        """Push a checkpoint that was just written, if each one is to be."""
+        if self._pusher is not None:
+            self._pusher.push(saved, blocking=blocking)
 
     def start(self, step: int, work: Callable[[], object]) -> None:
         """Do the work of a save in a thread; the next call waits for it, and raises its error."""
@@ -200,7 +210,7 @@ class RunWriter:
         writer: ShardWriter | None,
         *,
         blocking: bool,
-    ) -> None:
+    ) -> RunCheckpoint:
         found = checkpoints_in(self.root)
         newest = next((one for one in found if one.manifest is not None), None)
         save_number = _highest(found, self._save_number) + 1
@@ -224,8 +234,7 @@ class RunWriter:
         saved = RunCheckpoint(path, step, manifest)
         self._rotate([one for one in found if one.step != step] + [saved])
         self._is_clean = True
-        if self._pusher is not None:
-            self._pusher.push(saved, blocking=blocking)
+        return saved
 
     def _wait_for_pushes_of(self, step: int) -> None:
         """Wait until no other thread is reading the checkpoint that is to be replaced."""

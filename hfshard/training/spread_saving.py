@@ -112,13 +112,15 @@ def _planned(
 
     def work() -> None:
         if is_leader:
-            writer.write(
+            saved = writer.write(
                 order.step, payload, metrics, dict(order.files), blocking=order.blocking, writer=KeyedWriter(ranks)
             )
             ranks.end()
+            status.finish()
+            writer.push_saved(saved, blocking=order.blocking)  # the other ranks go on meanwhile
         else:
             ranks.follow()
-        status.finish()
+            status.finish()
 
     return work
 

@@ -52,6 +52,7 @@ class RankWriter:
         held: This rank's tensors.
         group: Its collectives take tensors of the CPU.
         stored_name: Gives the name in a file of a tensor that the ranks know by another one.
+        writers: The ranks that may write; none: all.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class RankWriter:
         held: Mapping[str, HeldTensor],
         group: dist.ProcessGroup | None,
         stored_name: Callable[[str], str] = str,
+        writers: Sequence[int] = (),
     ) -> None:
         self._status, self._holders = status, holders
         self._exchange = Exchange(holders, held, status, group)
         self._names = list(holders.layouts)
         self._stored_name = stored_name
+        self._writers = writers or status.ranks
         self._orders = 0
 
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
@@ -130,7 +133,7 @@ class RankWriter:
     def _owners(self, order: Order) -> list[int]:
         layouts = self._holders.layouts
         sizes = [sum(count for _, count in order.wanted_bytes(file, layouts)) for file in order.files]
-        return assign_owners(sizes, self._status.ranks)
+        return assign_owners(sizes, self._writers)
 
     def _carry_out(self, order: Order, progress_callback: ProgressCallback | None) -> dict[str, Any]:
         """Take part in one order; gives what this rank found, by the numbers of its files."""

@@ -77,7 +77,13 @@ def _tree_to_push_to(hub: Hub, revision: str | None, repo_id: str) -> RepoTree:
 
 def _commit(hub: Hub, request: PushRequest, plan: PushPlan, *, parent: str | None) -> PushResult:
     total = sum(content.size for content in plan.adds.values())
-    with bytes_bar("Pushing", total, request.options.progress) as progress_callback:
+    with bytes_bar("Pushing", total, request.options.progress) as show:
+
+        def note(count: int) -> None:
+            request.check()
+            show(count)
+
+        request.check()
         return hub.commit(
             plan.changes,
             parent=parent,
@@ -85,5 +91,5 @@ def _commit(hub: Hub, request: PushRequest, plan: PushPlan, *, parent: str | Non
             message=request.message,
             description=request.options.commit_description,
             create_pr=request.options.create_pr,
-            progress_callback=progress_callback,
+            progress_callback=note,
         )

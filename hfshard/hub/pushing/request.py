@@ -73,6 +73,8 @@ class PushRequest:
     make_card: MakeCard | None = None
     find_stale: FindStale | None = None
     """Names what else is deleted."""
+    check: Callable[[], None] = lambda: None
+    """Called before the commit is begun, and from any thread while new contents are read: raises to give up."""
 
     @property
     def message(self) -> str:

@@ -182,7 +182,7 @@ class RemoteCommit:
 def _cause(error: BaseException) -> BaseException:
     """The reason why an upload failed, which huggingface_hub wraps into a RuntimeError."""
     cause = error
-    while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
+    while isinstance(cause, RuntimeError) and not isinstance(cause, HfshardError) and cause.__cause__ is not None:
         cause = cause.__cause__
     return cause
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 from huggingface_hub import CommitInfo
 
+from hfshard.distributed.pushing.together import PushTogether
+from hfshard.distributed.saving import request_of_one, telling_other_ranks
 from hfshard.hub.address import directory_of
 from hfshard.hub.pushing.local_files import directory_contents
 from hfshard.hub.pushing.push_files import push_files
@@ -27,63 +28,96 @@ DEFAULT_MESSAGE: Final = "Upload model"
 
 
 def push_model(
-    request: SaveRequest, repo_id: str | os.PathLike[str], tags: Sequence[str], options: PushOptions
+    request: SaveRequest,
+    repo_id: str | os.PathLike[str],
+    tags: Sequence[str],
+    options: PushOptions,
+    together: PushTogether,
 ) -> CommitInfo | PushResult:
-    """Push what a save of this request would write, straight from memory.
+    """Push what a save of this request would write: straight from memory, or from the files that its owners stage.
 
     Args:
         request: What `save_model` would save.
-        repo_id: As in `push_checkpoint`.
+        repo_id: As in `push_checkpoint`; the same on all ranks.
         tags: Of the model card.
         options: How to push.
+        together: The ranks that have parts of it, all of which call.
     """
-    contents, _ = stream_request(request)
-    return _push(contents, frozenset({request.options.variant}), repo_id, tags, options)
+    if not together.is_collective:
+        contents, _ = stream_request(request_of_one(request))
+        push = _pushing(contents, frozenset({request.options.variant}), repo_id, tags, options, together)
+        return _answer(together.send(push)[0], repo_id, options)
+    with together.folder() as folder:
+        index = together.stage(request, folder)
+        return push_saved_files(request, index, folder.path, repo_id, tags, options, together)
 
 
 def push_saved_files(
     request: SaveRequest,
-    index: CheckpointIndex,
+    index: CheckpointIndex | None,
     directory: str,
     repo_id: str | os.PathLike[str],
     tags: Sequence[str],
     options: PushOptions,
+    together: PushTogether,
 ) -> CommitInfo | PushResult:
-    """Push the files that a save has just written into a directory, and nothing else that is there."""
-    names = {*index.weight_map.values(), *index.files, request.options.names.index, *request.small_files}
-    contents, _ = directory_contents(directory, names=names, follow_links=True)  # a link whose bytes did not change
-    return _push(contents, frozenset({request.options.variant}), repo_id, tags, options)
+    """Push the files that a save has just written into a directory, and nothing else that is there.
+
+    Args:
+        request: What was saved.
+        index: What the save has returned; needed on the sender.
+        directory: Where it was saved to.
+        repo_id, tags, options, together: As in `push_model`.
+    """
+
+    def push() -> Sequence[PushResult]:
+        written = {*index.weight_map.values(), *index.files} if index is not None else set()
+        names = {*written, request.options.names.index, *request.small_files}
+        contents, _ = directory_contents(directory, names=names, follow_links=True)  # a link whose bytes did not change
+        return _pushing(contents, frozenset({request.options.variant}), repo_id, tags, options, together)()
+
+    return _answer(together.send(push)[0], repo_id, options)
 
 
 def push_by_directory(
-    save: Callable[[str], object],
+    save: Callable[..., object],
     variant: str | None,
     repo_id: str | os.PathLike[str],
     tags: Sequence[str],
     options: PushOptions,
+    together: PushTogether,
 ) -> CommitInfo | PushResult | None:
     """Push what a `save_pretrained` writes that does more than hfshard can do from memory, by a temporary directory.
 
+    Links in it are those that this very call of `save_pretrained` has made, and are followed.
+
     Args:
-        save: Saves into an empty directory.
+        save: Saves into an empty directory; takes `is_main_process`.
         variant: Of the weights.
-        repo_id, tags, options: As in `push_model`.
+        repo_id, tags, options, together: As in `push_model`.
 
     Returns:
         As `push_model`; None where this process saves nothing, because another one of the group does.
     """
-    with tempfile.TemporaryDirectory(prefix="hfshard-push-") as folder:
-        save(folder)
-        names = os.listdir(folder)
-        if not names:
-            return None
-        if any(WeightNames(variant).index == name or WeightNames(variant).single == name for name in names):
-            contents, indexes = directory_contents(folder)
-            variants = frozenset(indexes)
-        else:  # an adapter, beside which the hub may hold its base
-            contents = {name: file_source(os.path.join(folder, name)) for name in names}
-            variants = frozenset()
-        return _push(contents, variants, repo_id, tags, options)
+    with together.folder() as folder:
+        folder.refuse_unseen()
+        with telling_other_ranks(folder.path, lambda: together.is_collective):
+            save(folder.path, **({} if together.is_sender else {"is_main_process": False}))
+
+        def push() -> Sequence[PushResult]:
+            names = os.listdir(folder.path)
+            if not names:
+                return []
+            if any(WeightNames(variant).index == name or WeightNames(variant).single == name for name in names):
+                contents, indexes = directory_contents(folder.path, follow_links=True)
+                variants = frozenset(indexes)
+            else:  # an adapter, beside which the hub may hold its base
+                contents = {name: file_source(os.path.join(folder.path, name)) for name in names}
+                variants = frozenset()
+            return _pushing(contents, variants, repo_id, tags, options, together)()
+
+        results = together.send(push)
+        return _answer(results[0], repo_id, options) if results else None
 
 
 def tags_of(model: Any, tags: Sequence[str] | str | None) -> list[str]:
@@ -92,26 +126,32 @@ def tags_of(model: Any, tags: Sequence[str] | str | None) -> list[str]:
     return list(dict.fromkeys([*(getattr(model, "model_tags", None) or ()), *requested]))
 
 
-def _push(
+def _pushing(
     contents: dict[str, ByteSource],
     variants: frozenset[str | None],
     repo_id: str | os.PathLike[str],
     tags: Sequence[str],
     options: PushOptions,
-) -> CommitInfo | PushResult:
+    together: PushTogether,
+) -> Callable[[], Sequence[PushResult]]:
     request = PushRequest(
         contents=contents,
         variants=variants,
         options=options,
         default_message=DEFAULT_MESSAGE,
         make_card=partial(tagged_card, tags=tags),
+        check=together.check,
     )
-    result = push_files(request, repo_id)
+    return lambda: [push_files(request, repo_id)]
+
+
+def _answer(result: PushResult, repo_id: str | os.PathLike[str], options: PushOptions) -> CommitInfo | PushResult:
+    """What `push_to_hub` returns: for a repo of the Hub, what huggingface_hub would."""
     if directory_of(repo_id) is not None:
         return result
     return CommitInfo(
         commit_url=result.url,
-        commit_message=request.message,
+        commit_message=options.commit_message or DEFAULT_MESSAGE,
         commit_description=options.commit_description or "",
         oid=result.commit,
         pr_url=result.pr_url,

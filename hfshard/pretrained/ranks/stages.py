@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,25 +19,13 @@ def is_part(model: Any, state_dict: Mapping[str, Any] | None) -> bool:
     """Whether a save needs what other ranks have: of the model, or of the tensors that are given in its place."""
     if state_dict is not None:
         return has_spread(state_dict)
-    return is_stage(model) or has_spread(dict(model.named_parameters()))
+    return is_stage(model) or has_spread(dict(model.named_parameters())) or _is_fully_sharded(model)
 
 
-def refuse_part(model: Any, do_what: str) -> None:
-    """Refuse what is done by one rank, and would take its part for the whole.
-
-    Args:
-        model: The model.
-        do_what: "push it", for the message.
-
-    Raises:
-        InvalidArgumentError: Other ranks have other parts of the model.
-    """
-    if is_part(model, None):
-        part = "is one of several pipeline stages" if is_stage(model) else "is spread over several ranks"
-        raise InvalidArgumentError(
-            f"The model {part}, and hfshard can't {do_what}. Call its save_pretrained on every rank: that saves all "
-            "of it, for any process to load."
-        )
+def _is_fully_sharded(model: Any) -> bool:
+    """Whether `fully_shard` was called: right after a forward pass parameters may be whole, until they are saved."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
 
 
 def refuse_stage(model: Any) -> None:

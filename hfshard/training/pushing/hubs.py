@@ -87,13 +87,13 @@ def push_run(
     repo_id: str | os.PathLike[str],
     step: int | Literal["best", "all"] | None,
     options: PushOptions,
-) -> PushResult | list[PushResult]:
-    """Push what `found_to_push` found.
+) -> list[PushResult]:
+    """Push what `found_to_push` found; one result for each checkpoint that was pushed.
 
     Raises:
         Everything that `push_found` and `push_all` raise.
     """
-    return push_all(found, repo_id, options) if step == "all" else push_found(found[0], repo_id, options)
+    return push_all(found, repo_id, options) if step == "all" else [push_found(found[0], repo_id, options)]
 
 
 def push_found(

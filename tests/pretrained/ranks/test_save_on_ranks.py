@@ -14,7 +14,7 @@ import hfshard
 from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.class_alias import architecture_of, view_as_alias
 from tests.distributed.gloo import check_ranks
-from tests.pretrained.ranks.layouts import spread, take_stage
+from tests.pretrained.ranks.layouts import take_stage
 
 pytestmark = pytest.mark.compat
 
@@ -61,10 +61,6 @@ def test_a_model_under_fully_shard_is_known_by_the_class_it_had_before(tmp_path:
 
 def save_what_needs_the_whole(rank: int, place: Path) -> None:
     stage = Mine.from_pretrained(place / "whole", distributed_config=DistributedConfig(pp_size=2))
-    sharded = spread(Mine(config()), "fsdp")
-    for model, words in ((stage, "is one of several pipeline stages"), (sharded, "is spread over several ranks")):
-        with pytest.raises(InvalidArgumentError, match=f"{words}.*can't push it"):
-            model.push_to_hub(f"file://{place}/hub")
     with pytest.raises(hfshard.HfshardError, match="checkpoints of stages are not supported"):
         hfshard.training.CheckpointManager(place / "run").save(1, hfshard.training.TrainingState(model=stage))
     with pytest.raises(InvalidArgumentError, match="would save this stage as the whole"):

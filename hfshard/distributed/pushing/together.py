@@ -1,0 +1,161 @@
+"""A push by many ranks: all meet, the first one sends what was staged, and every rank gets what came of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Final
+
+from hfshard.distributed.participants import gather_participants, has_other_ranks
+from hfshard.distributed.pushing.staging_folder import StagingFolder, elsewhere
+from hfshard.distributed.saving import write_on_ranks
+from hfshard.distributed.status import SaveStatus
+from hfshard.errors import InvalidArgumentError, NotEnoughSpaceError
+from hfshard.hub.repo_tree import PushResult
+from hfshard.saving.request import SaveRequest
+from hfshard.storage.format.index import CheckpointIndex
+
+_CALL: Final = "push_to_hub"
+"""What the ranks call together."""
+
+
+class PushTogether:
+    """What one rank says to the others of a push, and learns from them. A rank that pushes alone is the sender."""
+
+    def __init__(self, status: SaveStatus | None) -> None:
+        self._status = status
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether other ranks take part."""
+        return self._status is not None
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this rank speaks to the hub."""
+        return self._status is None or self._status.rank == self._status.leader
+
+    def agree_on(self, repo_id: str) -> None:
+        """Go on where all ranks push to the same repo.
+
+        Raises:
+            InvalidArgumentError: They don't.
+        """
+        if self._status is None:
+            return
+        said = {rank: raw.decode() for rank, raw in self._status.meet("repo", repo_id.encode()).items()}
+        first = self._status.leader
+        other = next((rank for rank in said if said[rank] != said[first]), None)
+        if other is not None:
+            raise InvalidArgumentError(
+                f"Rank {first} pushes to '{said[first]}', and rank {other} to '{said[other]}'. Make the same call on "
+                "every rank."
+            )
+
+    def check(self) -> None:
+        """Give up where another rank has failed or died.
+
+        Raises:
+            RankFailedError: It names the rank.
+        """
+        if self._status is not None:
+            self._status.look()
+
+    @contextmanager
+    def folder(self) -> Iterator[StagingFolder]:
+        """An empty temporary directory of the sender's. Where the sender is killed, the other ranks remove it."""
+        status = self._status
+        name = f"hfshard-push-{uuid.uuid4().hex}"
+        path = os.path.join(tempfile.gettempdir(), name)
+        if status is not None:
+            path = status.meet("staging", path.encode())[status.leader].decode()
+        is_over = False
+        try:
+            if self.is_sender:
+                os.mkdir(path, 0o700)
+            yield self._look_at(path)
+            is_over = True
+        except BaseException as error:
+            if status is not None:
+                status.fail(error)  # before what others may be reading goes away
+            raise
+        finally:
+            if self.is_sender or not is_over:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def stage(self, request: SaveRequest, folder: StagingFolder) -> CheckpointIndex | None:
+        """Save what the ranks hold together; gives the index to the sender.
+
+        Raises:
+            NotEnoughSpaceError: The disk of the folder is too small.
+            Everything that `save_on_ranks` raises.
+        """
+        assert self._status is not None
+        try:
+            index, _ = write_on_ranks(request, folder.path, self._status, self.check, writers=folder.seen_by)
+            self._status.end_step()
+            return index
+        except NotEnoughSpaceError as error:
+            raise NotEnoughSpaceError(
+                f"{error.message} It is by way of this directory that a model which is spread over ranks is pushed: "
+                f"{elsewhere('has more space')}",
+                path=folder.path,
+            ) from error
+
+    def send(self, push: Callable[[], Sequence[PushResult]]) -> list[PushResult]:
+        """Have the sender push, when all ranks have come here; gives what came of it to every rank.
+
+        Args:
+            push: Called on the sender; it calls `check` now and then.
+
+        Raises:
+            RankFailedError: Another rank failed or died: nothing was committed. Or the sender did, and it is not known.
+        """
+        status = self._status
+        if status is None:
+            return list(push())
+        status.meet("send")
+        if self.is_sender:
+            results = list(push())
+            status.finish(json.dumps([asdict(result) for result in results]).encode())
+            return results
+        outcome = status.finish(patience_seconds=math.inf)  # a large model over a slow line takes hours
+        return [PushResult(**result) for result in json.loads(outcome)]
+
+    def _look_at(self, path: str) -> StagingFolder:
+        status = self._status
+        if status is None:
+            return StagingFolder(path)
+        status.meet("made")
+        can_write = os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)
+        said = status.meet("seen", b"yes" if can_write else b"")
+        return StagingFolder(
+            path,
+            tuple(rank for rank, answer in said.items() if answer),
+            tuple(rank for rank, answer in said.items() if not answer),
+        )
+
+
+@contextmanager
+def push_together(*, is_collective: bool) -> Iterator[PushTogether]:
+    """Let all ranks of the default process group make one push, or all raise.
+
+    Args:
+        is_collective: Whether every rank makes the call, because it has a part of what is pushed; False: this rank
+            pushes alone.
+
+    Raises:
+        RankFailedError: Another rank failed, died, or did not come.
+    """
+    if not is_collective or not has_other_ranks():
+        yield PushTogether(None)
+        return
+    with gather_participants(_CALL, needs_all=True) as participation:
+        yield PushTogether(participation.status)
