@@ -248,9 +248,11 @@ class _Operation:
 
     def _give_up(self, error: BaseException | None) -> None:
         """Let the next operation begin, where this rank is the keeper or the keeper is dead; and leave."""
-        if self._keeper is None or self._keeper in (self._rank, getattr(error, "rank", None)):
+        if self._keeper in (None, self._rank):
             self._store.swap(f"{self._key}/now", self._name, "")
             self._await_late_ones()
+        elif self._keeper == getattr(error, "rank", None):
+            self._store.swap(f"{self._key}/now", self._name, "")
         else:
             _LEFT[self._key] = self._name, self._keeper
         self._count_out(self._name)

@@ -203,8 +203,8 @@ class CheckpointManager(RunPushes):
             HubError: It could not be downloaded from the Hub.
             DamagedCheckpointError: It is damaged. (Without `step`, damaged ones are passed over with a warning.)
             StateDictMismatchError: The state does not fit; the message says what differs, and what to do.
-            HfshardError: Another rank could not restore it.
-            RankFailedError: Of a model that is spread over ranks: another rank died, or did not come.
+            RankFailedError: Another rank could not restore it; or, of a model that is spread over ranks, it died or did
+                not come.
         """
         with self._writer.turn("restore()"), self._ranks(state) as ranks:
             place = ranks.on_each(lambda: absolute_place(step))

@@ -12,7 +12,7 @@ import torch
 
 from hfshard.distributed.participants import gather_participants
 from hfshard.distributed.status import SaveStatus
-from hfshard.errors import HfshardError
+from hfshard.errors import RankFailedError
 
 _Value = TypeVar("_Value")
 
@@ -88,7 +88,7 @@ class Ranks:
         """Call a function on the first rank, and return its result on every rank. Every rank must call.
 
         Raises:
-            HfshardError: On the other ranks, when the function failed. On the first rank its own error.
+            RankFailedError: On the other ranks, when the function failed. On the first rank its own error.
         """
         value: Any = None
         error: BaseException | None = None
@@ -101,14 +101,14 @@ class Ranks:
         if error is not None:
             raise error
         if told is not None:
-            raise HfshardError(f"Rank 0 of {self.world_size} failed, so all ranks stop: {told}")
+            raise _failed(0, self.world_size, told)
         return value  # type: ignore[no-any-return]
 
     def on_each(self, work: Callable[[], _Value]) -> _Value:
         """Call a function on every rank, and return each rank's own result if none failed. Every rank must call.
 
         Raises:
-            HfshardError: It failed on another rank. A rank where it failed raises its own error.
+            RankFailedError: It failed on another rank. A rank where it failed raises its own error.
         """
         made: list[_Value] = []
         error: Exception | None = None
@@ -123,13 +123,13 @@ class Ranks:
         """Go on only if no rank has an error. Every rank must call.
 
         Raises:
-            HfshardError: Another rank has an error. A rank with an error of its own raises that.
+            RankFailedError: Another rank has an error. A rank with an error of its own raises that.
         """
         if self.world_size > 1:
             told = _first_of(self.all_of(None if error is None else f"{type(error).__name__}: {error}"))
             if error is None and told is not None:
                 rank, text = told
-                raise HfshardError(f"Rank {rank} of {self.world_size} failed, so all ranks stop: {text}")
+                raise _failed(rank, self.world_size, text)
         if error is not None:
             raise error
 
@@ -139,3 +139,7 @@ ALONE: Final = Ranks()
 
 def _first_of(errors: list[str | None]) -> tuple[int, str] | None:
     return next(((rank, text) for rank, text in enumerate(errors) if text is not None), None)
+
+
+def _failed(rank: int, world_size: int, text: str) -> RankFailedError:
+    return RankFailedError(f"Rank {rank} of {world_size} failed, so all ranks stop: {text}", rank=rank)

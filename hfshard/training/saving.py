@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hfshard.errors import HfshardError, InvalidArgumentError
+from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError
 from hfshard.training.collecting import RankState, collect_rank
 from hfshard.training.ranks import Ranks
 from hfshard.training.spread.states import check_same_stage, stage_digest
@@ -38,7 +38,7 @@ def save_on_all_ranks(step: int, state: TrainingState, write: Callable[[Sequence
         What `write` returned, on every rank.
 
     Raises:
-        HfshardError: A rank failed; each rank raises its own error if it has one.
+        RankFailedError: A rank failed; each rank raises its own error if it has one.
     """
     ranks = Ranks.current()
     contribution = RankContribution()
@@ -62,13 +62,13 @@ def agreed_step(contributions: Sequence[RankContribution]) -> tuple[int, list[Ra
     """The step that all ranks save, and what each of them adds.
 
     Raises:
-        HfshardError: A rank could not collect its state.
+        RankFailedError: A rank could not collect its state.
         InvalidArgumentError: The ranks save different steps, or stages of a pipeline.
     """
     states: list[RankState] = []
     for rank, contribution in enumerate(contributions):
         if contribution.state is None:
-            raise HfshardError(f"Rank {rank} can't save: {contribution.problem}")
+            raise RankFailedError(f"Rank {rank} can't save: {contribution.problem}", rank=rank)
         states.append(contribution.state)
     steps = [contribution.step for contribution in contributions]
     if any(other != steps[0] for other in steps):

@@ -28,7 +28,7 @@ def load_all(
 
     Raises:
         StateDictMismatchError: One refused.
-        HfshardError: One refused on another rank.
+        RankFailedError: One refused on another rank.
     """
     undo: list[Undo] = []
     weights = [one for one in pending_loads if one.undo is None]
@@ -51,7 +51,7 @@ def all_or_nothing(ranks: Ranks, undo: Sequence[Undo] = ()) -> Iterator[None]:
         undo: Called in reverse if a rank fails, all of them, whatever one raises; the block may add to it.
 
     Raises:
-        HfshardError: Another rank failed. A rank that failed raises its own error.
+        RankFailedError: Another rank failed. A rank that failed raises its own error.
     """
     error: BaseException | None = None
     try:

@@ -63,7 +63,7 @@ class Restoration:
 
         Raises:
             StateDictMismatchError: An object refused its state, and nothing was changed.
-            HfshardError: So did one on another rank.
+            RankFailedError: So did one on another rank.
         """
         load_all(self.objects, self.pending_loads, self.directory, ranks)
         with all_or_nothing(ranks):

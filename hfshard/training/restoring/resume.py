@@ -79,7 +79,7 @@ def resume(
     Raises:
         InvalidArgumentError: The ranks ask for different steps; nothing was changed.
         StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
-        HfshardError: Another rank has one of these errors; nothing was changed.
+        RankFailedError: Another rank has one of these errors; nothing was changed.
     """
     wishes = ranks.all_of("a place" if isinstance(wanted, str | os.PathLike) else str(wanted))
     if any(wish != wishes[0] for wish in wishes):
