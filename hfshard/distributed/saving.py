@@ -20,7 +20,7 @@ from hfshard.distributed.liveness.heartbeat import on_the_way
 from hfshard.distributed.participants import Role, gather_participants, has_other_ranks
 from hfshard.distributed.spread_tensor import SpreadTensor, has_spread, with_spread_tensors
 from hfshard.distributed.status import SaveStatus
-from hfshard.errors import HfshardError, InvalidArgumentError, RankMissingError
+from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, RankMissingError
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
 from hfshard.saving.writing import OwnShardWriter
@@ -80,6 +80,8 @@ def telling_other_ranks(save_directory: str | os.PathLike[str], is_part: Callabl
     try:
         with on_the_way(dist.get_rank()) if has_other_ranks() else nullcontext():
             yield
+    except RankFailedError:  # the store is gone: nobody can be told
+        raise
     except BaseException as error:
         if has_other_ranks() and is_part():
             place = os.path.realpath(absolute_path(save_directory, "save_directory"))
