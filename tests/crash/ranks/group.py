@@ -133,15 +133,22 @@ def _be_rank(work: Callable[[], None], words: Path) -> NoReturn:
         os._exit(code)
 
 
-def join(port: int, rank: int, world_size: int, *, keeps_store: bool | None = None) -> None:
+def join(port: int, rank: int, world_size: int, *, keeps_store: bool | None = None, file: Path | None = None) -> None:
     """Join a gloo group; rank 0 keeps the store, unless told otherwise.
 
     The store's thread makes no calls that are counted among those of files, as libuv does.
+
+    Args:
+        port: Of the store; 0: it is a file.
+        rank: This one.
+        world_size: How many there are.
+        keeps_store: Whether this one keeps the store; None: rank 0 does.
+        file: The store, where there is no port.
     """
     is_master = rank == 0 if keeps_store is None else keeps_store
-    dist.init_process_group(
-        "gloo", store=_store(port, is_master), rank=rank, world_size=world_size, timeout=_GROUP_SECONDS
-    )
+    kind: Any = dist.FileStore  # type: ignore[attr-defined]  # torch lists it in its documentation only
+    store = _store(port, is_master) if port else kind(str(file), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_GROUP_SECONDS)
 
 
 def keep_store(port: int) -> None:

@@ -6,8 +6,10 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 import time
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from tests.crash.forks import parallel
 from tests.crash.ranks.cases import Case, all_cases
@@ -34,12 +36,16 @@ def _sampled(cases: list[Case], count: int | None) -> list[Case]:
 def _play(cases: list[Case], options: argparse.Namespace) -> int:
     import torch
 
-    from tests.crash.ranks.faults import Played, play
+    from tests.crash.ranks.judging import Played
+    from tests.crash.ranks.load_calls import warm
+    from tests.crash.ranks.playing import play
     from tests.crash.sweep import memory, prepare_process
 
     prepare_process()
     torch.set_num_threads(1)
     where = str(options.where) if options.where else memory()
+    with tempfile.TemporaryDirectory(prefix="rank-faults-", dir=where) as place:
+        warm(Path(place), {case.call for case in cases})
     began = time.monotonic()
     results: list[Played] = []
     for played in parallel(lambda case: play(case, where), cases, options.jobs):

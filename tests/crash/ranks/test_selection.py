@@ -1,9 +1,10 @@
-"""A selection of the faults of ranks, ten seconds: `scripts/crash_sweep distributed` and `rank-faults` run all."""
+"""A selection of the faults of ranks, fifteen seconds: `scripts/crash_sweep distributed` and `rank-faults` run all."""
 
 from __future__ import annotations
 
 import json
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,18 @@ from tests.helpers import forkserver
 
 pytestmark = pytest.mark.skipif(not has_strace(), reason="NO STRACE: NO RANK IS STOPPED HERE. Install strace.")
 
-CASES = ("2/1/planning/raise", "2/0/exchange/kill", "2/1/writing/enospc", "2/0/commit/int", "2/1/after/kill")
+CASES = {
+    "2/1/planning/raise": 1,
+    "2/0/exchange/kill": 1,
+    "2/1/writing/enospc": 1,
+    "2/0/written/int": 1,
+    "2/0/commit/enospc": 1,
+    "2/1/after/kill": 2,
+    "2/1/writing/int/async": 2,
+    "2/0/opening/raise/load_model": 1,
+    "2/1/assigning/int/restore": 1,
+}
+"""Case -> the save that it leaves: the one before, or the one with the fault."""
 POINTS = 5
 
 
@@ -52,21 +64,24 @@ def test_a_rank_that_fails_is_named_by_the_others_which_save_again(tmp_path: Pat
         tmp_path, "rank-faults", "--jobs", "2", *(word for case in CASES for word in ("--transition", case))
     )
 
-    assert "rank-faults: 5 cases, 0 failed" in said
-    assert {name: case["found"] for name, case in told.items()} == {
-        "2/1/planning/raise": 1,
-        "2/0/exchange/kill": 1,
-        "2/1/writing/enospc": 1,
-        "2/0/commit/int": 1,
-        "2/1/after/kill": 2,
-    }
+    assert "rank-faults: 9 cases, 0 failed" in said
+    assert {name: case["found"] for name, case in told.items()} == CASES
 
 
-def test_each_rank_and_each_phase_is_in_the_table() -> None:
+def test_each_rank_each_phase_and_each_call_is_in_the_table() -> None:
     cases = all_cases()
+    usual = [case for case in cases if case.call == "state_dict"]
 
-    assert len({case.name for case in cases}) == len(cases) == 138
-    assert {(case.world_size, case.victim) for case in cases} == {(2, rank) for rank in range(-1, 2)} | {
+    assert len({case.name for case in cases}) == len(cases) == 326
+    assert {(case.world_size, case.victim) for case in usual} == {(2, rank) for rank in range(-1, 2)} | {
         (4, rank) for rank in range(-1, 4)
     }
-    assert {case.phase for case in cases} == {"planning", "exchange", "writing", "commit", "cleanup", "after"}
+    for world_size, victim, phase in product(
+        (2, 4), range(4), ("planning", "exchange", "writing", "written", "commit")
+    ):
+        faults = {case.fault for case in usual if case[:3] == (world_size, victim, phase)}
+        assert faults >= ({"kill", "stop", "int"} if victim < world_size else set())
+    assert {case.call for case in cases} == {
+        "state_dict", "pretrained", "manager", "async", "dcp", "load_model", "load_like", "restore"
+    }  # fmt: skip
+    assert {case.store for case in cases} == {"rank0", "launcher", "file"}
