@@ -99,7 +99,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "pretrained.pushing": ("model_card", "push"),
     "pretrained.ranks": ("conversion_views joint_load stages", "parallelized stored_parts"),
     "resharding": ("checks in_place request", "reshard"),
-    "saving": ("options writing", "request", "prepare", "in_memory to_directory"),
+    "saving": ("linking options", "writing", "request", "prepare", "in_memory to_directory"),
     "state_dicts": ("dtensors keys offloaded wrappers", "tied", "overlap state_dict"),
     "storage": ("tensors", "format", "disk", "weights", "checkpoint commit"),
     "storage.checkpoint": ("checks locate report", "checkpoint", "raw_tensors verifier"),

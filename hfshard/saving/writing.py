@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from hfshard._util.progress import ProgressCallback
+from hfshard.saving.linking import KnownFile, link_unchanged
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.weights.safetensors_writer import WriteJob, fingerprint_of_job, write_shards
 
@@ -15,6 +16,9 @@ class ShardWriter(Protocol):
 
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
         """The fingerprints of the files that `write` would write for these jobs, in order; nothing is written."""
+
+    def link(self, jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
+        """Hard-link the files that are on the disk already, as `link_unchanged` does."""
 
     def write(
         self, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None
@@ -38,6 +42,10 @@ class OwnShardWriter:
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
         """Compute each one when it is asked for: most saves find a difference in the first file."""
         return (fingerprint_of_job(job, checksum) for job in jobs)
+
+    def link(self, jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
+        """Compare several files at once, in threads."""
+        return link_unchanged(jobs, known, checksum)
 
     def write(
         self, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None

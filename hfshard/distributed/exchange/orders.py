@@ -1,4 +1,4 @@
-"""What the leader of a save has all ranks do: files to write, or their fingerprints to compute."""
+"""What the leader of a save has all ranks do: files to write or to link, or their fingerprints to compute."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Literal, Self
 
 from hfshard.constants import FINGERPRINT_BYTES
+from hfshard.saving.linking import KnownFile
+from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import fingerprint_positions
 from hfshard.storage.tensors.tensor_layout import TensorLayout
 from hfshard.storage.weights.safetensors_writer import WriteJob
 
-Kind = Literal["write", "fingerprint"]
+Kind = Literal["write", "link", "fingerprint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,8 @@ class OrderedFile:
     hfshard_metadata: dict[str, Any] | None
     like: tuple[int, int] | None
     """Mode and group of the file that it will replace."""
+    known: KnownFile | None = None
+    """To be linked, if it has the very bytes; for an order to link."""
 
     @property
     def replaced(self) -> os.stat_result | None:
@@ -47,22 +52,30 @@ class Order:
     files: tuple[OrderedFile, ...]
 
     @classmethod
-    def of(cls, kind: Kind, jobs: Sequence[WriteJob], checksum: str | None) -> Self:
-        """Order what `write_shards` would do with these jobs."""
-        return cls(kind, checksum, tuple(_ordered(job) for job in jobs))
+    def of(cls, kind: Kind, jobs: Sequence[WriteJob], checksum: str | None, known: Sequence[KnownFile] = ()) -> Self:
+        """Order what `write_shards` would do with these jobs, or for each of them what `link_if_same` would."""
+        files = zip(jobs, known or repeat(None))
+        return cls(kind, checksum, tuple(_ordered(job, file) for job, file in files))
 
     def wanted_bytes(self, file: OrderedFile, layouts: Mapping[str, TensorLayout]) -> list[tuple[str, int]]:
         """(name, how many of its first bytes are needed), in the order of the file."""
-        if self.kind == "write":
-            return [(name, layouts[name].nbytes) for name in file.names]
-        sampled = [file.names[position] for position in fingerprint_positions(len(file.names))]
-        return [(name, min(FINGERPRINT_BYTES, layouts[name].nbytes)) for name in sampled]
+        if self.kind == "fingerprint":
+            sampled = [file.names[position] for position in fingerprint_positions(len(file.names))]
+            return [(name, min(FINGERPRINT_BYTES, layouts[name].nbytes)) for name in sampled]
+        return [(name, layouts[name].nbytes) for name in file.names]
 
     def to_json(self, names: Sequence[str]) -> bytes:
         """Encode it; names are told by their numbers, which all ranks know."""
         numbers = {name: number for number, name in enumerate(names)}
         files = [
-            [file.path, _ranges(numbers[name] for name in file.names), file.metadata, file.hfshard_metadata, file.like]
+            [
+                file.path,
+                _ranges(numbers[name] for name in file.names),
+                file.metadata,
+                file.hfshard_metadata,
+                file.like,
+                None if file.known is None else [file.known.path, file.known.digest.as_json()],
+            ]
             for file in self.files
         ]
         return json.dumps([self.kind, self.checksum, files]).encode()
@@ -72,16 +85,19 @@ class Order:
         """Decode it, with the same names."""
         kind, checksum, values = json.loads(raw)
         files = []
-        for path, ranges, metadata, hfshard_metadata, like in values:
+        for path, ranges, metadata, hfshard_metadata, like, known in values:
             chosen = tuple(names[number] for start, stop in ranges for number in range(start, stop))
-            files.append(OrderedFile(path, chosen, metadata, hfshard_metadata, None if like is None else tuple(like)))
+            mode_and_group = None if like is None else tuple(like)
+            file = None if known is None else KnownFile(known[0], FileDigest(**known[1]))
+            files.append(OrderedFile(path, chosen, metadata, hfshard_metadata, mode_and_group, file))
         return cls(kind, checksum, tuple(files))
 
 
-def _ordered(job: WriteJob) -> OrderedFile:
+def _ordered(job: WriteJob, known: KnownFile | None) -> OrderedFile:
     own = job.hfshard_metadata
     like = None if job.like is None else (stat.S_IMODE(job.like.st_mode), job.like.st_gid)
-    return OrderedFile(job.path, tuple(job.tensors), dict(job.metadata), None if own is None else dict(own), like)
+    own_metadata = None if own is None else dict(own)
+    return OrderedFile(job.path, tuple(job.tensors), dict(job.metadata), own_metadata, like, known)
 
 
 def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:

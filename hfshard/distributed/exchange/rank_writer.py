@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from threading import Event
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from hfshard.distributed.exchange.owners import assign_owners
 from hfshard.distributed.exchange.rounds import Exchange
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import HfshardError
+from hfshard.saving.linking import KnownFile, link_if_same
 from hfshard.storage.commit.interrupts import deferred_interrupt
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.tensors.tensor_layout import RawTensor
@@ -75,6 +77,15 @@ class RankWriter:
         """As in `ShardWriter`; on the leader."""
         return [str(value) for value in self._lead("fingerprint", jobs, checksum, None)]
 
+    def link(self, jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
+        """As in `ShardWriter`; on the leader. Only of files whose fingerprints are known all bytes are sent."""
+        numbered = enumerate(self.fingerprints(jobs, checksum))
+        files = {number: known[fingerprint] for number, fingerprint in numbered if fingerprint in known}
+        chosen = [jobs[number] for number in files]
+        found = self._lead("link", chosen, checksum, None, list(files.values())) if files else []
+        digests = {number: FileDigest(**value) for number, value in zip(files, found, strict=True) if value}
+        return [digests.get(number) for number in range(len(jobs))]
+
     def write(
         self, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None
     ) -> list[FileDigest]:
@@ -117,9 +128,14 @@ class RankWriter:
         return f"done/{self._orders}"
 
     def _lead(
-        self, kind: Kind, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None
+        self,
+        kind: Kind,
+        jobs: Sequence[WriteJob],
+        checksum: str | None,
+        progress_callback: ProgressCallback | None,
+        known: Sequence[KnownFile] = (),
     ) -> list[Any]:
-        order = Order.of(kind, jobs, checksum)
+        order = Order.of(kind, jobs, checksum, known)
         self._status.tell(self._next_order(), order.to_json(self._names))
         try:
             found: dict[str, Any] = dict(self._carry_out(order, progress_callback))
@@ -191,6 +207,9 @@ class RankWriter:
             job = WriteJob(file.path, tensors, file.metadata, file.hfshard_metadata, file.replaced)
             if order.kind == "fingerprint":
                 found[number] = fingerprint_of_job(job, order.checksum)
+            elif file.known is not None and order.checksum is not None:
+                linked = link_if_same(job, file.known, order.checksum, Event())
+                found[number] = linked and linked.as_json()
             else:
                 found[number] = self._write(job, order.checksum).as_json()
         return found

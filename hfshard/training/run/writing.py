@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from threading import Event
 from typing import Final
 
-from hfshard._util.threads import in_threads
 from hfshard.constants import (
     CONFIG_NAME,
-    FILES_AT_ONCE,
     GENERATION_CONFIG_NAME,
     INDEX_SUFFIX,
     MAX_INDEX_BYTES,
     SAFETENSORS_SUFFIX,
 )
-from hfshard.errors import HfshardError, InvalidArgumentError
+from hfshard.errors import InvalidArgumentError
+from hfshard.saving.linking import KnownFile
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.writing import OwnShardWriter, ShardWriter
 from hfshard.storage.disk.fsops import require_space, sync_directory, write_file
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.tensors.tensor_bytes import tensor_nbytes
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
-from hfshard.storage.weights.safetensors_writer import (
-    WriteJob,
-    await_devices,
-    blank_header,
-    digest_shard,
-    fingerprint_of,
-)
+from hfshard.storage.weights.safetensors_writer import WriteJob, await_devices
 from hfshard.training.collecting import SavePayload
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, shard_record, small_record
-
-logger = logging.getLogger(__name__)
 
 TRAINING_STATE: Final = "training_state.json"
 
@@ -48,14 +35,14 @@ _OWN_SUFFIXES: Final = (SAFETENSORS_SUFFIX, INDEX_SUFFIX)
 class ReusableShards:
     """Files of the checkpoint before, by fingerprint: weights that did not change need not be written again."""
 
-    files: dict[str, tuple[str, FileDigest]] = field(default_factory=dict)
+    files: dict[str, KnownFile] = field(default_factory=dict)
 
     @classmethod
     def of(cls, directory: str, manifest: CheckpointManifest) -> ReusableShards:
         """Index the shards of a checkpoint."""
         return cls(
             {
-                record.fingerprint: (os.path.join(directory, name), record)
+                record.fingerprint: KnownFile(os.path.join(directory, name), record)
                 for name, record in manifest.files.items()
                 if name.endswith(SAFETENSORS_SUFFIX) and record.fingerprint is not None and record.is_verifiable
             }
@@ -80,7 +67,7 @@ def write_checkpoint(
         files: More small files to write.
         reusable: The files of the checkpoint before.
         progress_callback: Gets the bytes that were written, from any thread.
-        writer: Writes the shards, of which then none is linked; None: this process does.
+        writer: Writes and links the shards; None: this process does.
 
     Returns:
         The manifest with all files.
@@ -98,7 +85,7 @@ def write_checkpoint(
         jobs |= zip(names, shard_jobs(plans[base], request, paths))
         small |= request.small_files
     checksum = next((request.options.checksum for request in payload.requests.values()), None)
-    records = _link_or_write(directory, jobs, checksum, reusable, progress_callback, writer)
+    records = _link_or_write(directory, jobs, checksum, reusable, progress_callback, writer or OwnShardWriter())
     for base, request in payload.requests.items():
         if plans[base].is_sharded:
             own = [records[shard.file] for shard in plans[base].shards]
@@ -120,11 +107,14 @@ def _link_or_write(
     checksum: Checksum | None,
     reusable: ReusableShards,
     progress_callback: Callable[[int], object] | None,
-    writer: ShardWriter | None,
+    writer: ShardWriter,
 ) -> dict[str, FileDigest]:
     """Link the shards that did not change, write all others, and return the digests of both by file name."""
     await_devices(list(jobs.values()))  # a step that still runs must not change what is compared and written
-    records = _reuse_files(jobs, checksum, reusable) if writer is None else {}  # it is elsewhere that bytes differ
+    records: dict[str, FileDigest] = {}
+    if checksum is not None and reusable.files:
+        linked = writer.link(list(jobs.values()), reusable.files, checksum)
+        records = {name: record for name, record in zip(jobs, linked, strict=True) if record is not None}
     left = {name: job for name, job in jobs.items() if name not in records}
     require_space(
         directory,
@@ -132,7 +122,7 @@ def _link_or_write(
         doing=f"Saving into '{os.path.dirname(directory)}'",
         todo=". Free some space, or keep fewer checkpoints: max_to_keep.",
     )
-    written = (writer or OwnShardWriter()).write(list(left.values()), checksum, progress_callback)
+    written = writer.write(list(left.values()), checksum, progress_callback)
     return records | dict(zip(left, written))
 
 
@@ -161,35 +151,3 @@ def check_names(files: Mapping[str, bytes], payload: SavePayload) -> None:
             raise InvalidArgumentError(
                 f"A file of a checkpoint can't be called {name!r}: give it a plain name that is not one of its own."
             )
-
-
-def _reuse_files(
-    jobs: Mapping[str, WriteJob], checksum: Checksum | None, reusable: ReusableShards
-) -> dict[str, FileDigest]:
-    """Hard-link the files that are on the disk already, byte for byte, and return their digests."""
-    if checksum is None or not reusable.files:
-        return {}
-    work = partial(_reuse_one, checksum=checksum, reusable=reusable)
-    made = in_threads(work, jobs.values(), FILES_AT_ONCE)
-    return {name: record for name, record in zip(jobs, made) if record is not None}
-
-
-def _reuse_one(job: WriteJob, stop: Event, checksum: Checksum, reusable: ReusableShards) -> FileDigest | None:
-    header = blank_header(job, checksum)
-    path, before = reusable.files.get(fingerprint_of(header, list(job.tensors.values())), (None, None))
-    if path is None or before is None or os.path.islink(path):  # a link's bytes may go without it
-        return None
-    record, _ = digest_shard(job, checksum, None, stop)
-    if shard_record(record) != before:
-        return None
-    try:
-        shard = SafetensorsFile(path, os.path.dirname(path))
-        try:
-            shard.check_contents(before)  # on the disk, too: a damaged file is written again
-        finally:
-            shard.close()
-        os.link(path, job.path)
-    except (HfshardError, OSError) as error:
-        logger.info("'%s' can't be linked (%s): it is written again.", path, error)
-        return None
-    return record

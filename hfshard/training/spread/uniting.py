@@ -11,6 +11,7 @@ from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.listing import HeldTensor, Listing
 from hfshard.distributed.exchange.rank_writer import RankWriter
 from hfshard.distributed.spread_tensor import SpreadTensor, with_spread_tensors
+from hfshard.saving.linking import KnownFile
 from hfshard.saving.request import SaveRequest
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.names import MODEL_BASE
@@ -136,6 +137,10 @@ class KeyedWriter:
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
         """As in `ShardWriter`."""
         return self._ranks.fingerprints(_keyed(jobs), checksum)
+
+    def link(self, jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
+        """As in `ShardWriter`."""
+        return self._ranks.link(_keyed(jobs), known, checksum)
 
     def write(
         self, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None

@@ -7,6 +7,8 @@ import stat
 from pathlib import Path
 
 from hfshard.distributed.exchange.orders import Order
+from hfshard.saving.linking import KnownFile
+from hfshard.storage.format.index import FileDigest
 from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout
 from hfshard.storage.weights.safetensors_writer import WriteJob
 
@@ -34,6 +36,18 @@ def test_an_order_survives_json_with_names_as_numbers(tmp_path: Path) -> None:
     assert first.replaced is not None
     assert (stat.S_IMODE(first.replaced.st_mode), first.replaced.st_gid) == (0o640, like.st_gid)
     assert second.replaced is None
+
+
+def test_an_order_to_link_tells_of_each_file_what_is_known() -> None:
+    known = [
+        KnownFile("old/one", FileDigest(8192, xxh3="5e" * 16, fingerprint="0f" * 16)),
+        KnownFile("b", FileDigest(1)),
+    ]
+    order = Order.of("link", [job("one", ["w0"]), job("two", ["w1499"])], "xxh3", known)
+
+    assert Order.from_json(order.to_json(NAMES), NAMES) == order
+    assert [file.known for file in order.files] == known
+    assert order.wanted_bytes(order.files[0], LAYOUTS) == [("w0", 8000)]
 
 
 def test_fingerprints_want_the_first_bytes_of_chosen_tensors_only() -> None:

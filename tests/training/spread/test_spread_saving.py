@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
+from hfshard import load_state_dict
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, StateDictMismatchError
 from hfshard.training import CheckpointManager, Gradients, TrainingState
 from tests.distributed.gloo import check_ranks
-from tests.training.spread.models import Net, Run, built
+from tests.training.spread.models import Net, Run, built, whole
 from tests.training.spread.test_spread_runs import assert_same
 
 
@@ -141,8 +143,40 @@ def refuse_what_is_not_supported(rank: int, place: Path) -> None:
     assert not (place / "run").exists()
 
 
+def link_what_is_frozen(rank: int, place: Path) -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
+    net[:2].requires_grad_(False)
+    fully_shard(net)
+    weights: list[Any] = list(net.parameters())
+    c, a, b = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))  # what is trained comes first
+
+    def counts_of_names(step: int, *, blocking: bool = True) -> dict[str, int]:
+        saved = Path(manager.save(step, TrainingState(model=net), blocking=blocking))
+        manager.wait_until_finished()
+        return {name: (saved / name).stat().st_nlink for name in (a, b, c)}
+
+    with CheckpointManager(place / "run", max_shard_size="20KB") as manager, torch.no_grad():
+        assert counts_of_names(1) == {a: 1, b: 1, c: 1}
+        weights[2].add_(1)
+        assert counts_of_names(2) == {a: 2, b: 2, c: 1}
+        assert counts_of_names(3, blocking=False) == {a: 3, b: 3, c: 2}
+
+        if rank == 1:
+            weights[0].to_local()[-1, -1] = 9  # behind what the fingerprint is of
+        assert counts_of_names(4) == {a: 1, b: 4, c: 3}
+
+        if rank == 0:
+            (place / "run/checkpoint-00000004" / b).write_bytes(b"rotten")
+        assert counts_of_names(5) == {a: 2, b: 1, c: 4}
+        assert manager.verify(5) == {5: []}
+        last = load_state_dict(place / "run/checkpoint-00000005")
+        assert_same(last, {name: whole(one.detach()) for name, one in net.named_parameters()})
+        assert last["0.weight"][-1, -1] == 9
+
+
 def work_of_two_ranks(rank: int, place: Path) -> None:
     save_after_forward(rank, place / "forward")
+    link_what_is_frozen(rank, place / "frozen")
     (place / "gradients").mkdir(exist_ok=True)
     save_gradients(rank, place / "gradients", "fsdp")
     dist.barrier()
