@@ -25,6 +25,7 @@ from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_sourc
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.checks import check_checksums, check_pickles
 from hfshard.storage.disk.file_system import is_remote
+from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.weights.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
@@ -44,8 +45,8 @@ class LoadAgreement:
     def fetch(self, source: CheckpointSource, progress: bool | None = None) -> LocalCheckpoint:
         """Find the checkpoint on this machine, as `CheckpointSource.fetch` does.
 
-        Of a repo of the Hub, the first rank resolves the revision, and all load that commit; of the ranks that have a
-        cache in common, one downloads, and the others wait for it and ask the Hub for nothing.
+        The first rank resolves the revision, and all load that commit, though somebody pushes meanwhile. Of the ranks
+        that have a cache of the Hub in common, one downloads, and the others wait for it and ask the Hub for nothing.
 
         Raises:
             RankFailedError: Another rank could not find or download it.
@@ -54,10 +55,10 @@ class LoadAgreement:
         if self._status is None:
             return source.fetch(progress)
         local = source.find_local()
-        caches = self._status.meet("source", b"" if local is not None else _cache_of(source))
+        told = self._status.meet("source", _snapshot_of(local, source) if local is not None else _cache_of(source))
         if local is not None:
-            return local
-        return _fetch_together(self._status, source, caches, progress)
+            return _same_snapshot(local, source, told)
+        return _fetch_together(self._status, source, told, progress)
 
     @contextmanager
     def opened(
@@ -149,6 +150,10 @@ class LoadAgreement:
             )
 
 
+_CACHE: Final = b"cache "
+_SNAPSHOT: Final = b"snapshot "
+"""How a rank's words begin about where it loads from: a repo of the Hub, or a directory hub."""
+
 _UNDER_WAY: Final[ContextVar[LoadAgreement | None]] = ContextVar("hfshard_load_agreement", default=None)
 """Of the load of this thread: what all ranks load for a part of their work belongs to the same."""
 
@@ -201,13 +206,13 @@ def _fetch_together(
     Args:
         status: Of the load.
         source: A repo of the Hub.
-        caches: Rank -> which cache it has; b"": it has found a directory.
+        caches: Rank -> which cache it has; some may have found a directory.
         progress: Whether to show a bar.
     """
     from hfshard.hub.remote.cache import RepoCache  # imports huggingface_hub, which takes time
 
     query = source.query
-    first = min(rank for rank, name in caches.items() if name)
+    first = min(rank for rank, name in caches.items() if name.startswith(_CACHE))
     if status.rank == first:
         small = replace(query, files_of=lambda index: (), force_download=False)
         status.tell("commit", str(replace(source, query=small).fetch(progress).commit).encode())
@@ -232,7 +237,21 @@ def _cache_of(source: CheckpointSource) -> bytes:
     existing = root
     while not os.path.exists(existing):
         existing = os.path.dirname(existing)
-    return json.dumps([*_place_of(os.stat(existing).st_dev), root]).encode(errors="surrogateescape")
+    return _CACHE + json.dumps([*_place_of(os.stat(existing).st_dev), root]).encode(errors="surrogateescape")
+
+
+def _snapshot_of(local: LocalCheckpoint, source: CheckpointSource) -> bytes:
+    """What a rank says of a directory: of a directory hub, which commit it has found."""
+    return _SNAPSHOT + os.path.basename(local.path).encode() if has_hub_marker(source.path) else b""
+
+
+def _same_snapshot(local: LocalCheckpoint, source: CheckpointSource, told: Mapping[int, bytes]) -> LocalCheckpoint:
+    """The commit of a directory hub that the first rank has found, in place of this rank's."""
+    first = next((words for words in told.values() if words.startswith(_SNAPSHOT)), b"")
+    if _snapshot_of(local, source) in (b"", first):
+        return local
+    commit = first.removeprefix(_SNAPSHOT).decode()
+    return replace(source, query=replace(source.query, revision=commit)).find_local() or local
 
 
 def _is_of_collective(error: RuntimeError) -> bool:
