@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, DataLoaderStateMixin
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, DataLoaderStateMixin
 from accelerate.utils import DistributedType, send_to_device
 from torch import nn
+from torch.utils.data import DistributedSampler
 
-from hfshard.errors import InvalidArgumentError
+from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.training.data.dataloader import ResumableDataLoader
+from hfshard.training.integrations.rank_batches import BatchShare
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.state import TrainingState
+
+_REFUSED: Final = frozenset(
+    one for name in ("DEEPSPEED", "MEGATRON_LM", "XLA") if (one := getattr(DistributedType, name, None)) is not None
+)
+"""What keeps parts of the state to itself."""
+_PROCESSES: Final = "processes"
+"""The key of a position: how many processes had batches of their own."""
 
 
 class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
@@ -21,14 +30,24 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]
 
     The Accelerator learns where an epoch ends, so a gradient accumulation ends there. Only the workers of the loader
     fetch batches ahead of the loop.
+
+    Args:
+        loader: Gives the batches of this process.
+        accelerator: Whose device they are moved to.
+        processes: How many have batches of their own. The last of several may repeat samples, which
+            `gather_for_metrics` then leaves out.
     """
 
-    _drop_last = True  # `begin` reads it: no batch repeats samples
-
-    def __init__(self, loader: ResumableDataLoader[Any], accelerator: Accelerator) -> None:
+    def __init__(self, loader: ResumableDataLoader[Any], accelerator: Accelerator, processes: int = 1) -> None:
+        batches: Any = loader.batch_sampler
         self.loader = loader
         self.device = accelerator.device
         self.gradient_state = accelerator.gradient_state
+        self.processes = processes
+        self.total_batch_size = (getattr(batches, "batch_size", None) or 1) * (
+            1 if accelerator.split_batches else processes
+        )
+        self._drop_last = processes == 1 or batches.drop_last  # `begin` reads it: whether no batch repeats samples
 
     @property
     def dataset(self) -> Any:
@@ -69,23 +88,30 @@ def prepare_loader(accelerator: Accelerator, loader: ResumableDataLoader[Any]) -
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
         loader = prepare_loader(accelerator, ResumableDataLoader(dataset, batch_size=8, shuffle=True))
 
+    Of several processes, each gets its share of the batches, as from `accelerator.prepare`, and draws other numbers
+    while it loads them; those of a tensor parallel group get the same.
+
     Args:
-        accelerator: The Accelerator of a single process.
-        loader: The loader, which was not prepared. It is used, not copied.
+        accelerator: The Accelerator.
+        loader: The loader of all batches, which was not prepared. Of one process it is used, not copied.
 
     Returns:
         The loader to iterate.
 
     Raises:
-        InvalidArgumentError: There are several processes, or it is not a ResumableDataLoader.
+        InvalidArgumentError: The Accelerator is not supported; or it is not a ResumableDataLoader, or one whose batches
+            can't be shared out.
     """
-    _refuse_several_processes(accelerator)
+    _check_supported(accelerator)
     if not isinstance(loader, ResumableDataLoader):
         raise InvalidArgumentError(
             f"prepare_loader takes a ResumableDataLoader that was not prepared, got a {type(loader).__name__}. "
             "Make one: hfshard.training.ResumableDataLoader takes a DataLoader's arguments."
         )
-    return PreparedLoader(loader, accelerator)
+    share = BatchShare.of(accelerator)
+    if share.count == 1:
+        return PreparedLoader(loader, accelerator)
+    return PreparedLoader(_share_of_batches(accelerator, loader, share), accelerator, share.count)
 
 
 def prepared_state(
@@ -105,18 +131,18 @@ def prepared_state(
     without it, gradients are not saved, and a save in the middle is refused.
 
     Args:
-        accelerator: The Accelerator of a single process.
+        accelerator: The Accelerator: of one process, of DistributedDataParallel, or of FSDP2.
         model, optimizer, scheduler: What `accelerator.prepare` returned.
         loader: What `prepare_loader` returned, or any loader with a position, as in TrainingState.
         stateful: More parts, as in TrainingState.
 
     Returns:
-        The state, for a CheckpointManager.
+        The state, for a CheckpointManager. With several processes, all of them save and restore.
 
     Raises:
-        InvalidArgumentError: There are several processes, or the loader has no position.
+        InvalidArgumentError: The Accelerator is not supported, or the loader has no position.
     """
-    _refuse_several_processes(accelerator)
+    _check_supported(accelerator)
     if isinstance(loader, DataLoaderShard | DataLoaderDispatcher) and not loader.use_stateful_dataloader:
         raise InvalidArgumentError(
             "accelerator.prepare built a loader without a position of its own. Do not prepare it: "
@@ -126,11 +152,38 @@ def prepared_state(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        loader=loader.loader if isinstance(loader, PreparedLoader) else loader,
+        loader=_Position(loader) if isinstance(loader, PreparedLoader) else loader,
         scaler=accelerator.scaler,
         accelerator=_Accumulation(accelerator, any(isinstance(part, Gradients) for part in stateful.values())),
         **stateful,
     )
+
+
+class _Position:
+    """Where a process is among its batches, which are others with another number of processes."""
+
+    def __init__(self, prepared: PreparedLoader) -> None:
+        self._loader = prepared.loader
+        self._processes = prepared.processes
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._loader.state_dict(), _PROCESSES: self._processes}
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        was = state_dict.get(_PROCESSES, 1) if isinstance(state_dict, Mapping) else self._processes
+        if was != self._processes:
+            raise StateDictMismatchError(
+                f"The batches were shared out to {was} processes when the checkpoint was saved, and are to "
+                f"{self._processes} now. Resume with {was}; or pass strict=False, which leaves the loader as it "
+                "is, and choose an epoch to begin: loader.set_epoch(...).",
+                expected=was,
+                actual=self._processes,
+            )
+        self._loader.check_state_dict(state_dict)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.check_state_dict(state_dict)
+        self._loader.load_state_dict(state_dict)
 
 
 class _Accumulation:
@@ -141,7 +194,16 @@ class _Accumulation:
         self._has_gradients = has_gradients
 
     def state_dict(self) -> dict[str, Any]:
-        if not (self._accelerator.sync_gradients or self._has_gradients):
+        accelerator = self._accelerator
+        is_over = accelerator.sync_gradients
+        if not is_over and accelerator.is_fsdp2 and not accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
+            raise InvalidArgumentError(
+                "Under FSDP2, gradients that accumulate are not reduced before the last batch, and until then no "
+                "checkpoint can have them. Save where the accumulation has ended (if accelerator.sync_gradients: "
+                "manager.save(step, state)), or give the Accelerator a GradientAccumulationPlugin with "
+                "sync_each_batch=True."
+            )
+        if not (is_over or self._has_gradients):
             raise InvalidArgumentError(
                 "A checkpoint in the middle of a gradient accumulation would lose the gradients so far. Save where it "
                 "has ended (if accelerator.sync_gradients: manager.save(step, state)), or save them too: "
@@ -153,9 +215,34 @@ class _Accumulation:
         self._accelerator.step = state_dict["step"]
 
 
-def _refuse_several_processes(accelerator: Accelerator) -> None:
-    if accelerator.num_processes > 1 or accelerator.distributed_type != DistributedType.NO:
+def _share_of_batches(
+    accelerator: Accelerator, loader: ResumableDataLoader[Any], share: BatchShare
+) -> ResumableDataLoader[Any]:
+    """Make the loader of one of several processes, as `accelerator.prepare` shares batches out."""
+    if loader.batch_sampler is None or accelerator.dispatch_batches or isinstance(loader.sampler, DistributedSampler):
         raise InvalidArgumentError(
-            f"A CheckpointManager saves the state of one process, and this Accelerator has {accelerator.num_processes} "
-            f"({accelerator.distributed_type}): the random state and data position of the others would be lost."
+            "prepare_loader shares the batches of all samples out to the processes: give the loader a batch_size, and "
+            "no DistributedSampler; and the Accelerator no dispatch_batches=True, by which one process loads them all."
+        )
+    batches = BatchSamplerShard(
+        loader.batch_sampler,
+        num_processes=share.count,
+        process_index=share.index,
+        split_batches=accelerator.split_batches,
+        even_batches=accelerator.even_batches,
+    )
+    return share.loader(loader, batches, loader.seed)
+
+
+def _check_supported(accelerator: Accelerator) -> None:
+    kind = accelerator.distributed_type
+    if kind in _REFUSED:
+        raise InvalidArgumentError(
+            f"This Accelerator uses {kind.value}, which keeps parts of the state to itself, so a checkpoint would lack "
+            "them. Use DistributedDataParallel or FSDP2."
+        )
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise InvalidArgumentError(
+            "This Accelerator uses FSDP1, whose flat parameters have no names and shapes of their own. Use FSDP2: "
+            "Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))."
         )

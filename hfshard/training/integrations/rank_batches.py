@@ -8,7 +8,9 @@ from math import prod
 from typing import Any, Final
 
 from accelerate import Accelerator
+from torch.utils.data import DataLoader
 
+from hfshard.training.data.dataloader import ResumableDataLoader
 from hfshard.training.data.sampling import sampler_order
 from hfshard.training.data.seeding import seeds_for
 
@@ -33,9 +35,30 @@ class BatchShare:
         count = prod(mesh[name].size() for name in _BATCH_DIMS if name in mesh.mesh_dim_names)
         return cls(accelerator.process_index // (accelerator.num_processes // count), count)
 
-    def seed(self, seed: int) -> int:
-        """The seed of what is drawn while this share is loaded: the first one's is that of a single process."""
-        return seed if self.index == 0 else seeds_for("rank", seed, self.index).torch
+    def loader(self, loader: DataLoader[Any], batches: Any, seed: int) -> ResumableDataLoader[Any]:
+        """Make the loader of this share, which draws what no other share draws; the first one's what one process does.
+
+        Args:
+            loader: Gives all but the batches.
+            batches: The batch sampler of this share.
+            seed: The same on all ranks.
+        """
+        own_seed = seed if self.index == 0 else seeds_for("rank", seed, self.index).torch
+        return ResumableDataLoader(
+            loader.dataset,
+            batch_sampler=batches if self.count == 1 else RankBatches(batches, seed),
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            pin_memory_device=loader.pin_memory_device,
+            in_order=loader.in_order,
+            seed=own_seed,
+        )
 
 
 class RankBatches:

@@ -11,10 +11,9 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from hfshard.errors import StateDictMismatchError
-from hfshard.training.data.dataloader import ResumableDataLoader
 from hfshard.training.data.loader_state import length_of
 from hfshard.training.data.plain_loader import plain_loader
-from hfshard.training.integrations.rank_batches import BatchShare, RankBatches
+from hfshard.training.integrations.rank_batches import BatchShare
 
 _DATA: Final = {
     "seed": "seed (or data_seed)",
@@ -52,23 +51,7 @@ def _seeded_loader(loader: DataLoader[Any], seed: int, share: BatchShare) -> Dat
 
     It draws from the global RNGs as before, but not with persistent workers: see `CheckpointCallback._eval_dataloader`.
     """
-    batches: Any = loader.batch_sampler
-    resumable = ResumableDataLoader(
-        loader.dataset,
-        batch_sampler=batches if share.count == 1 else RankBatches(batches, seed),
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        pin_memory_device=loader.pin_memory_device,
-        in_order=loader.in_order,
-        seed=share.seed(seed),
-    )
-    plain = plain_loader(resumable)
+    plain = plain_loader(share.loader(loader, loader.batch_sampler, seed))
     if not loader.persistent_workers:
         plain.generator = loader.generator
     return plain

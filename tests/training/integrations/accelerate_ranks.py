@@ -38,7 +38,7 @@ def count_as_gpus() -> None:
 
     Otherwise it takes FSDP2 for DistributedDataParallel there, and refuses tensor parallel models.
     """
-    state: dict[str, Any] = PartialState()._shared_state
+    state: dict[str, Any] = PartialState(cpu=True)._shared_state
     assert state["device"].type == "cpu" and state["distributed_type"] == DistributedType.MULTI_CPU
     state["distributed_type"] = DistributedType.MULTI_GPU
 

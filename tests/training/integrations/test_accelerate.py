@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -70,3 +73,15 @@ def test_a_loader_without_a_position_is_refused(accelerator: Accelerator) -> Non
         prepared_state(accelerator, loader=accelerator.prepare(loader))
     with pytest.raises(InvalidArgumentError, match="was not prepared, got a DataLoader"):
         prepare_loader(accelerator, loader)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP"])
+def test_parts_without_names_are_refused(kind: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = DistributedType(kind)
+    accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=1)
+    try:
+        with pytest.raises(InvalidArgumentError, match=f"This Accelerator uses {kind}"):
+            prepared_state(accelerator)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
