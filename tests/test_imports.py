@@ -58,7 +58,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "rank_writer",
     ),
     "distributed.pushing": ("staging_folder", "together"),
-    "distributed.liveness": ("messages store", "heartbeat"),
+    "distributed.liveness": ("messages store waiting", "heartbeat"),
     "hub": (
         "export hub_marker refs repo_tree",
         "address protocols",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,12 +18,14 @@ from typing import Final, Self
 import torch.distributed as dist
 
 from hfshard.distributed.liveness.heartbeat import LifeSigns, WaySigns, dead_key, way_key
+from hfshard.distributed.liveness.messages import missing_error, missing_word
 from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_store
+from hfshard.distributed.liveness.waiting import Wait, group_timeout_seconds
 from hfshard.distributed.status import PATIENCE_SECONDS, SaveStatus
-from hfshard.errors import DirectoryLockedError, RankFailedError, RankMissingError
+from hfshard.errors import DirectoryLockedError, RankFailedError
 
-GATHER_SECONDS: Final = 600.0
-"""How long to wait for a rank that is needed: another may still compute, or load its data."""
+logger = logging.getLogger(__name__)
+
 _LONGEST_PAUSE_SECONDS: Final = 0.05
 _FAREWELL_SECONDS: Final = 1.0
 
@@ -68,7 +71,7 @@ def gather_participants(
     needs_all: bool,
     is_writer: bool = True,
     wait_seconds: float = 1.0,
-    patience_seconds: float = GATHER_SECONDS,
+    patience_seconds: float | None = None,
     death_seconds: float = DEATH_SECONDS,
 ) -> Iterator[Participation]:
     """Find out which ranks of the default process group make this call, too; the operation lasts as long as the block.
@@ -83,7 +86,8 @@ def gather_participants(
         needs_all: Whether this rank has a part of a tensor only.
         is_writer: False: the rank does not take part, and nobody waits for it, unless it `needs_all`.
         wait_seconds: How long the first one waits for ranks that are not needed.
-        patience_seconds: How long it waits for ranks that are.
+        patience_seconds: How long it waits for ranks that are, which may still compute or load data; None: as long as
+            the process group waits for a rank in a collective, `init_process_group(timeout=)`.
         death_seconds: As for `SaveStatus`.
 
     Raises:
@@ -104,6 +108,7 @@ def gather_participants(
             store.add(f"{key}/declined/{rank}", 1)
             yield Participation(Role.DECLINED, rank, None)
             return
+        patience_seconds = group_timeout_seconds() if patience_seconds is None else patience_seconds
         with _turn(place, key, patience_seconds):
             while True:
                 with _Operation(store, key, place, rank, death_seconds) as operation:
@@ -183,7 +188,7 @@ class _Operation:
         self._keeper = self.status.leader
         self._is_gathered = True
         if door["absent"]:
-            raise _missing(door, self._place, patience_seconds)
+            raise missing_error(door, self._place, patience_seconds)
 
     def _enter(self) -> str:
         """The name of the operation that is under way or to begin, which can't end now without this rank's leaving."""
@@ -211,7 +216,7 @@ class _Operation:
 
     def _keep_door(self, wait_seconds: float, patience_seconds: float) -> dict[str, list[int]]:
         """Wait for the others: a moment, or where all are needed for long."""
-        start = time.monotonic()
+        waiting = Wait(patience_seconds)
         pause = 0.001
         came: dict[int, bytes] = {}
         way_signs = WaySigns(self._store, self._death_seconds)
@@ -224,8 +229,10 @@ class _Operation:
             needs_all = b"all" in came.values()
             missing = set(others) if needs_all else {*others}.difference(declined, dead)
             is_hopeless = not needs_all or bool(dead)
-            if not missing or time.monotonic() - start > (wait_seconds if is_hopeless else patience_seconds):
+            if not missing or waiting.seconds > (wait_seconds if is_hopeless else patience_seconds):
                 break
+            if waiting.is_word_due():
+                logger.warning("%s", missing_word(self._rank, missing, self._place, waiting.seconds, patience_seconds))
             self.status.look(list(came))
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
@@ -303,19 +310,3 @@ def _turn(place: str, key: str, patience_seconds: float) -> Iterator[None]:
         with _CHANGED:
             _BUSY.discard(key)
             _CHANGED.notify_all()
-
-
-def _missing(door: Mapping[str, list[int]], place: str, patience_seconds: float) -> RankMissingError:
-    absent = sorted(door["absent"], key=lambda rank: (rank not in door["dead"], rank))
-    why = f"did not come within {patience_seconds:g} s"
-    if absent[0] in door["dead"]:
-        why = "gave no sign of life before, and did not come"
-    elif absent[0] in door["declined"]:
-        why = "was called with is_main_process=False and without a part of a tensor"
-    others = f", nor did rank {', '.join(map(str, absent[1:]))}" if absent[1:] else ""
-    return RankMissingError(
-        f"Rank {absent[0]} {why}{others}, though tensors for {place!r} are spread over all ranks. Make this call on "
-        "every rank, not on some.",
-        rank=absent[0],
-        path=place,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -22,7 +23,10 @@ from hfshard.distributed.liveness.messages import (
     with_unknown_outcome,
 )
 from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_store
+from hfshard.distributed.liveness.waiting import Wait, group_timeout_seconds
 from hfshard.errors import RankFailedError, RankMissingError
+
+logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS: Final = 3600.0
 """How long to wait for a rank that lives: the owner of a large file may write to a slow disk."""
@@ -49,7 +53,7 @@ class SaveStatus:
         ranks: Of the default process group, those that take part.
         rank: This one; if it is none of them, it only awaits the outcome.
         death_seconds: A rank without a beat for so long is taken for dead.
-        patience_seconds: How long to wait for a rank that lives.
+        patience_seconds: How long to wait for a rank that lives; None: an hour, or as the process group would.
         store: An open one, which is not closed at the end; None: one of its own.
         keeps_outcome: Leave the keys of `last_keys` to the caller, to be deleted when nobody needs them.
 
@@ -67,12 +71,12 @@ class SaveStatus:
         rank: int,
         *,
         death_seconds: float = DEATH_SECONDS,
-        patience_seconds: float = PATIENCE_SECONDS,
+        patience_seconds: float | None = None,
         store: AnsweringStore | None = None,
         keeps_outcome: bool = False,
     ) -> None:
         self.tag, self.ranks, self.rank = tag, sorted(ranks), rank
-        self._patience_seconds = patience_seconds
+        self._patience_seconds = patience_seconds or max(PATIENCE_SECONDS, group_timeout_seconds())
         self.death_seconds = death_seconds
         self._is_store_mine = store is None
         self._keeps_outcome = keeps_outcome
@@ -327,10 +331,12 @@ class SaveStatus:
 
     def _awaited(self, name: str, rank: int, watched: Collection[int], patience_seconds: float) -> bytes:
         pause = 0.001
-        end = time.monotonic() + patience_seconds
+        waiting = Wait(patience_seconds)
         while (value := self._store.get(self._key(name))) is None:
             self._look(watched, awaits_leader=rank == self.leader != self.rank)
-            if time.monotonic() > end:
+            if waiting.is_word_due():
+                logger.info("Rank %d waits for rank %d since %.0f s: %r.", self.rank, rank, waiting.seconds, name)
+            if waiting.is_over:
                 raise RankMissingError(
                     f"Rank {rank} lives, but has not come to {name!r} within {patience_seconds:g} s. Look what "
                     "it does: every rank has to make the same call.",

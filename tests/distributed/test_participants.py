@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import hfshard
 from hfshard.distributed.liveness.heartbeat import on_the_way
+from hfshard.distributed.liveness.waiting import group_timeout_seconds
 from hfshard.distributed.participants import Role, gather_participants
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import RankFailedError, RankMissingError
@@ -135,6 +141,30 @@ def _miss(rank: int, world_size: int) -> None:
     assert _take_part("/missed", b"all", needs_all=True) == (_role(rank), list(range(world_size)), b"all")
 
 
+def _miss_for_the_timeout_of_the_group(rank: int, world_size: int) -> None:
+    """How long a rank is waited for, users say where they say it for collectives; meanwhile they are told for whom."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    tensor = distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (world_size,)), [Shard(0)])
+    if rank == 0:
+        group: Any = dist.group.WORLD
+        before = group_timeout_seconds()
+        words: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("hfshard").addHandler(handler)
+        group.set_timeout(timedelta(seconds=2))
+        with pytest.raises(RankMissingError, match="Rank 1 did not come within 2 s"):
+            hfshard.save_state_dict({"a": tensor}, "/nowhere/to/be/found")
+        group.set_timeout(timedelta(seconds=before))
+        logging.getLogger("hfshard").removeHandler(handler)
+        assert re.match(r"Rank 0 has waited \d s for rank 1.* '/nowhere/to/be/found', and gives up after 2 s", words[0])
+        assert "init_process_group(timeout=...)" in words[0]
+        assert len(words) == 2
+    dist.barrier()
+
+
 def _fail(rank: int, world_size: int) -> None:
     """An error of one rank after it joined; the next operation works."""
 
@@ -172,6 +202,7 @@ def _come(rank: int, world_size: int) -> None:
     if world_size > 1:
         _come_late(rank, world_size)
         _miss(rank, world_size)
+        _miss_for_the_timeout_of_the_group(rank, world_size)
         _fail(rank, world_size)
     _come_in_threads(rank, world_size)
     _come_often(rank, world_size, 30)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
+from hfshard._util.text import list_some
 from hfshard.errors import RankFailedError, RankMissingError
 
 _OUTCOME_UNKNOWN: Final = (
     "Nobody has told the outcome: what this call was to do is done as a whole, or not at all. Look what is there, by "
     "'hfshard verify'."
 )
+
+_SHOWN_RANKS: Final = 8
+"""How many ranks a message lists."""
 
 
 def with_unknown_outcome(words: str) -> str:
@@ -63,6 +67,39 @@ def death_error(rank: int, silent_seconds: float) -> RankFailedError:
         f"Rank {rank} has given no sign of life for {silent_seconds:.0f} s: it was killed, was stopped, or can't be "
         "reached. Look at its output, and start the job again.",
         rank=rank,
+    )
+
+
+def missing_word(rank: int, missing: Collection[int], place: str, seconds: float, patience_seconds: float) -> str:
+    """What a rank that waits for others says meanwhile."""
+    others = list_some(list(map(str, sorted(missing))), _SHOWN_RANKS)
+    return (
+        f"Rank {rank} has waited {seconds:.0f} s for rank {others} to make the same call, about {place!r}, "
+        f"and gives up after {patience_seconds:g} s (as long as collectives wait: init_process_group(timeout=...)). "
+        "Every rank has to call."
+    )
+
+
+def missing_error(door: Mapping[str, list[int]], place: str, patience_seconds: float) -> RankMissingError:
+    """The error to raise on all ranks that have come where others are needed.
+
+    Args:
+        door: Which ranks are "absent", and of these "declined" or "dead".
+        place: What the operation is about.
+        patience_seconds: For how long they were waited for.
+    """
+    absent = sorted(door["absent"], key=lambda rank: (rank not in door["dead"], rank))
+    why = f"did not come within {patience_seconds:g} s"
+    if absent[0] in door["dead"]:
+        why = "gave no sign of life before, and did not come"
+    elif absent[0] in door["declined"]:
+        why = "was called with is_main_process=False and without a part of a tensor"
+    others = f", nor did rank {', '.join(map(str, absent[1:]))}" if absent[1:] else ""
+    return RankMissingError(
+        f"Rank {absent[0]} {why}{others}, though tensors for {place!r} are spread over all ranks. Make this call on "
+        "every rank, not on some.",
+        rank=absent[0],
+        path=place,
     )
 
 
