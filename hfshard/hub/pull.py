@@ -42,8 +42,9 @@ def pull_checkpoint(
     """Download a checkpoint from a hub, and check that it is complete.
 
     The other files of its folder are pulled too: config, tokenizer, code, README, and the weights in folders further
-    down; but not the weights of other variants and formats. All files are of one commit. A pull that was interrupted
-    continues where it stopped.
+    down; but not the weights of other variants and formats, except those that a class of transformers reads beside its
+    own (`spk_dict.pt` of Qwen2.5-Omni). All files are of one commit. A pull that was interrupted continues where it
+    stopped.
 
     Args:
         repo_id: "org/name" on the Hugging Face Hub; or a directory hub, as a path or a `file://` URL.

@@ -40,6 +40,10 @@ _OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-")
 _TRAINING: Final = frozenset({"checkpoint.json", "training_state.json"})
 """Files that make a folder a training checkpoint; no model needs them."""
 
+_READ_BY_MODELS: Final = frozenset({"spk_dict.pt", "head.safetensors", "readout.safetensors"})
+"""Weights beside a checkpoint that a class of transformers reads by name: Qwen2.5-Omni's voices, and a config's
+`extra_files`."""
+
 _CUSTOM_GENERATE: Final = "custom_generate/generate.py"
 """The file that transformers looks for where it may run a repo's code."""
 
@@ -189,6 +193,8 @@ def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
         size: Bytes.
         is_asked: Whether patterns choose the files: then any may be pulled, except other weights of the checkpoint.
     """
+    if path in _READ_BY_MODELS:
+        return size <= MAX_COMPANION_BYTES
     if "/" not in path and (path.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) or INDEX_FILE.fullmatch(path)):
         return not path.startswith(_OWN_STEMS) and (is_asked or path.startswith("adapter_model."))
     if is_asked or ("/" in path and path.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX))):

@@ -50,7 +50,8 @@ class RunPushes(RunReader):
 
             manager.push("org/name", "best")
 
-        Its files are compared with its manifest first. Files that the hub has are not sent again. Files that the
+        Its files are compared with its manifest first: a link is pushed as what it leads to, which must be what was
+        saved. Files that the hub has are not sent again. Files that the
         checkpoint pushed before left there are deleted in the same commit; README and other files stay. If nothing
         changed, no commit is made.
 

@@ -16,7 +16,13 @@ import pytest
 import torch
 from torch import nn
 
-from hfshard.errors import CheckpointNotFoundError, HfshardError, HubNotFoundError, InvalidArgumentError
+from hfshard.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    HfshardError,
+    HubNotFoundError,
+    InvalidArgumentError,
+)
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.repo_tree import PushResult
 from hfshard.storage.format.integrity import Checksum
@@ -283,3 +289,21 @@ def test_address_that_can_be_none_is_refused_at_once(tmp_path: Path) -> None:
     for address in ("a/b/c", "org/name@", "@main", "https://huggingface.co/org/name"):
         with pytest.raises((InvalidArgumentError, HubNotFoundError)):
             CheckpointManager(tmp_path / "run", push_to_hub=address)
+
+
+def test_a_link_is_pushed_as_what_it_leads_to_if_that_is_what_was_saved(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run")
+    trained(manager, 1)
+    saved = contents(Path(manager.path_of(1)))
+    for name in ("model.safetensors", "training_state.json"):
+        path = Path(manager.path_of(1)) / name
+        path.rename(tmp_path / name)
+        path.symlink_to(tmp_path / name)
+
+    pushed = manager.push(tmp_path / "hub")
+
+    assert contents(Path(pushed.url)) == saved
+    assert not any(path.is_symlink() for path in Path(pushed.url).iterdir())
+    (tmp_path / "training_state.json").write_bytes(b"a secret")
+    with pytest.raises(DamagedCheckpointError, match="is not the file that was saved"):
+        manager.push(tmp_path / "hub")
