@@ -30,7 +30,7 @@ from hfshard.pretrained.class_alias import (
 from hfshard.pretrained.fallback import needs_transformers_saver
 from hfshard.pretrained.override_chain import has_override
 from hfshard.pretrained.pushing.push import push_by_directory, push_model, tags_of
-from hfshard.pretrained.ranks.stages import is_part
+from hfshard.pretrained.ranks.stages import is_part_of_push
 from hfshard.pretrained.request import request_from_model
 from hfshard.pretrained.saver import save_through, without_defaults
 from hfshard.saving.options import SaveOptions
@@ -181,7 +181,7 @@ class ShardedModelMixin:
             bert.push_to_hub("./hub/bert")  # or "org/name"
         """
         _refuse_other_model(type(self))
-        with push_together(is_collective=is_part(self, None)) as together:
+        with push_together(is_collective=is_part_of_push(self)) as together:
             repo_id = absolute_address(repo_id)
             if kwargs.pop("safe_serialization", True) is False:
                 raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")

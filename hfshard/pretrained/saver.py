@@ -24,7 +24,7 @@ from hfshard.pretrained.class_alias import is_registered_with_mixin, view_as_ali
 from hfshard.pretrained.fallback import has_adapters, needs_transformers_saver
 from hfshard.pretrained.override_chain import ChainCall, call_under_way, has_override, run_chain
 from hfshard.pretrained.pushing.push import default_repo_id, push_saved_files, tags_of
-from hfshard.pretrained.ranks.stages import is_part, refuse_stage
+from hfshard.pretrained.ranks.stages import is_part, is_part_of_push, refuse_stage
 from hfshard.pretrained.request import request_from_model
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
@@ -193,7 +193,8 @@ def _save(
     index = save_anywhere(request, directory)
     if push_to_hub:
         arguments = {**kwargs, "token": token, "progress": options.progress}
-        with push_together(is_collective=needs_all_ranks(request)) as together:
+        is_shared = needs_all_ranks(request) or (state_dict is None and is_part_of_push(model))
+        with push_together(is_collective=is_shared) as together:
             _push_files(model, request, index, directory, arguments, together)
     return index
 

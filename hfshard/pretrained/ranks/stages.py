@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hfshard.distributed.participants import has_other_ranks
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
 from hfshard.pretrained.class_alias import alias_class
+from hfshard.pretrained.fallback import has_adapters
+from hfshard.state_dicts.wrappers import strip_compiled
 
 
 def is_part(model: Any, state_dict: Mapping[str, Any] | None) -> bool:
@@ -26,6 +29,28 @@ def _is_fully_sharded(model: Any) -> bool:
     """Whether `fully_shard` was called: right after a forward pass parameters may be whole, until they are saved."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+
+
+def is_part_of_push(model: Any) -> bool:
+    """Whether a push needs what other ranks have: of a part as a save knows it, or of a stage that a user has made.
+
+    Such a stage has plain tensors. What tells it from a whole model is that there are other ranks, and that it has no
+    parameter of some module of which the model of its config has some.
+    """
+    if is_part(model, None):
+        return True
+    if not has_other_ranks() or has_adapters(model):
+        return False
+    whole = whole_model(model)
+    if whole is None:
+        return False
+    names = [strip_compiled(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+    there = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+    return any(
+        name.rpartition(".")[0] not in there
+        for name, _ in whole.named_parameters(remove_duplicate=False)
+        if "." in name
+    )
 
 
 def refuse_stage(model: Any) -> None:

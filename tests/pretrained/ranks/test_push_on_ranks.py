@@ -29,7 +29,7 @@ from tests.zoo.mixin_classes import with_mixin
 pytestmark = pytest.mark.compat
 
 SHARD_BYTES = 12_000
-BY_USERS = {"llama_tied": "fsdp", "qwen3_moe": "by_turns"}
+BY_USERS = {"llama_tied": "fsdp", "qwen3_moe": "by_turns", "llama_untied": "pp"}
 BY_TRANSFORMERS = {"llama_untied_even": "their_pp", "qwen3_moe_even": "their_ep"}
 CHANGED = "model.layers.0.input_layernorm.weight"
 """Of a pipeline it is on one stage."""
