@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -99,6 +100,38 @@ def take_stage(model: Any, rank: int, stages: int) -> Any:
 def replicate(model: Any) -> Any:
     """DistributedDataParallel."""
     return nn.parallel.DistributedDataParallel(model)
+
+
+def compute(model: Any, layout: str, tokens: torch.Tensor) -> torch.Tensor | None:
+    """The logits, computed by all ranks together; None: this layout computes nothing by itself, or on another rank."""
+    if layout in LAYOUTS and _only_holds(model, layout):
+        return None
+    if layout in LAYOUTS and layout.startswith("pp"):
+        return _through_stages(model, tokens, dist.get_world_size() if layout == "pp" else 2)
+    logits: torch.Tensor = model(tokens).logits
+    return logits
+
+
+def _only_holds(model: Any, layout: str) -> bool:
+    """Whether it is not meant to compute: of torch's tensor parallel layers, those whose features can't be halved."""
+    if layout.endswith("ep"):
+        return any(name.endswith(".experts") for name, _ in model.named_modules())
+    return "by_turns" in layout or (layout.endswith("tp") and model.config.intermediate_size % 2 == 1)
+
+
+def _through_stages(model: Any, tokens: torch.Tensor, stages: int) -> torch.Tensor | None:
+    ranks = dist.get_world_size() // stages
+    rank = dist.get_rank()
+    inputs: dict[str, torch.Tensor] = {"input_ids": tokens}
+    if rank >= ranks:
+        hidden = torch.empty(*tokens.shape, model.config.hidden_size, dtype=model.dtype)
+        dist.recv(hidden, rank - ranks)
+        inputs = {"inputs_embeds": hidden}
+    given: torch.Tensor = model(**inputs).logits
+    if rank < dist.get_world_size() - ranks:
+        dist.send(given.contiguous(), rank + ranks)
+        return None
+    return given
 
 
 _MESHES: dict[tuple[int, ...], DeviceMesh] = {}
