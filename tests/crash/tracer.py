@@ -167,7 +167,10 @@ def traced(
     if pid == 0:
         _child(work, prepare, report)
     try:
-        os.waitpid(pid, os.WUNTRACED)
+        _, stopped = os.waitpid(pid, os.WUNTRACED)
+        if not os.WIFSTOPPED(stopped):
+            words = report[:].rstrip(b"\0").decode(errors="replace")
+            raise RuntimeError(f"What comes before the traced work failed: {words}")
         tracer = trace_process(pid, trace, inject, scope)
         os.kill(pid, signal.SIGCONT)
         status = _wait(pid)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,17 @@ from tests.training import processes
 
 _TIMEOUT = timedelta(seconds=processes.PATIENCE_SECONDS - 20)
 """Of collectives: a machine may be busy."""
+_PORTS = range(16_000, 32_000)
+"""Below those that Linux gives to connections."""
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """A port that nobody listens on, and that no connection gets by chance before somebody does."""
+    while True:
+        port = secrets.choice(_PORTS)
+        with suppress(OSError), socket.socket() as one:
+            one.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(
