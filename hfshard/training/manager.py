@@ -267,10 +267,8 @@ class CheckpointManager(RunPushes):
         is_spread = is_spread_state(state)
         if is_spread:
             self._writer.join()  # on every rank: it is a save of them all
-        with Ranks.meeting(os.path.realpath(self.root), is_spread=is_spread) as ranks:
-            if ranks.status is not None:
-                ranks.status.meet("restore")  # where another rank saves, this raises
-                ranks.on_each(self._writer.wait)
+        with Ranks.meeting("restore", os.path.realpath(self.root) if is_spread else "") as ranks:
+            ranks.on_each(self._writer.wait)
             yield ranks
 
     def _metrics_of(self, step: int, metric: float | Mapping[str, float] | None) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     status: SaveStatus | None = None
-    """Of an operation of ranks that have parts of the model: values go by its store as JSON, and a rank that dies is an
-    error. None: they go by collectives of the default group."""
+    """Of an operation of all ranks: values go by its store, and a rank that dies is an error. None: they go by
+    collectives of the default group."""
 
     @classmethod
     def current(cls) -> Ranks:
@@ -37,22 +38,25 @@ class Ranks:
 
     @classmethod
     @contextmanager
-    def meeting(cls, place: str, *, is_spread: bool) -> Iterator[Ranks]:
-        """The ranks while the block runs, all of which take part in one operation where a model is spread over them.
+    def meeting(cls, what: str, place: str = "") -> Iterator[Ranks]:
+        """The ranks while the block runs, all of which take part in one operation.
 
         Args:
-            place: What the operation is about; the same on all ranks.
-            is_spread: Whether each rank has a part of a model only.
+            what: They do; where another rank does something else, this raises.
+            place: What the operation is about; the same on all ranks. Empty: what the run does, wherever it is.
 
         Raises:
             RankFailedError: A rank failed, died, or did not come.
         """
         ranks = cls.current()
-        if ranks.world_size == 1 or not is_spread:
+        if ranks.world_size == 1:
             yield ranks
             return
-        with gather_participants(place, needs_all=True) as participation:
-            yield cls(ranks.rank, ranks.world_size, participation.status)
+        with gather_participants(place or "the run", needs_all=True) as participation:
+            status = participation.status
+            assert status is not None  # that of a rank that takes part
+            status.meet(what)
+            yield cls(ranks.rank, ranks.world_size, status)
 
     @property
     def is_first(self) -> bool:
@@ -63,6 +67,10 @@ class Ranks:
         """Return the values of all ranks in order on the first rank, an empty list on others. Every rank must call."""
         if self.world_size == 1:
             return [value]
+        if self.status is not None:
+            self.status.tell("value", pickle.dumps(value))
+            speakers = self.status.ranks if self.is_first else []
+            return [pickle.loads(self.status.wait_for("value", rank)) for rank in speakers]
         values: list[Any] | None = [None] * self.world_size if self.is_first else None
         torch.distributed.gather_object(value, values)
         return values or []
@@ -103,6 +111,20 @@ class Ranks:
         if told is not None:
             raise _failed(0, self.world_size, told)
         return value  # type: ignore[no-any-return]
+
+    def last(self, work: Callable[[], str]) -> str:
+        """As `first`, at the end of what the ranks do: where the function is done, a rank that dies does not matter."""
+        if self.status is None:
+            return self.first(work)
+        if not self.is_first:
+            return self.status.finish().decode()
+        try:
+            return self.status.finish(work().encode()).decode()
+        except Exception:
+            raise
+        except BaseException:
+            self.status.begin_step()  # Ctrl-C may come after the work
+            raise
 
     def on_each(self, work: Callable[[], _Value]) -> _Value:
         """Call a function on every rank, and return each rank's own result if none failed. Every rank must call.

@@ -40,7 +40,13 @@ def save_on_all_ranks(step: int, state: TrainingState, write: Callable[[Sequence
     Raises:
         RankFailedError: A rank failed; each rank raises its own error if it has one.
     """
-    ranks = Ranks.current()
+    with Ranks.meeting("save") as ranks:
+        return _save_together(step, state, write, ranks)
+
+
+def _save_together(
+    step: int, state: TrainingState, write: Callable[[Sequence[RankContribution]], str], ranks: Ranks
+) -> str:
     contribution = RankContribution()
     error: Exception | None = None
     try:
@@ -51,7 +57,7 @@ def save_on_all_ranks(step: int, state: TrainingState, write: Callable[[Sequence
         contribution = RankContribution(problem=f"{type(error).__name__}: {error}")
     gathered = ranks.gather(contribution)
     try:
-        return ranks.first(lambda: write(gathered))
+        return ranks.last(lambda: write(gathered))
     except HfshardError:
         if error is not None:
             raise error from None

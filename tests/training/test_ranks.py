@@ -172,6 +172,6 @@ def test_an_error_of_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
     first, second = ((tmp_path / f"error-{rank}.txt").read_text() for rank in range(2))
     assert first.startswith("UnstorableTensorError: 'extra/strange' is a object: it has no form")
     assert second.startswith(
-        "RankFailedError: Rank 0 of 2 failed, so all ranks stop: UnstorableTensorError: 'extra/strange'"
+        "RankFailedError: Rank 0 failed, so the other ranks gave up, too: UnstorableTensorError: 'extra/strange'"
     )
     assert not run.exists()

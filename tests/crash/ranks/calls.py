@@ -130,16 +130,15 @@ class PretrainedCall(StateDictCall):
 class ManagerCall:
     """`CheckpointManager.save` of a model under FSDP2 and its optimizer."""
 
-    def __init__(self, *, blocking: bool) -> None:
+    def __init__(self, *, blocking: bool = True, is_spread: bool = True) -> None:
         self._blocking = blocking
+        self._is_spread = is_spread
 
     def ready(self, directory: Path, number: int, harm: Harm) -> Does:
         """Build a state whose tensors all tell the number, which is that of the step, too."""
         from hfshard.training import CheckpointManager
 
-        model = built_layers(number)
-        shard(model, model)
-        state = built_state(model, number, harm)
+        state = self._state(number, harm)
 
         def save() -> None:
             with CheckpointManager(directory, max_shard_size=LIMIT) as manager:
@@ -147,6 +146,12 @@ class ManagerCall:
                 manager.wait_until_finished()
 
         return save
+
+    def _state(self, number: int, harm: Harm) -> Any:
+        model = built_layers(number)
+        if self._is_spread:
+            shard(model, model)
+        return built_state(model, number, harm)
 
     def save_alone(self, directory: Path, number: int) -> None:
         """The same save by one process."""

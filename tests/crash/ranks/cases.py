@@ -23,10 +23,22 @@ BY_STRACE = {
     ("cleanup", "eio"): "unlink:error=EIO:when=2",
 }
 """(phase, fault) -> what strace does; the other faults are those of tensors that are read, of limits, and signals."""
-CALLS = ("state_dict", "pretrained", "manager", "async", "dcp", "load_model", "load_like", "restore")
+CALLS = (
+    "state_dict",
+    "pretrained",
+    "manager",
+    "async",
+    "ddp",
+    "dcp",
+    "load_model",
+    "load_like",
+    "restore",
+    "ddp_restore",
+)
 """`save_state_dict`; `save_pretrained` of a model of transformers under FSDP2; `CheckpointManager.save`, blocking or
-not, of such a model and its optimizer; `torch.distributed.checkpoint.save`; and loads."""
-LOADS = CALLS[-3:]
+not, of such a model and its optimizer, or of those that each rank has whole; `torch.distributed.checkpoint.save`; and
+loads."""
+LOADS = CALLS[-4:]
 STORES = ("rank0", "file", "launcher")
 """Who keeps the store of the process group."""
 
@@ -72,9 +84,11 @@ class Case(NamedTuple):
 
     @property
     def is_late(self) -> bool:
-        """Whether all ranks have confirmed, or only a wait for a thread is interrupted, so that the others succeed."""
+        """Whether it may be done: all ranks have confirmed, or only a wait for a thread is interrupted, or one that has
+        everything goes on."""
         is_wait_interrupted = self.call == "async" and self.phase == "writing" and self.fault == "int"
-        return self.phase in ("commit", "cleanup", "after") or is_wait_interrupted
+        is_alone = self.call == "ddp" and self.fault == "stop"
+        return self.phase in ("commit", "cleanup", "after") or is_wait_interrupted or is_alone
 
 
 def all_cases() -> tuple[Case, ...]:
@@ -93,6 +107,7 @@ def _every_case() -> Iterator[Case]:
         yield from _cases_of(Case(2, victim, "", "", store="file"), _ALL_PHASES, DEADLY)
         for call in ("pretrained", "manager", "async"):
             yield from _cases_of(Case(2, victim, "", "", call), _PHASES_OF_ALL, _OF_ALL)
+        yield from _cases_of(Case(2, victim, "", "", "ddp"), _PHASES_OF_ALL[2 * victim :], _OF_ALL)
         yield from _cases_of(Case(2, victim, "", "", "dcp"), _PHASES_OF_ALL[: 3 - victim], _OF_DCP)
         for call in LOADS:
             phases = ("opening",) if call == "load_like" else ("opening", "assigning")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.crash.ranks.calls import LIMIT, DcpCall, ManagerCall, PretrainedCall, StateDictCall
-from tests.crash.ranks.models import Does, Harm, built_layers, built_state, shard, values, values_of_state
+from tests.crash.ranks.models import Does, Harm, built_layers, shard, values, values_of_state
 
 BEFORE = 0
 """What all values are before a load."""
@@ -72,17 +72,15 @@ class RestoreCall(ManagerCall):
 
     may_be_half = False
 
-    def __init__(self) -> None:
-        super().__init__(blocking=True)
+    def __init__(self, *, is_spread: bool = True) -> None:
+        super().__init__(is_spread=is_spread)
         self.values: Callable[[], set[int]] = lambda: {BEFORE}
 
     def ready(self, directory: Path, number: int, harm: Harm) -> Does:
         """Build what is restored."""
         from hfshard.training import CheckpointManager
 
-        model = built_layers(BEFORE)
-        shard(model, model)
-        state = built_state(model, BEFORE, harm)
+        state = self._state(BEFORE, harm)
         self.values = lambda: values_of_state(state)
         return lambda: CheckpointManager(directory).restore(state)
 
@@ -93,12 +91,14 @@ Load = LoadModelCall | RestoreCall
 CALLS: dict[str, Call] = {
     "state_dict": StateDictCall(),
     "pretrained": PretrainedCall(),
-    "manager": ManagerCall(blocking=True),
+    "manager": ManagerCall(),
     "async": ManagerCall(blocking=False),
+    "ddp": ManagerCall(is_spread=False),
     "dcp": DcpCall(),
     "load_model": LoadModelCall(),
     "load_like": LoadLikeCall(),
     "restore": RestoreCall(),
+    "ddp_restore": RestoreCall(is_spread=False),
 }
 
 
