@@ -7,23 +7,20 @@ import logging
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final, Self
 
-from hfshard.distributed.liveness.heartbeat import Heart, LifeSigns, dead_key
+from hfshard.distributed.liveness.heartbeat import Heart
 from hfshard.distributed.liveness.messages import (
-    death_error,
     failure_record,
     final_record,
-    is_final,
     pack,
-    told_error,
     unpack,
     with_unknown_outcome,
 )
 from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_store
 from hfshard.distributed.liveness.waiting import Wait, group_timeout_seconds
+from hfshard.distributed.liveness.watch import Watch, beat_key, failed_key
 from hfshard.errors import RankFailedError, RankMissingError
 
 logger = logging.getLogger(__name__)
@@ -32,10 +29,6 @@ PATIENCE_SECONDS: Final = 3600.0
 """How long to wait for a rank that lives: the owner of a large file may write to a slow disk."""
 LEAVE_SECONDS: Final = 5.0
 """How long the leader waits, after a failure, for the others to have seen it: its process may keep the store."""
-_LOOK_SECONDS: Final = 0.3
-"""Between two looks whether somebody failed."""
-_BEATS_OF_A_SUSPECT: Final = 3
-"""A rank that misses so many beats after a collective failed is the one that broke it."""
 _LONGEST_PAUSE_SECONDS: Final = 0.05
 
 
@@ -82,14 +75,10 @@ class SaveStatus:
         self._keeps_outcome = keeps_outcome
         self._given_store = store
         self._store: AnsweringStore
-        self._life: LifeSigns
+        self._watch: Watch
         self._heart: Heart
         self._keys: list[str] = []
         self._meetings = 0
-        self._looked_at = time.monotonic()
-        self._watched_at = self._looked_at
-        self._told_at = 0.0
-        self._is_told = False
         self._may_be_done = False
 
     @property
@@ -100,12 +89,12 @@ class SaveStatus:
     @property
     def last_keys(self) -> list[str]:
         """The keys that say how it ended."""
-        return [self._key("outcome"), self._key("failed")]
+        return [self._key("outcome"), failed_key(self.tag)]
 
     def __enter__(self) -> Self:
         self._store = self._given_store or open_store(self.death_seconds)
-        self._life = LifeSigns(self._store, self._key("beat"), self.death_seconds)
-        self._heart = Heart(self._store, self._key(f"beat/{self.rank}"), self.death_seconds)
+        self._heart = Heart(self._store, f"{beat_key(self.tag)}/{self.rank}", self.death_seconds)
+        self._watch = Watch(self._store, self.tag, self.rank, self._heart, self.death_seconds)
         self._heart.start()
         self._keys.append(self._heart.key)
         return self
@@ -188,19 +177,11 @@ class SaveStatus:
         Raises:
             RankFailedError: It names the rank.
         """
-        self._check_told()
-        self._watch(self._watched() if ranks is None else ranks, self.death_seconds)
+        self._watch.check(self._watched() if ranks is None else ranks)
 
     def look(self, ranks: Collection[int] | None = None) -> None:
         """As `check`, but only where the last time was a while ago."""
-        self._look(self._watched() if ranks is None else ranks, awaits_leader=False)
-
-    def _look(self, ranks: Collection[int], *, awaits_leader: bool) -> None:
-        now = time.monotonic()
-        if now - self._looked_at > _LOOK_SECONDS:
-            self._check_told(awaits_leader=awaits_leader)
-        if now - self._watched_at > self._heart.seconds:
-            self._watch(ranks, self.death_seconds)
+        self._watch.look(self._watched() if ranks is None else ranks)
 
     def await_work(self, work: Any) -> None:
         """Wait for a collective, and look meanwhile whether a rank failed.
@@ -211,34 +192,11 @@ class SaveStatus:
         Raises:
             RankFailedError: A rank failed or died, or the collective did.
         """
-        end = time.monotonic() + self._patience_seconds
-        while not _ends_within(work, _LOOK_SECONDS):
-            self.look()
-            if time.monotonic() > end:
-                raise RankFailedError(
-                    f"A collective among ranks {_listed(self.ranks)} has not ended within {self._patience_seconds:g} "
-                    "s, though all of them live. Look what each of them does, and start the job again."
-                )
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self.who_broke_it(error) from error
+        self._watch.await_collective(work, self.ranks, self._watched(), self._patience_seconds)
 
     def who_broke_it(self, error: RuntimeError) -> RankFailedError:
         """The rank that let a collective fail: one that says so, or one that falls silent."""
-        suspicion_seconds = self._heart.seconds * _BEATS_OF_A_SUSPECT
-        end = time.monotonic() + suspicion_seconds + 2 * self._heart.seconds
-        try:
-            while time.monotonic() < end:
-                self._check_told()
-                self._watch(self.ranks, suspicion_seconds)
-                time.sleep(_LONGEST_PAUSE_SECONDS)
-        except RankFailedError as told:
-            return told
-        return RankFailedError(
-            f"A collective among ranks {_listed(self.ranks)} failed, though all of them live: {error}. Look at the "
-            "network between them, and start the job again."
-        )
+        return self._watch.who_broke_it(error, self.ranks)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank failed, so that they raise; the first failure counts.
@@ -250,7 +208,7 @@ class SaveStatus:
             return
         record = failure_record(error, self.rank, may_be_done=self._may_be_done)
         with suppress(RankFailedError):
-            told = self._store.get(self._key("failed"))
+            told = self._store.get(failed_key(self.tag))
             if self.rank == self.leader:
                 self._put("failed", final_record(told or record))
             elif told is None:
@@ -300,32 +258,12 @@ class SaveStatus:
     def _watched(self, *more: int) -> Collection[int]:
         return self.ranks if self.rank == self.leader else {self.leader, *more}
 
-    def _check_told(self, *, awaits_leader: bool = False) -> None:
-        self._looked_at = time.monotonic()
-        self._heart.beat_without_thread()
-        told = self._store.get(self._key("failed"))
-        if told is None:
-            return
-        if awaits_leader and not is_final(told):
-            self._told_at = self._told_at or self._looked_at
-            if self._looked_at - self._told_at < self.death_seconds:
-                return
-        self._is_told = is_final(told) or not awaits_leader
-        raise told_error(told)
-
-    def _watch(self, ranks: Collection[int], most_seconds: float) -> None:
-        self._watched_at = time.monotonic()
-        for rank, silent_seconds in self._life.look([rank for rank in ranks if rank != self.rank]).items():
-            if silent_seconds > most_seconds:
-                self._store.put(dead_key(rank), b"")
-                raise death_error(rank, silent_seconds)
-
     def _await(self, name: str, rank: int, watched: Collection[int], patience_seconds: float | None = None) -> bytes:
         """Wait for a key that a rank sets."""
         try:
             return self._awaited(name, rank, watched, patience_seconds or self._patience_seconds)
         except RankFailedError as error:
-            if self._is_told or not self._may_be_done:
+            if self._watch.has_final_word or not self._may_be_done:
                 raise
             raise type(error)(with_unknown_outcome(str(error)), rank=error.rank) from error
 
@@ -333,7 +271,7 @@ class SaveStatus:
         pause = 0.001
         waiting = Wait(patience_seconds)
         while (value := self._store.get(self._key(name))) is None:
-            self._look(watched, awaits_leader=rank == self.leader != self.rank)
+            self._watch.look(watched, awaits_leader=rank == self.leader != self.rank)
             if waiting.is_word_due():
                 logger.info("Rank %d waits for rank %d since %.0f s: %r.", self.rank, rank, waiting.seconds, name)
             if waiting.is_over:
@@ -373,19 +311,7 @@ class SaveStatus:
             byes = self._store.get_many(self._key(f"bye/{rank}") for rank in left)
             keys += [key for bye in byes if bye is not None for key in json.loads(bye)]
             left = [rank for rank, bye in zip(left, byes, strict=True) if bye is None]
-            is_anyone_alive = any(silent <= self.death_seconds for silent in self._life.look(left).values())
-            if left and (time.monotonic() > end or not is_anyone_alive):
+            if left and (time.monotonic() > end or not self._watch.is_anyone_alive(left)):
                 return None
             time.sleep(0.002 if left else 0)
         return keys
-
-
-def _ends_within(work: Any, seconds: float) -> bool:
-    """Wait a while for a collective, which goes on after it; whether it has ended, well or not."""
-    with suppress(RuntimeError):  # "timed out", or what went wrong, which the next wait says again
-        work.wait(timedelta(seconds=seconds))
-    return bool(work.is_completed())
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))
