@@ -124,10 +124,10 @@ def _modes_of_caller() -> Callable[[], AbstractContextManager[object]]:
     is_inference, has_gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def enter() -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode(is_inference))
-        stack.enter_context(torch.set_grad_enabled(has_gradients))
-        return stack
+        with ExitStack() as stack:  # leaves the first where the second can't be entered
+            stack.enter_context(torch.inference_mode(is_inference))
+            stack.enter_context(torch.set_grad_enabled(has_gradients))
+            return stack.pop_all()
 
     return enter
 

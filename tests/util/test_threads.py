@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -62,8 +63,12 @@ def test_error_before_the_first_item_is_raised(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch, "set_grad_enabled", refuse)
 
-    with pytest.raises(RuntimeError, match="out of memory"):
-        in_threads(lambda item, _: item, range(4), 2)
+    with torch.inference_mode():
+        with pytest.raises(RuntimeError, match="out of memory"):
+            in_threads(lambda item, _: item, range(4), 2)
+        gc.collect()
+        # What torch keeps of a mode resets that of the thread in which it is collected.
+        assert torch.is_inference_mode_enabled()
 
 
 @pytest.mark.parametrize("is_inference", [False, True])
