@@ -32,6 +32,8 @@ WAIT = b"wait"
 TRACER_SECONDS = 60.0
 PR_SET_PDEATHSIG = 1
 PR_SET_PTRACER = 0x59616D61
+EXECUTABLE = "HFSHARD_TESTS_PYTHON"
+"""The variable with what a child takes for `sys.executable`."""
 MADV_COLLAPSE = 25
 _HUGE_PAGE_BYTES = 1 << 21
 _LIBC = ctypes.CDLL(None)
@@ -197,6 +199,7 @@ def _become(order: dict[str, Any], fds: Sequence[int]) -> None:
     os.chdir(order["cwd"])
     if order["umask"] >= 0:
         os.umask(order["umask"])
+    sys.executable = os.environ.get(EXECUTABLE, sys.executable)
     encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         options: dict[str, Any] = {"encoding": encoding or "utf-8", "errors": errors or "strict"}
@@ -235,6 +238,8 @@ def interpret(arguments: Sequence[str], is_traced: bool = False) -> None:
     """Do what the interpreter does with these arguments: `-m MODULE ...`, `-c CODE ...`, `SCRIPT ...`."""
     if is_traced:
         _wait_for_tracer()
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in paths if path and path not in sys.path]
     kind, *rest = arguments
     if kind == "-m":
         sys.argv = rest

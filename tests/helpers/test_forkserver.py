@@ -7,12 +7,14 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from subprocess import PIPE
 
 import pytest
 
 from tests import REPOSITORY
 from tests.helpers import forkserver
+from tests.helpers.forked_python import environment_of
 
 WARN = "import warnings; warnings.warn('old', ResourceWarning); print('lived')"
 OWNER = """
@@ -24,6 +26,12 @@ print(server._process.pid, child.pid, flush=True)
 time.sleep(600)
 """
 PARENT = "import os; print(os.getppid())"
+STARTS = """
+import subprocess, sys
+says = "import sys; sys.exit('transformers' in sys.modules and sys.stdin.read())"
+for code in (says, "import os; os.kill(os.getpid(), 9)"):
+    print(subprocess.run([sys.executable, "-u", "-c", code], input=b"said").returncode)
+"""
 OFFLINE = "import huggingface_hub; print(huggingface_hub.constants.HF_HUB_OFFLINE)"
 NESTED = f"""
 import os
@@ -36,6 +44,11 @@ def test_processes_of_a_session_share_a_server(child_environment: dict[str, str]
     ours = forkserver.run(["-c", PARENT], env=child_environment).stdout
     assert forkserver.run(["-c", NESTED], env=child_environment).stdout == ours
     assert int(ours) != os.getpid()
+
+
+def test_interpreters_that_a_script_starts_are_forks(tmp_path: Path, child_environment: dict[str, str]) -> None:
+    done = forkserver.run(["-c", STARTS], env=environment_of(tmp_path, child_environment))
+    assert (done.stdout, done.stderr) == ("1\n-9\n", "said\n")
 
 
 @pytest.mark.parametrize("offline", ["0", "1"])

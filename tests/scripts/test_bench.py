@@ -44,7 +44,7 @@ def place(tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, child_environment: dict[str, str]) -> Path:
+def measured(tmp_path_factory: pytest.TempPathFactory, forking_environment: dict[str, str]) -> Path:
     """A directory of the results of save and verify, and of the data, if any is left; the tests only read it.
 
     The run takes half a minute: of the workers of one test run, one measures, and the others wait for it.
@@ -59,7 +59,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, child_environment: dict[s
             made = Path(tempfile.mkdtemp(dir=base))
             (made / "data").mkdir()
             where = ["--directory", str(made / "data"), "--out", str(made / "RESULTS.md")]
-            run(["save", "verify", "--main-peers", *where, "--params", "tiny", "--rounds", "1"], child_environment)
+            run(["save", "verify", "--main-peers", *where, "--params", "tiny", "--rounds", "1"], forking_environment)
             made.rename(directory)  # only now, so that nobody takes half a run for one
     return directory
 
@@ -100,16 +100,16 @@ def test_raw_figures_count_the_bytes_and_the_pages_that_were_dropped(measured: P
 
 
 def test_one_question_alone_replaces_its_section_only(
-    measured: Path, tmp_path: Path, place: list[str], child_environment: dict[str, str]
+    measured: Path, tmp_path: Path, place: list[str], forking_environment: dict[str, str]
 ) -> None:
     for name in ("RESULTS.md", "results.json"):
         shutil.copy(measured / name, tmp_path)
     written = (measured / "RESULTS.md").read_text(encoding="utf-8")
-    run(["plan", *place], child_environment)
+    run(["plan", *place], forking_environment)
     again = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
     assert ("\n## Plan\n" in written, "\n## Plan\n" in again) == (False, True)
     assert tables(again)[1:-1] == tables(written)[1:]
-    printed = run(["--readme", "--out", str(tmp_path / "RESULTS.md")], child_environment).stdout.splitlines()
+    printed = run(["--readme", "--out", str(tmp_path / "RESULTS.md")], forking_environment).stdout.splitlines()
     assert (printed[0], printed[-1]) == (
         "<!-- measured: python scripts/bench/run.py --readme -->",
         "<!-- /measured -->",

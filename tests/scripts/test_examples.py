@@ -34,8 +34,8 @@ def test_checkpoints_of_a_cyclic_schedule_keep_their_size(child_environment: dic
     assert "self.fn=self._cos: torch.save wrote model, optimizer and momentum once more" in theirs
 
 
-def test_losses_after_a_kill_are_those_of_an_undisturbed_run(child_environment: dict[str, str]) -> None:
-    done = run("examples/exact_recovery.py", environment=child_environment)
+def test_losses_after_a_kill_are_those_of_an_undisturbed_run(forking_environment: dict[str, str]) -> None:
+    done = run("examples/exact_recovery.py", environment=forking_environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "killed by SIGKILL after step 17" in done.stdout
     assert "resumed at step 15, epoch 1, batch 5" in done.stdout
