@@ -26,7 +26,6 @@ from hfshard.errors import DirectoryLockedError, RankFailedError
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_PAUSE_SECONDS: Final = 0.05
 _FAREWELL_SECONDS: Final = 1.0
 
 
@@ -206,18 +205,15 @@ class _Operation:
             return
         name, keeper = _LEFT.pop(self._key)
         life = LifeSigns(self._store, f"{self._key}/{name}/beat", self._death_seconds)
-        pause = 0.001
-        end = time.monotonic() + PATIENCE_SECONDS
+        waiting = Wait(PATIENCE_SECONDS)
         while self._is_now(name):
-            if life.look([keeper])[keeper] > self._death_seconds or time.monotonic() > end:
+            if life.look([keeper])[keeper] > self._death_seconds or waiting.is_over:
                 self._store.swap(f"{self._key}/now", name, "")
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+            waiting.pause()
 
     def _keep_door(self, wait_seconds: float, patience_seconds: float) -> dict[str, list[int]]:
         """Wait for the others: a moment, or where all are needed for long."""
         waiting = Wait(patience_seconds)
-        pause = 0.001
         came: dict[int, bytes] = {}
         way_signs = WaySigns(self._store, self._death_seconds)
         while True:
@@ -234,8 +230,7 @@ class _Operation:
             if waiting.is_word_due():
                 logger.warning("%s", missing_word(self._rank, missing, self._place, waiting.seconds, patience_seconds))
             self.status.look(list(came))
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+            waiting.pause()
         for rank in declined:
             if self._store.add(self._declined_key(rank), -1) <= 0:
                 self._store.delete([self._declined_key(rank)])

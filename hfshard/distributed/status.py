@@ -29,7 +29,6 @@ PATIENCE_SECONDS: Final = 3600.0
 """How long to wait for a rank that lives: the owner of a large file may write to a slow disk."""
 LEAVE_SECONDS: Final = 5.0
 """How long the leader waits, after a failure, for the others to have seen it: its process may keep the store."""
-_LONGEST_PAUSE_SECONDS: Final = 0.05
 
 
 class SaveStatus:
@@ -268,7 +267,6 @@ class SaveStatus:
             raise type(error)(with_unknown_outcome(str(error)), rank=error.rank) from error
 
     def _awaited(self, name: str, rank: int, watched: Collection[int], patience_seconds: float) -> bytes:
-        pause = 0.001
         waiting = Wait(patience_seconds)
         while (value := self._store.get(self._key(name))) is None:
             self._watch.look(watched, awaits_leader=rank == self.leader != self.rank)
@@ -280,8 +278,7 @@ class SaveStatus:
                     "it does: every rank has to make the same call.",
                     rank=rank,
                 )
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+            waiting.pause()
         return value
 
     def _leave(self, patience_seconds: float) -> None:

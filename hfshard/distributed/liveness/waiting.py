@@ -14,6 +14,10 @@ _FIRST_WORD_SECONDS: Final = 10.0
 """Ranks that do the same work come within a few seconds."""
 _FIRST_WORD_SHARE: Final = 0.25
 """Of a short patience: the word comes long before the error."""
+_PAUSE_SHARE: Final = 0.2
+"""Of the time that a wait has lasted: it ends at most so much later than it could, after some twenty looks."""
+_SHORTEST_PAUSE_SECONDS: Final = 0.001
+_LONGEST_PAUSE_SECONDS: Final = 0.05
 
 
 class Wait:
@@ -42,6 +46,10 @@ class Wait:
     def is_over(self) -> bool:
         """Whether it has lasted too long."""
         return self.left_seconds < 0
+
+    def pause(self) -> None:
+        """Sleep until the next look at what is waited for."""
+        time.sleep(min(max(self.seconds * _PAUSE_SHARE, _SHORTEST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS))
 
     def is_word_due(self) -> bool:
         """Whether to say now that it lasts; the next time twice as late."""
