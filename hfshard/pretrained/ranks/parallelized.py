@@ -95,6 +95,7 @@ class ParallelizedLoad:
         spread = self._parallelize(model)
         if not isinstance(spread, nn.Module):
             raise InvalidArgumentError("parallelize must return the model that it was given, spread over ranks.")
+        _forget_absent_ties(model)
         return spread
 
 
@@ -196,6 +197,23 @@ def _tie_declared(model: Any, missing: set[str]) -> None:
     """Tie what the config declares, unless a checkpoint has both names: transformers compares their values later."""
     if not any(missing.isdisjoint(pair) for pair in model.all_tied_weights_keys.items()):
         model.tie_weights(missing_keys=missing, recompute_mapping=False)
+
+
+def _forget_absent_ties(model: Any) -> None:
+    """Declare no ties of what is on another pipeline stage: transformers asks for both parameters of each."""
+    model.all_tied_weights_keys = {
+        name: kept
+        for name, kept in model.all_tied_weights_keys.items()
+        if _has_parameter(model, name) and _has_parameter(model, kept)
+    }
+
+
+def _has_parameter(model: nn.Module, name: str) -> bool:
+    try:
+        model.get_parameter(name)
+    except AttributeError:
+        return False
+    return True
 
 
 def _give_memory(model: nn.Module) -> None:

@@ -191,7 +191,7 @@ def test_some_layouts_are_loaded_into_others(tmp_path: Path) -> None:
             Load("2-pp", "buffers", "ddp", "module"),
         ],
         4: [
-            Load("2-pp", "buffers", "pp_fsdp", "function"),
+            Load("4-fsdp_tp", "tied", "pp_fsdp", "function"),
             Load("2-pp", "buffers", "hsdp", "like"),
             Load("2-tp", "uneven", "pp_tp", "module"),
             Load("2-tp", "uneven", "fsdp_by_turns", "function"),
