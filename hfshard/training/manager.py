@@ -137,8 +137,8 @@ class CheckpointManager(RunPushes):
             RunRemovedError: It was removed or renamed since the last save. The next save makes a new one.
             HfshardError: It was called in the middle of another call of this thread, by a signal handler or a hook.
             NotEnoughSpaceError: Nothing was written.
-            RankFailedError: Of a model that is spread over ranks: another rank failed, died, or did not come. All older
-                checkpoints are still there.
+            RankFailedError: Another rank failed, died, or did not come. All older checkpoints are still there. The new
+                one may be, where the message says that nobody has told the outcome.
             OSError: The disk failed. All older checkpoints are still there, and the next save may succeed.
         """
         limit = max_shard_size or self.max_shard_size
@@ -203,8 +203,7 @@ class CheckpointManager(RunPushes):
             HubError: It could not be downloaded from the Hub.
             DamagedCheckpointError: It is damaged. (Without `step`, damaged ones are passed over with a warning.)
             StateDictMismatchError: The state does not fit; the message says what differs, and what to do.
-            RankFailedError: Another rank could not restore it; or, of a model that is spread over ranks, it died or did
-                not come.
+            RankFailedError: Another rank could not restore it, died, or did not come.
         """
         with self._writer.turn("restore()"), self._ranks(state) as ranks:
             place = ranks.on_each(lambda: absolute_place(step))

@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-import torch
-
-from hfshard.distributed.participants import gather_participants
+from hfshard.distributed.participants import gather_participants, has_other_ranks
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import RankFailedError
 
@@ -25,21 +23,12 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     status: SaveStatus | None = None
-    """Of an operation of all ranks: values go by its store, and a rank that dies is an error. None: they go by
-    collectives of the default group."""
-
-    @classmethod
-    def current(cls) -> Ranks:
-        """The ranks of torch.distributed's default group, or a single one."""
-        distributed = torch.distributed
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return cls()
-        return cls(distributed.get_rank(), distributed.get_world_size())
+    """Of an operation of all ranks: values go by its store, and a rank that dies is an error. None: it is alone."""
 
     @classmethod
     @contextmanager
     def meeting(cls, what: str, place: str = "") -> Iterator[Ranks]:
-        """The ranks while the block runs, all of which take part in one operation.
+        """The ranks of torch.distributed's default group while the block runs, all of which take part in one operation.
 
         Args:
             what: They do; where another rank does something else, this raises.
@@ -48,15 +37,14 @@ class Ranks:
         Raises:
             RankFailedError: A rank failed, died, or did not come.
         """
-        ranks = cls.current()
-        if ranks.world_size == 1:
-            yield ranks
+        if not has_other_ranks():
+            yield ALONE
             return
         with gather_participants(place or "the run", needs_all=True) as participation:
             status = participation.status
             assert status is not None  # that of a rank that takes part
             status.meet(what)
-            yield cls(ranks.rank, ranks.world_size, status)
+            yield cls(status.rank, len(status.ranks), status)
 
     @property
     def is_first(self) -> bool:
@@ -64,33 +52,28 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: _Value) -> list[_Value]:
-        """Return the values of all ranks in order on the first rank, an empty list on others. Every rank must call."""
-        if self.world_size == 1:
+        """Return the values of all ranks in order on the first rank, an empty list on others.
+
+        Every rank must call, once in an operation.
+        """
+        if self.status is None:
             return [value]
-        if self.status is not None:
-            self.status.tell("value", pickle.dumps(value))
-            speakers = self.status.ranks if self.is_first else []
-            return [pickle.loads(self.status.wait_for("value", rank)) for rank in speakers]
-        values: list[Any] | None = [None] * self.world_size if self.is_first else None
-        torch.distributed.gather_object(value, values)
-        return values or []
+        self.status.tell("value", pickle.dumps(value))
+        speakers = self.status.ranks if self.is_first else []
+        return [pickle.loads(self.status.wait_for("value", rank)) for rank in speakers]
 
     def share(self, value: _Value) -> _Value:
-        """Return the first rank's value on every rank. Every rank must call."""
-        if self.world_size == 1:
+        """Return the first rank's value, of those that JSON has, on every rank. Every rank must call."""
+        if self.status is None:
             return value
-        if self.status is not None:
-            told = self.status.meet("share", json.dumps(value if self.is_first else None).encode())
-            return json.loads(told[0])  # type: ignore[no-any-return]
-        box = [value]
-        torch.distributed.broadcast_object_list(box)
-        return box[0]
+        told = self.status.meet("share", json.dumps(value if self.is_first else None).encode())
+        return json.loads(told[0])  # type: ignore[no-any-return]
 
     def all_of(self, value: _Value) -> list[_Value]:
-        """Return the values of all ranks in order, on every rank. Every rank must call."""
-        if self.status is not None:
-            return [json.loads(raw) for raw in self.status.meet("gather", json.dumps(value).encode()).values()]
-        return self.share(self.gather(value))
+        """Return the values of all ranks in order, of those that JSON has, on every rank. Every rank must call."""
+        if self.status is None:
+            return [value]
+        return [json.loads(raw) for raw in self.status.meet("gather", json.dumps(value).encode()).values()]
 
     def first(self, work: Callable[[], _Value]) -> _Value:
         """Call a function on the first rank, and return its result on every rank. Every rank must call.

@@ -146,10 +146,11 @@ class CheckpointCallback(TrainerCallback):
 
         Raises:
             DamagedCheckpointError: All checkpoints are damaged.
-            HfshardError: Of another process than the first one: so it says.
+            RankFailedError: Of another process than the first one: so it says; or one died, or did not come.
         """
         manager, _ = self._attached()
-        step = Ranks.current().first(lambda: manager.latest_step(verify="full"))
+        with Ranks.meeting("latest") as ranks:
+            step = ranks.first(lambda: manager.latest_step(verify="full"))
         self._verified = None if step is None else manager.path_of(step)
         return self._verified
 
@@ -272,7 +273,8 @@ class CheckpointCallback(TrainerCallback):
             control.should_save = True
             self._is_save_deferred = False
         if control.should_training_stop:
-            Ranks.current().on_each(self._attached()[0].wait_until_finished)
+            with Ranks.meeting("training stops") as ranks:
+                ranks.on_each(self._attached()[0].wait_until_finished)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
