@@ -75,16 +75,22 @@ def wait_for(path: Path) -> None:
         time.sleep(0.005)
 
 
-def interrupt_after(path: Path) -> None:
-    wait_for(path)
-    os.kill(os.getpid(), signal.SIGINT)
+def signal_after(path: Path, number: signal.Signals) -> None:
+    """Begin to wait for a file; then this process gets the signal."""
+
+    def wait() -> None:
+        wait_for(path)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=wait).start()
 
 
 def check_until_told(together: PushTogether, path: Path) -> None:
     path.touch()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 40
     while time.monotonic() < end:
         together.check()
+        time.sleep(0.01)
 
 
 def push_with_faults(rank: int, place: Path) -> None:
@@ -120,7 +126,7 @@ def push_with_faults(rank: int, place: Path) -> None:
 
     # While the sender sends, it looks what the others say.
     if rank:
-        threading.Thread(target=interrupt_after, args=(place / "sending",)).start()
+        signal_after(place / "sending", signal.SIGINT)
     with pytest.raises(KeyboardInterrupt if rank else RankFailedError) as stopped:
         push(hub, {"more": torch.zeros(2)}, before=lambda together: check_until_told(together, place / "sending"))
     assert rank or "Rank 1 failed" in str(stopped.value)
@@ -160,6 +166,35 @@ def push_and_die(rank: int, place: Path, dying: int) -> None:
 def test_nothing_is_left_where_a_rank_is_killed_that_stages_its_part(dying: int, tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
     ends = run_ranks(tmp_path / "ranks", 2, push_and_die, tmp_path, dying)
+    assert ends[1 - dying].status == 0, ends[1 - dying].words
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert not (tmp_path / "hub").exists()
+
+
+def die_while_the_sender_sends(rank: int, place: Path, dying: int) -> None:
+    tempfile.tempdir = str(place / "temporary")
+    sending = place / "sending"
+
+    def before(together: PushTogether) -> None:
+        if dying == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        check_until_told(together, sending)
+
+    if rank == dying == 1:
+        signal_after(sending, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(RankFailedError) as caught:
+        push(place / "hub", {}, before=before)
+    assert (caught.value.rank, time.monotonic() - start < 30) == (dying, True)
+    assert ("Nobody has told the outcome" in str(caught.value)) == (rank == 1)
+    os._exit(0)  # no barrier: one is dead
+
+
+@pytest.mark.slow  # a silent rank is taken for dead after a while
+@pytest.mark.parametrize("dying", [0, 1])
+def test_nothing_is_left_where_a_rank_is_killed_while_the_first_one_sends(dying: int, tmp_path: Path) -> None:
+    (tmp_path / "temporary").mkdir()
+    ends = run_ranks(tmp_path / "ranks", 2, die_while_the_sender_sends, tmp_path, dying)
     assert ends[1 - dying].status == 0, ends[1 - dying].words
     assert list((tmp_path / "temporary").iterdir()) == []
     assert not (tmp_path / "hub").exists()
