@@ -24,7 +24,7 @@ from hfshard.pretrained.class_alias import is_registered_with_mixin, view_as_ali
 from hfshard.pretrained.fallback import has_adapters, needs_transformers_saver
 from hfshard.pretrained.override_chain import ChainCall, call_under_way, has_override, run_chain
 from hfshard.pretrained.pushing.push import default_repo_id, push_saved_files, tags_of
-from hfshard.pretrained.ranks.stages import is_part, is_part_of_push, refuse_stage
+from hfshard.pretrained.ranks.stages import is_part, is_part_of_push, refuse_ungathered
 from hfshard.pretrained.request import request_from_model
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
@@ -164,7 +164,7 @@ def _save(
     )
     directory = absolute_path(save_directory, "save_directory")
     if needs_transformers_saver(model, distributed_checkpoint=distributed_checkpoint):
-        refuse_stage(model)
+        refuse_ungathered(model)
         refuse_hub(directory)
         if is_registered_with_mixin(type(model)):
             raise InvalidArgumentError(

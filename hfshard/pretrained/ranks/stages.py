@@ -53,19 +53,26 @@ def is_part_of_push(model: Any) -> bool:
     )
 
 
-def refuse_stage(model: Any) -> None:
-    """Refuse to let transformers save a pipeline stage, which it would save as the whole model.
+def refuse_ungathered(model: Any) -> None:
+    """Refuse to let transformers save a part of a model that it does not gather.
 
     Raises:
-        InvalidArgumentError: It is one.
+        InvalidArgumentError: It is a pipeline stage, which would be saved as the whole; or the user has spread it.
 
-    Source: transformers `PreTrainedModel.gather_sharded_state_dict_for_save`, which gathers no stages.
+    Source: transformers `PreTrainedModel.gather_sharded_state_dict_for_save`, which gathers no stages, and nothing
+    without a `distributed_config`.
     """
     if is_stage(model):
         raise InvalidArgumentError(
             "The model is one of several pipeline stages, with an adapter, offloaded weights, or to be saved with "
             "distributed_checkpoint=True: transformers saves that, and would save this stage as the whole. Save a "
             "model that was loaded without pp_size, which has all layers."
+        )
+    if has_other_ranks() and getattr(model.config, "distributed_config", None) is None and is_part(model, None):
+        raise InvalidArgumentError(
+            "The model is spread over ranks, with an adapter, offloaded weights, or to be saved with "
+            "distributed_checkpoint=True: transformers saves that, and gathers only what it has spread itself. Load "
+            "it with from_pretrained(..., distributed_config=...), or merge the adapter before you spread the model."
         )
 
 

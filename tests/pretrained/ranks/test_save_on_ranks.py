@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed
+from peft import LoraConfig
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -65,6 +67,14 @@ def save_what_needs_the_whole(rank: int, place: Path) -> None:
         hfshard.training.CheckpointManager(place / "run").save(1, hfshard.training.TrainingState(model=stage))
     with pytest.raises(InvalidArgumentError, match="would save this stage as the whole"):
         stage.save_pretrained(place / "out", distributed_checkpoint=True)
+
+    adapted: Any = Mine(config())
+    adapted.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    fully_shard(adapted)
+    for save in (adapted.save_pretrained, adapted.push_to_hub):
+        with pytest.raises(InvalidArgumentError, match="gathers only what it has spread itself"):
+            save(place / "adapted")
+    assert not (place / "adapted").exists()
 
 
 def save_stages_of_an_unknown_whole(rank: int, place: Path) -> None:
