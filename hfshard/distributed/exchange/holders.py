@@ -210,7 +210,9 @@ class _PartsFinder:
         """
         source = entry.source_shape, entry.itemsize, entry.window, entry.placements
         if (source, ways) not in self._spread:
-            self._spread[source, ways] = _spread_parts(source, self._layouts_of(entry, ways))
+            parts = _spread_parts(source, self._layouts_of(entry, ways))
+            holders = {rank for part in parts or () for rank in part.ranks}
+            self._spread[source, ways] = parts if holders <= self._those_who_list(ways) else None
         found = self._spread[source, ways]
         if found is None:
             raise InvalidArgumentError(
@@ -225,6 +227,11 @@ class _PartsFinder:
                 fqn=name,
             )
         return found
+
+    def _those_who_list(self, ways: tuple[_Way, ...]) -> set[int]:
+        """The ranks that have the names of these listings: a mesh may have more, under other names."""
+        digests = {digest for digest, _ in ways}
+        return {rank for group in self._groups if group.digest in digests for rank in group.ranks}
 
     def _layouts_of(self, entry: TensorEntry, ways: tuple[_Way, ...]) -> list[MeshLayout]:
         """How the ranks of these listings have a tensor, each way once."""

@@ -175,3 +175,9 @@ def test_listings_survive_json() -> None:
     )
 
     assert Listing.from_json(said.to_json()) == said
+
+
+def test_a_rank_of_the_mesh_that_has_another_name_for_its_part_is_refused() -> None:
+    mesh = (Mesh((2,), (0, 1)),)
+    with pytest.raises(InvalidArgumentError, match=r"do not have all of 'blocks\.0\.w'"):
+        unite(((0,), listing({"blocks.0.w": split((6,), 0)}), mesh), ((1,), listing({"0.w": split((6,), 0)}), mesh))
