@@ -158,8 +158,13 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "training.parts.positions": ("entries holders", "ordered_state reordering"),
     "training.pushing": ("contents", "hubs", "pusher"),
     "training.recompute": ("block_state", "recomputation", "gradient_checkpointing"),
-    "training.restoring": ("applying module_copy part_files", "modules reorderings", "restoration", "resume"),
-    "training.spread": ("layouts states uniting", "part_reading"),
+    "training.restoring": (
+        "applying components module_copy part_files",
+        "modules reorderings",
+        "restoration",
+        "resume",
+    ),
+    "training.spread": ("layouts states uniting", "part_reading stages", "merging"),
     "training.run": ("manifest background host_copy lock root turns", "directory rotation writing", "finding"),
 }
 

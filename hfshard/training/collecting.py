@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -60,14 +60,32 @@ class SavePayload:
 
         Raises:
             UnstorableTensorError: It can't store one.
-            InvalidArgumentError: Other ranks have parts of one.
+            InvalidArgumentError: Other ranks have parts of one, or other layers of the model.
         """
+        model = self.requests.get(MODEL_BASE)
+        if model is not None and model.name_order:
+            raise InvalidArgumentError(
+                "The model is one of several pipeline stages, and there is no process group to save the others with. "
+                "Save before destroy_process_group(), on every rank."
+            )
         requests = {
             base: replace(request, tensors=whole_tensors(request.tensors)) for base, request in self.requests.items()
         }
         for request in requests.values():
             tensor_specs(request.tensors)
         return replace(self, requests=requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """The parts of a state that all ranks share, or have parts of: encoded, and their tensors."""
+
+    encoded: dict[str, dict[str, Any]]
+    """Name -> its kind and state."""
+    optimizer_tensors: dict[str, torch.Tensor]
+    """Of the component `optimizer`."""
+    tensors: dict[str, torch.Tensor]
+    """Of all others, but for the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,91 +106,110 @@ def is_of_a_rank(name: str) -> bool:
     return _OF_A_RANK.match(name) is not None
 
 
-def collect_rank(state: TrainingState, rank: int) -> RankState:
+def collect_rank(state: TrainingState, rank: int, more: Collection[str] = (), stage: str = "") -> RankState:
     """Collect what belongs to this rank alone; nothing is changed, drawn or copied.
+
+    Args:
+        state: The parts.
+        rank: This one.
+        more: Parts that are others on each stage of a pipeline.
+        stage: What tells this rank's stage from others; empty where there is no pipeline.
 
     Raises:
         UnstorableTensorError: A value can't be stored; the message says where it is.
     """
     tensors: dict[str, torch.Tensor] = {}
     prefix = rank_prefix(rank)
-    loaders = {
-        name: {"kind": "loader", "state": encode(part.state_dict(), f"{prefix}{name}", tensors)}
-        for name, part in state.of_kind("loader").items()
+    components = {
+        name: {"kind": kind, "state": _encode_alone(name, kind, state, f"{prefix}{name}", tensors)}
+        for name, kind in state.kinds.items()
+        if kind == "loader" or name in more
     }
-    return RankState({"rng": encode(rng_state(), f"{prefix}rng", tensors), "components": loaders}, tensors)
+    nested = {"rng": encode(rng_state(), f"{prefix}rng", tensors), "components": components}
+    return RankState({**nested, "stage": stage} if stage else nested, tensors)
 
 
-def collect(
-    state: TrainingState,
-    ranks: Sequence[RankState],
-    extra: Any,
-    max_shard_size: int | str,
-    checksum: Checksum | None,
-    progress: bool | None,
-) -> SavePayload:
-    """Collect every part of a training state; nothing is changed, drawn or copied.
+def encode_components(state: TrainingState, left_out: Collection[str] = ()) -> Components:
+    """Encode all parts that do not belong to each rank alone; nothing is changed, drawn or copied.
 
     Args:
         state: The parts.
-        ranks: What belongs to each rank alone.
-        extra: More to store: anything that `nested.encode` takes.
-        max_shard_size: The size of files, for each set of tensors.
-        checksum: The kind of checksum of the files.
-        progress: Whether to show a bar.
+        left_out: Those that are others on each stage of a pipeline, see `collect_rank`.
 
     Raises:
         UnstorableTensorError: A value can't be stored; the message says where it is. (Tensors are checked later.)
         InvalidArgumentError: An optimizer has a parameter without a name.
     """
-    options = SaveOptions(
-        max_shard_size=max_shard_size, checksum=checksum, save_original_format=False, progress=progress
-    )
-    optimizer_tensors: dict[str, torch.Tensor] = {}
-    tensors: dict[str, torch.Tensor] = {}
+    found = Components({}, {}, {})
     names = state.parameter_names()
-    components = {
-        name: {"kind": kind, "state": _encode_component(name, kind, state, names, optimizer_tensors, tensors)}
-        for name, kind in state.kinds.items()
-        if kind != "loader"
-    }
-    for name in components:
-        if (order := state.order_digest(name)) is not None:
-            components[name]["order"] = order
+    for name, kind in state.kinds.items():
+        if kind != "loader" and name not in left_out:
+            found.encoded[name] = {"kind": kind, "state": _encode_component(name, kind, state, names, found)}
+            if (order := state.order_digest(name)) is not None:
+                found.encoded[name]["order"] = order
+    return found
+
+
+def collect(
+    components: Components,
+    model: torch.nn.Module | None,
+    ranks: Sequence[RankState],
+    extra: Any,
+    options: SaveOptions,
+) -> SavePayload:
+    """Collect every part of a training state; nothing is changed, drawn or copied.
+
+    Args:
+        components: Those that all ranks share; receives the tensors of the rest.
+        model: The one of the state.
+        ranks: What belongs to each rank alone.
+        extra: More to store: anything that `nested.encode` takes.
+        options: Of each set of tensors.
+
+    Raises:
+        UnstorableTensorError: A value can't be stored; the message says where it is. (Tensors are checked later.)
+    """
+    tensors = components.tensors
     for rank in ranks:
         tensors |= rank.tensors
     extras = encode(extra, "extra", tensors)
     nested_ranks = [rank.nested for rank in ranks]
     raw = padded_json(
-        {"format": TRAINING_STATE_FORMAT, "components": components, "ranks": nested_ranks, "extra": extras}
+        {"format": TRAINING_STATE_FORMAT, "components": components.encoded, "ranks": nested_ranks, "extra": extras}
     )
     requests = {}
-    if (model := state.components.get("model")) is not None:
+    if model is not None:
         requests[MODEL_BASE] = _model_request(model, options)
-    for base, part_tensors in (("optimizer", optimizer_tensors), (STATE_BASE, tensors)):
+    for base, part_tensors in (("optimizer", components.optimizer_tensors), (STATE_BASE, tensors)):
         if part_tensors:
             requests[base] = request_from_state_dict(part_tensors, replace(options, base=base, progress=None))
     return SavePayload(requests, raw)
 
 
+def save_options(max_shard_size: int | str, checksum: Checksum | None, progress: bool | None) -> SaveOptions:
+    """How the files of a checkpoint are written, for each set of tensors."""
+    return SaveOptions(max_shard_size=max_shard_size, checksum=checksum, save_original_format=False, progress=progress)
+
+
 def _encode_component(
-    name: str,
-    kind: PartKind,
-    state: TrainingState,
-    names: Mapping[int, str],
-    optimizer_tensors: dict[str, torch.Tensor],
-    tensors: dict[str, torch.Tensor],
+    name: str, kind: PartKind, state: TrainingState, names: Mapping[int, str], found: Components
 ) -> Any:
     part = state.components[name]
     if name == "model":
-        return encode(_no_tensors(collect_state_dict(part)), name, tensors)
+        return encode(_no_tensors(collect_state_dict(part)), name, found.tensors)
     if kind == "optimizer" and name == "optimizer":
-        return encode_optimizer(part, names, name, optimizer_tensors)
+        return encode_optimizer(part, names, name, found.optimizer_tensors)
     if kind == "optimizer":
-        return encode_optimizer(part, names, name, tensors, f"{name}/")
-    if kind == "scheduler":
-        return encode_scheduler(part, name, tensors)
-    return encode(collect_state_dict(part) if kind == "module" else part.state_dict(), name, tensors)
+        return encode_optimizer(part, names, name, found.tensors, f"{name}/")
+    if kind == "module":
+        return encode(collect_state_dict(part), name, found.tensors)
+    return _encode_alone(name, kind, state, name, found.tensors)
+
+
+def _encode_alone(name: str, kind: PartKind, state: TrainingState, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Encode a part that is no module and no optimizer."""
+    part = state.components[name]
+    return encode_scheduler(part, path, tensors) if kind == "scheduler" else encode(part.state_dict(), path, tensors)
 
 
 def _model_request(model: torch.nn.Module, options: SaveOptions) -> SaveRequest:
@@ -182,11 +219,6 @@ def _model_request(model: torch.nn.Module, options: SaveOptions) -> SaveRequest:
     if not is_pretrained(unwrap(model)):
         own = {name: value for name, value in collect_state_dict(model).items() if isinstance(value, torch.Tensor)}
     request = request_from_model(model, own, options)
-    if request.name_order:
-        raise InvalidArgumentError(
-            "The model is one of several pipeline stages, and a training checkpoint can't be made of stages. Save the "
-            "weights by save_pretrained or hfshard.save_model, on every rank."
-        )
     return replace(request, separate_names=_frozen(model, request))
 
 

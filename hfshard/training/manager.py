@@ -15,9 +15,9 @@ from hfshard.distributed.participants import has_other_ranks
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.saving.options import SaveOptions
 from hfshard.storage.format.integrity import Checksum
-from hfshard.training.collecting import collect
+from hfshard.training.collecting import collect, encode_components, save_options
 from hfshard.training.pushing.pusher import BackgroundPusher
-from hfshard.training.ranks import Ranks
+from hfshard.training.ranks import ALONE, Ranks
 from hfshard.training.restoring.resume import absolute_place, choose_checkpoint, resume
 from hfshard.training.run.directory import RunCheckpoint, checkpoint_path
 from hfshard.training.run.finding import Level, newest_whole
@@ -147,13 +147,15 @@ class CheckpointManager(RunPushes):
             self._writer.wait()
             agreed, ranks = agreed_step(contributions)
             metrics = self._metrics_of(agreed, metric)
-            payload = collect(state, ranks, extra, limit, self.checksum, self.progress).of_one_process()
+            options = save_options(limit, self.checksum, self.progress)
+            payload = collect(encode_components(state), state.components.get("model"), ranks, extra, options)
+            payload = payload.of_one_process()
             check_names(files or {}, payload)
             self._writer.save(agreed, payload, metrics, dict(files or {}), blocking=blocking)
             return checkpoint_path(self.root, agreed)
 
         with self._writer.turn("save()"):
-            if is_spread_state(state) and has_other_ranks():
+            if has_other_ranks():
                 order = SpreadSave(
                     state=state,
                     step=step,
@@ -165,8 +167,9 @@ class CheckpointManager(RunPushes):
                     progress=self.progress,
                     blocking=blocking,
                 )
-                return save_spread(order, self._writer)
-            return save_on_all_ranks(step, state, write)
+                return save_spread(order, self._writer, lambda ranks: save_on_all_ranks(step, state, write, ranks))
+            is_spread_state(state)  # which lets gathered parameters go
+            return save_on_all_ranks(step, state, write, ALONE)
 
     @names_files("root")
     def restore(
@@ -205,7 +208,7 @@ class CheckpointManager(RunPushes):
             StateDictMismatchError: The state does not fit; the message says what differs, and what to do.
             RankFailedError: Another rank could not restore it, died, or did not come.
         """
-        with self._writer.turn("restore()"), self._ranks(state) as ranks:
+        with self._writer.turn("restore()"), self._ranks() as ranks:
             place = ranks.on_each(lambda: absolute_place(step))
             restored = resume(state, lambda: self._choose(place, verify, token), step, strict=strict, ranks=ranks)
         if restored is None:
@@ -232,7 +235,7 @@ class CheckpointManager(RunPushes):
             DamagedCheckpointError: All checkpoints are damaged.
             StateDictMismatchError: As in `restore`.
         """
-        with self._writer.turn("restore_latest()"), self._ranks(state) as ranks:
+        with self._writer.turn("restore_latest()"), self._ranks() as ranks:
             return resume(state, lambda: self._choose(None, verify, None), strict=strict, ranks=ranks)
 
     @names_files("root")
@@ -261,12 +264,10 @@ class CheckpointManager(RunPushes):
         self.close()
 
     @contextmanager
-    def _ranks(self, state: TrainingState) -> Iterator[Ranks]:
+    def _ranks(self) -> Iterator[Ranks]:
         """Those that restore a state together."""
-        is_spread = is_spread_state(state)
-        if is_spread:
-            self._writer.join()  # on every rank: it is a save of them all
-        with Ranks.meeting("restore", os.path.realpath(self.root) if is_spread else "") as ranks:
+        self._writer.join()  # on every rank: it may be a save of them all
+        with Ranks.meeting("restore") as ranks:
             ranks.on_each(self._writer.wait)
             yield ranks
 

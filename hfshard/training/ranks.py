@@ -27,12 +27,11 @@ class Ranks:
 
     @classmethod
     @contextmanager
-    def meeting(cls, what: str, place: str = "") -> Iterator[Ranks]:
+    def meeting(cls, what: str) -> Iterator[Ranks]:
         """The ranks of torch.distributed's default group while the block runs, all of which take part in one operation.
 
         Args:
             what: They do; where another rank does something else, this raises.
-            place: What the operation is about; the same on all ranks. Empty: what the run does, wherever it is.
 
         Raises:
             RankFailedError: A rank failed, died, or did not come.
@@ -40,11 +39,14 @@ class Ranks:
         if not has_other_ranks():
             yield ALONE
             return
-        with gather_participants(place or "the run", needs_all=True) as participation:
-            status = participation.status
-            assert status is not None  # that of a rank that takes part
+        with all_ranks() as status:
             status.meet(what)
-            yield cls(status.rank, len(status.ranks), status)
+            yield cls.of(status)
+
+    @classmethod
+    def of(cls, status: SaveStatus) -> Ranks:
+        """The ranks of an operation that is under way."""
+        return cls(status.rank, len(status.ranks), status)
 
     @property
     def is_first(self) -> bool:
@@ -140,6 +142,21 @@ class Ranks:
 
 
 ALONE: Final = Ranks()
+
+
+@contextmanager
+def all_ranks() -> Iterator[SaveStatus]:
+    """Wait for all ranks of the default process group, which do the block together: one such block at a time.
+
+    It is the same for all runs, as ranks that need not see one directory may name it differently.
+
+    Raises:
+        RankFailedError: A rank failed, died, or did not come.
+    """
+    with gather_participants("the run", needs_all=True) as participation:
+        status = participation.status
+        assert status is not None  # that of a rank that takes part
+        yield status
 
 
 def _first_of(errors: list[str | None]) -> tuple[int, str] | None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError
 from hfshard.training.collecting import RankState, collect_rank
 from hfshard.training.ranks import Ranks
-from hfshard.training.spread.states import check_same_stage, stage_digest
 from hfshard.training.state import TrainingState
 from hfshard.training.step import checked_step
 
@@ -20,19 +19,20 @@ class RankContribution:
     step: int = -1
     state: RankState | None = None
     """None where the rank could not collect it."""
-    stage: str = ""
-    """What tells its modules from those of a pipeline's other stages."""
     problem: str = ""
     """Why it could not, in words."""
 
 
-def save_on_all_ranks(step: int, state: TrainingState, write: Callable[[Sequence[RankContribution]], str]) -> str:
+def save_on_all_ranks(
+    step: int, state: TrainingState, write: Callable[[Sequence[RankContribution]], str], ranks: Ranks
+) -> str:
     """Collect every rank's own state, and have the first rank write the checkpoint. Every rank must call.
 
     Args:
         step: The step of the run.
         state: What to save.
         write: Called on the first rank, with the contributions of all ranks in their order.
+        ranks: Those that save together.
 
     Returns:
         What `write` returned, on every rank.
@@ -40,18 +40,10 @@ def save_on_all_ranks(step: int, state: TrainingState, write: Callable[[Sequence
     Raises:
         RankFailedError: A rank failed; each rank raises its own error if it has one.
     """
-    with Ranks.meeting("save") as ranks:
-        return _save_together(step, state, write, ranks)
-
-
-def _save_together(
-    step: int, state: TrainingState, write: Callable[[Sequence[RankContribution]], str], ranks: Ranks
-) -> str:
     contribution = RankContribution()
     error: Exception | None = None
     try:
-        stage = stage_digest(state) if ranks.world_size > 1 else ""
-        contribution = RankContribution(checked_step(step), collect_rank(state, ranks.rank), stage)
+        contribution = RankContribution(checked_step(step), collect_rank(state, ranks.rank))
     except Exception as caught:  # noqa: BLE001 - raised below, when the first rank knows
         error = caught
         contribution = RankContribution(problem=f"{type(error).__name__}: {error}")
@@ -69,7 +61,7 @@ def agreed_step(contributions: Sequence[RankContribution]) -> tuple[int, list[Ra
 
     Raises:
         RankFailedError: A rank could not collect its state.
-        InvalidArgumentError: The ranks save different steps, or stages of a pipeline.
+        InvalidArgumentError: The ranks save different steps.
     """
     states: list[RankState] = []
     for rank, contribution in enumerate(contributions):
@@ -79,5 +71,4 @@ def agreed_step(contributions: Sequence[RankContribution]) -> tuple[int, list[Ra
     steps = [contribution.step for contribution in contributions]
     if any(other != steps[0] for other in steps):
         raise InvalidArgumentError(f"All ranks must save the same step, got {steps}.")
-    check_same_stage([contribution.stage for contribution in contributions])
     return steps[0], states

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,18 +12,29 @@ from typing import Any
 from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.listing import HeldTensor, RankGroup, list_tensors
 from hfshard.distributed.exchange.rank_writer import RankWriter
-from hfshard.distributed.participants import gather_participants
 from hfshard.distributed.saving import cpu_group, refuse_absent, share_listings
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.format.integrity import Checksum
-from hfshard.training.collecting import RankState, SavePayload, collect, collect_rank
+from hfshard.storage.format.names import MODEL_BASE
+from hfshard.training.collecting import (
+    Components,
+    RankState,
+    SavePayload,
+    collect,
+    collect_rank,
+    encode_components,
+    save_options,
+)
+from hfshard.training.ranks import Ranks, all_ranks
 from hfshard.training.run.directory import checkpoint_path
 from hfshard.training.run.host_copy import HostCopies
 from hfshard.training.run.writing import check_names
 from hfshard.training.run_writer import RunWriter
-from hfshard.training.spread.states import check_same_stage, stage_digest
+from hfshard.training.spread.merging import StageParts, merge_parts
+from hfshard.training.spread.stages import with_whole_gradients
+from hfshard.training.spread.states import is_spread_state, stage_digest
 from hfshard.training.spread.uniting import HeldParts, KeyedWriter, held_parts, name_of_key, united_payload, with_rank
 from hfshard.training.state import TrainingState
 from hfshard.training.step import checked_step
@@ -45,7 +56,7 @@ class SpreadSave:
     blocking: bool
 
 
-def save_spread(order: SpreadSave, writer: RunWriter) -> str:
+def save_spread(order: SpreadSave, writer: RunWriter, save_replicated: Callable[[Ranks], str]) -> str:
     """Save what all ranks hold together. Every rank must call.
 
     A save that does not block copies each rank's part in host memory; the parts are exchanged and written by a thread,
@@ -54,6 +65,7 @@ def save_spread(order: SpreadSave, writer: RunWriter) -> str:
     Args:
         order: What to save.
         writer: Of the run; it locks and changes the directory on the first rank only.
+        save_replicated: Called where every rank has all of the same modules.
 
     Returns:
         The checkpoint's directory.
@@ -64,23 +76,27 @@ def save_spread(order: SpreadSave, writer: RunWriter) -> str:
     """
     writer.join()
     with ExitStack() as stack:
-        participation = stack.enter_context(gather_participants(os.path.realpath(writer.root), needs_all=True))
-        status = participation.status
-        assert status is not None
-        status.meet("save")  # where another rank restores, this raises
+        status = stack.enter_context(all_ranks())
+        stages = _find_stages(order, writer, status)
+        if stages is None:
+            return save_replicated(Ranks.of(status))
         writer.wait()
-        ranks = _share_states(order, status)
-        is_leader = status.rank == status.leader
+        is_pipeline = len(set(stages)) > 1
+        if is_pipeline and len(set(stages)) == len(stages):
+            order = replace(order, state=with_whole_gradients(order.state))
+        components, of_a_rank = _share_components(order, status, stages) if is_pipeline else (None, ())
+        ranks = _share_states(order, status, of_a_rank, stages[status.rank] if is_pipeline else "")
         payload = collect(
-            order.state,
+            components or encode_components(order.state),
+            order.state.components.get(MODEL_BASE),
             ranks,
-            order.extra if is_leader else None,
-            order.max_shard_size,
-            order.checksum,
-            order.progress,
+            order.extra if status.rank == status.leader else None,
+            save_options(order.max_shard_size, order.checksum, order.progress),
         )
-        parts = held_parts(payload, status.rank)
+        parts = held_parts(payload, status.rank, is_stage=is_pipeline)
         holders = _share_holders(status, parts)
+        if status.rank == status.leader:
+            payload = united_payload(payload, holders, is_stage=is_pipeline)
         work = _planned(order, writer, status, payload, parts, holders)
         path = checkpoint_path(writer.root, checked_step(order.step))
         if order.blocking:
@@ -88,6 +104,48 @@ def save_spread(order: SpreadSave, writer: RunWriter) -> str:
         else:
             _start(order, writer, work, stack.pop_all())
         return path
+
+
+def _find_stages(order: SpreadSave, writer: RunWriter, status: SaveStatus) -> list[str] | None:
+    """What tells the modules of each rank; None where no rank has a part only.
+
+    Raises:
+        InvalidArgumentError: A module is wrapped by FSDP1; or the ranks save spread modules into different directories.
+    """
+    own = [is_spread_state(order.state), stage_digest(order.state), os.path.realpath(writer.root)]
+    told = [json.loads(raw) for raw in status.meet("save", json.dumps(own).encode()).values()]
+    stages = [stage for _, stage, _ in told]
+    if len(set(stages)) == 1 and not any(is_spread for is_spread, _, _ in told):
+        return None
+    roots = sorted({root for _, _, root in told})
+    if len(roots) > 1:
+        raise InvalidArgumentError(
+            f"The ranks have parts of one model, and save into different directories: '{roots[0]}' and '{roots[1]}'. "
+            "Give the managers of all ranks the same one, on a file system that all of them see."
+        )
+    return stages
+
+
+def _share_components(order: SpreadSave, status: SaveStatus, stages: Sequence[str]) -> tuple[Components, Sequence[str]]:
+    """Make the parts of all stages those of one model, on the first rank.
+
+    Returns:
+        This rank's components, on the first rank those of all; and the parts of which each rank saves its own.
+
+    Raises:
+        InvalidArgumentError: They can't be those of one model.
+    """
+    components = encode_components(order.state)
+    is_first = stages.index(stages[status.rank]) == status.rank
+    own = StageParts.of(order.state, components, is_first=is_first)
+    if status.rank != status.leader:
+        status.tell("parts", own.to_json())
+        of_a_rank = json.loads(status.wait_for("parts of a rank", status.leader))
+        return encode_components(order.state, of_a_rank), of_a_rank
+    told = [own, *(StageParts.from_json(status.wait_for("parts", rank)) for rank in status.ranks[1:])]
+    merged = merge_parts(components, told)
+    status.tell("parts of a rank", json.dumps(merged.of_a_rank).encode())
+    return replace(encode_components(order.state, merged.of_a_rank), encoded=merged.encoded), merged.of_a_rank
 
 
 def _planned(
@@ -102,7 +160,6 @@ def _planned(
     is_leader = status.rank == status.leader
     if is_leader:
         metrics = order.metrics_of(order.step)
-        payload = united_payload(payload, holders)
         check_names(order.files, payload)
         writer.begin()
     status.meet("ready to write")
@@ -135,32 +192,35 @@ def _start(order: SpreadSave, writer: RunWriter, work: Callable[[], None], stack
     writer.start(order.step, run)
 
 
-def _share_states(order: SpreadSave, status: SaveStatus) -> list[RankState]:
+def _share_states(order: SpreadSave, status: SaveStatus, of_a_rank: Sequence[str], stage: str) -> list[RankState]:
     """Tell the first rank this rank's own state, but for its tensors, which are exchanged with all others.
+
+    Args:
+        order: What to save.
+        status: Of the save.
+        of_a_rank: Parts of which each rank saves its own.
+        stage: As in `collect_rank`.
 
     Returns:
         On the first rank the states of all, elsewhere this one's; only this one's has tensors.
 
     Raises:
-        InvalidArgumentError: The ranks save different steps, or not in the same way, or stages of a pipeline.
+        InvalidArgumentError: The ranks save different steps, or not in the same way.
     """
-    own = collect_rank(order.state, status.rank)
+    own = collect_rank(order.state, status.rank, of_a_rank, stage)
     asked = [checked_step(order.step), order.blocking]
-    stages = [stage_digest(order.state)]
-    status.tell("state", json.dumps([*asked, *stages, own.nested]).encode())
+    status.tell("state", json.dumps([*asked, own.nested]).encode())
     if status.rank != status.leader:
         return [own]
     states = [own]
     for rank in status.ranks[1:]:
-        step, blocking, stage, nested = json.loads(status.wait_for("state", rank))
+        step, blocking, nested = json.loads(status.wait_for("state", rank))
         if [step, blocking] != asked:
             raise InvalidArgumentError(
                 f"All ranks must save the same step in the same way, got {asked[0]} with blocking={asked[1]} on rank "
                 f"{status.rank}, and {step} with blocking={blocking} on rank {rank}."
             )
         states.append(RankState(nested, {}))
-        stages.append(stage)
-    check_same_stage(stages)
     return states
 
 
@@ -180,7 +240,7 @@ def _share_holders(status: SaveStatus, parts: HeldParts) -> Holders:
             digest = f"{group.digest} of rank {rank}"
             listings[digest] = with_rank(own_listings[group.digest], rank)
             groups.append(RankGroup((rank,), digest, ()))
-    return Holders.unite(groups, listings)
+    return Holders.unite(groups, listings, parts.common.name_order)
 
 
 def _tensors(tensors: Mapping[str, Any]) -> Mapping[str, HeldTensor]:

@@ -38,6 +38,11 @@ class Gradients:
         is_gathered = fsdp is not None and any(isinstance(one, fsdp.FSDPModule) for one in self._model.modules())
         return is_gathered or any(map(is_dtensor, self._model.parameters()))
 
+    @property
+    def names(self) -> set[str]:
+        """Of all parameters, with a gradient or without."""
+        return set(self._parameters())
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return name -> gradient of the parameters that have one; the tensors themselves."""
         return {name: one.grad for name, one in self._parameters().items() if one.grad is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -42,6 +42,43 @@ def decode_value(nested: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind == "defaultdict":
         return defaultdict(None if nested["factory"] is None else FACTORIES[nested["factory"]], items)
     raise ValueError(f"the type {kind!r}")
+
+
+def tensor_names(nested: Any) -> Iterator[str]:
+    """The names of the tensors that `decode_value` would ask for.
+
+    Example:
+        assert list(tensor_names([{"$type": "tensor", "name": "ema/weight"}])) == ["ema/weight"]
+    """
+    if isinstance(nested, list):
+        for item in nested:
+            yield from tensor_names(item)
+    elif isinstance(nested, dict):
+        kind = nested.get(TYPE_KEY)
+        if kind == "tensor":
+            yield nested["name"]
+        elif kind == "tensors":
+            yield from (f"{nested['at']}/{key_name(key)}" for key in nested["keys"])
+        else:
+            for item in nested.values():
+                yield from tensor_names(item)
+
+
+def encoded_entries(nested: Any) -> dict[str, Any]:
+    """The entries of an encoded dict whose keys are text, one by one.
+
+    Raises:
+        ValueError: It is none.
+
+    Example:
+        entries = encoded_entries({"$type": "tensors", "at": "ema", "keys": ["weight"]})
+        assert entries == {"weight": {"$type": "tensor", "name": "ema/weight"}}
+    """
+    if isinstance(nested, dict) and nested.get(TYPE_KEY) == "tensors":
+        return {key: {TYPE_KEY: "tensor", "name": f"{nested['at']}/{key_name(key)}"} for key in nested["keys"]}
+    if not isinstance(nested, dict) or TYPE_KEY in nested:
+        raise ValueError(f"no dict of values by name: {nested!r:.200}")
+    return nested
 
 
 _SCALARS: Final[dict[str, Callable[[dict[str, Any]], Any]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -19,8 +20,13 @@ from hfshard.training.state import TrainingState
 class ReadPart(Protocol):
     """Reads one set of tensors of a checkpoint."""
 
-    def __call__(self, base: str, *, is_copied: bool = False) -> dict[str, torch.Tensor]:
-        """Return name -> tensor; those that are only copied from (`is_copied`) may be mapped files."""
+    def __call__(
+        self, base: str, is_wanted: Callable[[str], bool] | None = None, *, is_copied: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Return name -> tensor, of the names that are wanted or of all.
+
+        Those that are only copied from (`is_copied`) may be mapped files.
+        """
 
 
 def part_reader(state: TrainingState, directory: str, manifest: CheckpointManifest, own_rank: int) -> ReadPart:
@@ -37,14 +43,16 @@ def part_reader(state: TrainingState, directory: str, manifest: CheckpointManife
     """
     layouts = StateLayouts(state) if is_spread_state(state) else None
 
-    def read(base: str, *, is_copied: bool = False) -> dict[str, torch.Tensor]:
-        names = WeightNames(base=base)
-        entry = next((name for name in (names.single, names.index) if name in manifest.files), None)
+    def read(
+        base: str, is_wanted: Callable[[str], bool] | None = None, *, is_copied: bool = False
+    ) -> dict[str, torch.Tensor]:
+        files = WeightNames(base=base)
+        entry = next((name for name in (files.single, files.index) if name in manifest.files), None)
         if entry is None:
             return {}
         with open_checkpoint(directory, use_safetensors=True, base=base, weights_name=entry) as checkpoint:
             if layouts is not None:
-                return read_part_of_rank(checkpoint, base, layouts, own_rank)
-            return read_tensors(checkpoint, None, "cpu", "auto" if is_copied else "pread")
+                return read_part_of_rank(checkpoint, base, layouts, own_rank, is_wanted)
+            return read_tensors(checkpoint, is_wanted, "cpu", "auto" if is_copied else "pread")
 
     return read

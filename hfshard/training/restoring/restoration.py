@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,17 +22,25 @@ from hfshard.training.collecting import STATE_BASE, TRAINING_STATE_FORMAT
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.nested import decode
+from hfshard.training.parts.nested_decoding import tensor_names
 from hfshard.training.parts.optimizer import plan_optimizer
 from hfshard.training.parts.pending_loads import PendingLoad, StatefulLoad
 from hfshard.training.parts.rng import check_rng_state, seed_from_state, set_rng_state
 from hfshard.training.parts.scheduler import plan_scheduler
 from hfshard.training.ranks import ALONE, Ranks
 from hfshard.training.restoring.applying import all_or_nothing, load_all
+from hfshard.training.restoring.components import (
+    check_components,
+    check_object,
+    parts_of_other_stages,
+    take_gradients,
+)
 from hfshard.training.restoring.modules import plan_module
 from hfshard.training.restoring.part_files import ReadPart, part_reader
 from hfshard.training.restoring.reorderings import find_reorderings, reordered_state
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.writing import TRAINING_STATE
+from hfshard.training.spread.stages import StageNames
 from hfshard.training.state import PartKind, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -75,7 +84,13 @@ class Restoration:
 
 
 def plan_restoration(
-    state: TrainingState, directory: str, manifest: CheckpointManifest, *, strict: bool, ranks: Ranks = ALONE
+    state: TrainingState,
+    directory: str,
+    manifest: CheckpointManifest,
+    *,
+    strict: bool,
+    ranks: Ranks = ALONE,
+    stage: StageNames | None = None,
 ) -> Restoration:
     """Read a checkpoint whose files were checked, and compare it with a training state, which is not changed.
 
@@ -85,6 +100,7 @@ def plan_restoration(
         manifest: The checkpoint's.
         strict: Refuse any difference; else what differs stays as it was built, and is reported.
         ranks: Which rank this process is.
+        stage: What of the modules it has, where other ranks have the rest; None: all.
 
     Raises:
         StateDictMismatchError: strict, and something differs.
@@ -95,13 +111,22 @@ def plan_restoration(
     saved_ranks = saved_state["ranks"]
     own = saved_ranks[ranks.rank if ranks.rank < len(saved_ranks) else 0]
     saved = {**saved_state["components"], **own["components"]}
-    _take_gradients(state, saved, len(saved_ranks), ranks.world_size)
+    take_gradients(state, saved, 1 if "stage" in own else len(saved_ranks), 1 if stage else ranks.world_size)
     restoration = Restoration(directory=directory)
-    _check_components(state, saved, directory, restoration, strict=strict)
+    elsewhere = parts_of_other_stages(state, own)
+    check_components(state, saved, directory, restoration.differences, elsewhere, strict=strict)
     read = part_reader(state, directory, manifest, ranks.rank if ranks.rank < len(saved_ranks) else 0)
-    tensors = read(STATE_BASE)
-    planner = _Planner(state, saved, directory, read, path, tensors, restoration, strict)
-    common = [name for name in state.components if name in saved and saved[name].get("kind") == state.kinds[name]]
+    wanted = None
+    if stage is not None:
+        saved = stage.of_this_rank(saved, path)
+        wanted = _names_in([saved, own["rng"], saved_state["extra"]], path).__contains__
+    tensors = read(STATE_BASE, wanted)
+    planner = _Planner(state, saved, directory, read, path, tensors, restoration, strict, stage)
+    common = [
+        name
+        for name in state.components
+        if name in saved and saved[name].get("kind") == state.kinds[name] and name not in elsewhere
+    ]
     for name in sorted(common, key=lambda name: _ORDER[state.kinds[name]]):
         planner.plan(name)
     rng, restoration.extra = decode([own["rng"], saved_state["extra"]], tensors, path)
@@ -127,6 +152,7 @@ class _Planner:
         tensors: Mapping[str, torch.Tensor],
         restoration: Restoration,
         strict: bool,
+        stage: StageNames | None,
     ) -> None:
         self.state = state
         self.saved = saved
@@ -137,6 +163,7 @@ class _Planner:
         self.tensors = tensors
         self.restoration = restoration
         self.strict = strict
+        self.stage = stage
 
     def plan(self, name: str) -> None:
         """Plan one component.
@@ -148,11 +175,15 @@ class _Planner:
         part = self.state.components[name]
         tensors = self.tensors
         if name == "optimizer":
-            tensors = self.read(name, is_copied=_is_on_accelerators(part))
+            wanted = None if self.stage is None else _names_in(self.saved[name]["state"], self.path)
+            tensors = self.read(
+                name, None if wanted is None else wanted.__contains__, is_copied=_is_on_accelerators(part)
+            )
         value = decode(self.saved[name]["state"], tensors, self.path)
         try:
             if name == "model":
-                value |= self.read(MODEL_BASE, is_copied=True)
+                is_here = None if self.stage is None else partial(self.stage.is_here, name)
+                value |= self.read(MODEL_BASE, is_here, is_copied=True)
             self._plan(name, part, value)
         except HfshardError as error:
             if self.strict or not isinstance(error, StateDictMismatchError):
@@ -168,7 +199,7 @@ class _Planner:
     def _plan(self, name: str, part: Any, value: Any) -> None:
         kind = self.state.kinds[name]
         if kind in ("stateful", "loader"):
-            _check_object(name, part, value, self.directory)
+            check_object(name, part, value, self.directory)
             if kind == "stateful":
                 value = reordered_state(name, self.state, self.saved, self.directory, value)
             self.restoration.objects.append(StatefulLoad(name, part, value, self.directory))
@@ -227,63 +258,10 @@ def _read_training_state(path: str, directory: str) -> dict[str, Any]:
     return saved_state
 
 
-def _take_gradients(state: TrainingState, saved: dict[str, Any], saved_ranks: int, world_size: int) -> None:
-    """Take gradients of one process for those of ranks that share a model, and the other way round."""
-    for name, part in state.components.items():
-        kinds = saved.get(name, {}).get("kind"), state.kinds[name]
-        if isinstance(part, Gradients) and kinds in (("loader", "stateful"), ("stateful", "loader")):
-            processes = world_size if state.kinds[name] == "loader" else saved_ranks
-            if processes == 1:
-                saved[name] = {**saved[name], "kind": state.kinds[name]}
-
-
-def _check_components(
-    state: TrainingState, saved: Mapping[str, Any], directory: str, restoration: Restoration, *, strict: bool
-) -> None:
-    for name in state.components:
-        if name not in saved:
-            restoration.differences.append(
-                f"The checkpoint '{directory}' has no '{name}'. Build the state without it, or pass strict=False to "
-                "leave it as it was built."
-            )
-        elif saved[name].get("kind") != state.kinds[name]:
-            restoration.differences.append(
-                f"'{name}' has the kind {saved[name].get('kind')!r:.50} in '{directory}', and is a {state.kinds[name]} "
-                "here. Pass the kind of object that was saved, or strict=False to leave it as it was built."
-            )
-    for name in saved:
-        if name not in state.components:
-            restoration.differences.append(
-                f"The checkpoint '{directory}' has the state of '{name}', which the TrainingState lacks. "
-                f"Pass {name}=..., or strict=False to leave it out."
-            )
-    if strict and restoration.differences:
-        missing = tuple(name for name in state.components if name not in saved)
-        unexpected = tuple(name for name in saved if name not in state.components)
-        raise StateDictMismatchError(
-            " ".join(restoration.differences) + " Nothing was restored.",
-            path=directory,
-            missing_keys=missing,
-            unexpected_keys=unexpected,
-        )
-
-
-def _check_object(name: str, part: Any, value: Any, directory: str) -> None:
-    if isinstance(part, torch.amp.GradScaler) and part.is_enabled() != bool(value):
-        raise StateDictMismatchError(
-            f"'{name}' is a GradScaler that is {'on' if part.is_enabled() else 'off'}, and was not when the checkpoint "
-            f"'{directory}' was saved. Build it with the enabled= of that run, or pass strict=False.",
-            path=directory,
-        )
-    check = getattr(part, "check_state_dict", None)
-    if not callable(check):
-        return
+def _names_in(nested: Any, path: str) -> frozenset[str]:
     try:
-        check(value)
-    except StateDictMismatchError as error:
-        raise StateDictMismatchError(
-            f"'{name}' does not fit the checkpoint '{directory}', and nothing was restored: {error.message}",
-            path=directory,
-            expected=error.expected,
-            actual=error.actual,
+        return frozenset(tensor_names(nested))
+    except (KeyError, TypeError) as error:
+        raise DamagedCheckpointError(
+            f"'{path}' is damaged: a value in it is not what hfshard writes ({error!r:.200}). {_REMEDY}", path=path
         ) from error

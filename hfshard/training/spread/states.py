@@ -10,8 +10,8 @@ from torch import nn
 
 from hfshard.errors import InvalidArgumentError
 from hfshard.state_dicts.dtensors import is_dtensor
+from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.format.names import MODEL_BASE
 from hfshard.training.state import TrainingState
 
 
@@ -33,31 +33,14 @@ def is_spread_state(state: TrainingState) -> bool:
 
 
 def stage_digest(state: TrainingState) -> str:
-    """What tells the model of this rank from that of another: the names and shapes of its tensors."""
-    model = state.components.get(MODEL_BASE)
-    if model is None:
-        return ""
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    lines = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors]
+    """What tells the modules of this rank from those of another: the names and shapes of their tensors."""
+    lines = [
+        f"{component}/{name} {tuple(tensor.shape)}"
+        for component, module in sorted(state.of_kind("module").items())
+        for name, tensor in collect_state_dict(module).items()
+        if isinstance(tensor, torch.Tensor)
+    ]
     return sha256_of("\n".join(lines).encode(errors="surrogateescape"))
-
-
-def check_same_stage(digests: list[str]) -> None:
-    """Refuse ranks with different models, of which only the first one's would be saved.
-
-    Args:
-        digests: Of all ranks, in their order.
-
-    Raises:
-        InvalidArgumentError: They differ.
-    """
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is not None:
-        raise InvalidArgumentError(
-            f"The model of rank {other} is not that of rank 0, as with the stages of a pipeline, and training "
-            "checkpoints of stages are not supported. Save the stages' weights by hfshard.save_model, or give each "
-            "stage a process group and a CheckpointManager of its own."
-        )
 
 
 def _reshard(module: nn.Module) -> None:

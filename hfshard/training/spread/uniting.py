@@ -17,7 +17,7 @@ from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.names import MODEL_BASE
 from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout
 from hfshard.storage.weights.safetensors_writer import WriteJob
-from hfshard.training.collecting import STATE_BASE, SavePayload, rank_prefix
+from hfshard.training.collecting import STATE_BASE, SavePayload, is_of_a_rank, rank_prefix
 
 _NUMBERLESS: Final = "rank*/"
 """Stands for the beginning of the names of what belongs to one rank alone."""
@@ -52,7 +52,7 @@ def name_of_key(key: str) -> str:
     return key.partition("/")[2]
 
 
-def held_parts(payload: SavePayload, rank: int) -> HeldParts:
+def held_parts(payload: SavePayload, rank: int, *, is_stage: bool = False) -> HeldParts:
     """List what this rank has for a save of all ranks.
 
     Of what is not spread, the model's and the optimizer's tensors are the same everywhere; all else is the first
@@ -61,6 +61,7 @@ def held_parts(payload: SavePayload, rank: int) -> HeldParts:
     Args:
         payload: What the rank would save if it were alone.
         rank: This one.
+        is_stage: Whether ranks have different modules: then what else is not a rank's own may be on any of them.
 
     Raises:
         UnstorableTensorError: A tensor can't be stored.
@@ -71,7 +72,8 @@ def held_parts(payload: SavePayload, rank: int) -> HeldParts:
     held: dict[str, HeldTensor] = {}
     for base, request in payload.requests.items():
         for name, tensor in with_spread_tensors(request.tensors).items():
-            if base != STATE_BASE or isinstance(tensor, SpreadTensor):
+            is_shared = base != STATE_BASE or isinstance(tensor, SpreadTensor)
+            if is_shared or (is_stage and not is_of_a_rank(name)):
                 common[key_of(base, name)] = tensor
             elif name.startswith(prefix):
                 own[key_of(base, _NUMBERLESS + name.removeprefix(prefix))] = tensor
@@ -88,6 +90,7 @@ def held_parts(payload: SavePayload, rank: int) -> HeldParts:
         tied_names={key_of(MODEL_BASE, tied): key_of(MODEL_BASE, name) for tied, name in model.tied_names.items()},
         undeclared_ties=tuple(key_of(MODEL_BASE, name) for name in model.undeclared_ties),
         separate_names=frozenset(key_of(MODEL_BASE, name) for name in model.separate_names),
+        name_order=tuple(key_of(MODEL_BASE, name) for name in model.name_order),
     )
     return HeldParts(replace(of_common, tensors=_typed(common)), replace(plain, tensors=_typed(own)), held)
 
@@ -103,8 +106,14 @@ def with_rank(listing: Listing, rank: int) -> Listing:
     return replace(listing, entries=entries)
 
 
-def united_payload(payload: SavePayload, holders: Holders) -> SavePayload:
-    """What the first rank saves: its own payload, with the tensors of all ranks."""
+def united_payload(payload: SavePayload, holders: Holders, *, is_stage: bool = False) -> SavePayload:
+    """What the first rank saves: its own payload, with the tensors of all ranks.
+
+    Args:
+        payload: The first rank's.
+        holders: Of all ranks.
+        is_stage: Whether it has only some of the model's parameters, which then are counted from the tensors.
+    """
     some_options = next(iter(payload.requests.values())).options
     by_base: dict[str, dict[str, RawTensor]] = {}
     for key, layout in holders.layouts.items():
@@ -119,6 +128,7 @@ def united_payload(payload: SavePayload, holders: Holders) -> SavePayload:
                 tied_names={name_of_key(tied): name_of_key(kept) for tied, kept in holders.tied_names.items()},
                 undeclared_ties=tuple(map(name_of_key, holders.undeclared_ties)),
                 separate_names=frozenset(map(name_of_key, holders.separate_names)),
+                total_parameters=None if is_stage and not request.name_order else request.total_parameters,
             )
         requests[base] = replace(request, tensors=by_base.get(base, {}))
     return replace(payload, requests=requests)

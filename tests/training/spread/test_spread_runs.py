@@ -5,25 +5,23 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hfshard
 from hfshard.training import CheckpointManager
 from tests.distributed.gloo import check_ranks, run_ranks
-from tests.training.spread.models import MESHES, OPTIMIZERS, Run
+from tests.training.spread.models import MESHES
+from tests.training.spread.runs import Run
+from tests.training.spread.table import CHOSEN, OTHERS, TABLE, Case, can_step
 
 STEPS, SAVED_AT = 4, 2
-
-CASES = [*((name, torch.float32) for name in OPTIMIZERS), ("foreach", torch.bfloat16)]
-"""Optimizers, and the dtype of parameters and slots."""
-
-
-def name_of(optimizer: str, dtype: torch.dtype) -> str:
-    return f"{optimizer}-{str(dtype).removeprefix('torch.')}"
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -32,97 +30,183 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
 
 
-def each_run(rank: int, layout: str, work: Callable[[Run, str], object]) -> None:
-    """Do the same with a new run of each case, whose random numbers are the rank's own, but for tensor parallelism."""
-    for number, (optimizer, dtype) in enumerate(CASES):
-        run = Run(layout, optimizer, dtype)
-        torch.manual_seed(number + (100 * rank if layout == "fsdp" else 0))
-        work(run, name_of(optimizer, dtype))
+@contextmanager
+def named(*words: str) -> Iterator[None]:
+    """Say in a failure which case it was."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(" ".join(words))
+        raise
 
 
-def go_straight(rank: int, layout: str, place: Path) -> None:
-    def work(run: Run, name: str) -> None:
-        run.train(SAVED_AT)
+def each_run(rank: int, layout: str, cases: list[Case], work: Callable[[Run, Case], object]) -> None:
+    """Do the same with a new run of each case. Ranks that have the same batch have the same random numbers."""
+    replica = {"fsdp": rank, "hsdp": rank, "2d": rank // 2, "pp_fsdp": rank % 2}.get(layout, 0)
+    for number, case in enumerate(cases):
+        with named(layout, case.name):
+            run = case.run(layout)
+            torch.manual_seed(number + 100 * replica)
+            work(run, case)
+
+
+def everything(run: Run) -> dict[str, torch.Tensor]:
+    """What this rank has, and the numbers."""
+    return {**run.local(), **run.numbers()}
+
+
+def train_to_save(run: Run) -> None:
+    """So many steps; and where gradients accumulate, half of the next one."""
+    run.train(SAVED_AT)
+    for _ in range(run.passes - 1):
+        run.backward()
+
+
+def train_to_end(run: Run) -> None:
+    """All that is left after the save."""
+    run.backward()
+    run.update()
+    run.train(STEPS - SAVED_AT - 1)
+
+
+def go_straight(rank: int, layout: str, cases: list[Case], place: Path) -> None:
+    def work(run: Run, case: Case) -> None:
+        train_to_save(run)
         whole = run.whole()
+        torch.save(everything(run), place / f"{case.name}-saved-{rank}.pt")
         if rank == 0:
-            torch.save(whole, place / f"{name}-saved.pt")
-        run.train(STEPS - SAVED_AT)
-        torch.save(run.local(), place / f"{name}-{rank}.pt")
+            torch.save(whole, place / f"{case.name}-saved.pt")
+        train_to_end(run)
+        torch.save(everything(run), place / f"{case.name}-{rank}.pt")
 
-    each_run(rank, layout, work)
+    each_run(rank, layout, cases, work)
 
 
-def save_and_die(rank: int, layout: str, place: Path) -> None:
-    def work(run: Run, name: str) -> None:
-        run.train(SAVED_AT)
-        with CheckpointManager(place / name) as manager:
-            manager.save(SAVED_AT, run.state, extra={"rank": rank})
-        run.train(1)
+def save_and_die(rank: int, layout: str, cases: list[Case], place: Path) -> None:
+    def work(run: Run, case: Case) -> None:
+        train_to_save(run)
+        is_blocking = cases.index(case) % 2 == 0
+        with CheckpointManager(place / case.name) as manager:
+            manager.save(SAVED_AT, run.state, extra={"rank": rank}, blocking=is_blocking)
+            run.backward()  # beside the collectives of the save
+            run.update()
 
-    each_run(rank, layout, work)
+    each_run(rank, layout, cases, work)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def resume(rank: int, layout: str, place: Path) -> None:
-    def work(run: Run, name: str) -> None:
+def resume(rank: int, layout: str, cases: list[Case], place: Path) -> None:
+    def work(run: Run, case: Case) -> None:
         torch.manual_seed(9)
         run.train(1)  # which leaves numbers of another run everywhere
-        with CheckpointManager(place / name) as manager:
+        with CheckpointManager(place / case.name) as manager:
             restored = manager.restore_latest(run.state)
-            assert restored == SAVED_AT and restored.extra == {"rank": 0}
-            run.train(STEPS - SAVED_AT)
-            assert_same(run.local(), torch.load(place / f"{name}-{rank}.pt"))
+        assert restored == SAVED_AT and restored.extra == {"rank": 0}
+        run.begin()
+        assert_same(everything(run), torch.load(place / f"{case.name}-saved-{rank}.pt"))
+        train_to_end(run)
+        assert_same(everything(run), torch.load(place / f"{case.name}-{rank}.pt"))
 
-    each_run(rank, layout, work)
-
-
-def restore_elsewhere(rank: int, layout: str, places: list[Path]) -> None:
-    for place in places:
-        for optimizer, dtype in CASES:
-            name = name_of(optimizer, dtype)
-            run = Run(layout, optimizer, dtype)
-            assert CheckpointManager(place / name).restore(run.state) == SAVED_AT
-            assert_same(run.whole(), torch.load(place / f"{name}-saved.pt"))
-            if layout != "tp" or optimizer not in (
-                "foreach",
-                "fused",
-            ):  # torch's own can't do some parameters that are not spread
-                run.train(1)
+    each_run(rank, layout, cases, work)
 
 
-@pytest.fixture(scope="module", params=["fsdp", pytest.param("2d", marks=pytest.mark.slow)])
-def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """The checkpoints of runs whose ranks were killed, and what they would have come to."""
-    layout: str = request.param
-    place = tmp_path_factory.mktemp(layout)
+def restore_elsewhere(rank: int, layout: str, cases: list[Case], place: Path, saved_ranks: int) -> None:
     world_size = math.prod(MESHES[layout])
-    check_ranks(place / "straight", world_size, go_straight, layout, place)
-    ends = run_ranks(place / "killed", world_size, save_and_die, layout, place)
+
+    def work(run: Run, case: Case) -> None:
+        if can_step(layout, case):
+            run.train(1)
+        assert CheckpointManager(place / case.name).restore(run.state) == SAVED_AT
+        assert_same(run.whole(), torch.load(place / f"{case.name}-saved.pt"))
+        own = torch.load(place / f"{case.name}-saved-{rank if rank < saved_ranks else 0}.pt")
+        numbers = run.numbers()
+        rng = numbers.pop("rng")
+        assert_same(numbers, {name: own[name] for name in numbers})
+        if world_size == saved_ranks:
+            assert torch.equal(rng, own["rng"])
+        else:
+            check_seeded(run, place / case.name, rng, own["rng"], world_size)
+        if can_step(layout, case):
+            run.begin()
+            train_to_end(run)
+
+    each_run(rank, layout, cases, work)
+
+
+def check_seeded(run: Run, place: Path, found: torch.Tensor, saved: torch.Tensor, world_size: int) -> None:
+    """Another number of ranks gets new random numbers, others on each rank, and the same ones each time."""
+    assert not torch.equal(found, saved)
+    if world_size > 1:
+        told = [torch.empty_like(found) for _ in range(world_size)]
+        dist.all_gather(told, found)
+        assert not torch.equal(told[0], told[1])
+    torch.manual_seed(4)
+    CheckpointManager(place).restore(run.state)
+    assert torch.equal(torch.get_rng_state(), found)
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """The checkpoints of runs whose ranks were killed, and what they would have come to."""
+
+    layout: str
+    cases: list[Case]
+    place: Path
+
+    @property
+    def world_size(self) -> int:
+        """Of those ranks."""
+        return math.prod(MESHES[self.layout])
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param((layout, cases), id=f"{layout} chosen") for layout, cases in CHOSEN.items()),
+        *(pytest.param((layout, cases), id=layout, marks=pytest.mark.slow) for layout, cases in TABLE.items()),
+    ],
+)
+def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    """Train all cases of a layout twice: straight to the end, and until a SIGKILL after the save."""
+    layout, cases = request.param
+    place = tmp_path_factory.mktemp(layout)
+    runs = Killed(layout, cases, place)
+    check_ranks(place / "straight", runs.world_size, go_straight, layout, cases, place)
+    ends = run_ranks(place / "killed", runs.world_size, save_and_die, layout, cases, place)
     assert {end.status for end in ends} == {-signal.SIGKILL}, [end.words for end in ends]
-    return layout, place
+    return runs
 
 
-def test_a_run_whose_ranks_were_killed_goes_on_to_the_bit(killed: tuple[str, Path], tmp_path: Path) -> None:
-    layout, place = killed
-    check_ranks(tmp_path, math.prod(MESHES[layout]), resume, layout, place)
+def test_the_table_has_every_optimizer_on_every_layout() -> None:
+    assert sum(map(len, TABLE.values())) >= 60
+    for layout in ("fsdp", "2d", "hsdp", "pp"):
+        kinds = {case.optimizer for case in TABLE[layout]}
+        assert {"adamw", "adamw foreach", "adamw fused", "sgd", "sgd foreach", "rows and columns"} <= kinds
+        assert {one for case in TABLE[layout] for one in case.more} == {"accumulation", "scaler", "average", "frozen"}
 
 
-@pytest.mark.parametrize("layout", ["tp", pytest.param("hsdp", marks=pytest.mark.slow)])
-def test_a_run_is_restored_on_other_ranks(killed: tuple[str, Path], tmp_path: Path, layout: str) -> None:
-    check_ranks(tmp_path, math.prod(MESHES[layout]), restore_elsewhere, layout, [killed[1]])
+def test_runs_whose_ranks_were_killed_go_on_to_the_bit(killed: Killed, tmp_path: Path) -> None:
+    check_ranks(tmp_path, killed.world_size, resume, killed.layout, killed.cases, killed.place)
 
 
-def test_one_process_restores_a_spread_run_and_saves_the_same_files(killed: tuple[str, Path], tmp_path: Path) -> None:
-    place = killed[1]
-    for optimizer, dtype in CASES:
-        name = name_of(optimizer, dtype)
-        run = Run("whole", optimizer, dtype)
-        manager = CheckpointManager(place / name)
+def test_runs_are_restored_on_other_ranks(killed: Killed, tmp_path: Path) -> None:
+    other = OTHERS[killed.layout]
+    args = (other, killed.cases, killed.place, killed.world_size)
+    check_ranks(tmp_path, math.prod(MESHES[other]), restore_elsewhere, *args)
+
+
+def test_one_process_restores_a_spread_run_and_saves_the_same_files(killed: Killed, tmp_path: Path) -> None:
+    restore_elsewhere(0, "whole", killed.cases, killed.place, killed.world_size)
+
+    for case in killed.cases:
+        run = case.run("whole")
+        manager = CheckpointManager(killed.place / case.name)
         assert manager.verify() == {SAVED_AT: []}
         manager.restore(run.state)
-        assert_same(run.whole(), torch.load(place / f"{name}-saved.pt"))
-        with CheckpointManager(tmp_path / name) as alone:
+        with CheckpointManager(tmp_path / case.name) as alone:
             saved = Path(alone.save(SAVED_AT, run.state))
-        for file in ("model.safetensors", "optimizer.safetensors"):
-            assert (saved / file).read_bytes() == (place / name / saved.name / file).read_bytes(), (name, file)
+        files = [*saved.glob("model*"), *saved.glob("optimizer*")]
+        assert len(files) > 1
+        for file in files:
+            assert file.read_bytes() == (killed.place / case.name / saved.name / file.name).read_bytes(), (case, file)
         assert hfshard.load_state_dict(saved).keys() == run.net.state_dict().keys()

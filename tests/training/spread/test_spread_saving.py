@@ -15,11 +15,12 @@ from hfshard import load_state_dict
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, StateDictMismatchError
 from hfshard.training import CheckpointManager, Gradients, TrainingState
 from tests.distributed.gloo import check_ranks
-from tests.training.spread.models import Net, Run, built, whole
+from tests.training.spread.models import Net, built
+from tests.training.spread.runs import Run, whole
 from tests.training.spread.test_spread_runs import assert_same
 
 
-def save_after_forward(rank: int, place: Path) -> None:
+def save_after_forward(rank: int, place: Path, *, blocking: bool) -> None:
     straight = Run("fsdp", reshard_after_forward=False)
     straight.train(3)
 
@@ -27,12 +28,13 @@ def save_after_forward(rank: int, place: Path) -> None:
     run.train(2)
     loss = run.loss()
     assert not any(hasattr(one, "full_tensor") for one in run.net.parameters())  # gathered
-    with CheckpointManager(place / "run") as manager:
-        manager.save(2, run.state)
-        run.step(loss)
+    with CheckpointManager(place / f"{blocking}") as manager:
+        manager.save(2, run.state, blocking=blocking)
+        loss.backward()
+        run.update()
         assert_same(run.local(), straight.local())
 
-        manager.save(3, run.state)
+        manager.save(3, run.state, blocking=blocking)
         again = Run("fsdp", reshard_after_forward=False)
         again.loss()
         assert manager.restore_latest(again.state) == 3
@@ -135,11 +137,13 @@ def refuse_what_is_not_supported(rank: int, place: Path) -> None:
         with pytest.raises(InvalidArgumentError, match=r"FSDP1.*fully_shard"):
             work(1, TrainingState(model=flat))
     stages = [torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)]
-    with pytest.raises(HfshardError, match="stages of a pipeline"):
+    with pytest.raises(HfshardError, match="The ranks disagree about 'model/weight'"):
         manager.save(1, TrainingState(model=stages[rank]))
     spread_stage = built("fsdp").blocks if rank else built("fsdp")
-    with pytest.raises(HfshardError, match="stages of a pipeline"):
+    with pytest.raises(HfshardError, match=r"The ranks do not have all of 'model/.*up\.weight'"):
         manager.save(1, TrainingState(model=spread_stage))
+    with pytest.raises(HfshardError, match="save into different directories"):
+        CheckpointManager(place / f"run-{rank}").save(1, TrainingState(model=built("fsdp")))
     assert not (place / "run").exists()
 
 
@@ -175,7 +179,8 @@ def link_what_is_frozen(rank: int, place: Path) -> None:
 
 
 def work_of_two_ranks(rank: int, place: Path) -> None:
-    save_after_forward(rank, place / "forward")
+    for blocking in (True, False):
+        save_after_forward(rank, place / "forward", blocking=blocking)
     link_what_is_frozen(rank, place / "frozen")
     (place / "gradients").mkdir(exist_ok=True)
     save_gradients(rank, place / "gradients", "fsdp")
