@@ -33,12 +33,20 @@ def collect_state_dict(model: nn.Module) -> dict[str, Any]:
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """Map the id of each parameter to its name without the prefixes of wrappers; of tied names, to the first sorted."""
+    return {key: min(names) for key, names in _all_names(model).items()}
+
+
+def tied_parameter_names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several, without the prefixes of wrappers."""
+    return [names for names in _all_names(model).values() if len(names) > 1]
+
+
+def _all_names(model: nn.Module) -> dict[int, list[str]]:
     model = unwrap(model)
     wrapped = wrapped_prefixes(model)
-    names: dict[int, str] = {}
+    names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        short = without_wrappers(name, wrapped)
-        names[id(parameter)] = min(short, names.get(id(parameter), short))
+        names.setdefault(id(parameter), []).append(without_wrappers(name, wrapped))
     return names
 
 

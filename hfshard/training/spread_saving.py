@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from hfshard.distributed.exchange.holders import Holders
@@ -33,9 +34,17 @@ from hfshard.training.run.host_copy import HostCopies
 from hfshard.training.run.writing import check_names
 from hfshard.training.run_writer import RunWriter
 from hfshard.training.spread.merging import StageParts, merge_parts
-from hfshard.training.spread.stages import with_whole_gradients
+from hfshard.training.spread.stages import with_aliases, with_whole_gradients
 from hfshard.training.spread.states import is_spread_state, stage_digest
-from hfshard.training.spread.uniting import HeldParts, KeyedWriter, held_parts, name_of_key, united_payload, with_rank
+from hfshard.training.spread.uniting import (
+    HeldParts,
+    KeyedWriter,
+    held_parts,
+    name_of_key,
+    united_payload,
+    with_rank,
+    with_whole_order,
+)
 from hfshard.training.state import TrainingState
 from hfshard.training.step import checked_step
 
@@ -82,8 +91,8 @@ def save_spread(order: SpreadSave, writer: RunWriter, save_replicated: Callable[
             return save_replicated(Ranks.of(status))
         writer.wait()
         is_pipeline = len(set(stages)) > 1
-        if is_pipeline and len(set(stages)) == len(stages):
-            order = replace(order, state=with_whole_gradients(order.state))
+        if is_pipeline:
+            order = replace(order, state=_as_stage(order.state, status, stages))
         components, of_a_rank = _share_components(order, status, stages) if is_pipeline else (None, ())
         ranks = _share_states(order, status, of_a_rank, stages[status.rank] if is_pipeline else "")
         payload = collect(
@@ -93,10 +102,11 @@ def save_spread(order: SpreadSave, writer: RunWriter, save_replicated: Callable[
             order.extra if status.rank == status.leader else None,
             save_options(order.max_shard_size, order.checksum, order.progress),
         )
+        payload = with_whole_order(payload) if is_pipeline else payload
         parts = held_parts(payload, status.rank, is_stage=is_pipeline)
         holders = _share_holders(status, parts)
         if status.rank == status.leader:
-            payload = united_payload(payload, holders, is_stage=is_pipeline)
+            payload = united_payload(payload, holders)
         work = _planned(order, writer, status, payload, parts, holders)
         path = checkpoint_path(writer.root, checked_step(order.step))
         if order.blocking:
@@ -124,6 +134,13 @@ def _find_stages(order: SpreadSave, writer: RunWriter, status: SaveStatus) -> li
             "Give the managers of all ranks the same one, on a file system that all of them see."
         )
     return stages
+
+
+def _as_stage(state: TrainingState, status: SaveStatus, stages: Sequence[str]) -> TrainingState:
+    """The same parts, with the names that parameters have in the whole model, and its gradients where they are that."""
+    told = status.meet("ties", json.dumps(state.tied_parameters()).encode())
+    state = with_aliases(state, chain.from_iterable(map(json.loads, told.values())))
+    return with_whole_gradients(state) if len(set(stages)) == len(stages) else state
 
 
 def _share_components(order: SpreadSave, status: SaveStatus, stages: Sequence[str]) -> tuple[Components, Sequence[str]]:

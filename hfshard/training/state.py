@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from hfshard.errors import InvalidArgumentError
-from hfshard.state_dicts.state_dict import parameter_names
+from hfshard.state_dicts.state_dict import parameter_names, tied_parameter_names
 from hfshard.training.data.external_loader import track
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.positions.holders import order_digest
@@ -65,6 +65,8 @@ class TrainingState:
             name: track(part) if self.kinds[name] == "loader" else part for name, part in parts.items()
         }
         """The parts by name; a loader of another library is tracked from now on (see `external_loader.py`)."""
+        self.aliases: dict[str, str] = {}
+        """Names of parameters -> those by which another stage of a pipeline, where they are tied, knows them."""
 
     def of_kind(self, kind: PartKind) -> dict[str, Any]:
         """Return the parts of one kind, by name.
@@ -94,8 +96,16 @@ class TrainingState:
         for component in sorted(modules, key=lambda name: (name != "model", name)):  # not as they were passed
             prefix = "" if component == "model" else f"{component}:"
             for key, name in parameter_names(modules[component]).items():
-                names.setdefault(key, prefix + name)
+                names.setdefault(key, self.aliases.get(prefix + name, prefix + name))
         return names
+
+    def tied_parameters(self) -> list[list[str]]:
+        """Return the names of each parameter that has several in one module."""
+        found = []
+        for component, module in self.of_kind("module").items():
+            prefix = "" if component == "model" else f"{component}:"
+            found += [[prefix + name for name in names] for names in tied_parameter_names(module)]
+        return found
 
 
 def unwrapped(part: Any) -> Any:

@@ -18,7 +18,7 @@ from hfshard.training.restoring.restoration import Restoration, plan_restoration
 from hfshard.training.run.directory import RunCheckpoint, has_changed, read_run_checkpoint
 from hfshard.training.run.finding import Level, check_run_checkpoint, checkpoint_of_step
 from hfshard.training.run.manifest import CheckpointManifest
-from hfshard.training.spread.stages import StageNames
+from hfshard.training.spread.stages import find_stage
 from hfshard.training.spread.states import is_spread_state
 from hfshard.training.state import TrainingState
 from hfshard.training.step import RestoredStep
@@ -98,7 +98,8 @@ def _resume_on_ranks(
     strict: bool,
 ) -> RestoredStep | None:
     ranks.on_each(lambda: is_spread_state(state))
-    stage = StageNames.shared(state, ranks)
+    stage = find_stage(state, ranks)
+    own, names = (state, None) if stage is None else (stage.state, stage.names)
     for _ in range(_TRIES):
         chosen_checkpoint = _choose_together(choose, ranks)
         if chosen_checkpoint is None:
@@ -109,7 +110,7 @@ def _resume_on_ranks(
         try:
             if not ranks.is_first:
                 checkpoint, manifest = _local_checkpoint(checkpoint, manifest, choose)
-            restoration = plan_restoration(state, checkpoint.path, manifest, strict=strict, ranks=ranks, stage=stage)
+            restoration = plan_restoration(own, checkpoint.path, manifest, strict=strict, ranks=ranks, stage=names)
         except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
             error = caught
         is_replaced = (ranks.is_first or error is None) and has_changed(checkpoint)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 from hfshard.errors import DamagedCheckpointError
@@ -31,27 +32,6 @@ class StageNames:
 
     own: Names
     everywhere: Names
-
-    @classmethod
-    def shared(cls, state: TrainingState, ranks: Ranks) -> StageNames | None:
-        """Ask the other ranks. Every rank must call.
-
-        Returns:
-            None where the modules of all ranks have the same names, as in everything but a pipeline.
-
-        Raises:
-            HfshardError: Another rank can't tell.
-        """
-        if ranks.world_size == 1:
-            return None
-        digest, own = ranks.on_each(lambda: (stage_digest(state), _names_of(state)))
-        digests = ranks.all_of(digest)
-        if len(set(digests)) == 1:
-            return None
-        is_speaker = digests.index(digest) == ranks.rank
-        told = ranks.all_of({key: sorted(names) for key, names in own.items()} if is_speaker else {})
-        keys = dict.fromkeys(key for names in told for key in names)
-        return cls(own, {key: frozenset().union(*(names.get(key, ()) for names in told)) for key in keys})
 
     def is_here(self, component: str, name: str) -> bool:
         """Whether a name of a checkpoint concerns this rank: it has it, or none of them has."""
@@ -94,6 +74,57 @@ class StageNames:
         return {**state, "groups": groups, "state": slots}
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The modules of this rank, where other ranks have others."""
+
+    state: TrainingState
+    """The same parts, whose parameters have the names that they have in the whole model."""
+    names: StageNames
+
+
+def find_stage(state: TrainingState, ranks: Ranks) -> Stage | None:
+    """Ask the other ranks which modules they have. Every rank must call.
+
+    Returns:
+        None where the modules of all ranks have the same names, as in everything but a pipeline.
+
+    Raises:
+        HfshardError: Another rank can't tell.
+    """
+    if ranks.world_size == 1:
+        return None
+    digest, ties, own = ranks.on_each(lambda: (stage_digest(state), state.tied_parameters(), _names_of(state)))
+    digests = ranks.all_of(digest)
+    if len(set(digests)) == 1:
+        return None
+    is_speaker = digests.index(digest) == ranks.rank
+    names_to_tell = {key: sorted(names) for key, names in own.items()} if is_speaker else {}
+    told = ranks.all_of((ties, names_to_tell))
+    stage = with_aliases(state, chain.from_iterable(ties for ties, _ in told))
+    everywhere = {
+        key: frozenset(name for _, names in told for name in _renamed(stage, key, names.get(key, ())))
+        for key in dict.fromkeys(key for _, names in told for key in names)
+    }
+    return Stage(stage, StageNames({key: _renamed(stage, key, names) for key, names in own.items()}, everywhere))
+
+
+def with_aliases(state: TrainingState, ties: Iterable[Sequence[str]]) -> TrainingState:
+    """The same parts, whose parameters have the names that they have in the whole model.
+
+    Args:
+        state: Of this rank; not changed.
+        ties: Of all ranks: the names of each parameter that has several.
+    """
+    groups: list[set[str]] = []
+    for names in ties:
+        joined = set(names).union(*(group for group in groups if group & set(names)))
+        groups = [*(group for group in groups if not group & joined), joined]
+    found = copy.copy(state)
+    found.aliases = {name: min(group) for group in groups for name in group}
+    return found
+
+
 def with_whole_gradients(state: TrainingState) -> TrainingState:
     """The same parts, of which `Gradients` are those of the model, in parts on the ranks, and not a rank's own.
 
@@ -112,6 +143,10 @@ def group_part(group: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, An
     if listed is not None:
         found["options"] = {**group["options"], NAMES_OPTION: [listed[number] for number in numbers]}
     return found
+
+
+def _renamed(stage: TrainingState, key: str, names: Iterable[str]) -> frozenset[str]:
+    return frozenset(stage.aliases.get(name, name) if key == _PARAMETERS else name for name in names)
 
 
 def _names_of(state: TrainingState) -> Names:

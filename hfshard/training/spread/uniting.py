@@ -95,6 +95,17 @@ def held_parts(payload: SavePayload, rank: int, *, is_stage: bool = False) -> He
     return HeldParts(replace(of_common, tensors=_typed(common)), replace(plain, tensors=_typed(own)), held)
 
 
+def with_whole_order(payload: SavePayload) -> SavePayload:
+    """The payload of a stage that also knows all names and parameters of the whole model, if these can be known."""
+    request = payload.requests.get(MODEL_BASE)
+    if request is None or request.name_order:
+        return payload
+    whole = None if request.look_at_whole is None else request.look_at_whole()
+    total = None if whole is None else whole.total_parameters
+    request = replace(request, name_order=() if whole is None else whole.names, total_parameters=total)
+    return replace(payload, requests={**payload.requests, MODEL_BASE: request})
+
+
 def with_rank(listing: Listing, rank: int) -> Listing:
     """The listing of what a rank has alone, with its number in the names."""
     numberless = key_of(STATE_BASE, _NUMBERLESS)
@@ -106,14 +117,8 @@ def with_rank(listing: Listing, rank: int) -> Listing:
     return replace(listing, entries=entries)
 
 
-def united_payload(payload: SavePayload, holders: Holders, *, is_stage: bool = False) -> SavePayload:
-    """What the first rank saves: its own payload, with the tensors of all ranks.
-
-    Args:
-        payload: The first rank's.
-        holders: Of all ranks.
-        is_stage: Whether it has only some of the model's parameters, which then are counted from the tensors.
-    """
+def united_payload(payload: SavePayload, holders: Holders) -> SavePayload:
+    """What the first rank saves: its own payload, with the tensors of all ranks."""
     some_options = next(iter(payload.requests.values())).options
     by_base: dict[str, dict[str, RawTensor]] = {}
     for key, layout in holders.layouts.items():
@@ -123,12 +128,13 @@ def united_payload(payload: SavePayload, holders: Holders, *, is_stage: bool = F
     for base in dict.fromkeys([*payload.requests, *by_base]):
         request = payload.requests.get(base) or SaveRequest(options=replace(some_options, base=base, progress=None))
         if base == MODEL_BASE:
+            is_known = not request.name_order or by_base.get(base, {}).keys() <= set(request.name_order)
             request = replace(
                 request,
                 tied_names={name_of_key(tied): name_of_key(kept) for tied, kept in holders.tied_names.items()},
                 undeclared_ties=tuple(map(name_of_key, holders.undeclared_ties)),
                 separate_names=frozenset(map(name_of_key, holders.separate_names)),
-                total_parameters=None if is_stage and not request.name_order else request.total_parameters,
+                total_parameters=request.total_parameters if is_known else None,
             )
         requests[base] = replace(request, tensors=by_base.get(base, {}))
     return replace(payload, requests=requests)
