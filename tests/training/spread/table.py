@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.training.spread.models import Layout
-from tests.training.spread.runs import Run
+from tests.training.spread.models import Layout, Run
 
 MORE = ("accumulation", "scaler", "average", "frozen")
 

@@ -13,7 +13,7 @@ import pytest
 from hfshard.errors import RankFailedError
 from hfshard.training import CheckpointManager, TrainingState
 from tests.distributed.gloo import check_ranks, free_port, run_ranks
-from tests.training.spread.runs import Run
+from tests.training.spread.models import Run
 from tests.training.spread.test_spread_runs import assert_same
 
 LONGEST_SECONDS = 30.0

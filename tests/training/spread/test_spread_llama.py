@@ -10,7 +10,7 @@ import torch
 
 from hfshard.training import CheckpointManager, TrainingState
 from tests.distributed.gloo import check_ranks
-from tests.training.spread.runs import whole
+from tests.training.spread.models import whole
 from tests.training.spread.test_spread_runs import assert_same
 
 pytestmark = pytest.mark.compat

@@ -99,7 +99,7 @@ def refuse_an_object(one: Restoring) -> None:
 
 
 def refuse_by_hook(one: Restoring) -> None:
-    one.run.net.blocks[1].register_load_state_dict_post_hook(refuse_weights)
+    one.run.net.blocks["1"].register_load_state_dict_post_hook(refuse_weights)
 
 
 def draw_from_another_generator(one: Restoring) -> None:

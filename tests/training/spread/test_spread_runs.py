@@ -17,8 +17,7 @@ import torch.distributed as dist
 import hfshard
 from hfshard.training import CheckpointManager
 from tests.distributed.gloo import check_ranks, run_ranks
-from tests.training.spread.models import MESHES
-from tests.training.spread.runs import Run
+from tests.training.spread.models import MESHES, Run
 from tests.training.spread.table import CHOSEN, OTHERS, TABLE, Case, can_step
 
 STEPS, SAVED_AT = 4, 2

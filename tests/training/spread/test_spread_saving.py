@@ -15,8 +15,7 @@ from hfshard import load_state_dict
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, StateDictMismatchError
 from hfshard.training import CheckpointManager, Gradients, TrainingState
 from tests.distributed.gloo import check_ranks
-from tests.training.spread.models import Net, built
-from tests.training.spread.runs import Run, whole
+from tests.training.spread.models import Net, Run, built, whole
 from tests.training.spread.test_spread_runs import assert_same
 
 

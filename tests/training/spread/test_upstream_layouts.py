@@ -17,7 +17,7 @@ from hfshard.training import CheckpointManager, TrainingState
 from tests.distributed.gloo import check_ranks
 from tests.pretrained.ranks.layouts import CONFIGS, LAYOUTS, forget_meshes
 from tests.pretrained.ranks.specimens import KINDS
-from tests.training.spread.runs import whole
+from tests.training.spread.models import whole
 from tests.training.spread.test_spread_runs import assert_same, named
 
 pytestmark = pytest.mark.compat
