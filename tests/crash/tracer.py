@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -212,15 +213,16 @@ def _wait_for_tracer(pid: int, tracer: subprocess.Popen[bytes]) -> None:
 
 
 def _wait(pid: int) -> str:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            if os.WIFSIGNALED(status):
-                return "killed" if os.WTERMSIG(status) == signal.SIGKILL else f"signal {os.WTERMSIG(status)}"
-            return {EXIT_SAVED: "saved", EXIT_RAISED: "raised"}.get(os.WEXITSTATUS(status), f"exit {status}")
-        time.sleep(POLL_SECONDS)
-    return "hung"
+    end = os.pidfd_open(pid)
+    try:
+        if not select.select([end], [], [], TIMEOUT_SECONDS)[0]:
+            return "hung"
+    finally:
+        os.close(end)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        return "killed" if os.WTERMSIG(status) == signal.SIGKILL else f"signal {os.WTERMSIG(status)}"
+    return {EXIT_SAVED: "saved", EXIT_RAISED: "raised"}.get(os.WEXITSTATUS(status), f"exit {status}")
 
 
 def _end(pid: int) -> None:

@@ -38,6 +38,10 @@ _TORCH = (
 )  # fmt: skip
 """What no setting of huggingface_hub reaches."""
 WARM_UP = "tests.helpers.tiny_bert:warm_up"
+_HFSHARD = tuple(
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+    for path in sorted((REPOSITORY / "hfshard").rglob("[!_]*.py"))
+)
 _EVERYTHING = (
     "transformers",
     "transformers.modeling_utils",
@@ -45,6 +49,7 @@ _EVERYTHING = (
     "huggingface_hub",
     "accelerate",
     "pytest",
+    *_HFSHARD,
     WARM_UP,
 )
 _QUICK_TO_FORK = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
