@@ -52,7 +52,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "distributed.dcp": ("chunks staged_save", "reader write_items", "writer"),
     "distributed.exchange": (
         "incoming listing local_bytes orders owners",
-        "holders",
+        "holders outcome",
         "schedule",
         "rounds",
         "rank_writer",

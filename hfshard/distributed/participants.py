@@ -21,7 +21,7 @@ from hfshard.distributed.liveness.heartbeat import LifeSigns, WaySigns, dead_key
 from hfshard.distributed.liveness.messages import missing_error, missing_word
 from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_store
 from hfshard.distributed.liveness.waiting import Wait, group_timeout_seconds
-from hfshard.distributed.status import PATIENCE_SECONDS, SaveStatus
+from hfshard.distributed.status import LAST_NAMES, PATIENCE_SECONDS, SaveStatus
 from hfshard.errors import DirectoryLockedError, RankFailedError
 
 logger = logging.getLogger(__name__)
@@ -273,7 +273,8 @@ class _Operation:
         left = self._store.add(f"{tag}/left", 1)
         # None have come where another rank has just deleted all: then this very question has made the key anew.
         if not self._is_now(name) and left >= self._store.add(f"{tag}/came", 0):
-            self._store.delete(f"{tag}/{key}" for key in ("came", "left", "opener", "door", "outcome", "failed"))
+            self._store.delete(f"{tag}/{key}" for key in ("came", "left", "opener"))
+            self._store.delete_values(f"{tag}/{key}" for key in ("door", *LAST_NAMES))
 
     def _is_now(self, name: str) -> bool:
         return self._store.holds(f"{self._key}/now", name)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import prod
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hfshard._util.paths import absolute_path
 from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.listing import HeldTensor, Listing, Mesh, RankGroup, digest_of, list_tensors
+from hfshard.distributed.exchange.outcome import SaveOutcome
 from hfshard.distributed.exchange.rank_writer import RankWriter
 from hfshard.distributed.liveness.heartbeat import on_the_way
 from hfshard.distributed.participants import Role, gather_participants, has_other_ranks
@@ -24,7 +25,7 @@ from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError, 
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
 from hfshard.saving.writing import OwnShardWriter
-from hfshard.storage.format.index import CheckpointIndex, FileDigest
+from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout, TensorLike
 
 _TELL_SECONDS: Final = 5.0
@@ -65,7 +66,7 @@ def save_anywhere(
         status = participation.status
         assert status is not None
         if participation.role is Role.LATE:
-            return _late(request, status)
+            return _late(request, directory, status)
         return save_on_ranks(request, directory, status, check)
 
 
@@ -129,7 +130,10 @@ def save_on_ranks(
         Everything that `save_anywhere` raises.
     """
     index, listing = write_on_ranks(request, directory, status, check, group=group)
-    return _share_index(status, index, listing)
+    if index is not None:
+        SaveOutcome.tell(status, index, digest_of(listing.to_json()))
+        return index
+    return SaveOutcome.awaited(status).index(status, os.path.join(directory, request.options.names.index))
 
 
 def write_on_ranks(
@@ -289,32 +293,16 @@ def _no_bytes(name: str, layout: TensorLayout) -> Callable[[int], Iterator[memor
     return blocks
 
 
-def _share_index(status: SaveStatus, index: CheckpointIndex | None, listing: Listing) -> CheckpointIndex:
-    """Tell the others the index, or be told it."""
-    if index is not None:
-        outcome = {"index": asdict(index), "digest": digest_of(listing.to_json())}
-        status.finish(json.dumps(outcome).encode())
-        return index
-    return _index_of(status.finish())
-
-
-def _index_of(outcome: bytes) -> CheckpointIndex:
-    value = json.loads(outcome)["index"]
-    value["files"] = {name: FileDigest(**digest) for name, digest in value["files"].items()}
-    value["undeclared_ties"] = tuple(value["undeclared_ties"])
-    return CheckpointIndex(**value)
-
-
-def _late(request: SaveRequest, status: SaveStatus) -> CheckpointIndex:
+def _late(request: SaveRequest, directory: str, status: SaveStatus) -> CheckpointIndex:
     """Await the save of those who came before this rank: it must be one of the same tensors."""
-    outcome = status.finish()
+    outcome = SaveOutcome.awaited(status)
     listing, _ = list_tensors(request, held := dict[str, HeldTensor](request.tensors))
-    if digest_of(listing.to_json()) != json.loads(outcome)["digest"]:
+    if digest_of(listing.to_json()) != outcome.listing_digest:
         raise InvalidArgumentError(
             f"The others saved without rank {status.rank}, which came late with {len(held)} other tensors: the "
             "checkpoint lacks them. Make this call on every rank at the same time, and save again."
         )
-    return _index_of(outcome)
+    return outcome.index(status, os.path.join(directory, request.options.names.index))
 
 
 _CPU_GROUPS: dict[bool, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}

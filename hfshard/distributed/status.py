@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS: Final = 3600.0
 """How long to wait for a rank that lives: the owner of a large file may write to a slow disk."""
+LAST_NAMES: Final = ("outcome", "failed", "result")
+"""What the keys are called that say how an operation ended: the leader's result is there before its outcome."""
 LEAVE_SECONDS: Final = 5.0
 """How long the leader waits, after a failure, for the others to have seen it: its process may keep the store."""
 
@@ -88,7 +90,7 @@ class SaveStatus:
     @property
     def last_keys(self) -> list[str]:
         """The keys that say how it ended."""
-        return [self._key("outcome"), failed_key(self.tag)]
+        return [self._key(name) for name in LAST_NAMES]
 
     def __enter__(self) -> Self:
         self._store = self._given_store or open_store(self.death_seconds)
@@ -286,7 +288,7 @@ class SaveStatus:
         if self.rank != self.leader:
             self._heart.stop()
             bye = self._key(f"bye/{self.rank}")
-            mine = [key for key in self._keys if key not in self.last_keys]
+            mine = self._without_last(self._keys)
             if self.rank in self.ranks:
                 self._store.put(bye, json.dumps([*mine, bye]).encode())
             else:
@@ -296,8 +298,12 @@ class SaveStatus:
         self._heart.stop()
         if theirs is None:  # A rank that was stopped may go on: it shall find what it waits for.
             return
-        kept = self.last_keys if self._keeps_outcome else []
-        self._store.delete({*theirs, *self._keys, *self.last_keys}.difference(kept))
+        keys = {*theirs, *self._keys, *self.last_keys}
+        self._store.delete(self._without_last(keys) if self._keeps_outcome else keys)
+
+    def _without_last(self, keys: Iterable[str]) -> list[str]:
+        """Without the last keys, and the pieces of their values."""
+        return [key for key in keys if key.partition("#")[0] not in self.last_keys]
 
     def _keys_of_others(self, patience_seconds: float) -> list[str] | None:
         """Wait for the others' good-byes; gives the keys that they have set, or None where one has not said it."""

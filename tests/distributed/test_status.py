@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -48,8 +49,9 @@ def _say_and_hear(rank: int, world_size: int) -> None:
         assert status.leader == 0
         assert status.meet("names", b"of %d" % rank) == {other: b"of %d" % other for other in everyone}
         assert status.meet("names") == dict.fromkeys(everyone, b"")  # the second time, not the first one's words
-        large = bytes([rank]) * (9 << 20)  # the server of torch takes 8 MiB
-        assert status.meet("large", large)[world_size - 1] == bytes([world_size - 1]) * (9 << 20)
+        large = random.Random(rank).randbytes(9 << 20)  # the server of torch takes 8 MiB, and this is not compressed
+        assert status.meet("large", large)[world_size - 1] == random.Random(world_size - 1).randbytes(9 << 20)
+        assert status.meet("zeros", bytes(9 << 20))[world_size - 1] == bytes(9 << 20)
         status.tell("raw", b"\x00\xff%d" % rank)
         assert status.wait_for("raw", (rank + 1) % world_size) == b"\x00\xff%d" % ((rank + 1) % world_size)
         total = torch.tensor([rank])
@@ -65,7 +67,7 @@ def _save_often(rank: int, world_size: int, times: int) -> None:
     for number in range(times):
         with SaveStatus(f"often/{number}", range(world_size), rank) as status:
             status.meet("names", b"n")
-            status.tell("large", b"x" * (2 << 20)) if number == 0 else None
+            status.tell("large", random.Random(rank).randbytes(2 << 20)) if number == 0 else None
             status.finish(b"done")
     dist.barrier()
     assert count_keys() <= before + 2  # what the barriers take up

@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -26,7 +27,11 @@ _PIECE_BYTES: Final = 1 << 20
 _SLICE_SECONDS: Final = 0.5
 """Waiting is counted in slices: those that this process itself was stopped for count as one."""
 _WHOLE: Final = b"1"
-"""Begins a value that is stored whole."""
+"""Begins a value as it is."""
+_COMPRESSED: Final = b"z"
+"""Begins one that was compressed: names of tensors are a tenth then, and one process serves them to all ranks."""
+_COMPRESSED_FROM_BYTES: Final = 1 << 12
+"""A smaller value is one packet, or a few."""
 _IN_PIECES: Final = b"#"
 """Begins the number of pieces."""
 _NONE: Final = "?"
@@ -60,10 +65,11 @@ class AnsweringStore:
 
     def put(self, key: str, value: bytes) -> list[str]:
         """Set a value of any length; gives the keys that it takes up."""
-        if len(value) <= _PIECE_BYTES:
-            self._ask(lambda: self._store.set(key, _WHOLE + value))
+        packed = _packed(value)
+        if len(packed) <= _PIECE_BYTES:
+            self._set(key, packed)
             return [key]
-        pieces = [value[start : start + _PIECE_BYTES] for start in range(0, len(value), _PIECE_BYTES)]
+        pieces = [packed[start : start + _PIECE_BYTES] for start in range(0, len(packed), _PIECE_BYTES)]
         keys = [f"{key}#{number}" for number in range(len(pieces))]
         for name, piece in zip(keys, pieces, strict=True):
             self._set(name, piece)
@@ -110,6 +116,14 @@ class AnsweringStore:
         names = list(keys)
         self._ask(lambda: _delete(self._store, names))
 
+    def delete_values(self, keys: Iterable[str]) -> None:
+        """Delete keys of `put` that are there or not, with all that they take up."""
+        names = list(keys)
+        found = self._ask(lambda: [_read(self._store, name) for name in names])
+        for name, value in zip(list(names), found, strict=True):
+            names += _pieces(name, value) if value is not None and value.startswith(_IN_PIECES) else []
+        self.delete(names)
+
     def close(self) -> None:
         """Close the connection, once the calls so far have ended, unless it is kept."""
         if not self._is_kept:
@@ -129,11 +143,11 @@ class AnsweringStore:
         self._ask(lambda: self._store.set(key, value))
 
     def _joined(self, key: str, value: bytes | None) -> bytes | None:
-        if value is None or value.startswith(_WHOLE):
-            return value and value[len(_WHOLE) :]
-        pieces = range(int(value[len(_IN_PIECES) :]))
-        found = self._ask(lambda: [_read(self._store, f"{key}#{number}") for number in pieces])
-        return b"".join(piece for piece in found if piece is not None)
+        if value is not None and value.startswith(_IN_PIECES):
+            pieces = _pieces(key, value)
+            found = self._ask(lambda: [_read(self._store, piece) for piece in pieces])
+            value = b"".join(piece for piece in found if piece is not None)
+        return None if value is None else _unpacked(value)
 
     def _connected(self, original: Any) -> Any:
         """Another connection; a store that has none of its own is shared."""
@@ -180,6 +194,24 @@ class AnsweringStore:
             "at its output, and start the job again.",
             rank=self._keeping_rank,
         )
+
+
+def _packed(value: bytes) -> bytes:
+    if len(value) >= _COMPRESSED_FROM_BYTES:
+        compressed = zlib.compress(value, 1)
+        if len(compressed) < len(value):
+            return _COMPRESSED + compressed
+    return _WHOLE + value
+
+
+def _unpacked(packed: bytes) -> bytes:
+    value = packed[1:]
+    return zlib.decompress(value) if packed.startswith(_COMPRESSED) else value
+
+
+def _pieces(key: str, value: bytes) -> list[str]:
+    """The keys of the pieces of a value that is stored in pieces."""
+    return [f"{key}#{number}" for number in range(int(value[len(_IN_PIECES) :]))]
 
 
 def _is_done_within(future: Future[Any], seconds: float) -> bool:
