@@ -34,6 +34,7 @@ def save_state_dict(
     variant: str | None = None,
     metadata: Mapping[str, Any] | None = None,
     checksum: Checksum | None = "sha256",
+    collective: bool = False,
     progress: bool | None = None,
 ) -> CheckpointIndex:
     """Save a state dict as one or more safetensors files, durably and all or nothing.
@@ -59,6 +60,8 @@ def save_state_dict(
         variant: Part of the files' names, as in transformers: "fp16" gives `model.fp16.safetensors`.
         metadata: JSON values to add to the index's `metadata`, or as text to the `__metadata__` of a single file.
         checksum: "sha256" (which the Hub uses), "xxh3" (as fast as memory), or None.
+        collective: True: every rank of the default process group calls, and each is waited for, as with DTensors.
+            For ranks that have different plain tensors, such as the stages of a pipeline, whenever each of them comes.
         progress: Whether to show a bar on stderr; None: only on a terminal.
 
     Returns:
@@ -85,9 +88,10 @@ def save_state_dict(
         packing=packing,
         metadata=metadata or {},
         checksum=checksum,
+        is_collective=collective,
         progress=progress,
     )
-    with telling_other_ranks(directory, lambda: has_spread(state_dict)):
+    with telling_other_ranks(directory, lambda: collective or has_spread(state_dict)):
         request = request_from_state_dict(state_dict, options)
     return save_anywhere(request, directory)
 
@@ -105,6 +109,7 @@ def save_model(
     metadata: Mapping[str, Any] | None = None,
     save_original_format: bool = True,
     checksum: Checksum | None = "sha256",
+    collective: bool = False,
     progress: bool | None = None,
 ) -> CheckpointIndex | None:
     """Save any module; a transformers model with its config, generation config and custom code.
@@ -115,14 +120,17 @@ def save_model(
     Wrappers (DataParallel, DistributedDataParallel, torch.compile) are looked through.
 
     A model that is spread over ranks (FSDP2, tensor parallelism) is saved as a state dict of DTensors is: by every
-    rank. So are the stages of a pipeline. Those that the user made, of plain tensors under different names, must be
-    saved by all ranks at the same time: one that came a second later would make a save of its own.
+    rank. So are the stages of a pipeline. Of those that the user made, with plain tensors under different names,
+    nothing tells that others belong to them: pass `collective=True`. Else all ranks must call at the same time, as one
+    that came a second later would make a save of its own.
 
     Args:
         model: Any module. Not changed, except that the config of a transformers model gets `dtype` and
             `architectures`, as in transformers.
-        save_directory: As in `save_state_dict`, and so are max_shard_size, variant, packing, checksum and progress.
-        is_main_process: False saves nothing, because another process does; unless the model is spread over ranks.
+        save_directory: As in `save_state_dict`, and so are max_shard_size, variant, packing, checksum, collective and
+            progress.
+        is_main_process: False saves nothing, because another process does; unless the model is spread over ranks, or
+            the call is `collective`.
         state_dict: What to save in place of the model's own; not mutated.
         metadata: JSON values to add to the index's `metadata`.
         save_original_format: Save a transformers model under the names of the original checkpoint, as transformers
@@ -146,6 +154,7 @@ def save_model(
         metadata=metadata or {},
         save_original_format=save_original_format,
         checksum=checksum,
+        is_collective=collective,
         progress=progress,
     )
     if not isinstance(model, nn.Module):
@@ -157,9 +166,9 @@ def save_model(
 
         model = unwrap(model)
         return save_pretrained_model(model, save_directory, is_main_process, state_dict, options)  # type: ignore[arg-type]
-    if not (is_main_process or has_spread(model.state_dict() if state_dict is None else state_dict)):
+    if not (is_main_process or collective or has_spread(model.state_dict() if state_dict is None else state_dict)):
         decline_save(directory)
         return None
-    with telling_other_ranks(directory, lambda: has_spread(dict(model.named_parameters()))):
+    with telling_other_ranks(directory, lambda: collective or has_spread(dict(model.named_parameters()))):
         request = request_from_model(model, state_dict, options)
     return save_anywhere(request, directory)

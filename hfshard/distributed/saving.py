@@ -103,8 +103,8 @@ def decline_save(save_directory: str | os.PathLike[str]) -> None:
 
 
 def needs_all_ranks(request: SaveRequest) -> bool:
-    """Whether other ranks have parts of its tensors, or tensors that it lacks."""
-    return bool(request.name_order) or has_spread(request.tensors)
+    """Whether other ranks have parts of its tensors, or tensors that it lacks, as far as is known or was said."""
+    return request.options.is_collective or bool(request.name_order) or has_spread(request.tensors)
 
 
 def save_on_ranks(
@@ -259,7 +259,7 @@ def refuse_absent(status: SaveStatus) -> None:
     if absent:
         raise RankMissingError(
             f"The ranks have different tensors, and rank {absent[0]} has not called with the others. Make this call on "
-            "every rank at the same time.",
+            "every rank, with collective=True.",
             rank=absent[0],
         )
 
@@ -300,7 +300,7 @@ def _late(request: SaveRequest, directory: str, status: SaveStatus) -> Checkpoin
     if digest_of(listing.to_json()) != outcome.listing_digest:
         raise InvalidArgumentError(
             f"The others saved without rank {status.rank}, which came late with {len(held)} other tensors: the "
-            "checkpoint lacks them. Make this call on every rank at the same time, and save again."
+            "checkpoint lacks them. Make this call on every rank with collective=True, and save again."
         )
     return outcome.index(status, os.path.join(directory, request.options.names.index))
 

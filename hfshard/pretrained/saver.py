@@ -110,7 +110,7 @@ def save_pretrained_model(
         Everything that `save_through` raises.
     """
     directory = _absolute(save_directory)
-    if not (is_main_process or is_part(model, state_dict)):
+    if not (is_main_process or options.is_collective or is_part(model, state_dict)):
         decline_save(directory)
         return None
     if not (has_override(type(model), "save_pretrained") or has_adapters(model)):
@@ -136,7 +136,7 @@ def _absolute(save_directory: str | os.PathLike[str]) -> str | Path:
 
 def _own(options: SaveOptions) -> tuple[Any, ...]:
     """The options that transformers does not have."""
-    return options.packing, options.checksum, options.metadata, options.progress
+    return options.packing, options.checksum, options.metadata, options.progress, options.is_collective
 
 
 def _save(
@@ -186,7 +186,7 @@ def _save(
         if push_to_hub and (is_main_process or is_part(model, state_dict)):
             _push_again(model, directory, {**kwargs, "max_shard_size": max_shard_size, "variant": variant}, token)
         return None
-    if not (is_main_process or is_part(model, state_dict)):
+    if not (is_main_process or options.is_collective or is_part(model, state_dict)):
         decline_save(directory)
         return None
     request = _request(model, state_dict, options, directory)
@@ -203,7 +203,7 @@ def _request(
     model: PreTrainedModel, state_dict: Mapping[str, Any] | None, options: SaveOptions, directory: str | Path
 ) -> SaveRequest:
     """What is to be saved; where that fails on one rank of several that have parts, the others are told."""
-    with telling_other_ranks(directory, lambda: is_part(model, state_dict)):
+    with telling_other_ranks(directory, lambda: options.is_collective or is_part(model, state_dict)):
         return request_from_model(model, state_dict, options)
 
 

@@ -38,6 +38,8 @@ class SaveOptions:
     """JSON values for the index's `metadata`, or for the `__metadata__` of a single file."""
     save_original_format: bool = True
     """For transformers models: under the names of the original checkpoint."""
+    is_collective: bool = False
+    """Whether every rank of the default process group makes this save with the others, whatever its tensors are."""
     progress: bool | None = None
     """A bar on stderr; None: on a terminal."""
     max_shard_bytes: int = field(init=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hfshard
+from hfshard.errors import RankFailedError, UnstorableTensorError
 from tests.distributed.gloo import check_ranks
 from tests.distributed.saving.test_state_dicts import contents
 
@@ -122,10 +125,15 @@ def test_files_are_those_of_the_whole_module(
 def save_stages(rank: int, place: Path) -> None:
     net = Net()
     pipeline(net)
-    for _ in range(2):
-        index = hfshard.save_model(net, place / "stages", max_shard_size=5000)
+    for is_late in (False, False, True):
+        if is_late and rank == 1:
+            time.sleep(1.5)  # more than the second for which ranks without parts are waited for
+        options: dict[str, Any] = {"is_main_process": rank == 0, "collective": True} if is_late else {}
+        index = hfshard.save_model(net, place / "stages", max_shard_size=5000, **options)
         assert index is not None
         assert set(index.weight_map) == set(Net().state_dict()) - {"head.weight"}
+    with pytest.raises(UnstorableTensorError if rank else RankFailedError, match="Can't store 'a'"):
+        hfshard.save_state_dict({"a": object() if rank else torch.zeros(1)}, place / "stages", collective=True)  # type: ignore[dict-item]
 
 
 def test_pipeline_stages_of_plain_tensors_are_united(tmp_path: Path) -> None:
