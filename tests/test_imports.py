@@ -58,7 +58,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "rank_writer",
     ),
     "distributed.pushing": ("staging_folder", "together"),
-    "distributed.liveness": ("messages store waiting", "heartbeat", "watch"),
+    "distributed.liveness": ("messages process_record store waiting", "heartbeat", "watch"),
     "hub": (
         "export hub_marker refs repo_tree",
         "address protocols",

@@ -17,8 +17,9 @@ from typing import Final, Self
 
 import torch.distributed as dist
 
-from hfshard.distributed.liveness.heartbeat import LifeSigns, WaySigns, dead_key, way_key
+from hfshard.distributed.liveness.heartbeat import LifeSigns, WaySigns, dead_key, process_key, way_key
 from hfshard.distributed.liveness.messages import missing_error, missing_word
+from hfshard.distributed.liveness.process_record import own_record
 from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_store
 from hfshard.distributed.liveness.waiting import Wait, group_timeout_seconds
 from hfshard.distributed.status import LAST_NAMES, PATIENCE_SECONDS, SaveStatus
@@ -176,6 +177,7 @@ class _Operation:
         """
         self.status.put_key(f"who/{self._rank}", b"all" if needs_all else b"any")
         self._store.delete([self._declined_key(self._rank), dead_key(self._rank), way_key(self._rank)])
+        self._store.put(process_key(self._rank), own_record())
         opener = int(self._store.swap(self._tagged("opener"), "", str(self._rank)))
         self._keeper = opener
         if opener == self._rank:

@@ -288,6 +288,25 @@ def test_a_rank_that_dies_while_it_prepares_its_call_is_named(tmp_path: Path) ->
     assert [end.status for end in ends] == [0, -9, 0], "\n".join(end.words for end in ends)
 
 
+def _die_between(rank: int) -> None:
+    """Rank 1 is killed when it has left the first call, and does not come to the next one."""
+    assert _take_part("/between", needs_all=True) == (_role(rank), [0, 1], b"")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(RankMissingError, match="Rank 1 gave no sign of life before, and did not come") as caught:
+        _take_part("/between", needs_all=True, patience_seconds=60)
+    assert caught.value.rank == 1
+    assert time.monotonic() - start < 20
+    os._exit(0)
+
+
+def test_a_rank_of_this_machine_that_died_between_two_calls_is_named_at_once(tmp_path: Path) -> None:
+    ends = run_ranks(tmp_path, 2, _die_between, ports=(free_port(),))
+
+    assert [end.status for end in ends] == [0, -9], "\n".join(end.words for end in ends)
+
+
 def _lose_the_first(rank: int) -> None:
     """Rank 1 comes first, and dies while it waits; the store is kept by rank 0."""
     if rank == 1:

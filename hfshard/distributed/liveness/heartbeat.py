@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import Final
 
 from hfshard._util.threads import start_thread
+from hfshard.distributed.liveness.process_record import has_ended
 from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_store
 from hfshard.errors import RankFailedError
 
@@ -18,6 +19,7 @@ _BEATS_PER_DEATH: Final = 15
 """A beat a second, where fifteen seconds of silence are death."""
 _DEAD_KEY: Final = "hfshard/dead"
 _WAY_KEY: Final = "hfshard/way"
+_PROCESS_KEY: Final = "hfshard/process"
 
 
 class Heart:
@@ -107,7 +109,7 @@ def on_the_way(rank: int, death_seconds: float = DEATH_SECONDS) -> Iterator[None
 
 
 class WaySigns:
-    """Which ranks have died on their way, as far as this one has looked."""
+    """Which ranks have died on their way, as far as this one has looked, or between two calls on this machine."""
 
     def __init__(self, store: AnsweringStore, death_seconds: float) -> None:
         self._life = LifeSigns(store, _WAY_KEY, death_seconds)
@@ -121,9 +123,17 @@ class WaySigns:
         if time.monotonic() - self._looked_at < self._pause_seconds:
             return
         self._looked_at = time.monotonic()
-        for rank, silent_seconds in self._life.look(ranks).items():
-            if silent_seconds > self._death_seconds and self._life.has_heard(rank):
+        silent = self._life.look(ranks)
+        records = self._store.get_many(map(process_key, silent))
+        for (rank, silent_seconds), record in zip(silent.items(), records, strict=True):
+            is_silent = silent_seconds > self._death_seconds and self._life.has_heard(rank)
+            if is_silent or has_ended(record):
                 self._store.put(dead_key(rank), b"")
+
+
+def process_key(rank: int) -> str:
+    """The key of the process that a rank was when it came to others."""
+    return f"{_PROCESS_KEY}/{rank}"
 
 
 def way_key(rank: int) -> str:

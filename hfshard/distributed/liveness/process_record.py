@@ -1,0 +1,50 @@
+"""Which process a rank is, so that another one of the same machine sees at once that it has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any, Final
+
+_PROCESSES: Final = Path("/proc")
+_ENDED: Final = ("Z", "X")
+"""States of a process that has ended, and whose parent has not asked how."""
+
+
+def own_record() -> bytes:
+    """This process, for `has_ended`; empty where the system does not tell."""
+    try:
+        _, started = _state_and_start(os.getpid())
+        return json.dumps([_machine(), os.getpid(), started]).encode()
+    except OSError:
+        return b""
+
+
+def has_ended(record: bytes | None) -> bool:
+    """Whether a process is one of this machine, and has ended; one that is stopped has not."""
+    if not record:
+        return False
+    machine, pid, started = json.loads(record)
+    try:
+        if machine != _machine():
+            return False
+        state, begun = _state_and_start(pid)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return state in _ENDED or begun != started
+
+
+def _machine() -> list[Any]:
+    """What tells a space of process numbers from others."""
+    boot = (_PROCESSES / "sys/kernel/random/boot_id").read_text().strip()
+    return [socket.gethostname(), boot, os.stat(_PROCESSES / "self/ns/pid").st_ino]
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """The state of a process, and when it began; the name before them may hold anything."""
+    fields = (_PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
