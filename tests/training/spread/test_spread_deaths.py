@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hfshard.errors import RankFailedError
 from hfshard.training import CheckpointManager, TrainingState
@@ -55,6 +56,42 @@ def lose_one(rank: int, place: Path, dying_rank: int, at: str) -> None:
     assert time.monotonic() - start < LONGEST_SECONDS
     assert_same(run.local(), before)
     os._exit(0)  # the ranks can't meet at the end
+
+
+def die_in_the_middle_of_a_save(rank: int, place: Path, ends: Path, layout: str) -> None:
+    """Save, and be killed while the next save is written beside the training; note what either has saved."""
+    run = Run(layout)
+    torch.manual_seed(0)
+    manager = CheckpointManager(place)
+    for step in (1, 2):
+        run.train(1)
+        torch.save({**run.local(), **run.numbers()}, ends / f"{layout}-{step}-{rank}.pt")
+        manager.save(step, run.state, blocking=step == 1)
+    while not [name for name in os.listdir(place) if name.startswith(".tmp-2-") or name.endswith("2")]:
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume_from_either(rank: int, place: Path, ends: Path, layout: str) -> None:
+    run = Run(layout)
+    run.train(1)
+    with CheckpointManager(place) as manager:
+        step = manager.restore_latest(run.state)
+        assert step in (1, 2)
+        assert_same({**run.local(), **run.numbers()}, torch.load(ends / f"{layout}-{step}-{rank}.pt"))
+        run.begin()
+        run.train(1)
+        manager.save(3, run.state)
+    names = sorted(path.name for path in place.iterdir())
+    assert names == [f"checkpoint-0000000{number}" for number in range(1, step + 1)] + ["checkpoint-00000003"]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "pp"])
+def test_all_ranks_die_while_a_checkpoint_is_written_beside_the_training(tmp_path: Path, layout: str) -> None:
+    args = (tmp_path / "run", tmp_path, layout)
+    ends = run_ranks(tmp_path / "ranks", 2, die_in_the_middle_of_a_save, *args)
+    assert [end.status for end in ends] == [-signal.SIGKILL] * 2, ends
+    check_ranks(tmp_path / "again", 2, resume_from_either, *args)
 
 
 def save_again(rank: int, place: Path) -> None:
