@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import LlamaForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import hfshard
+from hfshard.errors import HfshardError
 from hfshard.hub.directory.hub import DirectoryHub
 from tests.distributed.gloo import check_ranks
 from tests.hub.on_ranks import talking_to
@@ -29,7 +31,7 @@ from tests.zoo.mixin_classes import with_mixin
 pytestmark = pytest.mark.compat
 
 SHARD_BYTES = 12_000
-BY_USERS = {"llama_tied": "fsdp", "qwen3_moe": "by_turns", "llama_untied": "pp"}
+BY_USERS = {"llama_tied": "fsdp", "llama_untied": "pp"}
 BY_TRANSFORMERS = {"llama_untied_even": "their_pp", "qwen3_moe_even": "their_ep"}
 CHANGED = "model.layers.0.input_layernorm.weight"
 """Of a pipeline it is on one stage."""
@@ -40,7 +42,7 @@ def begin(place: Path) -> None:
     tempfile.tempdir = str(place / "temporary")
 
 
-def model_of(name: str, place: Path, layout: str | None = None) -> Any:
+def model_of(name: str, place: Path) -> Any:
     """A model of the zoo, whole where this process is alone."""
     is_alone = dist.get_world_size() == 1
     model_class: Any = with_mixin(SPECIMENS[name].stock_class)
@@ -48,7 +50,7 @@ def model_of(name: str, place: Path, layout: str | None = None) -> Any:
         config = None if is_alone else DistributedConfig(**CONFIGS[BY_TRANSFORMERS[name]][1])
         return model_class.from_pretrained(place / "saved" / name, distributed_config=config)
     model = SPECIMENS[name].build(model_class)
-    return model if is_alone else spread(model, layout or BY_USERS[name])
+    return model if is_alone else spread(model, BY_USERS.get(name, "fsdp_by_turns"))
 
 
 def push_many(rank: int, endpoint: str, place: Path, who: str) -> None:
@@ -126,9 +128,12 @@ def files_of(server: HubServer, repo: str, revision: str = "main") -> dict[str, 
 
 def push_to_directory(rank: int, place: Path, who: str) -> None:
     begin(place)
-    model = model_of("qwen3_moe", place, "fsdp_by_turns")
+    model = model_of("qwen3_moe", place)
     pushed = model.push_to_hub(place / who)
     (place / f"{who}-{rank}.txt").write_text(f"{pushed.commit} {pushed.is_new} {pushed.sent_bytes}")
+    for save in (model.save_pretrained, partial(hfshard.save_model, model)):
+        with pytest.raises(HfshardError, match="holds commits"):
+            save(place / who)
 
 
 def test_four_ranks_make_the_commit_of_one_process(place: Path) -> None:
