@@ -36,7 +36,8 @@ saves          what hfshard, transformers and huggingface_hub load of a checkpoi
 runs           what a new process restores of a training run, to the bit
 directory-hub  what readers find at every ref of a hub in a directory
 distributed    what is loaded after two ranks have saved together, and that the other one is told who failed
-rank-faults    the same where each of 2 or 4 ranks fails in each phase: a table of cases, which --transition names
+rank-faults    the same where each of 2 or 4 ranks fails in each phase of each call that saves or loads: a table of
+               cases, which --transition names; much of it is waiting, so that --jobs may be more than there are cores
 
 HFSHARD_WRITERS=4 in the environment writes several shards at once, HFSHARD_DIRECT=0 writes through the page cache."""
 
