@@ -239,7 +239,7 @@ def open_store(answer_seconds: float = DEATH_SECONDS) -> AnsweringStore:
             if of is not None and of() is original and not kept.is_lost:
                 return kept
             kept.end()
-        store = AnsweringStore(original, answer_seconds, is_kept=True)
+        store = AnsweringStore(_of_this_start(original), answer_seconds, is_kept=True)
         _KEPT[key] = weakref.ref(original), store
         return store
 
@@ -247,6 +247,21 @@ def open_store(answer_seconds: float = DEATH_SECONDS) -> AnsweringStore:
 _KEPT: dict[tuple[int, float], tuple[weakref.ref[Any], AnsweringStore]] = {}
 """Process and seconds for an answer -> the group's store, and the connection to it."""
 _KEPT_LOCK = threading.Lock()
+
+
+def _of_this_start(store: Any) -> Any:
+    """The part of a store for the ranks as they were started last.
+
+    torchrun keeps one store for all starts (`--max-restarts`), and in it all that ranks have said which it has ended.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or not _is_kept_by_launcher():
+        return store
+    return dist.PrefixStore(f"hfshard-restart-{restarts}", store)  # type: ignore[attr-defined]
+
+
+def _is_kept_by_launcher() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _innermost(store: Any) -> Any:
@@ -267,7 +282,7 @@ def _keeper(store: Any) -> tuple[str, int | None]:
     # torch lists it in its documentation only
     if not isinstance(_innermost(store), dist.TCPStore):  # type: ignore[attr-defined]
         return "the process that keeps it, or its file's lock,", None
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if _is_kept_by_launcher():
         return "the launcher, which keeps it,", None
     return "rank 0, which keeps it,", 0
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from hfshard.distributed.liveness.store import AnsweringStore, open_store
 from hfshard.errors import RankFailedError
 from tests.distributed.gloo import free_port, run_ranks
+from tests.training import processes
 
 # torch lists its stores in its documentation only
 _HASH_STORE: Any = dist.HashStore  # type: ignore[attr-defined]
@@ -99,3 +102,20 @@ def test_each_group_has_a_connection_of_its_own(tmp_path: Path) -> None:
     ends = run_ranks(tmp_path, 1, _make_groups, free_port())
 
     assert [end.status for end in ends] == [0], ends[0].words
+
+
+def _start_again(rank: int, port: int) -> None:
+    store = _TCP_STORE("127.0.0.1", port, 1, is_master=True)
+    for restarts, found in (("0", None), ("1", None), ("1", b"1"), ("2", None)):
+        dist.init_process_group("gloo", store=dist.PrefixStore("default", store), rank=0, world_size=1)  # type: ignore[attr-defined]
+        with patch.dict(os.environ, {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": restarts}):
+            ours = open_store()
+            assert ours.get("said") == found, restarts
+            ours.put("said", restarts.encode())
+        dist.destroy_process_group()
+    os._exit(0)
+
+
+def test_what_ranks_said_that_torchrun_has_ended_is_not_heard(tmp_path: Path) -> None:
+    end = processes.run(tmp_path / "words", _start_again, 0, free_port())
+    assert end.status == 0, end.words
