@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import REPOSITORY
-from tests.training.spread.restarted_run import KILLED_AT
+from tests.training.launched.restarted_run import KILLED_AT
 from tests.training.spread.test_spread_runs import assert_same
 
 
@@ -19,7 +19,7 @@ def test_torchrun_starts_a_run_again_that_goes_on_to_the_bit(tmp_path: Path, chi
     for name in ("straight", "killed"):
         (tmp_path / name).mkdir()
         torchrun = "torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1"
-        script = ("-m", "tests.training.spread.restarted_run", str(tmp_path / name), name)
+        script = ("-m", "tests.training.launched.restarted_run", str(tmp_path / name), name)
         done = subprocess.run(
             [sys.executable, "-m", *torchrun.split(), *script],
             cwd=REPOSITORY,
