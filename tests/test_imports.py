@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -216,21 +217,28 @@ MODULES = _modules(PACKAGE)
 
 def _imports(path: Path, *, typing_too: bool = True) -> Iterator[str]:
     """Every module that a file imports, anywhere in it: in functions too, and under TYPE_CHECKING if asked for."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    yield from _imports_of(path.read_text(encoding="utf-8"), typing_too)
+
+
+@cache
+def _imports_of(source: str, typing_too: bool) -> tuple[str, ...]:
+    """The same of a file's text: most tests, and most copies of the package, have the same files."""
+    found: list[str] = []
     unwanted: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not typing_too:
             unwanted |= {inner for statement in node.body for inner in ast.walk(statement)}
         if node in unwanted:
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
+            assert node.level == 0, f"imports are absolute: {source[:100]}"
             assert node.module is not None
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
-                yield name if name.removeprefix("hfshard.") in MODULES else node.module
+                found.append(name if name.removeprefix("hfshard.") in MODULES else node.module)
+    return tuple(found)
 
 
 def _ours(path: Path) -> set[str]:

@@ -23,6 +23,7 @@ from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run import lock as run_lock
 from tests import REPOSITORY
 from tests.crash.runs.content import Save, Tiny, expected, generation_of, litter, perform, seed_all, steps_in, tiny
+from tests.helpers import forkserver
 from tests.training import processes
 
 MIB = 1024 * 1024
@@ -252,6 +253,8 @@ ENDS = {
     "raises": "raise KeyError('unhandled')",
     "ends before a thread": "threading.Thread(target=time.sleep, args=(0.05,)).start()",
 }
+TORN_DOWN = ("ends", "ends before a thread")
+"""These are new interpreters, of which everything is taken down at the end; the others differ before that only."""
 
 SCRIPT = """
 import os, sys, threading, time
@@ -269,17 +272,15 @@ print(os.path.lexists(manager.path_of(1)), flush=True)
 
 
 def test_exit_waits_for_a_save_in_flight(tmp_path: Path, child_environment: dict[str, str]) -> None:
-    children = {
-        name: subprocess.Popen(
-            [sys.executable, "-c", SCRIPT + end, str(tmp_path / name)],
-            cwd=REPOSITORY,
-            env=child_environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, end in ENDS.items()
-    }
+    children: dict[str, Any] = {}
+    for name, end in ENDS.items():
+        arguments = ["-c", SCRIPT + end, str(tmp_path / name)]
+        streams: dict[str, Any] = {"cwd": REPOSITORY, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        if name in TORN_DOWN:
+            command = [sys.executable, *arguments]
+            children[name] = subprocess.Popen(command, env=child_environment, text=True, **streams)
+        else:
+            children[name] = forkserver.start(arguments, env=child_environment, **streams)
     for name, child in children.items():
         output, words = child.communicate(timeout=120)
         assert output == "False\n", words
