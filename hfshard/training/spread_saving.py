@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -35,7 +36,7 @@ from hfshard.training.run.writing import check_names
 from hfshard.training.run_writer import RunWriter
 from hfshard.training.spread.merging import StageParts, merge_parts
 from hfshard.training.spread.stages import with_aliases, with_whole_gradients
-from hfshard.training.spread.states import is_spread_state, stage_digest
+from hfshard.training.spread.states import is_spread_state, short_digest, stage_digest, values_digest
 from hfshard.training.spread.uniting import (
     HeldParts,
     KeyedWriter,
@@ -47,6 +48,8 @@ from hfshard.training.spread.uniting import (
 )
 from hfshard.training.state import TrainingState
 from hfshard.training.step import checked_step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,23 +125,35 @@ def _find_stages(order: SpreadSave, writer: RunWriter, status: SaveStatus) -> li
     Raises:
         InvalidArgumentError: A module is wrapped by FSDP1; or the ranks save spread modules into different directories.
     """
-    own = [is_spread_state(order.state), stage_digest(order.state), os.path.realpath(writer.root)]
+    is_spread = is_spread_state(order.state)
+    root = os.path.realpath(writer.root)
+    own = [is_spread, stage_digest(order.state), short_digest(root), "" if is_spread else values_digest(order.state)]
     told = [json.loads(raw) for raw in status.meet("save", json.dumps(own).encode()).values()]
-    stages = [stage for _, stage, _ in told]
-    if len(set(stages)) == 1 and not any(is_spread for is_spread, _, _ in told):
+    _, _, first_root, first_values = told[0]
+    stages = [stage for _, stage, _, _ in told]
+    if len(set(stages)) == 1 and not any(is_spread for is_spread, _, _, _ in told):
+        other = next((rank for rank, (_, _, _, values) in enumerate(told) if values != first_values), None)
+        if other is not None and status.rank == status.leader:
+            logger.warning(
+                "The parameters of rank %d have other values than those of rank 0, and the same names: they are taken "
+                "for copies, of which rank 0's are saved. Give the stages of a pipeline the names of the whole model.",
+                other,
+            )
         return None
-    roots = sorted({root for _, _, root in told})
-    if len(roots) > 1:
+    elsewhere = next((rank for rank, (_, _, other_root, _) in enumerate(told) if other_root != first_root), None)
+    if elsewhere is not None:
         raise InvalidArgumentError(
-            f"The ranks have parts of one model, and save into different directories: '{roots[0]}' and '{roots[1]}'. "
-            "Give the managers of all ranks the same one, on a file system that all of them see."
+            f"The ranks have parts of one model, and rank {elsewhere} saves into another directory than rank 0: this "
+            f"is rank {status.rank}, which saves into '{root}'. Give the managers of all ranks the same one, on a file "
+            "system that all of them see."
         )
     return stages
 
 
 def _as_stage(state: TrainingState, status: SaveStatus, stages: Sequence[str]) -> TrainingState:
     """The same parts, with the names that parameters have in the whole model, and its gradients where they are that."""
-    told = status.meet("ties", json.dumps(state.tied_parameters()).encode())
+    is_speaker = stages.index(stages[status.rank]) == status.rank
+    told = status.meet("ties", json.dumps(state.tied_parameters() if is_speaker else []).encode())
     state = with_aliases(state, chain.from_iterable(map(json.loads, told.values())))
     return with_whole_gradients(state) if len(set(stages)) == len(stages) else state
 

@@ -100,7 +100,7 @@ def find_stage(state: TrainingState, ranks: Ranks) -> Stage | None:
         return None
     is_speaker = digests.index(digest) == ranks.rank
     names_to_tell = {key: sorted(names) for key, names in own.items()} if is_speaker else {}
-    told = ranks.all_of((ties, names_to_tell))
+    told = ranks.all_of((ties if is_speaker else [], names_to_tell))
     stage = with_aliases(state, chain.from_iterable(ties for ties, _ in told))
     everywhere = {
         key: frozenset(name for _, names in told for name in _renamed(stage, key, names.get(key, ())))

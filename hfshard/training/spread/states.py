@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from itertools import chain
+from typing import Final
 
 import torch
 from torch import nn
@@ -12,7 +13,12 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.state_dicts.dtensors import is_dtensor
 from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.tensors.tensor_bytes import is_plain_type
 from hfshard.training.state import TrainingState
+
+_DIGEST_CHARACTERS: Final = 16
+_SAMPLED_PARAMETERS: Final = 32
+_SAMPLED_VALUES: Final = 8
 
 
 def is_spread_state(state: TrainingState) -> bool:
@@ -40,7 +46,22 @@ def stage_digest(state: TrainingState) -> str:
         for name, tensor in collect_state_dict(module).items()
         if isinstance(tensor, torch.Tensor)
     ]
-    return sha256_of("\n".join(lines).encode(errors="surrogateescape"))
+    return short_digest("\n".join(lines))
+
+
+def values_digest(state: TrainingState) -> str:
+    """What tells the parameters of a replica from those of another: the first values of some that are trained."""
+    modules = state.of_kind("module").values()
+    parameters = chain.from_iterable(module.parameters() for module in modules)
+    trained = [one for one in parameters if one.requires_grad and is_plain_type(one) and not one.is_meta]
+    step = -(-len(trained) // _SAMPLED_PARAMETERS) or 1
+    values = [one.detach().flatten()[:_SAMPLED_VALUES].float().tolist() for one in trained[::step]]
+    return short_digest(repr(values))
+
+
+def short_digest(text: str) -> str:
+    """What tells a text from a few others; all ranks hear that of each."""
+    return sha256_of(text.encode(errors="surrogateescape"))[:_DIGEST_CHARACTERS]
 
 
 def _reshard(module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,21 @@ def refuse_what_does_not_fit(rank: int, place: Path) -> None:
     assert manager.all_steps() == [1]
 
 
+def warn_of_stages_with_the_same_names(rank: int, place: Path) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hfshard").addHandler(handler)
+    for number, seed in enumerate((0, rank)):
+        torch.manual_seed(seed)
+        CheckpointManager(place).save(number, TrainingState(model=nn.Sequential(nn.Linear(2, 2))))
+        warned = ["The parameters of rank 1 have other values than those of rank 0"] if number and rank == 0 else []
+        assert [words.partition(",")[0] for words in said] == warned
+    logging.getLogger("hfshard").removeHandler(handler)
+
+
 def work_of_two_ranks(rank: int, place: Path) -> None:
+    warn_of_stages_with_the_same_names(rank, place / "same names")
     keep_what_differs(rank, place / "differs")
     save_plain_beside_sharded(rank, place / "mixed")
     refuse_what_does_not_fit(rank, place / "refusals")
