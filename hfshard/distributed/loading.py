@@ -12,12 +12,12 @@ from torch import nn
 
 from hfshard.distributed.agreement import LoadAgreement, load_together
 from hfshard.distributed.reading import Target, prepare_reads, stored_tensors
-from hfshard.distributed.spread_tensor import has_spread, is_sharded_tensor
+from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.loading.into_module import load_into_module
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource
-from hfshard.state_dicts.dtensors import is_dtensor, local_tensor
+from hfshard.state_dicts.dtensors import is_dtensor, is_sharded_tensor, local_tensor
 from hfshard.state_dicts.keys import compare
 from hfshard.state_dicts.state_dict import assign, collect_state_dict, refuse_freed
 from hfshard.state_dicts.tied import find_shared_tensors

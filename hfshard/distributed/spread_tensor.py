@@ -22,7 +22,7 @@ from hfshard.distributed.layout import (
 )
 from hfshard.distributed.runs import Runs
 from hfshard.errors import UnstorableTensorError
-from hfshard.state_dicts.dtensors import is_dtensor, local_tensor
+from hfshard.state_dicts.dtensors import is_dtensor, local_tensor, refuse_sharded_tensors
 from hfshard.storage.tensors.tensor_bytes import check_storable
 
 if TYPE_CHECKING:
@@ -150,26 +150,5 @@ def with_spread_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UnstorableTensorError: One can't be stored. No other rank was asked.
     """
-    for name, value in tensors.items():
-        refuse_sharded_tensor(name, value)
+    refuse_sharded_tensors(tensors)
     return {name: SpreadTensor.of(value, name) if is_dtensor(value) else value for name, value in tensors.items()}
-
-
-def is_sharded_tensor(value: object) -> bool:
-    """Whether it is a ShardedTensor of FSDP1, which `fully_shard` has replaced. The class is not public."""
-    return type(value).__name__ == "ShardedTensor"
-
-
-def refuse_sharded_tensor(name: str, value: object) -> None:
-    """Refuse to store a ShardedTensor.
-
-    Raises:
-        UnstorableTensorError: It is one.
-    """
-    if is_sharded_tensor(value):
-        raise UnstorableTensorError(
-            f"Can't store {name!r}: it is a ShardedTensor of FSDP1. Shard the model by fully_shard instead, or gather "
-            "it first, on every rank: torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-            "options=StateDictOptions(full_state_dict=True)).",
-            fqn=name,
-        )

@@ -23,6 +23,7 @@ from hfshard.pretrained.ranks.stages import is_stage, whole_model
 from hfshard.pretrained.ranks.stored_parts import stored_parts
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, WholeModel
+from hfshard.state_dicts.dtensors import refuse_sharded_tensors
 from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.format.strict_json import dump_json
@@ -82,6 +83,7 @@ def request_from_pretrained(
 def _kept_and_tied(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """What is saved of a state dict, and for each name that shares a tensor the one that is saved."""
     saved = {name: value for name, value in state_dict.items() if name not in (model._keys_to_ignore_on_save or ())}
+    refuse_sharded_tensors(saved)
     ties = find_shared_tensors(saved, droppable_patterns=_droppable_patterns(model))
     return {name: value for name, value in saved.items() if name not in ties}, ties
 

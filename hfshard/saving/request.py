@@ -11,6 +11,7 @@ from torch import nn
 from hfshard.constants import CONFIG_NAME
 from hfshard.errors import InvalidArgumentError
 from hfshard.saving.options import SaveOptions
+from hfshard.state_dicts.dtensors import refuse_sharded_tensors
 from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.disk.companions import CompanionFile
@@ -75,9 +76,11 @@ def request_from_state_dict(state_dict: Mapping[str, Any], options: SaveOptions)
 
     Raises:
         InvalidArgumentError: It is not a mapping.
+        UnstorableTensorError: It has a ShardedTensor of FSDP1.
     """
     if not isinstance(state_dict, Mapping):
         raise InvalidArgumentError(f"state_dict must map names to tensors, got a {type(state_dict).__name__}.")
+    refuse_sharded_tensors(state_dict)
     tied_names = find_shared_tensors(state_dict)
     stored = {name: tensor for name, tensor in state_dict.items() if name not in tied_names}
     return SaveRequest(tensors=stored, options=options, tied_names=tied_names)

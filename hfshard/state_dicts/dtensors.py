@@ -1,11 +1,14 @@
-"""torch's DTensors, of which each rank has a part: which values are some, and the part that this rank has."""
+"""torch's DTensors, of which each rank has a part, and the ShardedTensors before them: which values are some."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+
+from hfshard.errors import UnstorableTensorError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -23,3 +26,24 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
         local = tensor.to_local()
     wait = getattr(local, "wait", None)
     return (local if wait is None else wait()).detach()
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether it is a ShardedTensor of FSDP1, which `fully_shard` has replaced. The class is not public."""
+    return type(value).__name__ == "ShardedTensor"
+
+
+def refuse_sharded_tensors(tensors: Mapping[str, Any]) -> None:
+    """Refuse to store ShardedTensors.
+
+    Raises:
+        UnstorableTensorError: There is one.
+    """
+    name = next((name for name, value in tensors.items() if is_sharded_tensor(value)), None)
+    if name is not None:
+        raise UnstorableTensorError(
+            f"Can't store {name!r}: it is a ShardedTensor of FSDP1. Shard the model by fully_shard instead, or gather "
+            "it first, on every rank: torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)).",
+            fqn=name,
+        )
