@@ -146,6 +146,7 @@ class SaveStatus:
                     rank=rank,
                 )
             values[rank] = said[1]
+        self._watch.trust_again(self.ranks)
         self._put(f"{place}/all", pack(values))
         return values
 

@@ -234,3 +234,25 @@ def test_the_host_of_the_store_leaves_when_all_know_the_outcome(tmp_path: Path) 
     ends = run_ranks(tmp_path, 3, _host_leaves_first, ports=(free_port(),))
 
     assert [end.status for end in ends] == [0, 0, 0], "\n".join(end.words for end in ends)
+
+
+def _meet_after_a_stop(rank: int) -> None:
+    """Rank 0 is stopped until rank 1, which has come to the second meeting, has given up."""
+    with pytest.raises(RankFailedError) as caught, SaveStatus("s", [0, 1], rank, death_seconds=DEATH_SECONDS) as status:
+        leader = int(status.meet("begin", b"%d" % os.getpid())[0])
+        status.tell("heard")
+        if rank == 0:
+            status.wait_for("heard", 1)
+            time.sleep(0.2)  # until it has come to the next meeting
+            os.kill(leader, signal.SIGSTOP)
+        status.meet("checked")
+    assert caught.value.rank == 1 - rank, str(caught.value)
+    if rank == 1:
+        os.kill(leader, signal.SIGCONT)
+    end_here()
+
+
+def test_a_leader_that_goes_on_does_not_count_on_those_who_came_before(tmp_path: Path) -> None:
+    ends = run_ranks(tmp_path, 2, _meet_after_a_stop, ports=(free_port(),))
+
+    assert [end.status for end in ends] == [0, 0], "\n".join(end.words for end in ends)

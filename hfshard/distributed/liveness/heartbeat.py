@@ -31,6 +31,8 @@ class Heart:
         self._store = store
         self._is_stopped = threading.Event()
         self._count = 0
+        self._beaten_at = time.monotonic()
+        self._longest_silence = 0.0
         self._thread: Future[None] | None = None
 
     def start(self) -> None:
@@ -58,7 +60,15 @@ class Heart:
             # The store is gone: whoever waits asks it, too, and raises.
             return
 
+    def silent_seconds(self) -> float:
+        """The longest time without a beat since the last call of this: the process may have been stopped."""
+        longest = max(self._longest_silence, time.monotonic() - self._beaten_at)
+        self._longest_silence = 0.0
+        return longest
+
     def _beat(self) -> None:
+        self._longest_silence = max(self._longest_silence, time.monotonic() - self._beaten_at)
+        self._beaten_at = time.monotonic()
         self._count += 1
         self._store.put(self.key, str(self._count).encode())
 

@@ -65,6 +65,21 @@ class Watch:
         """Whether one of some ranks gives signs of life."""
         return any(silent_seconds <= self._death_seconds for silent_seconds in self._life.look(ranks).values())
 
+    def trust_again(self, ranks: Collection[int]) -> None:
+        """Where this process was stopped, wait until each rank has beaten again: some may have given up meanwhile.
+
+        Raises:
+            RankFailedError: One has.
+        """
+        if self._heart.silent_seconds() < self._death_seconds / 2:
+            return
+        left = [rank for rank in ranks if rank != self._rank]
+        self._life.look(left)  # what was beaten meanwhile does not count
+        while left:
+            time.sleep(_SUSPICION_PAUSE_SECONDS)
+            self._check_told(awaits_leader=False)
+            left = [rank for rank, seconds in self._check_life(left, self._death_seconds).items() if seconds]
+
     def await_collective(
         self, work: Any, ranks: Collection[int], watched: Collection[int], patience_seconds: float
     ) -> None:
@@ -122,12 +137,15 @@ class Watch:
         self.has_final_word = is_final(told) or not awaits_leader
         raise told_error(told)
 
-    def _check_life(self, ranks: Collection[int], most_seconds: float) -> None:
+    def _check_life(self, ranks: Collection[int], most_seconds: float) -> dict[int, float]:
+        """Raise for a death; gives for how many seconds each of the ranks has been silent."""
         self._watched_at = time.monotonic()
-        for rank, silent_seconds in self._life.look([rank for rank in ranks if rank != self._rank]).items():
+        silent = self._life.look([rank for rank in ranks if rank != self._rank])
+        for rank, silent_seconds in silent.items():
             if silent_seconds > most_seconds:
                 self._store.put(dead_key(rank), b"")
                 raise death_error(rank, silent_seconds)
+        return silent
 
 
 def failed_key(tag: str) -> str:
