@@ -45,9 +45,13 @@ def needs_transformers_loader(directory: str, model_class: type, kwargs: Mapping
 
 def needs_transformers_saver(model: Any, *, distributed_checkpoint: bool) -> bool:
     """Whether transformers has to save the model: it has adapters, or weights that are offloaded."""
+    return distributed_checkpoint or is_offloaded_by_map(model) or has_adapters(model)
+
+
+def is_offloaded_by_map(model: Any) -> bool:
+    """Whether a device_map has put weights of a model on the disk, or on the CPU beside another device."""
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
-    is_offloaded = "disk" in devices or ("cpu" in devices and len(devices) > 1)
-    return distributed_checkpoint or is_offloaded or has_adapters(model)
+    return "disk" in devices or ("cpu" in devices and len(devices) > 1)
 
 
 def has_adapters(model: Any) -> bool:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hfshard._util.arguments import refuse_unknown
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.distributed.participants import has_other_ranks
 from hfshard.distributed.pushing.together import PushTogether, push_together
 from hfshard.distributed.saving import decline_save, needs_all_ranks, save_anywhere, telling_other_ranks
 from hfshard.errors import InvalidArgumentError
@@ -21,7 +22,7 @@ from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.pretrained.arguments import SAVE_ARGUMENTS
 from hfshard.pretrained.class_alias import is_registered_with_mixin, view_as_alias
-from hfshard.pretrained.fallback import has_adapters, needs_transformers_saver
+from hfshard.pretrained.fallback import has_adapters, is_offloaded_by_map, needs_transformers_saver
 from hfshard.pretrained.override_chain import ChainCall, call_under_way, has_override, run_chain
 from hfshard.pretrained.pushing.push import default_repo_id, push_saved_files, tags_of
 from hfshard.pretrained.ranks.stages import is_part, is_part_of_push, refuse_ungathered
@@ -166,6 +167,12 @@ def _save(
     if needs_transformers_saver(model, distributed_checkpoint=distributed_checkpoint):
         refuse_ungathered(model)
         refuse_hub(directory)
+        if is_main_process and is_offloaded_by_map(model) and has_other_ranks():
+            raise InvalidArgumentError(
+                f"Can't save {type(model).__name__} by save_pretrained on several ranks: a device_map has offloaded "
+                "weights of it, which transformers saves, on each rank that calls, over the files of the others. Call "
+                "hfshard.save_model(model, save_directory), on any ranks: it reads them from where they are."
+            )
         if is_registered_with_mixin(type(model)):
             raise InvalidArgumentError(
                 f"{type(model).__qualname__} is registered as custom code (register_for_auto_class), and transformers, "

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed
 from peft import LoraConfig
 from torch.distributed.fsdp import fully_shard
@@ -13,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import hfshard
-from hfshard.errors import InvalidArgumentError
+from hfshard.errors import HfshardError, InvalidArgumentError
 from hfshard.pretrained.class_alias import architecture_of, view_as_alias
+from hfshard.training import TrainingState
 from tests.distributed.gloo import check_ranks
 from tests.pretrained.ranks.layouts import take_stage
 
@@ -87,7 +89,37 @@ def save_stages_of_an_unknown_whole(rank: int, place: Path) -> None:
     assert index.total_parameters == parameters
 
 
+def refuse_what_a_device_map_has_offloaded(rank: int, place: Path) -> None:
+    model = Mine.from_pretrained(
+        place / "whole",
+        device_map={"model": "cpu", "lm_head": "disk"},
+        offload_folder=str(place.parent / f"disk{rank}"),
+    )
+    with pytest.raises(
+        InvalidArgumentError, match=r"on several ranks: a device_map .* Call hfshard\.save_model\(model"
+    ):
+        model.save_pretrained(place / "offloaded")
+    assert not (place / "offloaded").exists()
+    for arguments in ({"parallelize": fully_shard}, {"distributed_config": DistributedConfig(tp_size=2)}):
+        with pytest.raises(ValueError, match="device_map"):
+            Mine.from_pretrained(place / "whole", device_map={"": "cpu"}, **arguments)
+    with hfshard.CheckpointManager(place.parent / "run") as manager:
+        manager.save(1, TrainingState(model=model))
+        for load in (
+            lambda: hfshard.load_model(model, place / "whole"),
+            lambda: manager.restore_latest(TrainingState(model=model)),
+        ):
+            with pytest.raises(HfshardError, match="accelerate has offloaded it"):
+                load()
+    torch.distributed.barrier()
+    hfshard.save_model(model, place / "offloaded")
+    torch.testing.assert_close(
+        hfshard.load_state_dict(place / "offloaded"), hfshard.load_state_dict(place / "whole"), rtol=0, atol=0
+    )
+
+
 def save_and_refuse(rank: int, place: Path) -> None:
+    refuse_what_a_device_map_has_offloaded(rank, place)
     save_stages_of_an_unknown_whole(rank, place)
     save_what_needs_the_whole(rank, place)
 
@@ -96,4 +128,8 @@ def test_what_can_not_be_done_with_a_part_is_refused(tmp_path: Path) -> None:
     place = tmp_path / "place"
     Mine(config()).save_pretrained(place / "whole")
     check_ranks(tmp_path / "ranks", 2, save_and_refuse, place)
-    assert not [path for path in place.rglob("*") if path.is_file() and path.parent.name not in ("whole", "demanding")]
+    assert not [
+        path
+        for path in place.rglob("*")
+        if path.is_file() and path.parent.name not in ("whole", "demanding", "offloaded")
+    ]
