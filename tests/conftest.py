@@ -38,6 +38,16 @@ _FIRST = (
 """What takes longest: begun last, it would keep one process busy while the others have nothing left to take."""
 
 
+_RANKS = (
+    "tests/crash/ranks/",
+    "tests/distributed/",
+    "tests/pretrained/ranks/",
+    "tests/training/launched/",
+    "tests/training/spread/",
+)
+"""Rooms of groups of processes; a file elsewhere that has some is called `..._on_ranks.py`."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the slow tests, too")
 
@@ -50,6 +60,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = pytest.mark.skip(reason="slow: runs with --slow")
     gpu = pytest.mark.skip(reason="gpu: no CUDA device here")
     for item in items:
+        if item.nodeid.startswith(_RANKS) or item.path.stem.endswith("_on_ranks"):
+            item.add_marker(pytest.mark.ranks)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(slow)
         if item.get_closest_marker("gpu") and not _has_cuda():

