@@ -55,8 +55,9 @@ def render(data: Data) -> str:
     ]
     return paragraphs(
         f"{data['bytes'] / MEGABYTE:.0f} MB under FSDP2 on {RANKS} ranks of this machine (gloo), loaded by"
-        " `from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=4))`; each rank is a fresh process. Time"
-        " is that of all ranks until every file is flushed: where a library doesn't, by `sync`, which counts. Peak:"
+        " `from_pretrained(..., distributed_config=DistributedConfig(fsdp_size=4))`; each rank is a fresh process."
+        " Time, after the modules that a save needs are imported, is that of all ranks until every file is flushed:"
+        " where a library doesn't, by `sync`, which counts. Peak:"
         " VmHWM beyond what was resident before, of the rank that needs most. Written: `write_bytes`. Sent: bytes of"
         " tensors from rank to rank, counted by the exchange itself.",
         markdown_table(titles, [_row(data, name) for name in data["peers"] if runs_of(data, name)]),
