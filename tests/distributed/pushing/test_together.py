@@ -27,7 +27,7 @@ from hfshard.hub.repo_tree import PushResult
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
 from tests.distributed.gloo import check_ranks, run_ranks
-from tests.distributed.saving.test_faults import press_ctrl_c, raise_error, tensor_that
+from tests.distributed.saving.test_faults import fail_in_turn, tensor_that
 
 ROWS = 1 << 10
 """Of 8 bytes: each tensor has a file of its own."""
@@ -101,19 +101,11 @@ def push_with_faults(rank: int, place: Path) -> None:
     first, seen_by = push(hub, {})
     assert (first.is_new, first.commit, seen_by) == (True, head_of(hub), (0, 1))
 
-    for does, kind, words in (
-        (raise_error, ZeroDivisionError, "ZeroDivisionError: a tensor that can't be read"),
-        (press_ctrl_c, KeyboardInterrupt, "KeyboardInterrupt"),
-    ):
-        for failing in (1, 0):
-            fault = {f"of rank {rank}": tensor_that(does)} if rank == failing else {}
-            with pytest.raises(kind if rank == failing else RankFailedError) as caught:
-                push(hub, fault)
-            if rank != failing:
-                assert isinstance(caught.value, RankFailedError)
-                assert (caught.value.rank, words in str(caught.value)) == (failing, True)
-            dist.barrier()
-            assert (head_of(hub), list(temporary.iterdir())) == (first.commit, [])
+    for fault in fail_in_turn(rank):
+        with fault.expected():
+            push(hub, fault.tensors)
+        dist.barrier()
+        assert (head_of(hub), list(temporary.iterdir())) == (first.commit, [])
 
     with pytest.raises(InvalidArgumentError, match=r"Rank 0 pushes to .*hub0', and rank 1 to .*hub1'"):
         push(place / f"hub{rank}", {})

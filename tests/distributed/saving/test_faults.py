@@ -7,6 +7,8 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,38 @@ def press_ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+@dataclass(frozen=True)
+class Fault:
+    """What one of two ranks fails by, as seen on this one."""
+
+    is_own: bool
+    failing: int
+    kind: type[BaseException]
+    words: str
+    tensors: dict[str, RawTensor]
+    """To be saved by this rank, beside its others."""
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Of a call of all ranks: the one that fails raises its own error, the others one that names it."""
+        with pytest.raises(self.kind if self.is_own else RankFailedError) as caught:
+            yield
+        if not self.is_own:
+            assert isinstance(caught.value, RankFailedError)
+            assert (caught.value.rank, self.words in str(caught.value)) == (self.failing, True)
+
+
+def fail_in_turn(rank: int) -> Iterator[Fault]:
+    """Each of two ranks fails: by an error, and by Ctrl-C."""
+    for does, kind, words in (
+        (raise_error, ZeroDivisionError, "ZeroDivisionError: a tensor that can't be read"),
+        (press_ctrl_c, KeyboardInterrupt, "KeyboardInterrupt"),
+    ):
+        for failing in (1, 0):
+            tensors = {f"of rank {rank}": tensor_that(does)} if rank == failing else {}
+            yield Fault(rank == failing, failing, kind, words, tensors)
+
+
 def save_with_faults(rank: int, place: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -75,19 +109,11 @@ def save_with_faults(rank: int, place: Path) -> None:
     before = contents(place)
     assert len(before) == 3
 
-    for does, kind, words in (
-        (raise_error, ZeroDivisionError, "ZeroDivisionError: a tensor that can't be read"),
-        (press_ctrl_c, KeyboardInterrupt, "KeyboardInterrupt"),
-    ):
-        for failing in (1, 0):
-            fault = {f"of rank {rank}": tensor_that(does)} if rank == failing else {}
-            with pytest.raises(kind if rank == failing else RankFailedError) as caught:
-                save(place, fault)
-            if rank != failing:
-                assert isinstance(caught.value, RankFailedError)
-                assert (caught.value.rank, words in str(caught.value)) == (failing, True)
-            dist.barrier()
-            assert contents(place) == before
+    for fault in fail_in_turn(rank):
+        with fault.expected():
+            save(place, fault.tensors)
+        dist.barrier()
+        assert contents(place) == before
 
     with pytest.raises(OSError if rank == 1 else RankFailedError, match="File too large"):
         if rank == 1:
