@@ -23,7 +23,7 @@ from hfshard.training import CheckpointCallback
 from tests.distributed.gloo import check_ranks, run_ranks
 from tests.training.fingerprint import flatten, of_model, of_optimizer, of_rngs, of_scheduler
 from tests.training.integrations.accelerate_ranks import as_launched, count_as_gpus, refuse_whole_state
-from tests.training.integrations.trainer_child import Ending
+from tests.training.integrations.trainer_child import Ending, timeless_log
 from tests.training.spread.models import whole
 
 pytestmark = pytest.mark.compat
@@ -119,14 +119,13 @@ def everything(trained: Trainer) -> dict[str, str]:
     """All of this rank that two trainings are compared by, bit for bit."""
     parts: Any = trained.model, trained.optimizer, trained.lr_scheduler
     net, optimizer, scheduler = parts
-    timed = ("runtime", "per_second")
-    log = [
-        {name: entry[name] for name in sorted(entry) if not name.endswith(timed)}
-        for entry in trained.state.log_history
-        if "train_runtime" not in entry
-    ]
     state = trained.state
-    own = {"log": log, "step": state.global_step, "best": state.best_global_step, "flos": state.total_flos}
+    own = {
+        "log": timeless_log(trained),
+        "step": state.global_step,
+        "best": state.best_global_step,
+        "flos": state.total_flos,
+    }
     of_all = (
         of_model(net),
         of_optimizer(optimizer.optimizer, net, "optimizer"),

@@ -180,17 +180,21 @@ def trainer(case: Case, directory: Path, **arguments: Any) -> Trainer:
     )
 
 
-def everything(trained: Trainer) -> dict[str, str]:
-    """All that two trainings are compared by, bit for bit."""
+def timeless_log(trained: Trainer) -> list[dict[str, Any]]:
+    """What a training has logged, without times."""
     timed = ("runtime", "per_second")
-    log = [
+    return [
         {name: entry[name] for name in sorted(entry) if not name.endswith(timed)}
         for entry in trained.state.log_history
         if "train_runtime" not in entry
     ]
+
+
+def everything(trained: Trainer) -> dict[str, str]:
+    """All that two trainings are compared by, bit for bit."""
     state = trained.state
     own: dict[str, Any] = {
-        "log": log,
+        "log": timeless_log(trained),
         "step": state.global_step,
         "epoch": state.epoch,
         "best": [state.best_metric, state.best_global_step],
