@@ -126,8 +126,8 @@ def test_every_question_runs_with_every_peer(
 ) -> None:
     run([*place, "--device", "cuda"], child_environment)
     figures = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    of_one_process = ["save", "load", "reshard", "verify", "plan", "push", "memory", "training", "loader"]
-    assert list(figures) == [*of_one_process, "distributed", "ranks", "gpu"]
+    of_one_process = ["save", "load", "reshard", "verify", "small", "tiny", "plan", "push", "memory", "training"]
+    assert list(figures) == [*of_one_process, "loader", "distributed", "ranks", "gpu"]
     not_run = {name for data in figures.values() for name in data["skipped"]}
     optional = ("fastsafetensors", "runai", "torchdata", "pinned copy")
     on_gpu = ("transformers", "hfshard load", "hfshard save", "limit")

@@ -31,6 +31,8 @@ def main(name: str, peer_name: str, raw_context: str) -> None:
     try:
         job = peer.prepare(context)
     except (SkipPeer, ModuleNotFoundError) as error:
+        if peer.written_by_hfshard and isinstance(error, ModuleNotFoundError):
+            raise
         answer({"skipped": str(error)})
         return
     gc.collect()

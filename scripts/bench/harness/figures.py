@@ -17,6 +17,9 @@ GIGABYTE = 10**9
 Data = dict[str, Any]
 """What results.json holds of one question."""
 
+LARGER, SUM = " | ", " + "
+"""Between the names of several peers: the larger of their figures of a round is the base, or their sum."""
+
 Verdict = tuple[str, bool | None]
 """What was measured, in words, and whether it meets the target; None where it was not measured."""
 
@@ -67,9 +70,27 @@ def cpu_of(run: Data, phase: str = "") -> float:
 def ratio(
     data: Data, name: str, base: str, phase: str = "", value: Callable[[Data, str], float] = seconds
 ) -> Spread | None:
-    """A peer's figure divided by another's of the same round, and the median of these."""
-    bases = {run["round"]: value(run, phase) for run in runs_of(data, base)}
+    """A peer's figure divided by another's of the same round, and the median of these.
+
+    Args:
+        data: The raw figures.
+        name: The peer.
+        base: The other one; or several, of which the larger counts ("write | hash") or the sum ("read + write").
+        phase: To the end of which phase.
+        value: Which figure.
+    """
+    bases = _by_round(data, base, phase, value)
     return spread(value(run, phase) / bases[run["round"]] for run in runs_of(data, name) if bases.get(run["round"]))
+
+
+def _by_round(data: Data, base: str, phase: str, value: Callable[[Data, str], float]) -> dict[int, float]:
+    """{round: figure} of a peer, or of several in the rounds that all took part in."""
+    for sign, joined in ((LARGER, max), (SUM, sum)):
+        if sign in base:
+            parts = [_by_round(data, part, phase, value) for part in base.split(sign)]
+            rounds = set.intersection(*map(set, parts))
+            return {number: joined([part[number] for part in parts]) for number in sorted(rounds)}
+    return {run["round"]: value(run, phase) for run in runs_of(data, base)}
 
 
 def highest(data: Data, names: Iterable[str], field: str) -> float | None:
@@ -78,35 +99,39 @@ def highest(data: Data, names: Iterable[str], field: str) -> float | None:
     return max(values) if values else None
 
 
-def table(data: Data, names: Sequence[str], phases: Sequence[tuple[str, str]], base: str = "transformers") -> str:
+def table(
+    data: Data, names: Sequence[str], phases: Sequence[tuple[str, str]], base: str = "transformers", digits: int = 2
+) -> str:
     """One line a peer: for each (phase, heading) seconds and the ratio to the base; for the last, that to the limit."""
     has_limit = any(data["peers"][name]["limit"] for name in names)
     titles = [""]
     for _, heading in phases:
         titles += [f"{heading}s (min–max)", f"{heading}× {base}"]
     titles += [*(["× the limit"] if has_limit else []), "CPU s", "peak MiB", "MB read", "MB written", "rounds"]
-    return markdown_table(titles, [_row(data, name, phases, has_limit) for name in names if runs_of(data, name)])
+    return markdown_table(
+        titles, [_row(data, name, phases, has_limit, digits) for name in names if runs_of(data, name)]
+    )
 
 
-def _row(data: Data, name: str, phases: Sequence[tuple[str, str]], has_limit: bool) -> list[str]:
+def _row(data: Data, name: str, phases: Sequence[tuple[str, str]], has_limit: bool, digits: int) -> list[str]:
     peer = data["peers"][name]
     runs = runs_of(data, name)
     cells = [peer["title"]]
     for phase, _ in phases:
         has_phase = phase in runs[0]["seconds"] or len(runs[0]["seconds"]) == 1
         shown = spread(seconds(run, phase) for run in runs)
-        cells.append(shown.show() if shown and has_phase else "")
+        cells.append(shown.show(digits) if shown and has_phase else "")
         cells.append(_show_ratio(data, name, peer["base"], phase) if has_phase else "")
     if has_limit:
         cells.append(_show_ratio(data, name, peer["limit"], phases[-1][0]))
-    return cells + _resources(runs)
+    return cells + _resources(runs, digits)
 
 
-def _resources(runs: Sequence[Data]) -> list[str]:
+def _resources(runs: Sequence[Data], digits: int) -> list[str]:
     """What the runs took beside time: the last cells of a row."""
     middle = {field: statistics.median(run[field] for run in runs) for field in ("cpu", "read", "written")}
     return [
-        f"{middle['cpu']:.2f}",
+        f"{middle['cpu']:.{digits}f}",
         f"{max(run['peak'] for run in runs) / MIB:.1f}",
         f"{middle['read'] / MEGABYTE:.1f}",
         f"{middle['written'] / MEGABYTE:.1f}",

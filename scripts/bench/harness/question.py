@@ -80,9 +80,9 @@ class Peer:
     every: int = 1
     """Takes part in every n-th round."""
     base: str = ""
-    """Key of the peer that it is compared with, in the same state; "" for none."""
+    """Name of the peer that it is compared with; "" for none."""
     limit: str = ""
-    """Key of the peer that is its limit."""
+    """Name of the peer that is its limit; of several, the larger ("write | hash") or the sum ("read + write")."""
 
     @property
     def name(self) -> str:

@@ -20,6 +20,8 @@ QUESTIONS = (
     "load",
     "reshard",
     "verify",
+    "small",
+    "tiny",
     "plan",
     "push",
     "memory",

@@ -10,9 +10,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.harness.direct_io import aligned, anonymous, read_files
 from bench.harness.figures import Data, at_most, peers_in, ratio, skipped, table
 from bench.harness.inputs import make_source, shards_of, sized
+from bench.harness.limits import aligned, anonymous, read_files
 from bench.harness.models import make_tensors
 from bench.harness.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
 from bench.markdown import paragraphs

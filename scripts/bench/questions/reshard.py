@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from bench.harness.direct_io import copy_files
 from bench.harness.figures import Data, at_most, highest, peak_at_most, peers_in, ratio, skipped, table
 from bench.harness.inputs import make_source, shards_of, sized, written
+from bench.harness.limits import copy_files
 from bench.harness.models import total_bytes
 from bench.harness.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
 from bench.markdown import paragraphs

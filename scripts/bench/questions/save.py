@@ -8,9 +8,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from bench.harness.direct_io import aligned, anonymous, write_files
 from bench.harness.figures import MIB, Data, at_most, cpu_of, peak_at_most, ratio, skipped, table
 from bench.harness.inputs import make_specs, written
+from bench.harness.limits import aligned, anonymous, write_files
 from bench.harness.models import make_flat_tensors, make_model, make_tensors, total_bytes
 from bench.harness.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
 from bench.markdown import paragraphs

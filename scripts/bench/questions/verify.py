@@ -7,9 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bench.harness.direct_io import read_files
 from bench.harness.figures import Data, at_least, at_most, peers_in, ratio, skipped, table
 from bench.harness.inputs import make_source, shards_of, sized, source_of
+from bench.harness.limits import read_files
 from bench.harness.question import SIDE, Context, Job, Peer, Question, Target
 from bench.markdown import paragraphs
 

@@ -1,7 +1,8 @@
-"""The limit: a plain O_DIRECT write, read or copy of the same bytes by a few threads, with nothing else done."""
+"""The limits: a plain O_DIRECT write, read or copy of the same bytes by a few threads, and sha256 of them."""
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import queue
@@ -15,6 +16,8 @@ WRITE_BLOCK = 2**20
 """The fastest of 1 to 16 MiB here, by a fifth."""
 READ_BLOCK = 2 * 2**20
 """The fastest of 1 to 8 MiB here, by a tenth."""
+HASH_BYTES = 32 * 2**20
+"""What each thread hashes again and again: sha256 takes as long as over other bytes, and 2.5 GB need not be made."""
 SECTOR = 4096
 """What O_DIRECT wants offsets, lengths and addresses to be multiples of."""
 
@@ -102,6 +105,24 @@ def copy_files(files: Sequence[tuple[Path, int]], targets: Sequence[tuple[Path, 
     _each(pass_on, targets, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     for descriptor in descriptors.values():
         os.close(descriptor)
+
+
+def hashing(total: int, threads: int = 0) -> Callable[[], None]:
+    """Return what hashes so many bytes of memory by sha256, as many on each thread; 0: as many threads as cores."""
+    threads = threads or len(os.sched_getaffinity(0))
+    block = memoryview(os.urandom(HASH_BYTES))
+
+    def hash_part(_: int) -> None:
+        hasher = hashlib.sha256()
+        for at in range(0, total // threads, HASH_BYTES):
+            hasher.update(block[: total // threads - at])
+        hasher.digest()
+
+    def hash_all() -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(hash_part, range(threads)))
+
+    return hash_all
 
 
 def _each(action: Callable[[Path, int, int, int], None], files: Sequence[tuple[Path, int]], flags: int) -> None:
