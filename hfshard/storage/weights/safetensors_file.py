@@ -81,8 +81,9 @@ class SafetensorsFile:
         self._file = HeldFile(fd, self._open_again)
 
     def close(self) -> None:
-        """Close the file; tensors that were mapped stay valid."""
+        """Close the file; tensors that were mapped stay valid, and the mapping ends with the last of them."""
         self._file.close()
+        self._mapped = None  # this object lives until a collection of garbage: its file refers to it
 
     def opened(self) -> AbstractContextManager[int]:
         """The open file, which stays open until the block ends.

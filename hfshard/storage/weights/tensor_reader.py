@@ -20,6 +20,7 @@ from hfshard.storage.disk.block_reader import is_cached, open_direct, read_direc
 from hfshard.storage.disk.direct_io import aligned_block, check_setting, is_direct_wanted
 from hfshard.storage.disk.file_system import is_remote
 from hfshard.storage.tensors.tensor_bytes import memory_of
+from hfshard.storage.weights.fellow_readers import has_fellow_ranks, has_fellow_readers, mark_reading
 from hfshard.storage.weights.open_files import HeldFile
 from hfshard.storage.weights.read_ahead import read_ahead
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
@@ -134,27 +135,42 @@ def _read_at_once(wanted: TensorRead, device: torch.device, *, staged: bool = Fa
 
 
 class _File:
-    """A file to read pieces from, past the page cache where it is cold."""
+    """A file to read pieces from: past the page cache where it is cold, and nobody else on this machine reads it."""
 
     def __init__(self, shard: SafetensorsFile, stack: ExitStack) -> None:
         self.shard = shard
         self._held: HeldFile | None = None
-        if not is_direct_wanted(shard.data_bytes):
+        self._is_far = is_remote(shard.identity[0])
+        self._is_shared = False
+        if not is_direct_wanted(shard.data_bytes) or has_fellow_ranks():
             return
         with shard.opened() as fd:
             if not is_cached(fd, shard.header.data_start, shard.data_bytes) and (direct := open_direct(fd)) >= 0:
+                self._mark(direct)
                 self._held = HeldFile(direct, self._open_again)
                 stack.callback(self._held.close)
 
     def read(self, buffer: memoryview, start: int, count_bytes: int) -> None:
         """Read a stretch into an aligned buffer with room around it (see `read_direct`)."""
         with self.shard.opened() as fd, nullcontext(-1) if self._held is None else self._held.opened() as direct:
+            if direct >= 0 and (self._is_shared or self._has_fellows(direct)):
+                self._is_shared = True  # from now on: what they leave in the page cache need not be read again
+                direct = -1
             if len(read_direct(fd, direct, buffer, start, count_bytes)) < count_bytes:
                 raise self.shard.truncated_error()
 
     def _open_again(self) -> int:
         with self.shard.opened() as fd:
-            return reopen_direct(fd)
+            direct = reopen_direct(fd)
+        self._mark(direct)
+        return direct
+
+    def _mark(self, direct: int) -> None:
+        if not self._is_far:
+            mark_reading(direct)
+
+    def _has_fellows(self, direct: int) -> bool:
+        return not self._is_far and has_fellow_readers(direct)
 
 
 def _own_pages(file: _File, start: int, nbytes: int) -> tuple[torch.UntypedStorage, list[Callable[[], object]]]:

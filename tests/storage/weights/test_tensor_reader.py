@@ -116,6 +116,19 @@ def test_tensors_that_were_read_are_private_and_outlive_the_files(read: str, tmp
     assert torch.equal(found["wide"], expected["wide"])
 
 
+def test_a_mapping_ends_with_its_last_tensor(tmp_path: Path) -> None:
+    hfshard.save_state_dict(tensors(), tmp_path)
+    (tmp_path / "model.safetensors").read_bytes()  # into the page cache: what reads ahead keeps the mapping for a while
+    found = hfshard.load_state_dict(tmp_path, keys=["large", "wide"])
+    mapped = [str(tmp_path) in Path("/proc/self/maps").read_text()]
+    del found["large"]
+    mapped.append(str(tmp_path) in Path("/proc/self/maps").read_text())
+    del found
+    mapped.append(str(tmp_path) in Path("/proc/self/maps").read_text())
+
+    assert mapped == [True, True, False]
+
+
 def test_one_tensor_of_a_file_read_at_once_keeps_only_its_own_memory(tmp_path: Path) -> None:
     hfshard.save_state_dict(tensors(), tmp_path)
     found = hfshard.load_state_dict(tmp_path, read="pread")
