@@ -98,8 +98,9 @@ def pin_to_commit(kwargs: Mapping[str, Any], local: LocalCheckpoint) -> dict[str
 
 def commit_argument(local: LocalCheckpoint) -> dict[str, str]:
     """The argument with which transformers before 5.20 believes the cache that a commit does not have a file."""
-    takes = "_commit_hash" in inspect.signature(cached_files).parameters
-    return {"_commit_hash": local.commit} if takes and local.commit is not None else {}
+    if local.commit is None or "_commit_hash" not in inspect.signature(cached_files).parameters:
+        return {}
+    return {"_commit_hash": local.commit}
 
 
 def config_of(
@@ -145,9 +146,11 @@ def _refuse_unknown_model_arguments(model_class: type, config: Any, model_kwargs
     parameters = inspect.signature(cast(Any, model_class).__init__).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    hfshard_arguments = {"strict", "verify", "read", "progress"}
-    known = set(parameters) | MODEL_ARGUMENTS | CONFIG_ATTRIBUTES | hfshard_arguments | set(config.to_dict())
-    refuse_unknown(set(model_kwargs) - set(parameters), known - set(model_kwargs), "from_pretrained")
+    unknown = set(model_kwargs) - set(parameters)
+    if unknown:
+        hfshard_arguments = {"strict", "verify", "read", "progress"}
+        known = set(parameters) | MODEL_ARGUMENTS | CONFIG_ATTRIBUTES | hfshard_arguments | set(config.to_dict())
+        refuse_unknown(unknown, known - set(model_kwargs), "from_pretrained")
 
 
 def device_of(checkpoint: OpenCheckpoint, config: Any, kwargs: Mapping[str, Any]) -> torch.device:

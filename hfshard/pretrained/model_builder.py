@@ -82,7 +82,9 @@ class ModelBuilder:
         for key in ("config", "output_loading_info", "use_safetensors", "variant", "disable_mmap", *SOURCE_ARGUMENTS):
             arguments.pop(key, None)
         arguments |= {"config": config, "state_dict": tensors, "output_loading_info": True}
-        current_agreement().confirm(self.checkpoint, read_config(self.local.directory))
+        agreement = current_agreement()
+        if agreement.is_collective:
+            agreement.confirm(self.checkpoint, read_config(self.local.directory))
         try:
             with _building_lock.held(), _load_report_names(self.name), _configs_named(self.local.path):
                 model, info = self._call(parallel)(None, *model_args, **arguments, **model_kwargs)
@@ -173,6 +175,8 @@ class ModelBuilder:
 
     def _check(self, model: PreTrainedModel, info: dict[str, Any], tensor_count: int) -> None:
         missing, unexpected = info["missing_keys"], info["unexpected_keys"]
+        if tensor_count and not (missing or unexpected or info["mismatched_keys"]):
+            return
         model_names = model.state_dict().keys()
         difference = KeyMismatch(tuple(sorted(missing)), tuple(sorted(unexpected)), tuple(info["mismatched_keys"]))
         nothing = bool(model_names) and (len(unexpected) >= tensor_count or set(missing) >= set(model_names))
@@ -189,16 +193,22 @@ class ModelBuilder:
     def _name(self, model: PreTrainedModel) -> None:
         # transformers was given no name, and the builder put the absolute path, or that of a snapshot, in its place.
         placeholders = {"None", self.local.path}
+        configs: dict[int, Any] = {}  # modules share them
         for module in model.modules():
-            if getattr(module, "name_or_path", None) in placeholders:
+            attributes = vars(module)  # torch's `getattr` raises, slowly, for a module that has no such attribute
+            if attributes.get("name_or_path") in placeholders:
                 module.name_or_path = self.name  # type: ignore[assignment]
-            config = getattr(module, "config", None)
+            if "config" in attributes:
+                configs[id(attributes["config"])] = attributes["config"]
+        for config in configs.values():
             if isinstance(config, PreTrainedConfig) and config.name_or_path in placeholders:
                 config.name_or_path = self.name
 
     def _tie(self, model: PreTrainedModel) -> None:
         """Tie what the config does not declare; a name may have got, or lost, the prefix of the base model."""
         index = self.checkpoint.index
+        if not index.undeclared_ties:
+            return
         modules = dict(model.named_modules(remove_duplicate=False))
         base = f"{self.model_class.base_model_prefix}."
 

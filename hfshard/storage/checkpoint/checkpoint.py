@@ -165,7 +165,8 @@ def _open_until_whole(
         before = state_token(directory, names, weights_override)
         try:
             weights_override = weights_name or checked_weights_override(read_config(directory), directory, names)
-            before = (*before, *state_token(directory, names, weights_override)[len(before) :])
+            if weights_override != weights_name:
+                before = (*before, *state_token(directory, names, weights_override)[len(before) :])
             weights = find_weights(directory, names, use_safetensors, weights_override)
             checkpoint = _open_once(directory, names, weights, verify, files_of)
         except HfshardError as error:
@@ -219,10 +220,11 @@ def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
     if files_of is not None:
         wanted &= set(files_of(index))
         weight_map = {name: file for name, file in weight_map.items() if file in wanted}
+    real_directory = os.path.realpath(directory)
     for file in sorted(wanted):
         path = os.path.join(directory, file)
         if checkpoint.weights.kind == "index":
-            checkpoint.shards[file] = SafetensorsFile(path, directory)
+            checkpoint.shards[file] = SafetensorsFile(path, directory, real_directory)
         else:
             checkpoint.pickles[file] = PickleFile(path, directory)
     contents = {file: list(shard.header.tensors) for file, shard in checkpoint.shards.items()}

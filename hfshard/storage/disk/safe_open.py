@@ -23,11 +23,16 @@ NO_FILES_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE})
 """What `open` answers if the process or the system has too many files open."""
 
 
-def open_regular(path: str, root: str) -> int:
+def open_regular(path: str, root: str, real_root: str | None = None) -> int:
     """Open a regular file below `root` for reading; a symbolic link in the place of the file is followed.
 
     Who made the directory made its links, as weights are kept on another disk or by DVC, git-annex and Nix. Names that
     untrusted files give can't choose them: the folder that the file or the link lies in may not be outside of `root`.
+
+    Args:
+        path: The file's.
+        root: The directory that it must be in.
+        real_root: What `os.path.realpath` makes of it, where that was found out for many files; None: for this one.
 
     Raises:
         MissingShardError: The file does not exist, or what a link leads to.
@@ -36,10 +41,9 @@ def open_regular(path: str, root: str) -> int:
         OSError: The process has too many files open.
     """
     try:
-        _check_folder(path, root)
-        real = os.path.realpath(path, strict=True)
+        real, status = _resolved(path, root, real_root)
         # Looked at before it is opened: opening a device or a FIFO may do something.
-        if not stat.S_ISREG(os.stat(real).st_mode) or real.startswith(_KERNEL_FILES):
+        if not stat.S_ISREG(status.st_mode) or real.startswith(_KERNEL_FILES):
             raise _irregular(path)
         fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -65,15 +69,24 @@ def link_to_outside(path: str, root: str) -> str | None:
     return None if _lies_in(real, os.path.realpath(root)) or _is_blob(real, os.path.realpath(root)) else real
 
 
-def _check_folder(path: str, root: str) -> None:
-    folder = os.path.realpath(os.path.dirname(path), strict=True)
-    if not _lies_in(folder, os.path.realpath(root)):
+def _resolved(path: str, root: str, real_root: str | None) -> tuple[str, os.stat_result]:
+    """Where a path leads, and the status of what is there; `realpath` asks for every folder, so as seldom as may be."""
+    folder, name = os.path.split(path)
+    real_root = os.path.realpath(root) if real_root is None else real_root
+    real_folder = real_root if folder == root else os.path.realpath(folder, strict=True)
+    if not _lies_in(real_folder, real_root):
         raise UnsafePathError(
-            f"'{path}' lies in '{folder}', outside the checkpoint's directory: a folder of its path is a link. "
+            f"'{path}' lies in '{real_folder}', outside the checkpoint's directory: a folder of its path is a link. "
             "Link or copy the file itself, if you trust it.",
             path=path,
-            actual=folder,
+            actual=real_folder,
         )
+    real = os.path.join(real_folder, name)
+    status = os.lstat(real)
+    if not stat.S_ISLNK(status.st_mode):
+        return real, status
+    real = os.path.realpath(real, strict=True)
+    return real, os.stat(real)
 
 
 def _missing(path: str, root: str) -> MissingShardError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import PurePosixPath, PureWindowsPath
 from typing import Final
 
 from hfshard.constants import BIN_SUFFIX, INDEX_SUFFIX, SAFETENSORS_SUFFIX
@@ -16,6 +15,9 @@ _BIN_INDEX: Final = re.compile(r"[^.]+\.bin\.index\.")
 
 MODEL_BASE: Final = "model"
 """The beginning of the names of a model's files; config.json refers to these only."""
+
+_NO_NAMES: Final = frozenset(("", ".", ".."))
+"""Parts of a path that are no names."""
 
 _LONGEST_VARIANT: Final = 150
 """Characters: with all that is put around it, a file's name has at most 255."""
@@ -104,12 +106,5 @@ def check_file_name(name: object, *, index_path: str, suffix: str) -> str:
 
 
 def _stays_inside(name: str) -> bool:
-    windows = PureWindowsPath(name)
-    if windows.drive or windows.root or "\\" in name or ":" in name:
-        return False
-    parts = name.split("/")
-    return (
-        not any(part in ("", ".", "..") for part in parts)
-        and name.isprintable()
-        and not PurePosixPath(name).is_absolute()
-    )
+    # On Windows a backslash ends a folder, and a colon a drive; what begins with "/" has an empty part.
+    return "\\" not in name and ":" not in name and _NO_NAMES.isdisjoint(name.split("/")) and name.isprintable()

@@ -7,6 +7,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Final
 
 from hfshard.storage.disk.safe_open import NO_FILES_LEFT
@@ -142,7 +143,7 @@ class FilePool:
             return self._close_idle(len(self._idle))
 
     def _close_idle(self, count: int) -> bool:
-        for file in list(self._idle)[: max(0, count)]:
+        for file in list(islice(self._idle, count)) if count > 0 else ():
             self._close(file)
         return count > 0
 

@@ -52,8 +52,8 @@ class SafetensorsFile:
         hfshard_metadata: What hfshard wrote into it, or what another library says of names that share a tensor.
     """
 
-    def __init__(self, path: str, root: str) -> None:
-        """Open and check a file.
+    def __init__(self, path: str, root: str, real_root: str | None = None) -> None:
+        """Open and check a file (arguments as for `open_regular`).
 
         Raises:
             DamagedCheckpointError: The header does not match itself or the size of the file.
@@ -62,14 +62,13 @@ class SafetensorsFile:
         self.path = path
         self._root = root
         self._mapped: torch.UntypedStorage | None = None
-        fd = open_with_room(partial(open_regular, path, root))
+        fd = open_with_room(partial(open_regular, path, root, real_root))
         try:
             status = os.fstat(fd)
             self.size = status.st_size
             self.identity = identity_of(status)
-            length = read_header_length(os.pread(fd, LENGTH_BYTES, 0), self.size, path)
+            length = read_header_length(os.read(fd, LENGTH_BYTES), self.size, path)
             assert length <= MAX_HEADER_BYTES
-            os.lseek(fd, LENGTH_BYTES, os.SEEK_SET)
             raw = read_text(fd, length, path)
             self._raw_header = length.to_bytes(LENGTH_BYTES, "little") + raw
             self.header: Header = parse_header(raw, self.size, path)

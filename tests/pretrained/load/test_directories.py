@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,3 +231,17 @@ def test_a_load_on_the_meta_device_is_refused_as_transformers_refuses_it(saves: 
     theirs, ours = failure_of(lambda: on_meta(BertModel)), failure_of(lambda: on_meta(with_mixin(BertModel)))
 
     assert type(ours) is type(theirs) and str(ours) == str(theirs)
+
+
+def test_a_load_that_fits_needs_no_look_at_the_models_tensors(saves: Saves, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = saves.ours("bert")
+    collect = torch.nn.Module.state_dict
+    callers: set[str] = set()
+
+    def noted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        callers.add(str(sys._getframe(1).f_globals["__name__"]).split(".")[0])
+        return collect(module, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.Module, "state_dict", noted)
+    hfshard.load_model(BertModel, directory)
+    assert callers == {"transformers", "torch"}  # torch's collects those of the modules inside
