@@ -118,7 +118,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "storage.format": ("integrity names strict_json", "header index weights_override"),
     "storage.tensors": ("dtypes", "tensor_layout", "tensor_bytes", "tensor_spec"),
     "storage.weights": (
-        "fellow_readers open_files safetensors_stream safetensors_writer zip_check",
+        "fellow_readers open_files populate safetensors_stream safetensors_writer zip_check",
         "pickle_file safetensors_file",
         "read_ahead",
         "tensor_reader",

@@ -62,13 +62,19 @@ class LoadAgreement:
 
     @contextmanager
     def opened(
-        self, source: CheckpointSource, options: LoadOptions, local: LocalCheckpoint | None = None
+        self,
+        source: CheckpointSource,
+        options: LoadOptions,
+        local: LocalCheckpoint | None = None,
+        *,
+        check_beside: bool = False,
     ) -> Iterator[OpenCheckpoint]:
         """Open a checkpoint, as `open_source` does; of files that several ranks see, each is hashed by one of them.
 
         Args:
             source: As for `open_source`, and so are options.
             local: What `fetch` gave; None: it is called.
+            check_beside: As for `open_checkpoint`; ranks that share the work do it before.
 
         Raises:
             RankFailedError: Another rank found a file damaged, or failed otherwise; here or in `confirm`.
@@ -76,7 +82,7 @@ class LoadAgreement:
         """
         local = local or self.fetch(source, options.progress)
         if self._status is None or options.verify not in ("full", "sha256"):
-            with open_source(source, options, local) as checkpoint:
+            with open_source(source, options, local, check_beside=check_beside) as checkpoint:
                 yield checkpoint
             return
         with open_source(source, replace(options, verify="structure"), local) as checkpoint:

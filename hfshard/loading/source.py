@@ -115,7 +115,11 @@ class CheckpointSource:
 
 @contextmanager
 def open_source(
-    source: CheckpointSource, options: LoadOptions, local: LocalCheckpoint | None = None
+    source: CheckpointSource,
+    options: LoadOptions,
+    local: LocalCheckpoint | None = None,
+    *,
+    check_beside: bool = False,
 ) -> Iterator[OpenCheckpoint]:
     """Open the checkpoint of a source, with the checks that are asked for.
 
@@ -123,6 +127,7 @@ def open_source(
         source: Where it comes from.
         options: How it is checked.
         local: Where it is, if that is known.
+        check_beside: As for `open_checkpoint`.
 
     Raises:
         Everything that `open_checkpoint` raises, and a pull.
@@ -141,6 +146,7 @@ def open_source(
             progress_callback=progress_callback,
             files_of=query.files_of,
             weights_name=local.weights_name,
+            check_beside=check_beside,
         ) as checkpoint,
     ):
         if options.verify == "structure":

@@ -204,7 +204,7 @@ def _build(
             )
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
     for _ in range(CHANGED_RETRIES):
-        with agreement.opened(source, options, local) as checkpoint:
+        with agreement.opened(source, options, local, check_beside=True) as checkpoint:
             _refuse_full_pickle(checkpoint, kwargs)
             config, model_kwargs = config_of(model_class, local, kwargs)
             if not agreement.all_say("unchanged", is_so=checkpoint.is_unchanged()):

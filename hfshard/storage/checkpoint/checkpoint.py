@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
 
 from hfshard._util.progress import ProgressCallback
+from hfshard._util.threads import cancellable, start_thread
 from hfshard.constants import (
     CHANGED_RETRIES,
     CHANGED_WAIT_SECONDS,
@@ -33,7 +37,7 @@ from hfshard.storage.format.index import CheckpointIndex, check_tied_names
 from hfshard.storage.format.names import MODEL_BASE, WeightNames
 from hfshard.storage.weights.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
-from hfshard.storage.weights.tensor_reader import ReadMode, read_from
+from hfshard.storage.weights.tensor_reader import ReadMode, mode_of, read_from
 
 Verify = Literal["none", "structure", "full", "sha256"]
 
@@ -73,6 +77,8 @@ class OpenCheckpoint:
     """The weights file that config.json names, if it names one."""
     state_token: tuple[Identity | None, ...] = ()
     """The identities of the files by which a replaced checkpoint is noticed."""
+    check: Future[None] | None = None
+    """The check of every byte that is under way in another thread, if one is."""
 
     @property
     def weights_path(self) -> str:
@@ -88,10 +94,19 @@ class OpenCheckpoint:
     def read(
         self, names: Collection[str], read: ReadMode = "auto", device: str | torch.device = "cpu"
     ) -> dict[str, torch.Tensor]:
-        """Read stored tensors, in the order of the names (see `tensor_reader.read_from`)."""
+        """Read stored tensors, in the order of the names (see `tensor_reader.read_from`).
+
+        Where they are not mapped, this waits for a check that is under way: no byte is read from the disk twice.
+
+        Raises:
+            IntegrityError: That check found a file damaged.
+        """
         device, wanted = torch.device(device), set(names)
         held = [(shard, [name for name in shard.header.tensors if name in wanted]) for shard in self.shards.values()]
-        tensors = read_from(held, read, device)
+        read = mode_of(held, read, device)
+        if self.check is not None and (read != "mmap" or device.type != "cpu"):
+            self.check.result()
+        tensors = read_from(held, read, device, ahead=self.check is None)
         for pickled in self.pickles.values():
             tensors |= {name: tensor.to(device) for name, tensor in pickled.tensors.items() if name in wanted}
         return {name: tensors[name] for name in names}
@@ -117,6 +132,7 @@ def open_checkpoint(
     files_of: FilesOf | None = None,
     base: str = MODEL_BASE,
     weights_name: str | None = None,
+    check_beside: bool = False,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint: its structure is checked, and with verify="full" every byte.
 
@@ -132,6 +148,8 @@ def open_checkpoint(
         files_of: Chooses which files of an index to open and check; the others may be missing.
         base: The beginning of the names of its files.
         weights_name: The index or single file to open, whatever else lies there. None: the one that transformers finds.
+        check_beside: Compare the checksums while the block runs, not before it: what is damaged is raised at its end,
+            also in place of an error of its own. For a block that keeps nothing of what it read if that happens.
 
     Raises:
         CheckpointNotFoundError: There are no weights.
@@ -142,13 +160,47 @@ def open_checkpoint(
     names = WeightNames(variant, base)
     checkpoint = _open_until_whole(directory, names, use_safetensors, verify, files_of, weights_name)
     try:
-        if verify in ("full", "sha256") and checkpoint.pickles:
-            check_pickles(checkpoint.pickles, progress_callback)
-        elif verify in ("full", "sha256"):
-            check_checksums(checkpoint.weights_path, checkpoint.index, checkpoint.shards, progress_callback)
-        yield checkpoint
+        if verify not in ("full", "sha256"):
+            yield checkpoint
+        elif check_beside:
+            with _checked_beside(checkpoint, progress_callback):
+                yield checkpoint
+        else:
+            _check_contents(checkpoint, progress_callback, threading.Event())
+            yield checkpoint
     finally:
         checkpoint.close()
+
+
+def _check_contents(
+    checkpoint: OpenCheckpoint, progress_callback: ProgressCallback | None, cancelled: threading.Event
+) -> None:
+    if checkpoint.pickles:
+        check_pickles(checkpoint.pickles, cancellable(progress_callback, cancelled))
+    else:
+        check_checksums(checkpoint.weights_path, checkpoint.index, checkpoint.shards, progress_callback, cancelled)
+
+
+@contextmanager
+def _checked_beside(checkpoint: OpenCheckpoint, progress_callback: ProgressCallback | None) -> Iterator[None]:
+    """Compare every byte in another thread while the block runs; what is found is raised at its end."""
+    cancelled = threading.Event()
+    checking = start_thread(partial(_check_contents, checkpoint, progress_callback, cancelled), "hfshard-check")
+    if checking is None:
+        _check_contents(checkpoint, progress_callback, cancelled)
+        yield
+        return
+    checkpoint.check = checking
+    try:
+        try:
+            yield
+        except Exception:
+            checking.result()  # damage is the cause of what it brings about
+            raise
+        checking.result()
+    finally:
+        cancelled.set()  # Ctrl-C
+        wait([checking])
 
 
 def _open_until_whole(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Collection, Mapping
 
 from hfshard._util.progress import ProgressCallback
@@ -87,8 +88,16 @@ def check_checksums(
     index: CheckpointIndex,
     shards: Mapping[str, SafetensorsFile],
     progress_callback: ProgressCallback | None,
+    cancelled: threading.Event | None = None,
 ) -> None:
     """Check every byte of every file against its checksum, several files at once.
+
+    Args:
+        weights_path: Path of the index or single file, for messages.
+        index: With the checksums.
+        shards: The files, open.
+        progress_callback: Called with the number of bytes of each block that was hashed.
+        cancelled: If somebody sets it, the check ends with an InterruptedError.
 
     Raises:
         DamagedCheckpointError: There are no checksums.
@@ -108,6 +117,7 @@ def check_checksums(
         ),
         sorted(shards, key=lambda file: -shards[file].size),
         FILES_AT_ONCE,
+        cancelled=cancelled,
     )
     for name, recorded in index.files.items():
         if name.endswith(".json"):

@@ -6,24 +6,41 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from functools import partial
 from queue import SimpleQueue
 from typing import Final
 
-from hfshard._util.threads import start_thread
+from hfshard._util.threads import in_threads, start_thread
 from hfshard.constants import DATA_ALIGNMENT
-from hfshard.storage.disk.direct_io import BLOCK_BYTES, LIBRARY, aligned_block, is_direct_wanted
+from hfshard.storage.disk.direct_io import (
+    BLOCK_BYTES,
+    HUGE_PAGE_BYTES,
+    LIBRARY,
+    aligned_block,
+    aligned_blocks,
+    is_direct_wanted,
+)
 
 _AHEAD: Final = 2
-"""Blocks that are read while one is in use."""
+"""Reads of a huge page that are made while one is in use."""
+
+_PLACES_AT_ONCE: Final = 8
+"""Small reads that are under way at once: each waits for the disk."""
 
 _MIN_AHEAD_BYTES: Final = 4 * BLOCK_BYTES
 """Shorter stretches are not worth a thread."""
 
 _PROBES: Final = 8
 """Places at which the page cache is probed."""
+
+_MMAP: Final = LIBRARY.mmap
+_MMAP.restype = ctypes.c_void_p
+_MMAP.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_MUNMAP: Final = LIBRARY.munmap
+_MUNMAP.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def read_blocks(
@@ -37,20 +54,46 @@ def read_blocks(
         fd: Open for reading; the caller closes it.
         start, count_bytes: The stretch.
         block_bytes: The size of a block.
-        keep_cached: Whether to leave the file in the page cache, because it will be mapped.
+        keep_cached: Whether to leave what is read in the page cache.
     """
     is_long = count_bytes >= _MIN_AHEAD_BYTES and block_bytes >= BLOCK_BYTES
     past_cache = is_long and not keep_cached and is_direct_wanted(count_bytes) and not is_cached(fd, start, count_bytes)
     direct = open_direct(fd) if past_cache else -1
     reads = _Reads(fd, direct, start, count_bytes, block_bytes)
     try:
-        for block in reads.one_by_one() if direct < 0 else reads.ahead():  # the page cache reads ahead by itself
-            if not block:
-                return
-            yield block
+        yield from reads.one_by_one() if direct < 0 else reads.ahead()  # the page cache reads ahead by itself
     finally:
         if direct >= 0:
             os.close(direct)
+
+
+def read_places(fd: int, start: int, count_bytes: int, places: Sequence[tuple[int, int]]) -> Iterable[bytes]:
+    """Read a few small places of a stretch of a file.
+
+    Of a cold file past the page cache: small pages here and there in it would keep the stretch from coming into it in
+    huge ones. And several at once.
+
+    Args:
+        fd: Open for reading.
+        start, count_bytes: The stretch.
+        places: The offset of each in the file, and its length.
+
+    Returns:
+        The bytes of each, shorter where the file ends.
+    """
+    past_cache = len(places) > 1 and is_direct_wanted(count_bytes) and not is_cached(fd, start, count_bytes)
+    direct = open_direct(fd) if past_cache else -1
+    if direct < 0:
+        return (os.pread(fd, count, at) for at, count in places)
+
+    def read(place: tuple[int, int], _cancelled: object) -> bytes:
+        at, count = place
+        return bytes(read_direct(fd, direct, aligned_block(count + 2 * DATA_ALIGNMENT), at, count))
+
+    try:
+        return in_threads(read, places, _PLACES_AT_ONCE)
+    finally:
+        os.close(direct)
 
 
 def is_cached(fd: int, start: int, count_bytes: int) -> bool:
@@ -58,20 +101,31 @@ def is_cached(fd: int, start: int, count_bytes: int) -> bool:
 
     `preadv2` with RWF_NOWAIT would answer too, but starts to read what it does not find.
     """
-    hits = 0
+    lead = start % mmap.PAGESIZE
+    room = lead + max(count_bytes, 1)
+    address = _MMAP(None, room, mmap.PROT_READ, mmap.MAP_SHARED, fd, start - lead)  # Python's hides its address
+    if address == _MAP_FAILED:
+        return True
+    try:
+        return is_resident(address + lead, count_bytes)
+    finally:
+        _MUNMAP(address, room)
+
+
+def is_resident(address: int, count_bytes: int) -> bool:
+    """Do what `is_cached` does for a stretch of a file that is mapped already."""
+    resident = ctypes.c_ubyte()
+    found = [0, 0]
     for number in range(_PROBES):
         # Not at the beginning of a tensor, which was read for the file's fingerprint.
-        at = start + (2 * number + 1) * count_bytes // (2 * _PROBES)
-        try:
-            page = mmap.mmap(fd, 1, access=mmap.ACCESS_COPY, offset=at - at % mmap.ALLOCATIONGRANULARITY)
-        except (OSError, ValueError):
+        at = address + (2 * number + 1) * count_bytes // (2 * _PROBES)
+        page = ctypes.c_void_p(at - at % mmap.PAGESIZE)
+        if LIBRARY.mincore(page, ctypes.c_size_t(1), ctypes.byref(resident)) != 0:
             return True
-        resident = ctypes.c_ubyte()
-        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
-        if LIBRARY.mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), ctypes.byref(resident)) != 0:
-            return True
-        hits += resident.value & 1
-    return 2 * hits >= _PROBES
+        found[resident.value & 1] += 1
+        if 2 * max(found) > _PROBES:
+            break
+    return found[1] >= found[0]
 
 
 def open_direct(fd: int) -> int:
@@ -104,7 +158,7 @@ def read_direct(fd: int, direct: int, buffer: memoryview, start: int, count_byte
     wanted = lead + count_bytes
     filled = 0
     if direct >= 0:
-        whole = -(-wanted // DATA_ALIGNMENT) * DATA_ALIGNMENT
+        whole = _aligned(wanted)
         try:
             while filled < wanted and filled % DATA_ALIGNMENT == 0:
                 count = os.preadv(direct, [buffer[filled:whole]], at + filled)
@@ -119,6 +173,10 @@ def read_direct(fd: int, direct: int, buffer: memoryview, start: int, count_byte
     return buffer[lead : min(filled, wanted)]
 
 
+def _aligned(count_bytes: int) -> int:
+    return -(-count_bytes // DATA_ALIGNMENT) * DATA_ALIGNMENT
+
+
 class _Reads:
     """The reads of one stretch."""
 
@@ -127,15 +185,21 @@ class _Reads:
         self.direct = direct
         self.end = start + count_bytes
         self.block_bytes = block_bytes
-        self.starts = iter(range(start, self.end, block_bytes))
         self.is_closed = False
-        self.room = min(block_bytes, count_bytes) + 2 * DATA_ALIGNMENT
+        # Past the page cache a huge page at once, without room around it where every read begins at a page.
+        self.read_bytes = block_bytes if direct < 0 else max(1, HUGE_PAGE_BYTES // block_bytes) * block_bytes
+        is_aligned = start % DATA_ALIGNMENT == 0 and self.read_bytes % DATA_ALIGNMENT == 0
+        self.room = min(self.read_bytes, _aligned(count_bytes)) + (0 if is_aligned else 2 * DATA_ALIGNMENT)
+        self.starts = iter(range(start, self.end, self.read_bytes))
 
     def one_by_one(self) -> Iterator[memoryview]:
         """Yield the blocks, each read when it is asked for."""
         buffer = memoryview(bytearray(self.room))
         for at in self.starts:
-            yield self._read(buffer, at)
+            found = self._read(buffer, at)
+            yield from self._blocks_of(found)
+            if len(found) < self.read_bytes:
+                return
 
     def ahead(self) -> Iterator[memoryview]:
         """Yield the blocks, read by another thread while one is in use; by this one where none can be started."""
@@ -146,12 +210,12 @@ class _Reads:
         if reading is None:
             yield from self.one_by_one()
             return
-        for _ in range(_AHEAD + 1):
-            free.put(aligned_block(self.room))
+        for buffer in aligned_blocks(_AHEAD + 1, self.room):
+            free.put(buffer)
         try:
             while (filled := full.get()) is not None:
-                block, buffer = filled
-                yield block
+                found, buffer = filled
+                yield from self._blocks_of(found)
                 free.put(buffer)
             reading.result()
         finally:
@@ -166,9 +230,16 @@ class _Reads:
                 buffer = free.get()
                 if self.is_closed:
                     return
-                full.put((self._read(buffer, at), buffer))
+                found = self._read(buffer, at)
+                full.put((found, buffer))
+                if len(found) < self.read_bytes:
+                    return
         finally:
             full.put(None)
 
+    def _blocks_of(self, found: memoryview) -> Iterator[memoryview]:
+        for at in range(0, len(found), self.block_bytes):
+            yield found[at : at + self.block_bytes]
+
     def _read(self, buffer: memoryview, at: int) -> memoryview:
-        return read_direct(self.fd, self.direct, buffer, at, min(self.block_bytes, self.end - at))
+        return read_direct(self.fd, self.direct, buffer, at, min(self.read_bytes, self.end - at))

@@ -14,7 +14,7 @@ from typing import Final
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import start_thread
 from hfshard.constants import DATA_ALIGNMENT
-from hfshard.storage.disk.direct_io import BLOCK_BYTES, aligned_block, allocate, is_direct_wanted, set_direct
+from hfshard.storage.disk.direct_io import BLOCK_BYTES, aligned_blocks, allocate, is_direct_wanted, set_direct
 
 _BLOCKS: Final = 4
 """Blocks of a file that are filled or under way at once."""
@@ -55,7 +55,7 @@ class BlockWriter:
             allocate(fd, size)
         block_bytes = min(BLOCK_BYTES, max(1, -(-size // DATA_ALIGNMENT)) * DATA_ALIGNMENT)
         is_several = background and size > block_bytes
-        self._block = aligned_block(block_bytes)
+        self._block, *self._others = aligned_blocks(_BLOCKS if is_several else 1, block_bytes)
         self._filled = self._at = 0
         self._full: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
@@ -117,8 +117,8 @@ class BlockWriter:
         if background is None:
             os.close(fd)
             return None
-        for _ in range(_BLOCKS - 1):
-            self._free.put(aligned_block(len(self._block)))
+        for block in self._others:
+            self._free.put(block)
         return background
 
     def _write_in_background(self, fd: int) -> None:

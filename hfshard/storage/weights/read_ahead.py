@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -13,8 +10,7 @@ from typing import Final
 import torch
 
 from hfshard._util.threads import start_thread
-from hfshard.storage.disk.block_reader import is_cached
-from hfshard.storage.disk.direct_io import LIBRARY
+from hfshard.storage.weights.populate import advise_huge, is_populated, pieces_of, populate
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 _THREADS: Final = 2
@@ -25,12 +21,6 @@ _PIECE_BYTES: Final = 4 * 1024 * 1024
 
 _GAP_BYTES: Final = 128 * 1024
 """Stretches with fewer bytes between them are read as one: the kernel reads that much around a page anyway."""
-
-_POPULATE_READ: Final = 22
-"""`madvise`: read the pages and map them, without a page fault for each (Linux 5.14)."""
-
-_WILL_NEED: Final = 3
-"""`madvise`: read the pages; for older kernels."""
 
 
 def read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) -> list[Future[None]]:
@@ -46,16 +36,16 @@ def read_ahead(wanted: Sequence[tuple[SafetensorsFile, Sequence[str]]]) -> list[
         What the threads do, nothing if everything is cached or none can be started; they end by themselves, and keep
         the files mapped until then.
     """
-    cold: list[tuple[torch.UntypedStorage, int, int]] = []
-    for shard, names in wanted:
-        with shard.opened() as fd:
-            cold += [
-                (shard.mapping, begin, end)
-                for begin, end in _stretches(shard, names)
-                if not is_cached(fd, begin, end - begin)
-            ]
+    cold = [
+        (shard.mapping, begin, end)
+        for shard, names in wanted
+        for begin, end in _stretches(shard, names)
+        if not is_populated(shard.mapping, begin, end)
+    ]
     if not cold:
         return []
+    for stretch in cold:
+        advise_huge(*stretch)
     pieces = _Pieces(cold)
     started = [start_thread(pieces.populate, "hfshard-read-ahead", daemon=True) for _ in range(_THREADS)]
     return [one for one in started if one is not None]
@@ -66,7 +56,6 @@ class _Pieces:
 
     def __init__(self, stretches: Sequence[tuple[torch.UntypedStorage, int, int]]) -> None:
         self._pieces = _pieces_of(stretches, _available_bytes() // 2)
-        self._advice = _POPULATE_READ
         self._lock = threading.Lock()
 
     def populate(self) -> None:
@@ -74,30 +63,19 @@ class _Pieces:
         while True:
             with self._lock:
                 piece = next(self._pieces, None)
-            if piece is None or not self._advise(*piece):
+            if piece is None or not populate(*piece):
                 return
-
-    def _advise(self, mapping: torch.UntypedStorage, begin: int, end: int) -> bool:
-        address, size = ctypes.c_void_p(mapping.data_ptr() + begin), ctypes.c_size_t(end - begin)
-        advice = self._advice
-        if LIBRARY.madvise(address, size, advice) == 0:
-            return True
-        if ctypes.get_errno() == errno.EINVAL and advice == _POPULATE_READ:
-            self._advice = _WILL_NEED
-            return bool(LIBRARY.madvise(address, size, _WILL_NEED) == 0)
-        return False
 
 
 def _pieces_of(
     stretches: Sequence[tuple[torch.UntypedStorage, int, int]], limit_bytes: int
 ) -> Iterator[tuple[torch.UntypedStorage, int, int]]:
     for mapping, begin, end in stretches:
-        begin -= begin % mmap.PAGESIZE
-        for at in range(begin, end, _PIECE_BYTES):
-            limit_bytes -= _PIECE_BYTES
+        for first, last in pieces_of(begin, end, _PIECE_BYTES):
+            limit_bytes -= last - first
             if limit_bytes < 0:
                 return
-            yield mapping, at, min(at + _PIECE_BYTES, end)
+            yield mapping, first, last
 
 
 def _stretches(shard: SafetensorsFile, names: Sequence[str]) -> Iterator[tuple[int, int]]:

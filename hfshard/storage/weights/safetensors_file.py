@@ -15,7 +15,7 @@ from hfshard._util.progress import ProgressCallback
 from hfshard._util.text import list_some
 from hfshard.constants import FINGERPRINT_BYTES, MAX_HEADER_BYTES, METADATA_KEY
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError, MissingShardError, remedy
-from hfshard.storage.disk.block_reader import read_blocks
+from hfshard.storage.disk.block_reader import read_blocks, read_places
 from hfshard.storage.disk.direct_io import BLOCK_BYTES
 from hfshard.storage.disk.safe_open import identity_of, open_regular, read_text
 from hfshard.storage.format.header import (
@@ -36,6 +36,7 @@ from hfshard.storage.format.integrity import (
 )
 from hfshard.storage.tensors.dtypes import TORCH_DTYPES, torch_shape
 from hfshard.storage.weights.open_files import HeldFile, open_with_room
+from hfshard.storage.weights.populate import populated_blocks
 from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
 
 _SHOWN: Final = 10
@@ -158,11 +159,12 @@ class SafetensorsFile:
         fingerprint = new_fingerprint()
         fingerprint.update(self._blank_header())
         infos = list(self.header.tensors.values())
+        sampled = [infos[position] for position in fingerprint_positions(len(infos)) if infos[position].nbytes]
+        start = self.header.data_start
+        places = [(start + info.begin, min(info.nbytes, FINGERPRINT_BYTES)) for info in sampled]
         with self.opened() as fd:
-            for position in fingerprint_positions(len(infos)):
-                count, start = min(infos[position].nbytes, FINGERPRINT_BYTES), infos[position].begin
-                if count:
-                    fingerprint.update(os.pread(fd, count, self.header.data_start + start))
+            for raw in read_places(fd, start, self.data_bytes, places):
+                fingerprint.update(raw)
         return fingerprint.hexdigest()
 
     def checksum(
@@ -249,8 +251,12 @@ class SafetensorsFile:
             ]
 
     def _data(self, *, keep_cached: bool = False) -> Iterator[memoryview]:
+        start = self.header.data_start
         with self.opened() as fd:
-            yield from read_blocks(fd, self.header.data_start, self.data_bytes, keep_cached=keep_cached)
+            if keep_cached:
+                yield from populated_blocks(fd, self.mapping, start, self.size)
+            else:
+                yield from read_blocks(fd, start, self.data_bytes)
 
     def _differs(self, what: str, expected: Any, actual: Any, damaged: Sequence[str] = ()) -> IntegrityError:
         which = "It is damaged, or belongs to another save."
@@ -296,9 +302,15 @@ class SafetensorsFile:
 
     @property
     def mapping(self) -> torch.UntypedStorage:
-        """The whole file, mapped privately."""
+        """The whole file, mapped privately.
+
+        Raises:
+            DamagedCheckpointError: It was truncated since it was opened.
+        """
         if self._mapped is None:
             with self.opened() as fd:
+                if os.fstat(fd).st_size < self.size:
+                    raise self.truncated_error()
                 mapping = torch.UntypedStorage.from_file(self._path_of(fd), shared=False, nbytes=self.size)
             self._mapped = cast(torch.UntypedStorage, mapping)
         return self._mapped

@@ -68,7 +68,23 @@ def check_read_mode(read: str, *, disable_mmap: bool | None = None) -> ReadMode:
     return "pread" if disable_mmap else read  # type: ignore[return-value]
 
 
-def read_from(wanted: TensorRead, read: ReadMode, device: torch.device) -> dict[str, torch.Tensor]:
+def mode_of(wanted: TensorRead, read: ReadMode, device: torch.device) -> ReadMode:
+    """How `read_from` will read: "mmap" or "pread".
+
+    Args:
+        wanted: The files and names.
+        read: "mmap" or "pread" is returned as it is.
+        device: Where the tensors go.
+    """
+    if read == "auto":
+        is_far = any(is_remote(number) for number in {shard.identity[0] for shard, _ in wanted})
+        read = "pread" if device.type == "cuda" or is_far else "mmap"
+    return read if device.type in ("cpu", "cuda") else "mmap"
+
+
+def read_from(
+    wanted: TensorRead, read: ReadMode, device: torch.device, *, ahead: bool = True
+) -> dict[str, torch.Tensor]:
     """Read tensors into memory or onto a device.
 
     On the CPU, from this machine's own disks, they are mapped: a page is read when it is touched, and threads read
@@ -78,14 +94,13 @@ def read_from(wanted: TensorRead, read: ReadMode, device: torch.device) -> dict[
         wanted: The files and names.
         read: "mmap" or "pread" overrides that choice. For a GPU, "mmap" copies from mapped memory.
         device: Where the tensors go.
+        ahead: False: somebody else reads the files ahead.
     """
     if str(device) == "cuda":  # the current device depends on the thread
         device = torch.device("cuda", torch.cuda.current_device())
-    if read == "auto":
-        is_far = any(is_remote(number) for number in {shard.identity[0] for shard, _ in wanted})
-        read = "pread" if device.type == "cuda" or is_far else "mmap"
-    if read == "mmap" or device.type not in ("cpu", "cuda"):
-        read_ahead(wanted)
+    if mode_of(wanted, read, device) == "mmap":
+        if ahead:
+            read_ahead(wanted)
         return {name: shard.tensor(name).to(device) for shard, names in wanted for name in names}
     return _read_at_once(wanted, device)
 

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hfshard.storage.disk import block_reader
-from hfshard.storage.disk.block_reader import is_cached, open_direct, read_blocks
+from hfshard.storage.disk.block_reader import is_cached, open_direct, read_blocks, read_places
 from hfshard.storage.disk.direct_io import BLOCK_BYTES, aligned_block
 
 SIZE = 9 * 1024 * 1024 + 4096 + 77
@@ -125,6 +126,59 @@ def test_an_error_of_the_disk_is_raised(path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(os, "preadv", fails)
         with pytest.raises(OSError, match="Input/output error"):
             list(read_blocks(fd, 0, SIZE))
+
+
+PLACES = [(0, 4096), (4096, 4096), (5_000_000, 77), (4097, 1), (SIZE - 77, 77), (8192, 4096), (SIZE - 10, 4096)]
+
+
+@pytest.mark.parametrize("direct", ["", "0", "refused"])
+@pytest.mark.parametrize("is_cold", [True, False])
+def test_small_places_are_read_in_their_order(
+    is_cold: bool, direct: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if direct == "refused":
+        monkeypatch.setattr(block_reader, "open_direct", lambda _fd: -1)
+    else:
+        monkeypatch.setenv("HFSHARD_DIRECT", direct)
+    with opened(path) as fd:
+        if is_cold:
+            make_cold(fd)
+        assert list(read_places(fd, 0, SIZE, PLACES)) == [RAW[at : at + count] for at, count in PLACES]
+        assert list(read_places(fd, 0, SIZE, [])) == []
+
+
+def test_small_places_of_a_cold_file_leave_it_cold(path: Path) -> None:
+    # Small pages in the cache would keep the file from coming into it in huge ones.
+    places = [(at, 4096) for at in range(0, SIZE - 4096, SIZE // 16)]
+    files = len(os.listdir("/proc/self/fd"))
+    with opened(path) as fd:
+        make_cold(fd)
+        assert len(list(read_places(fd, 0, SIZE, places))) == 16
+        assert not any(is_cached(fd, at, 4096) for at, _ in places)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+@pytest.mark.parametrize("stretch", [(0, SIZE), (5_000_000, SIZE - 5_000_000), (4097, 1), (SIZE - 1, 1), (0, 0)])
+def test_a_stretch_is_cached_once_it_was_read(stretch: tuple[int, int], path: Path) -> None:
+    with opened(path) as fd:
+        make_cold(fd)
+        assert not is_cached(fd, *stretch)
+        assert len(os.pread(fd, SIZE, 0)) == SIZE
+        assert is_cached(fd, *stretch)
+
+
+@pytest.mark.parametrize("call", ["_MMAP", "mincore"])
+def test_where_the_system_does_not_say_a_file_counts_as_cached(
+    call: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(path) as fd:
+        make_cold(fd)
+        if call == "mincore":
+            monkeypatch.setattr(block_reader, "LIBRARY", SimpleNamespace(mincore=lambda *_: -1))
+        else:
+            monkeypatch.setattr(block_reader, call, lambda *_: block_reader._MAP_FAILED)
+        assert is_cached(fd, 0, SIZE)
+        assert b"".join(bytes(block) for block in read_blocks(fd, 0, SIZE)) == RAW
 
 
 def test_a_reader_that_stops_early_leaves_no_thread_and_no_file_open(path: Path) -> None:

@@ -179,7 +179,7 @@ def test_a_file_that_was_cut_short_is_an_error_that_names_it(staged: bool, is_co
 def test_where_the_kernel_can_not_map_ahead_it_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hfshard.save_state_dict({"x": torch.randn(2_000_000)}, tmp_path)
     make_cold(tmp_path / "model.safetensors")
-    monkeypatch.setattr("hfshard.storage.weights.read_ahead._POPULATE_READ", 9999)
+    monkeypatch.setattr("hfshard.storage.weights.populate._POPULATE_READ", 9999)
     with opened(tmp_path / "model.safetensors") as shard:
         for thread in read_ahead([(shard, ["x"])]):
             thread.result()
@@ -195,7 +195,7 @@ def test_a_file_that_was_cut_short_ends_no_process_that_reads_ahead(
     with opened(path) as shard:
         assert shard.mapping.nbytes() == 8_004_096
         os.truncate(path, 5_000_000)
-        monkeypatch.setattr("hfshard.storage.weights.read_ahead.is_cached", lambda *_stretch: False)
+        monkeypatch.setattr("hfshard.storage.weights.read_ahead.is_populated", lambda *_stretch: False)
         for thread in read_ahead([(shard, ["x"])]):
             thread.result()
 
