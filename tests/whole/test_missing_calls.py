@@ -1,0 +1,130 @@
+"""On kernels and file systems that lack a call: the same bytes, without a warning, whatever is missing."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import hfshard
+from hfshard.storage.disk import block_reader
+from hfshard.storage.weights import populate
+
+UNKNOWN = 9999
+"""Advice that no kernel knows."""
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "large": torch.randn(2000, 1100, generator=generator),  # 9 MB
+        "other": torch.randn(1_000_003, generator=generator, dtype=torch.float64),
+        **{f"small.{number}": torch.full((number,), number, dtype=torch.int16) for number in range(50)},
+    }
+
+
+def no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    monkeypatch.setattr(populate, "_HUGE_PAGE", UNKNOWN)
+
+
+def no_direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_file, set_flags = os.open, fcntl.fcntl
+
+    def refuse(flags: int) -> None:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    def opened(path: str, flags: int, *arguments: int, **keywords: int) -> int:
+        refuse(flags)
+        return open_file(path, flags, *arguments, **keywords)
+
+    def controlled(fd: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETFL:
+            refuse(argument)
+        return set_flags(fd, command, argument)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(fcntl, "fcntl", controlled)
+
+
+def no_direct_io_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "O_DIRECT")
+
+
+def no_populate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(populate, "_POPULATE_READ", UNKNOWN)
+
+
+def no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_POPULATE_READ", "_WILL_NEED", "_HUGE_PAGE"):
+        monkeypatch.setattr(populate, name, UNKNOWN)
+
+
+def no_mincore(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_reader, "LIBRARY", SimpleNamespace(mincore=lambda *_arguments: -1))
+
+
+def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for lack in (no_huge_pages, no_direct_io_in_python, no_advice, no_mincore):
+        lack(monkeypatch)
+
+
+LACKS = [no_huge_pages, no_direct_io, no_direct_io_in_python, no_populate, no_advice, no_mincore, nothing]
+
+
+def make_cold(directory: Path) -> None:
+    """Drop the files from the page cache, as far as the system does so."""
+    for path in directory.glob("*.safetensors"):
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """File -> bytes of a save, and of a re-shard of it, on this machine as it is."""
+    directory = tmp_path_factory.mktemp("expected")
+    save_and_reshard(directory)
+    return contents(directory)
+
+
+def save_and_reshard(directory: Path) -> None:
+    hfshard.save_state_dict(tensors(), directory / "saved", max_shard_size="9MB")
+    make_cold(directory / "saved")
+    hfshard.reshard_checkpoint(directory / "saved", directory / "resharded", max_shard_size="1GB")
+    make_cold(directory / "resharded")
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.glob("*/*") if path.is_file()}
+
+
+@pytest.mark.parametrize("lack", LACKS, ids=lambda lack: lack.__name__)
+def test_whatever_is_missing_the_bytes_are_the_same(
+    lack: Callable[[pytest.MonkeyPatch], None],
+    expected: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    lack(monkeypatch)
+    save_and_reshard(tmp_path)
+    for name in ("saved", "resharded"):
+        assert hfshard.verify_checkpoint(tmp_path / name).ok
+        for read in ("mmap", "pread"):
+            for verify in ("structure", "full"):
+                make_cold(tmp_path / name)
+                found = hfshard.load_state_dict(tmp_path / name, read=read, verify=verify)
+                assert all(torch.equal(found[key], tensor) for key, tensor in tensors().items())
+    assert contents(tmp_path) == expected
+    assert not recwarn.list and not caplog.records
