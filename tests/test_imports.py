@@ -35,7 +35,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "cli",
         "__main__",
     ),
-    "_util": ("arguments file_errors lazy own_descriptor paths progress text threads",),
+    "_util": ("arguments file_errors garbage lazy own_descriptor paths progress text threads",),
     "cli": (
         "arguments inspection output training_reports",
         "commands hub_commands reshard_commands",
@@ -118,7 +118,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "storage.format": ("integrity names strict_json", "header index weights_override"),
     "storage.tensors": ("dtypes", "tensor_layout", "tensor_bytes", "tensor_spec"),
     "storage.weights": (
-        "fellow_readers open_files populate safetensors_stream safetensors_writer zip_check",
+        "fellow_readers hashed_output open_files populate safetensors_stream zip_check",
+        "safetensors_writer",
         "pickle_file safetensors_file",
         "read_ahead",
         "tensor_reader",

@@ -17,7 +17,7 @@ from hfshard.storage.commit.commit_plan import NewCheckpoint, content_digest, ne
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata
 from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX
 from hfshard.storage.format.names import WeightNames
-from hfshard.storage.tensors.tensor_layout import tensor_layout
+from hfshard.storage.tensors.tensor_layout import parameter_count
 from hfshard.storage.tensors.tensor_spec import tensor_specs
 from hfshard.storage.weights.safetensors_writer import WriteJob, file_order, shard_metadata
 
@@ -120,7 +120,7 @@ def write_staged(
     digest = content_digest([index_json] if index_json is not None else [repr(files).encode()])
     new = NewCheckpoint(
         shards=staged_names(plan),
-        keys=list(plan.weight_map),
+        keys=list(index.weight_map),
         index=index_json,
         config=request.config,
         model_files=dict(request.model_files),
@@ -190,4 +190,4 @@ def index_of(plan: ShardPlan, request: SaveRequest, digests: Sequence[FileDigest
 def _total_parameters(request: SaveRequest) -> int:
     if request.total_parameters is not None:
         return request.total_parameters
-    return sum(tensor_layout(tensor).parameters for tensor in request.tensors.values())
+    return sum(map(parameter_count, request.tensors.values()))

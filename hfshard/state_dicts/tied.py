@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hfshard.state_dicts.dtensors import is_dtensor, local_tensor
-from hfshard.storage.tensors.tensor_bytes import check_initialized
+from hfshard.storage.tensors.tensor_bytes import check_initialized, is_plain_type
 
 
 def find_shared_tensors(state_dict: Mapping[str, Any], *, droppable_patterns: Iterable[str] = ()) -> dict[str, str]:
@@ -63,6 +63,8 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int | tuple[int, int]:
+    if is_plain_type(tensor) and not tensor.is_meta:
+        return tensor.data_ptr()
     if is_dtensor(tensor):
         return _storage_and_offset(local_tensor(tensor))
     return _storage_and_offset(tensor) if tensor.is_meta else tensor.data_ptr()

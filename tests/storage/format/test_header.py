@@ -9,7 +9,16 @@ import torch
 
 import hfshard
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
-from hfshard.storage.format.header import TensorInfo, build_header, entry_bytes, parse_header, read_header_length
+from hfshard.storage.format.header import (
+    Header,
+    TensorInfo,
+    _compact_contents,
+    _contents,
+    build_header,
+    entry_bytes,
+    parse_header,
+    read_header_length,
+)
 
 TWO = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},' + (
     '"é":{"dtype":"BOOL","shape":[],"data_offsets":[8,9]}}'.encode()
@@ -118,3 +127,84 @@ def test_tensors_that_overlap_are_refused() -> None:
 def test_a_length_that_the_file_can_not_have_is_refused(first: bytes, file_bytes: int, problem: str) -> None:
     with pytest.raises(DamagedCheckpointError, match=problem):
         read_header_length(first, file_bytes, "x.safetensors")
+
+
+COMPACT = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},' + (
+    b'"b":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}}'
+)
+"""As nearly all writers write it: what follows is that, one step off."""
+
+
+def _read(raw: bytes) -> Header | str:
+    try:
+        return parse_header(raw, 8 + len(raw) + 8, "x")
+    except DamagedCheckpointError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"", b""),
+        (b'{"__metadata__":{"format":"pt"},', b"{"),
+        (b'"pt"', rb'"\"a\":{\"dtype\":\"U8\""'),
+        (b'"b"', '"größe 漢字 🙂\x7f"'.encode()),
+        (b'"b"', b'""'),
+        (b"}}", b"}}   "),
+    ],
+)
+def test_a_compact_header_is_read_in_one_go(old: bytes, new: bytes) -> None:
+    raw = COMPACT.replace(old, new, 1)
+    header = _read(raw)
+    assert isinstance(header, Header)
+    assert _compact_contents(raw, "x") == _contents(raw, "x") == (header.tensors, header.metadata)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        (b'{"__metadata__":{"format":"pt"},', b"{,", "JSON"),
+        (b'{"__metadata__":{"format":"pt"},', b"{ ,", "JSON"),
+        (b'{"__metadata__":{"format":"pt"},', b"", "JSON"),
+        (b'{"__metadata__":{"format":"pt"},', b'{"__metadata__":{"format":1},', "strings to strings"),
+        (b'{"__metadata__":{"format":"pt"},', b'{"__metadata__":{"format":"pt","format":"pt"},', "occurs twice"),
+        (b'{"__metadata__":{"format":"pt"},', b'{"__metadata__":{},"__metadata__":{},', "occurs twice"),
+        (b'"b"', b'"a"', "occurs twice"),
+        (b'"b"', b'"__metadata__"', "occurs twice"),
+        (b'{"__metadata__":{"format":"pt"},"a"', b'{"__metadata__"', "strings to strings"),
+        (b'"b"', b'"\t"', "JSON"),
+        (b'"b"', b'"\xff"', "JSON"),
+        (b'"b"', rb'"\ud800"', "JSON"),
+        (b",", b",,", "JSON"),
+        (b"}}", b"}},", "JSON"),
+        (b"}}", b"},}", "JSON"),
+        (b"}}", b"}", "JSON"),
+        (b"}}", b"}}}", "JSON"),
+        (b"[4,8]", b"[04,8]", "JSON"),
+        (b"[4,8]", b"[3,7]", "overlaps"),
+        (b"[4,8]", b"[5,9]", "leaves a gap"),
+        (b"[4,8]", b"[4,9]", "data_offsets hold 5"),
+        (b"[4,8]", b"[8,4]", "impossible shape"),
+        (b"[4,8]", b"[4,9223372036854775808]", "impossible shape"),
+        (b"[4]", b"[4,]", "JSON"),
+        (b"[4]", b"[04]", "JSON"),
+        (b"[4]", b"[5]", "data_offsets hold 4"),
+        (b"[4]", b"[4,0,4611686018427387904,8]", "overflows"),
+        (b'"U8"', b'"U9"', "unknown dtype"),
+    ],
+)
+def test_a_nearly_compact_header_is_refused_with_its_reason(old: bytes, new: bytes, problem: str) -> None:
+    for raw in (COMPACT.replace(old, new, 1), new.join(COMPACT.rsplit(old, 1))):
+        assert _compact_contents(raw, "x") is None
+        assert problem in str(_read(raw))
+
+
+@pytest.mark.parametrize("text", ["b", r"\u0062", r"\\", r"\""])
+def test_blanks_escapes_and_another_order_are_read_the_careful_way(text: str) -> None:
+    spaced = COMPACT.replace(b'"b":', f'"{text}": '.encode())
+    turned = b'{"b":{"dtype":"U8","shape":[4],"data_offsets":[4,8]},' + COMPACT[1:].split(b',"b"')[0] + b"}"
+    for raw, names in ((spaced, ["a", json.loads(f'"{text}"')]), (turned, ["a", "b"])):
+        assert _compact_contents(raw, "x") is None
+        header = _read(raw)
+        assert isinstance(header, Header)
+        assert [(info.name, info.begin) for info in header.tensors.values()] == list(zip(names, (0, 4), strict=True))

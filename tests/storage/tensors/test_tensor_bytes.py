@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfshard.errors import UnstorableTensorError
-from hfshard.storage.tensors.tensor_bytes import check_storable, device_blocks, iter_blocks, memory_of
+from hfshard.storage.tensors.tensor_bytes import check_storable, device_blocks, iter_blocks, memory_of, small_bytes
 
 BASE = torch.arange(5000, dtype=torch.int32)
 
@@ -55,6 +55,34 @@ def test_the_way_of_a_gpu_uses_host_memory_whatever_the_default_device_is() -> N
 
 def test_an_empty_tensor_has_no_blocks() -> None:
     assert list(iter_blocks(torch.empty(0, 3), 4096)) == []
+
+
+PAIRS = torch.view_as_complex(torch.arange(8, dtype=torch.float64).reshape(4, 2))
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 2, 4, 20_000])
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_small_contiguous_tensor_is_copied_at_once(name: str, limit_bytes: int) -> None:
+    tensor = TENSORS[name]
+    taken = tensor.is_contiguous() and tensor.nbytes <= limit_bytes
+    assert small_bytes(tensor, limit_bytes) == (expected(tensor) if taken else None)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "raw"),
+    [
+        (torch.empty(0, 3), b""),
+        (torch.nn.Parameter(torch.ones(1)), b"\0\0\x80\x3f"),
+        (PAIRS[:1], b"\0\0\0\0\0\0\0\0" + b"\0\0\0\0\0\0\xf0\x3f"),
+        (PAIRS.conj(), None),
+        (PAIRS.conj().imag, None),
+        (torch._neg_view(torch.ones(1)), None),
+        (torch.ones(1, device="meta"), None),
+        (torch.ones(1).as_subclass(type("Other", (torch.Tensor,), {})), None),
+    ],
+)
+def test_what_memory_does_not_hold_as_it_is_stored_is_not_copied(tensor: torch.Tensor, raw: bytes | None) -> None:
+    assert small_bytes(tensor, 100) == raw
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch deprecates these dtypes

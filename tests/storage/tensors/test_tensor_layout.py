@@ -13,7 +13,16 @@ import hfshard
 from hfshard.errors import DamagedCheckpointError
 from hfshard.storage.format.header import build_header
 from hfshard.storage.tensors.tensor_bytes import first_bytes, iter_blocks
-from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout, TensorLike, tensor_layout
+from hfshard.storage.tensors.tensor_layout import (
+    RawTensor,
+    TensorLayout,
+    TensorLike,
+    element_bytes,
+    is_complex_as_real,
+    parameter_count,
+    tensor_layout,
+    tensor_layouts,
+)
 from hfshard.storage.tensors.tensor_spec import tensor_specs
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.storage.weights.safetensors_writer import WriteJob, file_order, shard_header, shard_metadata, write_shards
@@ -51,7 +60,7 @@ def test_the_form_of_a_tensor_is_that_of_its_bytes(shard: SafetensorsFile) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "element_bytes", "parameters"),
+    ("name", "form", "element", "parameters"),
     [
         ("float4_e2m1fn_x2", TensorLayout("F4", (3, 8), 12), 1, 12),
         ("complex128", TensorLayout("F64", (5, 2, 2), 160, complex_as_real=True), 16, 10),
@@ -61,11 +70,13 @@ def test_the_form_of_a_tensor_is_that_of_its_bytes(shard: SafetensorsFile) -> No
         ("scalar", TensorLayout("F32", (), 4), 4, 1),
     ],
 )
-def test_forms_count_as_torch_counts(name: str, form: TensorLayout, element_bytes: int, parameters: int) -> None:
+def test_forms_count_as_torch_counts(name: str, form: TensorLayout, element: int, parameters: int) -> None:
     assert tensor_layout(ALL[name]) == form
-    assert (form.element_bytes, form.parameters) == (element_bytes, parameters)
-    assert ALL[name].element_size() == element_bytes
-    assert ALL[name].numel() == parameters
+    assert (form.element_bytes, form.parameters) == (element, parameters)
+    for value in (ALL[name], RawTensor(form, lambda block_bytes: iter(()))):
+        assert (element_bytes(value), parameter_count(value)) == (element, parameters)
+        assert is_complex_as_real(value) == form.complex_as_real
+        assert tensor_layouts([value, ALL["scalar"], value]) == [form, TensorLayout("F32", (), 4), form]
 
 
 def test_a_dtype_that_torch_lacks_has_a_form() -> None:
@@ -85,6 +96,19 @@ def test_a_file_of_bytes_is_the_file_of_the_tensors(shard: SafetensorsFile, tmp_
     records = write_shards(jobs, checksum="sha256")
     assert records[0] == records[1]
     assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
+    shard.close()
+
+
+def test_tensors_are_mapped_together_as_they_are_one_by_one(shard: SafetensorsFile) -> None:
+    names = list(ALL)[::-1]
+    together = shard.tensors(names)
+    assert list(together) == names
+    for name, tensor in together.items():
+        alone = shard.tensor(name)
+        assert (tensor.dtype, tensor.shape, tensor.stride()) == (alone.dtype, alone.shape, alone.stride())
+        assert (tensor.data_ptr(), tensor.storage_offset()) == (alone.data_ptr(), 0)
+        assert tensor.untyped_storage().nbytes() == alone.untyped_storage().nbytes() == ALL[name].nbytes
+    assert shard.tensors([]) == {}
     shard.close()
 
 

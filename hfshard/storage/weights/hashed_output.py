@@ -1,0 +1,82 @@
+"""The bytes of a file on their way to the disk: hashed in order, those of small tensors many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from hfshard.storage.disk.direct_io import BLOCK_BYTES
+from hfshard.storage.format.integrity import HASHERS, Hasher, new_fingerprint, small_tensor_digest, tensor_digest
+from hfshard.storage.tensors.tensor_bytes import iter_blocks, small_bytes
+from hfshard.storage.tensors.tensor_layout import TensorLike
+
+_SMALL_BYTES: Final = 16 * 1024
+"""Tensors of at most this size are gathered: by themselves, 100,000 of them took 1.1 s to hash and write, not 0.2."""
+
+_TOGETHER_BYTES: Final = 256 * 1024
+"""Bytes that are gathered: they stay in the core's cache."""
+
+
+class HashedOutput:
+    """Takes a file's blocks in order: hashes each, and passes it on while it is in the core's cache."""
+
+    def __init__(self, put: Callable[[memoryview], object], checksum: str | None) -> None:
+        self._put = put
+        self.hasher: Hasher | None = HASHERS[checksum]() if checksum is not None else None
+        self.fingerprint = new_fingerprint()
+        self._small: list[bytes] = []
+        self._small_bytes = 0
+
+    def add_tensor(self, tensor: TensorLike, fingerprint_bytes: int) -> str:
+        """Take all bytes of the next tensor (see `add`); those of small ones are passed on together."""
+        raw = small_bytes(tensor, _SMALL_BYTES)
+        if raw is None:
+            return self.add(iter_blocks(tensor, BLOCK_BYTES), fingerprint_bytes)
+        return self._add_small(raw, fingerprint_bytes)
+
+    def flush(self) -> None:
+        """Pass on what is left of the small tensors; to be called after the last one, too."""
+        if self._small_bytes:
+            block = memoryview(b"".join(self._small))
+            if self.hasher is not None:
+                self.hasher.update(block)
+            self._put(block)
+        self._small.clear()
+        self._small_bytes = 0
+
+    def add(self, blocks: Iterable[memoryview], fingerprint_bytes: int) -> str:
+        """Take the blocks of one tensor, and return its digest ("" if no checksum is wanted).
+
+        Args:
+            blocks: Each is valid until the next one is asked for.
+            fingerprint_bytes: How many of the first bytes go into the file's fingerprint.
+        """
+        self.flush()
+        blocks = self._sampled(blocks, fingerprint_bytes)
+        if self.hasher is not None:
+            return tensor_digest(self._taken(blocks, self.hasher))
+        for block in blocks:
+            self._put(block)
+        return ""
+
+    def _add_small(self, raw: bytes, fingerprint_bytes: int) -> str:
+        if fingerprint_bytes:
+            self.fingerprint.update(raw[:fingerprint_bytes])
+        self._small.append(raw)
+        self._small_bytes += len(raw)
+        if self._small_bytes >= _TOGETHER_BYTES:
+            self.flush()
+        return "" if self.hasher is None else small_tensor_digest(raw)
+
+    def _sampled(self, blocks: Iterable[memoryview], fingerprint_bytes: int) -> Iterator[memoryview]:
+        for block in blocks:
+            if fingerprint_bytes > 0:
+                self.fingerprint.update(block[:fingerprint_bytes])
+                fingerprint_bytes -= len(block)
+            yield block
+
+    def _taken(self, blocks: Iterable[memoryview], hasher: Hasher) -> Iterator[memoryview]:
+        for block in blocks:
+            hasher.update(block)
+            yield block
+            self._put(block)
