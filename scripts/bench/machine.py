@@ -10,7 +10,7 @@ from pathlib import Path
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
 """File systems on which the disk cannot be measured."""
 PACKAGES = ("torch", "transformers", "huggingface_hub", "safetensors", "xxhash")
-OPTIONAL = ("fastsafetensors", "runai-model-streamer")
+OPTIONAL = ("fastsafetensors", "runai-model-streamer", "instanttensor")
 
 
 def mount_of(path: Path) -> tuple[str, str, str]:

@@ -53,7 +53,7 @@ def runs_of(data: Data, name: str) -> list[Data]:
 
 def peers_in(data: Data, state: str) -> list[str]:
     """The peers that ran with the page cache in this state."""
-    return [name for name in data["peers"] if name.endswith(f"/{state}")]
+    return [name for name in data["peers"] if name.endswith(f"/{state}") and runs_of(data, name)]
 
 
 def seconds(run: Data, phase: str = "") -> float:

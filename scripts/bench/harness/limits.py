@@ -18,6 +18,7 @@ READ_BLOCK = 2 * 2**20
 """The fastest of 1 to 8 MiB here, by a tenth."""
 HASH_BYTES = 32 * 2**20
 """What each thread hashes again and again: sha256 takes as long as over other bytes, and 2.5 GB need not be made."""
+FILL_WORDS = 2**20
 SECTOR = 4096
 """What O_DIRECT wants offsets, lengths and addresses to be multiples of."""
 
@@ -49,6 +50,24 @@ def anonymous(length: int) -> mmap.mmap:
     """Map page-aligned memory, in huge pages where there are some."""
     memory = mmap.mmap(-1, aligned(length), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def files_of(directory: Path, total: int, file_bytes: int) -> list[tuple[Path, int]]:
+    """New files that hold so many bytes, the last one the rest."""
+    return [(directory / f"{at}", min(file_bytes, total - at)) for at in range(0, total, file_bytes)]
+
+
+def random_memory(files: Sequence[tuple[Path, int]]) -> mmap.mmap:
+    """Memory for the bytes of some files one after another, filled with random ones."""
+    from numpy import frombuffer, random, uint64
+
+    memory = anonymous(sum(aligned(size) for _, size in files))
+    words = frombuffer(memory, dtype=uint64)
+    generator = random.Generator(random.SFC64(1))
+    for at in range(0, words.size, FILL_WORDS):
+        piece = words[at : at + FILL_WORDS]
+        piece[:] = generator.integers(0, 2**64, size=piece.size, dtype=uint64)
     return memory
 
 

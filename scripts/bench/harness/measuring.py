@@ -1,11 +1,12 @@
 """Runs one peer in a fresh process and measures it: seconds inside, peak memory from outside.
 
 The child imports, builds its input and says so; the parent then flushes the disk, puts the page cache into the state
-that is asked for, and lets it go. Seconds are the wall's between the child's own clock readings, CPU seconds those of
-the child with all its threads (getrusage), bytes those of /proc/self/io: `read_bytes` counts what was fetched from the
-disk, page faults of mapped files and readahead included; `write_bytes` counts pages when they are made dirty, so a save
-that is not flushed is counted too. Peak memory is RssAnon + RssShmem of /proc/PID/status, which the parent samples each
-SAMPLE_SECONDS (from outside, so that no lock of the child's interpreter hides a peak), above what it was at the start.
+that is asked for, frees the memory that it held (reserve.py), and lets it go. Seconds are the wall's between the
+child's own clock readings, CPU seconds those of the child with all its threads (getrusage), bytes those of
+/proc/self/io: `read_bytes` counts what was fetched from the disk, page faults of mapped files and readahead included;
+`write_bytes` counts pages when they are made dirty, so a save that is not flushed is counted too. Peak memory is
+RssAnon + RssShmem of /proc/PID/status, which the parent samples each SAMPLE_SECONDS (from outside, so that no lock of
+the child's interpreter hides a peak), above what it was at the start.
 """
 
 from __future__ import annotations
@@ -42,46 +43,52 @@ class ChildFailedError(RuntimeError):
     """The child ended with an error; the text is the end of what it said."""
 
 
-def run_child(
-    question: str, peer: str, context: Context, before_go: Callable[[], object], environment: dict[str, str]
-) -> dict[str, Any]:
-    """Run one peer, or (peer "") the question's inputs, in a fresh process.
+class Child:
+    """A fresh process for one peer, or (peer "") for the question's inputs; it imports and prepares from the start."""
 
-    Returns:
-        {"skipped": why}, or seconds by phase, "cpu", "read", "written", "peak" (bytes) and "result".
+    def __init__(self, question: str, peer: str, context: Context, environment: dict[str, str]) -> None:
+        python_path = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.harness.child", question, peer, json.dumps(context.as_json())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **QUIET, **environment, "PYTHONPATH": python_path},
+            cwd=context.directory,
+        )
 
-    Raises:
-        ChildFailedError: It ended in an error.
-    """
-    python_path = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "bench.harness.child", question, peer, json.dumps(context.as_json())]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, **QUIET, **environment, "PYTHONPATH": python_path},
-        cwd=context.directory,
-    ) as child:
-        try:
-            return _talk(child, before_go)
-        finally:
-            child.kill()
+    def prepared(self) -> dict[str, Any]:
+        """Wait until it is ready, and return its word: {"ready": True}, {"made": True} or {"skipped": why}.
 
+        Raises:
+            ChildFailedError: It ended in an error.
+        """
+        return _line(self._process, None)
 
-def _talk(child: subprocess.Popen[bytes], before_go: Callable[[], object]) -> dict[str, Any]:
-    assert child.stdin and child.stdout and child.stderr
-    first = _line(child, None)
-    if "skipped" in first or "made" in first:
-        return first
-    os.sync()
-    before_go()
-    sampler = _Sampler(child.pid)
-    child.stdin.write(b"go\n")
-    child.stdin.flush()
-    answer = _line(child, sampler)
-    answer["peak"] = max(sampler.highest, answer.pop("anonymous_end")) - sampler.first
-    return answer
+    def measured(self, before_go: Callable[[], object]) -> dict[str, Any]:
+        """Let it go.
+
+        Returns:
+            Seconds by phase, "cpu", "read", "written", "peak" (bytes) and "result".
+
+        Raises:
+            ChildFailedError: It ended in an error.
+        """
+        assert self._process.stdin
+        os.sync()
+        before_go()
+        sampler = _Sampler(self._process.pid)
+        self._process.stdin.write(b"go\n")
+        self._process.stdin.flush()
+        answer = _line(self._process, sampler)
+        answer["peak"] = max(sampler.highest, answer.pop("anonymous_end")) - sampler.first
+        return answer
+
+    def end(self) -> None:
+        """Kill it, if it still runs."""
+        self._process.kill()
+        with self._process:  # waits, and closes the pipes
+            pass
 
 
 class _Sampler:

@@ -119,6 +119,11 @@ class Question:
     render: Callable[[dict[str, Any]], str]
     """The section of RESULTS.md, from the raw figures."""
     targets: Callable[[dict[str, Any]], list[Target]]
+    held: float = 1.0
+    """What the hungriest peer touches while it is measured, pages of files included, in sizes of the model: so much
+    memory is held and freed before (reserve.py)."""
+    side_by_side: int = 2
+    """How many peers import and build their inputs at once, each with memory of its own; they are measured in turns."""
     max_rounds: int = 99
     """More rounds tell nothing, or take too long."""
     around: Callable[[Context], AbstractContextManager[Context]] | None = None

@@ -13,13 +13,26 @@ from bench.markdown import markdown_table, paragraphs, readme_block
 
 README_COMMAND = "python scripts/bench/run.py --readme"
 README_LINES = (
-    ("save", "save, sha256 of every file, flushed to disk", "hfshard sha256", "transformers", "save"),
-    ("save", "save, no checksum, flushed to disk", "hfshard none", "transformers", "save"),
-    ("load", "load from disk, to every byte read", "hfshard/cold", "transformers/cold", "read"),
-    ("load", "load from the page cache, to ready", "hfshard/warm", "transformers/warm", "ready"),
-    ("reshard", "re-shard to files of twice the size, from disk", "hfshard none/cold", "transformers/cold", "reshard"),
+    ("save", "save, sha256 of every file, flushed to disk", "hfshard sha256", "transformers", "save", "limit | hash"),
+    ("save", "save, no checksum, flushed to disk", "hfshard none", "transformers", "save", "limit"),
+    ("load", "load from disk, to every byte read", "hfshard/cold", "transformers/cold", "read", "limit/cold"),
+    ("load", "load from the page cache, to ready", "hfshard/warm", "transformers/warm", "ready", ""),
+    (
+        "reshard",
+        "re-shard to files of twice the size, from disk",
+        "hfshard none/cold",
+        "transformers/cold",
+        "reshard",
+        "read alone/cold + write alone/cold",
+    ),
 )
-"""(question, what, our peer, its base, phase) of the lines of the README's table."""
+"""(question, what, our peer, its base, phase, its limit) of the lines of the README's table."""
+README_LIMITS = (
+    ("save", "limit", "a plain flushed O_DIRECT write of the same bytes"),
+    ("save", "hash", "sha256 of them on all cores"),
+    ("load", "limit/cold", "a plain O_DIRECT read"),
+)
+"""(question, peer, what) of the sentence below that table."""
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -53,7 +66,10 @@ def render(results: dict[str, Any]) -> str:
         "# Measured",
         "Written by `python scripts/bench/run.py`; the raw figures are in [results.json](results.json), and"
         " [measuring.py](harness/measuring.py) says how each column is measured. Every run is a fresh process; peers"
-        " take turns, and a ratio is the median of the ratios of the same round (lowest–highest).",
+        " take turns, and a ratio is the median of the ratios of the same round (lowest–highest). The limits are plain"
+        " O_DIRECT reads and writes of as many bytes, and sha256 on all cores, in the same rounds. Before each measured"
+        " step as much memory is held, touched and freed as its section says: a virtual machine may give freed memory"
+        " back to its host, and then takes 50 times as long to touch it ([reserve.py](harness/reserve.py)).",
         "## Targets",
         _targets(known, results),
     ]
@@ -66,6 +82,8 @@ def render(results: dict[str, Any]) -> str:
             parts.append(_machine(data["machine"], len(machines)))
         else:
             parts.append(f"On machine {machines.index(data['machine']) + 1}.")
+        if data.get("held"):
+            parts.append(f"Held and freed before each measured step: {data['held'] / GIGABYTE:.2f} GB.")
         parts.append(question.render(data))
     return paragraphs(*parts) + "\n"
 
@@ -100,11 +118,26 @@ def readme_table(results: dict[str, Any]) -> str:
         f" {machine['torch']}, transformers {machine['transformers']}; all of it in"
         " [RESULTS.md](scripts/bench/RESULTS.md)):"
     )
-    table = markdown_table(["", "hfshard", "transformers", "ratio", "hfshard's peak memory"], rows)
-    return readme_block(README_COMMAND, head, table)
+    titles = ["", "hfshard", "transformers", "ratio", "× the limit", "hfshard's peak memory"]
+    return readme_block(README_COMMAND, head, paragraphs(markdown_table(titles, rows), _readme_limits(results)))
 
 
-def _readme_row(data: Data, what: str, ours: str, base: str, phase: str) -> list[str]:
+def _readme_limits(results: dict[str, Any]) -> str:
+    """What the limits are, and how long they took."""
+    found = []
+    for question, name, what in README_LIMITS:
+        taken = spread(seconds(run) for run in runs_of(results.get(question, {"peers": {}}), name))
+        if taken:
+            found.append(f"{what} {taken.median:.2f} s")
+    if not found:
+        return ""
+    return (
+        f"The limits, measured in the same rounds: {', '.join(found)}; for a save with sha256 the larger of both"
+        " counts, for a re-shard the sum of reading and writing. transformers neither flushes nor hashes what it saves."
+    )
+
+
+def _readme_row(data: Data, what: str, ours: str, base: str, phase: str, limit: str) -> list[str]:
     """The cells of a line; none where it was not measured."""
     mine = spread(seconds(run, phase) for run in runs_of(data, ours))
     theirs = spread(seconds(run, phase) for run in runs_of(data, base))
@@ -112,7 +145,9 @@ def _readme_row(data: Data, what: str, ours: str, base: str, phase: str) -> list
     if mine is None or theirs is None or pair is None:
         return []
     peak = max(run["peak"] for run in runs_of(data, ours))
-    return [what, f"{mine.median:.2f} s", f"{theirs.median:.2f} s", pair.show(), f"+{peak / MEGABYTE:.0f} MB"]
+    to_limit = ratio(data, ours, limit, phase) if limit else None
+    shown = to_limit.show() if to_limit else ""
+    return [what, f"{mine.median:.2f} s", f"{theirs.median:.2f} s", pair.show(), shown, f"+{peak / MEGABYTE:.0f} MB"]
 
 
 def unmet(results: dict[str, Any]) -> list[Target]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
-from bench.harness import page_cache
 from bench.harness.figures import Data
-from bench.harness.measuring import ChildFailedError, run_child
+from bench.harness.measuring import Child
 from bench.harness.models import total_bytes
+from bench.harness.peer_run import PeerRun
 from bench.harness.question import Context, Peer, Question
+from bench.harness.reserve import Reserve
 
 QUESTIONS = (
     "save",
@@ -22,6 +22,7 @@ QUESTIONS = (
     "verify",
     "small",
     "tiny",
+    "imports",
     "plan",
     "push",
     "memory",
@@ -31,6 +32,10 @@ QUESTIONS = (
     "ranks",
     "gpu",
 )
+
+
+HELD_LEAST = 2**29
+"""A process that handles a million tensors takes as much."""
 
 
 def say(text: str) -> None:
@@ -60,15 +65,19 @@ def run_question(question: Question, context: Context, rounds: int, *, with_side
         if question.around is not None:
             context = stack.enter_context(question.around(context))
         say(f"{question.name}: making the inputs ({context.params})")
-        run_child(question.name, "", context, lambda: None, context.environment)
+        _make_inputs(question, context)
         peers = [peer for peer in question.peers(context) if with_side or peer.every == 1]
-        runs, skipped = _run_rounds(question, peers, context, rounds)
+        size = total_bytes(context.specs) if context.specs.exists() else 0
+        held = int(question.held * max(size, 0 if context.params == "tiny" else HELD_LEAST))
+        with Reserve(held) as reserve:
+            runs, skipped = _run_rounds(question, peers, context, rounds, reserve)
         say(f"{question.name}: {time.monotonic() - begin:.0f} s in all")
         _check_results(question, runs)
         return {
             "rounds": rounds,
             "params": context.params,
-            "bytes": total_bytes(context.specs) if context.specs.exists() else 0,
+            "bytes": size,
+            "held": held,
             "skipped": skipped,
             "peers": {
                 peer.name: {"title": peer.title, "base": peer.base, "limit": peer.limit, "runs": runs[peer.name]}
@@ -77,8 +86,16 @@ def run_question(question: Question, context: Context, rounds: int, *, with_side
         }
 
 
+def _make_inputs(question: Question, context: Context) -> None:
+    child = Child(question.name, "", context, context.environment)
+    try:
+        child.prepared()
+    finally:
+        child.end()
+
+
 def _run_rounds(
-    question: Question, peers: list[Peer], context: Context, rounds: int
+    question: Question, peers: list[Peer], context: Context, rounds: int, reserve: Reserve
 ) -> tuple[dict[str, list[Data]], dict[str, str]]:
     """Run the peers in turns; what each run gave, and why peers were skipped."""
     runs: dict[str, list[Data]] = {peer.name: [] for peer in peers}
@@ -86,8 +103,7 @@ def _run_rounds(
     for number in range(rounds):
         due = [peer for peer in peers if number % peer.every == 0 and peer.name not in skipped]
         turn = number % len(due) if due else 0
-        for peer in due[turn:] + due[:turn]:
-            found = run_peer(question, peer, context)
+        for peer, found in _run_all(question, due[turn:] + due[:turn], context, reserve):
             if "skipped" in found:
                 skipped[peer.name] = found["skipped"]
                 say(f"  skipped: {peer.title} {peer.state}: {found['skipped']}")
@@ -98,42 +114,29 @@ def _run_rounds(
     return runs, skipped
 
 
-def run_peer(question: Question, peer: Peer, context: Context) -> dict[str, Any]:
-    """One run of one peer, rounded to what the figures mean."""
-    target = context.directory / "target"
-    target.mkdir()
-    cache: dict[str, float] = {}
-
-    def before_go() -> None:
-        files = question.files(context, peer)
-        if peer.state == "cold":
-            cache["resident"] = page_cache.drop(files)
-        elif peer.state == "warm":
-            cache["resident"] = page_cache.fill(files)
-
-    try:
-        found = run_child(question.name, peer.name, replace(context, target=target), before_go, context.environment)
-    except ChildFailedError as error:
-        if peer.written_by_hfshard:
-            raise
-        last = str(error).splitlines()[-1:] or ["it ended without a word"]
-        return {"skipped": f"failed: {last[0][:300]}"}
-    finally:
-        shutil.rmtree(target)
-    if "skipped" not in found:
-        found["seconds"] = {phase: round(taken, 4) for phase, taken in found["seconds"].items()}
-        found["cpu"] = round(found["cpu"], 3)
-        if cache:
-            found["resident"] = round(cache["resident"], 4)
-    return found
+def _run_all(
+    question: Question, peers: list[Peer], context: Context, reserve: Reserve
+) -> Iterator[tuple[Peer, dict[str, Any]]]:
+    """Run peers, of which some prepare side by side; each is measured alone, while these wait."""
+    for at in range(0, len(peers), question.side_by_side):
+        reserve.take()
+        together = enumerate(peers[at : at + question.side_by_side])
+        with ExitStack() as stack:
+            runs = [stack.enter_context(PeerRun(question, peer, context, number)) for number, peer in together]
+            for run in runs:
+                run.prepare()
+            for run in runs:
+                yield run.peer, run.measure(reserve)
 
 
 def _check_results(question: Question, runs: dict[str, list[Data]]) -> None:
-    """Check that all peers that say what they read ("sum" in their result) read the same."""
-    sums: dict[Any, str] = {}
+    """Check that all peers that say what they read ("sum" in their result) of a checkpoint ("of") read the same."""
+    sums: dict[str, dict[Any, str]] = {}
     for name, found in runs.items():
         for run in found:
+            of = run["result"].pop("of", "")
             if (value := run["result"].pop("sum", None)) is not None:
-                sums.setdefault(value, name)
-    if len(sums) > 1:
-        raise RuntimeError(f"{question.name}: peers disagree on the bytes: {', '.join(sums.values())}")
+                sums.setdefault(of, {}).setdefault(value, name)
+    for different in sums.values():
+        if len(different) > 1:
+            raise RuntimeError(f"{question.name}: peers disagree on the bytes: {', '.join(different.values())}")

@@ -113,4 +113,6 @@ def make_inputs(context: Context) -> None:
     make_source(context)
 
 
-QUESTION: Question = Question("distributed", "Save on many ranks", peers, make_inputs, lambda *_: [], render, targets)
+QUESTION: Question = Question(
+    "distributed", "Save on many ranks", peers, make_inputs, lambda *_: [], render, targets, side_by_side=1
+)

@@ -118,5 +118,13 @@ def targets(data: Data) -> list[Target]:
 
 
 QUESTION = Question(
-    "ranks", "A thousand ranks", peers, lambda context: None, lambda *_: [], render, targets, max_rounds=3
+    "ranks",
+    "A thousand ranks",
+    peers,
+    lambda context: None,
+    lambda *_: [],
+    render,
+    targets,
+    side_by_side=1,
+    max_rounds=3,
 )

@@ -162,4 +162,5 @@ QUESTION = Question(
     lambda context, peer: shards_of(context.source) if peer.state else [],
     render,
     targets,
+    side_by_side=1,
 )

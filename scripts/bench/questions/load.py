@@ -2,178 +2,158 @@
 
 from __future__ import annotations
 
-import inspect
-import json
-import warnings
-from collections.abc import Callable, Iterable
-from importlib import import_module
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from bench.harness.figures import Data, at_most, peers_in, ratio, skipped, table
+from bench.harness.figures import Data, at_most, peak_at_most, peers_in, ratio, runs_of, seconds, skipped, spread, table
 from bench.harness.inputs import make_source, shards_of, sized
-from bench.harness.limits import aligned, anonymous, read_files
-from bench.harness.models import make_tensors
-from bench.harness.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
+from bench.harness.limits import aligned, anonymous, hashing, read_files
+from bench.harness.models import make_model, write_specs
+from bench.harness.question import SIDE, Context, Job, Peer, Question, Target
 from bench.markdown import paragraphs
+from bench.readers.models import with_hfshard, with_transformers
+from bench.readers.state_dicts import (
+    dcp_source_of,
+    make_others,
+    pickle_of,
+    with_dcp,
+    with_fastsafetensors,
+    with_instanttensor,
+    with_runai,
+    with_safetensors,
+    with_torch,
+)
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-BASE, LIMIT = "transformers", "limit"
-AGAIN = ("transformers again", "hfshard again")
+BASE, MAPPED, LIMIT, HASH = "transformers", "torch.load", "limit", "hash"
 STATES = ("cold", "warm")
 PHASES = [("ready", "ready: "), ("read", "read: ")]
+PEAK_MIB = 64
+MANY = "deep"
+"""The model whose checkpoint has 198 files; any other has too few tensors for so many."""
+WHY = {
+    MAPPED: "torch.load maps one file and checks nothing of it, and builds no model.",
+    "safetensors": "safetensors maps the files, checks only their headers, and builds no model.",
+    "fastsafetensors": "fastsafetensors reads whole files into memory of its own (as much as the model, see the peaks),"
+    " which needs no page to be mapped, and builds no model.",
+    "runai": "runai-model-streamer reads into memory of its own by many threads, and builds no model.",
+}
+"""Why somebody may be before hfshard."""
+WARM = {"": "5 files", " one": "1 file", " many": "198 files"}
+"""Ends of the keys of the pairs that load from the page cache to ready, and what they load."""
 
 
 def peers(context: Context) -> list[Peer]:
-    """The lines of the tables: each in both states of the page cache."""
+    """The lines of both tables."""
+    return [*_cold(), *_warm(context)]
+
+
+def _cold() -> list[Peer]:
+    def line(key: str, title: str, prepare: Callable[[Context], Job], every: int = 1) -> Peer:
+        limit = f"{LIMIT}/cold | {HASH}/cold" if key == "hfshard full" else f"{LIMIT}/cold"
+        return Peer(key, title, prepare, "cold", every, f"{BASE}/cold", "" if key == HASH else limit)
+
+    return [
+        line(BASE, "transformers `from_pretrained`", with_transformers),
+        line("hfshard", "hfshard `load_model`", with_hfshard),
+        line("hfshard full", 'hfshard, `verify="full"` (sha256)', lambda context: with_hfshard(context, verify="full")),
+        line("hfshard pread", 'hfshard, `read="pread"`', lambda context: with_hfshard(context, read="pread"), SIDE),
+        line("safetensors", "safetensors `load_file`, a file at a time", with_safetensors, SIDE),
+        line(MAPPED, "`torch.load(mmap=True)`, one file", with_torch),
+        line("torch DCP", "torch DCP, `HuggingFaceStorageReader`", with_dcp, SIDE),
+        line(
+            "torch DCP files",
+            "torch DCP, `FileSystemReader` of its own format",
+            lambda context: with_dcp(context, "FileSystemReader"),
+            SIDE,
+        ),
+        line("fastsafetensors", "fastsafetensors, on the CPU", with_fastsafetensors, SIDE),
+        line("runai", "runai-model-streamer, copied out", with_runai, SIDE),
+        line("instanttensor", "instanttensor", with_instanttensor, SIDE),
+        line(LIMIT, "the limit: O_DIRECT into a few blocks again and again", at_the_limit),
+        line("fresh memory", "O_DIRECT into memory of their own", into_fresh_memory, SIDE),
+        line(HASH, "the limit of sha256: as many bytes in memory, all cores", hash_alone),
+    ]
+
+
+def _warm(context: Context) -> list[Peer]:
     found = []
-    for state in STATES:
+    for end, files in WARM.items():
 
-        def line(key: str, title: str, prepare: Callable[[Context], Job], every: int = 1, state: str = state) -> Peer:
-            limit = f"{LIMIT}/{state}" if state == "cold" else ""
-            return Peer(key, title, prepare, state, every, f"{BASE}/{state}", limit)
+        def line(key: str, title: str, prepare: Callable[[Context], Job], base: str = f"{BASE}{end}/warm") -> Peer:
+            return Peer(key, title, prepare, "warm", base=base)
 
+        where = {"": context.source, " one": one_of(context), " many": many_of(context)}[end]
         found += [
-            line(BASE, "transformers `from_pretrained`", with_transformers),
-            line("hfshard", "hfshard `load_model`", lambda context: with_hfshard(context)),
-            line(
-                "hfshard full",
-                'hfshard, `verify="full"` (sha256)',
-                lambda context: with_hfshard(context, verify="full"),
-                1 if state == "cold" else SIDE,
-            ),
-            line("hfshard mmap", 'hfshard, `read="mmap"`', lambda context: with_hfshard(context, read="mmap"), SIDE),
-            line("hfshard pread", 'hfshard, `read="pread"`', lambda context: with_hfshard(context, read="pread"), SIDE),
-            line("safetensors", "safetensors `load_file`, a file at a time", with_safetensors, SIDE),
-            line("torch.load", "`torch.load(mmap=True)`, one file", with_torch, SIDE),
-            line("torch DCP", "torch DCP, `HuggingFaceStorageReader`", with_dcp, SIDE),
-            line("fastsafetensors", "fastsafetensors, on the CPU", with_fastsafetensors, SIDE),
-            line("runai", "runai-model-streamer, copied out", with_runai, SIDE),
+            line(BASE + end, f"transformers, {files}", _from(where, with_transformers)),
+            line("hfshard" + end, f"hfshard, {files}", _from(where, with_hfshard)),
         ]
-        if state == "warm":
-            found += [
-                line(
-                    AGAIN[0],
-                    "transformers, the process's second load",
-                    lambda c: with_transformers(c, again=True),
-                    SIDE,
-                ),
-                line(AGAIN[1], "hfshard, the process's second load", lambda c: with_hfshard(c, again=True), SIDE),
-            ]
-        if state == "cold":
-            found.append(line(LIMIT, "the limit: O_DIRECT into a few blocks again and again", at_the_limit))
-            found.append(line("fresh memory", "O_DIRECT into fresh memory", into_fresh_memory, SIDE))
-    return found
+
+    def side(key: str, title: str, prepare: Callable[[Context], Job], base: str = BASE) -> Peer:
+        return Peer(key, title, prepare, "warm", SIDE, f"{base}/warm")
+
+    return [
+        *found,
+        side(
+            "transformers again", "transformers, the process's second load", lambda c: with_transformers(c, again=True)
+        ),
+        side(
+            "hfshard again",
+            "hfshard, the process's second load",
+            lambda c: with_hfshard(c, again=True),
+            "transformers again",
+        ),
+        side("hfshard full", 'hfshard, `verify="full"` (sha256)', lambda c: with_hfshard(c, verify="full")),
+        side("safetensors", "safetensors `load_file`, a file at a time", with_safetensors),
+        side(MAPPED, "`torch.load(mmap=True)`, one file", with_torch),
+    ]
+
+
+def _from(where: Path, load: Callable[[Context, Path], Job]) -> Callable[[Context], Job]:
+    return lambda context: load(context, where)
+
+
+def one_of(context: Context) -> Path:
+    """The same checkpoint in one file."""
+    return context.directory / "one"
+
+
+def many_of(context: Context) -> Path:
+    """That of the model of many tensors."""
+    return context.directory / "many"
 
 
 def make_inputs(context: Context) -> None:
-    """The checkpoint of hfshard, and the same tensors as one file of torch.save."""
-    make_source(context)
-    pickled = context.directory / "pytorch_model.bin"
-    if not pickled.exists():
-        import torch
+    """The checkpoint of hfshard, in five files and in one, another one of many, and what other libraries load."""
+    import hfshard
 
-        torch.save(make_tensors(context.specs), pickled)
+    make_source(context)
+    if not one_of(context).exists():
+        hfshard.reshard_checkpoint(context.source, one_of(context), max_shard_size="1TB", progress=False)
+    if not many_of(context).exists():
+        many = replace(context, params="tiny" if context.params == "tiny" else MANY)
+        specs = context.directory / "many.json"
+        write_specs(many.size, specs)
+        size = "100KB" if context.params == "tiny" else many.size.shard_size
+        hfshard.save_model(make_model(many.size, specs), many_of(context), max_shard_size=size, progress=False)
+    make_others(context)
 
 
 def files(context: Context, peer: Peer) -> list[Path]:
     """What this peer reads."""
-    if peer.key == "torch.load":
-        return [context.directory / "pytorch_model.bin"]
-    return shards_of(context.source)
-
-
-def with_transformers(context: Context, *, again: bool = False) -> Job:
-    """`from_pretrained` of the class."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    return _job(
-        lambda: LlamaForCausalLM.from_pretrained(context.source, dtype=torch.bfloat16),
-        lambda model: model.parameters(),
-        again=again,
-    )
-
-
-def with_hfshard(context: Context, *, again: bool = False, **options: Any) -> Job:
-    """The same class, by `hfshard.load_model`."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    import hfshard
-
-    if "read" in options and "read" not in inspect.signature(hfshard.load_model).parameters:
-        raise SkipPeer("this hfshard has no read= argument")
-    import_module("hfshard.pretrained.build")  # which the first call would import
-
-    return _job(
-        lambda: hfshard.load_model(LlamaForCausalLM, context.source, dtype=torch.bfloat16, **options),
-        lambda model: model.parameters(),
-        again=again,
-    )
-
-
-def with_safetensors(context: Context) -> Job:
-    """A state dict, mapped."""
-    from safetensors.torch import load_file
-
-    return _state_dict(
-        lambda: {name: one for path in shards_of(context.source) for name, one in load_file(path).items()}
-    )
-
-
-def with_torch(context: Context) -> Job:
-    """A state dict, mapped, of a pickle."""
-    import torch
-
-    return _state_dict(lambda: torch.load(context.directory / "pytorch_model.bin", mmap=True, weights_only=True))
-
-
-def with_dcp(context: Context) -> Job:
-    """torch.distributed.checkpoint into tensors that it is given; making them is in the time, as for the others."""
-    import torch
-
-    dcp: Any = import_module("torch.distributed.checkpoint")
-    warnings.simplefilter("ignore")
-    shapes = json.loads(context.specs.read_text())
-
-    def load() -> dict[str, Tensor]:
-        tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes}
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(context.source)), no_dist=True)
-        return tensors
-
-    return _state_dict(load)
-
-
-def with_fastsafetensors(context: Context) -> Job:
-    """Its loader without a GPU."""
-    import torch
-
-    fastsafetensors = import_module("fastsafetensors")
-
-    def load() -> dict[str, Tensor]:
-        loader = fastsafetensors.SafeTensorsFileLoader(fastsafetensors.SingleGroup(), torch.device("cpu"), nogds=True)
-        loader.add_filenames({0: [str(path) for path in shards_of(context.source)]})
-        buffers = loader.copy_files_to_device()
-        kept.append((loader, buffers))
-        return {name: buffers.get_tensor(name) for name in loader.get_keys()}
-
-    kept: list[Any] = []
-    return _state_dict(load)
-
-
-def with_runai(context: Context) -> Job:
-    """Its tensors are views of a buffer that it uses again, so each is cloned."""
-    streamer_class = import_module("runai_model_streamer").SafetensorsStreamer
-
-    def load() -> dict[str, Tensor]:
-        with streamer_class() as streamer:
-            streamer.stream_files([str(path) for path in shards_of(context.source)])
-            return {name: tensor.clone() for name, tensor in streamer.get_tensors()}
-
-    return _state_dict(load)
+    match peer.key.split():
+        case [key] if key == MAPPED:
+            return [pickle_of(context)]
+        case ["torch", "DCP", "files"]:
+            return [path for path in dcp_source_of(context).iterdir() if path.is_file()]
+        case [_, "one"]:
+            return shards_of(one_of(context))
+        case [_, "many"]:
+            return shards_of(many_of(context))
+        case [key] if key == HASH:
+            return []
+        case _:
+            return shards_of(context.source)
 
 
 def at_the_limit(context: Context) -> Job:
@@ -192,79 +172,68 @@ def into_fresh_memory(context: Context) -> Job:
     return Job([("read", load)])
 
 
-def _state_dict(load: Callable[[], dict[str, Tensor]]) -> Job:
-    return _job(load, lambda state_dict: state_dict.values())
-
-
-def _job(load: Callable[[], Any], tensors_of: Callable[[Any], Iterable[Tensor]], *, again: bool = False) -> Job:
-    if again:  # transformers compiles about a thousand patterns at the first load of a process
-        load()
-    found: dict[str, Any] = {}
-
-    def read() -> None:
-        found["sum"] = sum_of(tensors_of(found["loaded"]))
-
-    def ready() -> None:
-        found["loaded"] = load()
-
-    return Job([("ready", ready), ("read", read)], lambda: {"sum": found["sum"]})
-
-
-def sum_of(tensors: Iterable[Tensor]) -> int:
-    """Every byte of the tensors, once, in the model's order: the sum of their 64-bit words."""
-    import torch
-
-    # One thread: with several, each waits for the others at every parameter, and one that lost its core stops all.
-    torch.set_num_threads(1)
-    total = 0
-    for tensor in {one.data_ptr(): one.detach() for one in tensors}.values():
-        words = tensor.view(-1).view(torch.int64) if tensor.data_ptr() % 8 == 0 else tensor.view(-1).view(torch.int16)
-        total += int(words.sum(dtype=torch.int64))
-    return total & (2**64 - 1)
+def hash_alone(context: Context) -> Job:
+    """Hash as many bytes, cut evenly."""
+    return Job([("read", hashing(sum(size for _, size in sized(shards_of(context.source)))))])
 
 
 def render(data: Data) -> str:
     """The section of RESULTS.md."""
-    stayed = max(
-        (run.get("resident", 0) for name, peer in data["peers"].items() if "cold" in name for run in peer["runs"]),
-        default=0,
-    )
+    stayed = max((run.get("resident", 0) for name in peers_in(data, "cold") for run in runs_of(data, name)), default=0)
+    how = {
+        "cold": f"Cold: the files' pages were dropped by posix_fadvise; by mincore at most {stayed:.1%} of them stayed."
+        f" {_first(data)}",
+        "warm": "Warm: the files were dropped, then read once by 8 MiB, so that their pages lie alike for all.",
+    }
     parts = [
         "*Ready*: the call has returned. *Read*: from the call to the end of a pass over every byte of every parameter"
         " (torch's sum of 64-bit words, in the model's order, in one thread), the same for all; their sums agree."
     ]
     for state in STATES:
-        how = (
-            f"Cold: the files' pages were dropped by posix_fadvise; by mincore at most {stayed:.1%} of them stayed."
-            if state == "cold"
-            else "Warm: the files were dropped, then read once by 8 MiB, so that their pages lie alike for all."
-        )
-        parts += [f"### Load, {state}", how, table(data, peers_in(data, state), PHASES)]
+        parts += [f"### Load, {state}", how[state], table(data, peers_in(data, state), PHASES)]
     return paragraphs(*parts, skipped(data))
+
+
+def _first(data: Data) -> str:
+    """Who is before hfshard, from the disk to every byte read, and why that is so."""
+    medians = {}
+    for name in peers_in(data, "cold"):
+        key = name.removesuffix("/cold")
+        found = spread(seconds(run, "read") for run in runs_of(data, name))
+        if found and key not in (LIMIT, HASH, "fresh memory"):
+            medians[key] = found.median
+    if "hfshard" not in medians:
+        return ""
+    ahead = sorted((one for one in medians if medians[one] < medians["hfshard"]), key=medians.__getitem__)
+    ahead = [key for key in ahead if not key.startswith("hfshard")]
+    if not ahead:
+        return "hfshard is first."
+    shown = ", ".join(f"{key} ({medians[key] / medians['hfshard']:.2f} × hfshard)" for key in ahead)
+    return f"hfshard is not first. Before it: {shown}. {' '.join(WHY[key] for key in ahead if key in WHY)}".rstrip()
 
 
 def targets(data: Data) -> list[Target]:
     """What is aimed at, and what was measured of it."""
-
-    def one(text: str, limit: float, key: str, phase: str) -> Target:
-        state = text.split()[1].rstrip(",:")
-        return Target(text, *at_most(limit, ratio(data, f"{key}/{state}", f"{BASE}/{state}", phase)))
-
-    return [
-        one("load, cold, to fully read: time ≤ 0.6 × transformers", 0.6, "hfshard", "read"),
-        one("load, warm, to ready: time ≤ 0.35 × transformers", 0.35, "hfshard", "ready"),
+    read = "load, cold, to every byte read"
+    found = [
         Target(
-            "load, warm, to ready, second load of a process: time ≤ 0.35 × transformers",
-            *at_most(0.35, ratio(data, f"{AGAIN[1]}/warm", f"{AGAIN[0]}/warm", "ready")),
+            f"{read}: time ≤ 1.05 × torch.load(mmap=True)",
+            *at_most(1.05, ratio(data, "hfshard/cold", f"{MAPPED}/cold", "read")),
         ),
-        one("load, warm, to fully read: time ≤ 0.85 × transformers", 0.85, "hfshard", "read"),
-        one(
-            "load, cold, sha256 on the way, to fully read: time ≤ 0.8 × transformers without",
-            0.8,
-            "hfshard full",
-            "read",
+        Target(
+            f"{read}: time ≤ 0.75 × transformers",
+            *at_most(0.75, ratio(data, "hfshard/cold", f"{BASE}/cold", "read")),
+        ),
+        Target(
+            f"{read}, sha256 on the way: time ≤ 1.4 × hashing on all cores",
+            *at_most(1.4, ratio(data, "hfshard full/cold", f"{HASH}/cold", "read")),
         ),
     ]
+    for end, shown in WARM.items():
+        pair = ratio(data, f"hfshard{end}/warm", f"{BASE}{end}/warm", "ready")
+        found.append(Target(f"load, warm, to ready, {shown}: time ≤ 1.0 × transformers", *at_most(1.0, pair)))
+    ours = [name for name in data["peers"] if name.startswith("hfshard") and "pread" not in name]
+    return [*found, Target(f"load: peak memory ≤ {PEAK_MIB} MiB more", *peak_at_most(PEAK_MIB, data, ours))]
 
 
-QUESTION = Question("load", "Load", peers, make_inputs, files, render, targets)
+QUESTION = Question("load", "Load", peers, make_inputs, files, render, targets, held=2.0)

@@ -1,4 +1,4 @@
-"""What memory a save and a load of the 3b model take, beyond it and in all; with smaller --params, of that model."""
+"""What memory it takes to save, load, verify and re-shard the 3b model; with smaller --params, that model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.harness.figures import GIB, GIGABYTE, Data, at_most, peak_at_most, skipped, table
+from bench.harness.figures import GIB, GIGABYTE, Data, peak_at_most, skipped, table
 from bench.harness.inputs import make_source, shards_of
 from bench.harness.question import Context, Job, Peer, Question, Target
 from bench.markdown import paragraphs
-from bench.questions import load, save
+from bench.questions import reshard, save, verify
+from bench.readers import models as load
 
 PEAK_MIB = 64
-MOST_GIB = 24
 LARGE = "3b"
 LARGE_FROM = "1b"
 """Whoever measures with this size has room for the large one."""
@@ -33,9 +33,16 @@ def peers(context: Context) -> list[Peer]:
         line("hfshard strided", "hfshard: save of transposed views, no checksum", save.strided),
         line("hfshard flat", "hfshard: save of views of one buffer, no checksum", save.flat),
         line("transformers save", "transformers: save", save.with_transformers),
-        line("hfshard load", "hfshard: load, cold", lambda context: load.with_hfshard(context), "cold"),
+        line("hfshard load", "hfshard: load, cold", load.with_hfshard, "cold"),
+        line("hfshard load full", 'hfshard: load, `verify="full"`, cold', _load_and_check, "cold"),
         line("transformers load", "transformers: load, cold", load.with_transformers, "cold"),
+        line("hfshard verify", "hfshard: verify, cold", lambda context: verify.with_hfshard(context, "sha256"), "cold"),
+        line("hfshard reshard", "hfshard: re-shard, cold", lambda context: reshard.with_hfshard(context, None), "cold"),
     ]
+
+
+def _load_and_check(context: Context) -> Job:
+    return load.with_hfshard(context, verify="full")
 
 
 def _with_total(job: Job) -> Job:
@@ -80,15 +87,12 @@ def render(data: Data) -> str:
 
 def targets(data: Data) -> list[Target]:
     """What is aimed at, and what was measured of it."""
-    ours = [name for name in data["peers"] if name.startswith("hfshard")]
-    runs = [run for name in ours for run in data["peers"][name]["runs"]]
-    most = max((run["result"]["most"] for run in runs), default=None)
+    kinds = {"save": ("save", "strided", "flat"), "load": ("load", "load full"), "verify": ("verify",)}
     found = []
-    for what, names in (("save", [name for name in ours if "load" not in name]), ("load", ["hfshard load/cold"])):
+    for what, ends in {**kinds, "re-shard": ("reshard",)}.items():
+        names = [name for name in data["peers"] if name.split("/")[0] in [f"hfshard {end}" for end in ends]]
         text = f"{what} of the {data['params']} model: peak memory ≤ {PEAK_MIB} MiB more"
         found.append(Target(text, *peak_at_most(PEAK_MIB, data, names)))
-    in_all = at_most(MOST_GIB, most / GIB if most is not None else None, 1, " GiB")
-    found.append(Target(f"save and load of the {data['params']} model: in {MOST_GIB} GiB", *in_all))
     return found
 
 
@@ -100,6 +104,7 @@ QUESTION = Question(
     lambda context, peer: shards_of(context.source) if peer.state else [],
     render,
     targets,
+    side_by_side=1,  # each holds a large model
     max_rounds=1,
     around=around,
 )

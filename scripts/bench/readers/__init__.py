@@ -1,0 +1,1 @@
+"""What loads a checkpoint in the question `load`: models by hfshard and transformers, state dicts by all others."""
