@@ -21,7 +21,7 @@ if __name__ == "__main__":  # `bench` is a package of scripts/, hfshard is besid
     os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-from bench.machine import describe
+from bench.machine.description import describe
 from bench.resumes.cases import CASES, WAYS
 from bench.resumes.report import readme_table, render
 from bench.resumes.runner import Runner

@@ -19,7 +19,7 @@ from bench.harness.models import SIZES
 from bench.harness.question import Context, question_of
 from bench.harness.results import raw_path, read_results, readme_table, render, unmet, write_results
 from bench.harness.runner import QUESTIONS, run_question, say
-from bench.machine import MEMORY_FILE_SYSTEMS, describe, mount_of
+from bench.machine.description import MEMORY_FILE_SYSTEMS, describe, mount_of
 
 HERE = Path(__file__).resolve().parent
 DEFAULT_QUESTIONS = tuple(name for name in QUESTIONS if name != "gpu")

@@ -6,10 +6,10 @@ import shutil
 from dataclasses import replace
 from typing import Any
 
-from bench.harness import page_cache
 from bench.harness.measuring import Child, ChildFailedError
 from bench.harness.question import Context, Peer, Question
-from bench.harness.reserve import Reserve
+from bench.machine import page_cache
+from bench.machine.reserve import Reserve
 
 
 class PeerRun:

@@ -130,11 +130,12 @@ class Question:
     """What has to be there while it runs, such as a server."""
 
 
-_IN_MANY_RANKS = ("distributed", "ranks")
+_ROOMS = {"many_ranks": ("distributed", "ranks"), "small_end": ("small", "tiny", "imports", "plan")}
+"""Where the questions are that are not in `questions`."""
 
 
 def question_of(name: str) -> Question:
-    """The question of a module of this package."""
-    folder = "many_ranks" if name in _IN_MANY_RANKS else "questions"
-    question: Question = import_module(f"bench.{folder}.{name}").QUESTION
+    """The question of a module of one of the rooms."""
+    room = next((room for room, names in _ROOMS.items() if name in names), "questions")
+    question: Question = import_module(f"bench.{room}.{name}").QUESTION
     return question

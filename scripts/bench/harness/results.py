@@ -69,7 +69,7 @@ def render(results: dict[str, Any]) -> str:
         " take turns, and a ratio is the median of the ratios of the same round (lowest–highest). The limits are plain"
         " O_DIRECT reads and writes of as many bytes, and sha256 on all cores, in the same rounds. Before each measured"
         " step as much memory is held, touched and freed as its section says: a virtual machine may give freed memory"
-        " back to its host, and then takes 50 times as long to touch it ([reserve.py](harness/reserve.py)).",
+        " back to its host, and then takes 50 times as long to touch it ([reserve.py](machine/reserve.py)).",
         "## Targets",
         _targets(known, results),
     ]

@@ -13,7 +13,7 @@ from bench.harness.measuring import Child
 from bench.harness.models import total_bytes
 from bench.harness.peer_run import PeerRun
 from bench.harness.question import Context, Peer, Question
-from bench.harness.reserve import Reserve
+from bench.machine.reserve import Reserve
 
 QUESTIONS = (
     "save",

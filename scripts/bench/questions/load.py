@@ -8,9 +8,9 @@ from pathlib import Path
 
 from bench.harness.figures import Data, at_most, peak_at_most, peers_in, ratio, runs_of, seconds, skipped, spread, table
 from bench.harness.inputs import make_source, shards_of, sized
-from bench.harness.limits import aligned, anonymous, hashing, read_files
 from bench.harness.models import make_model, write_specs
 from bench.harness.question import SIDE, Context, Job, Peer, Question, Target
+from bench.machine.limits import aligned, anonymous, hashing, read_files
 from bench.markdown import paragraphs
 from bench.readers.models import with_hfshard, with_transformers
 from bench.readers.state_dicts import (

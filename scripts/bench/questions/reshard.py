@@ -9,9 +9,9 @@ from typing import Any
 
 from bench.harness.figures import Data, at_most, highest, peak_at_most, peers_in, ratio, skipped, table
 from bench.harness.inputs import make_source, shards_of, sized, written
-from bench.harness.limits import copy_files, files_of, random_memory, read_files, write_files
 from bench.harness.models import total_bytes
 from bench.harness.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
+from bench.machine.limits import copy_files, files_of, random_memory, read_files, write_files
 from bench.markdown import paragraphs
 
 BASE, READ, WRITE = "transformers", "read alone", "write alone"

@@ -10,9 +10,9 @@ from typing import Any
 
 from bench.harness.figures import Data, at_most, peak_at_most, ratio, skipped, table
 from bench.harness.inputs import make_specs, written
-from bench.harness.limits import aligned, anonymous, files_of, hashing, random_memory, write_files
 from bench.harness.models import make_flat_tensors, make_model, make_tensors, total_bytes
 from bench.harness.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
+from bench.machine.limits import aligned, anonymous, files_of, hashing, random_memory, write_files
 from bench.markdown import paragraphs
 
 BASE, LIMIT, HASH = "transformers", "limit", "hash"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from bench.harness.figures import Data, at_most, peak_at_most, peers_in, ratio, skipped, table
 from bench.harness.inputs import make_source, shards_of, sized, source_of
-from bench.harness.limits import hashing, read_files
 from bench.harness.question import SIDE, Context, Job, Peer, Question, Target
+from bench.machine.limits import hashing, read_files
 from bench.markdown import paragraphs
 
 LOOP_BYTES = 2**20

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from bench.harness.limits import SECTOR, anonymous
+from bench.machine.limits import SECTOR, anonymous
 
 LEFT_FREE = 2 * 2**30
 """The reserve leaves as much to everything else."""

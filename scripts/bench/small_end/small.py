@@ -13,9 +13,9 @@ from typing import Any
 
 from bench.harness.figures import MEGABYTE, Data, at_most, ratio, skipped, table
 from bench.harness.inputs import make_specs, written
-from bench.harness.limits import anonymous, hashing, write_files
 from bench.harness.models import make_model, total_bytes
 from bench.harness.question import Context, Job, Peer, Question, Target
+from bench.machine.limits import anonymous, hashing, write_files
 from bench.markdown import paragraphs
 
 SIZE = "45m"
