@@ -405,6 +405,45 @@ def test_parse_size_needs_no_torch(child_environment: dict[str, str]) -> None:
     assert _loaded_by("import hfshard; hfshard.parse_size('5GB')", child_environment) == {"hfshard"}
 
 
+def _imported_at_once(module: str, found: set[str]) -> set[str]:
+    """Every module that the import of one of ours imports, whoever of ours it is that does."""
+    found.add(module)
+    left: list[ast.AST] = [ast.parse(MODULES[module].read_text(encoding="utf-8"))]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.FunctionDef | ast.Lambda) or (
+            isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        ):
+            continue  # runs later, or never
+        left += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for name in _imports_of(ast.unparse(node), False):
+                ours = name.removeprefix("hfshard.")
+                if ours in MODULES and ours not in found:
+                    _imported_at_once(ours, found)
+                elif ours not in MODULES:
+                    found.add(name)
+    return found
+
+
+# What importing the mixin imports at once. Of these, the import of PreTrainedModel lacks numpy.typing, auto_factory and
+# xxhash, which are small; what else comes to the list (tqdm, peft, accelerate, parts of huggingface_hub) should be too.
+BY_THE_MIXIN = {
+    "huggingface_hub", "huggingface_hub.utils", "numpy", "numpy.typing", "torch", "torch.autograd.graph",
+    "torch.distributed", "torch.distributed.fsdp", "torch.nn", "torch.nn.modules.module", "torch.overrides",
+    "transformers", "transformers.core_model_loading", "transformers.distributed",
+    "transformers.distributed.configuration_utils", "transformers.dynamic_module_utils",
+    "transformers.integrations.deepspeed", "transformers.models.auto.auto_factory", "transformers.utils.hub",
+    "transformers.utils.import_utils", "xxhash",
+}  # fmt: skip
+
+
+def test_the_mixin_imports_next_to_nothing_that_transformers_does_not() -> None:
+    found = {name for name in _imported_at_once("pretrained.mixin", set()) if not name.startswith("hfshard.")}
+    found -= set(MODULES)
+    assert {name for name in found if name.split(".")[0] not in sys.stdlib_module_names} == BY_THE_MIXIN
+
+
 def test_functions_need_no_transformers(child_environment: dict[str, str], tmp_path: Path) -> None:
     code = f"""
 import torch

@@ -41,6 +41,7 @@ _MMAP.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, 
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _MUNMAP: Final = LIBRARY.munmap
 _MUNMAP.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+LIBRARY.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def read_blocks(
@@ -115,12 +116,12 @@ def is_cached(fd: int, start: int, count_bytes: int) -> bool:
 def is_resident(address: int, count_bytes: int) -> bool:
     """Do what `is_cached` does for a stretch of a file that is mapped already."""
     resident = ctypes.c_ubyte()
+    place = ctypes.byref(resident)
     found = [0, 0]
     for number in range(_PROBES):
         # Not at the beginning of a tensor, which was read for the file's fingerprint.
         at = address + (2 * number + 1) * count_bytes // (2 * _PROBES)
-        page = ctypes.c_void_p(at - at % mmap.PAGESIZE)
-        if LIBRARY.mincore(page, ctypes.c_size_t(1), ctypes.byref(resident)) != 0:
+        if LIBRARY.mincore(at - at % mmap.PAGESIZE, 1, place) != 0:
             return True
         found[resident.value & 1] += 1
         if 2 * max(found) > _PROBES:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from hfshard._util.garbage import no_collection
 from hfshard.constants import DATA_ALIGNMENT, LFS_POINTER_MARK, MAX_DIMENSIONS, MAX_HEADER_BYTES
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError, remedy
-from hfshard.storage.format.strict_json import parse_json_object
+from hfshard.storage.format.strict_json import parse_json_object, without_padding
 from hfshard.storage.tensors.dtypes import DTYPE_BITS
 
 LENGTH_BYTES = 8
@@ -22,6 +22,9 @@ LENGTH_BYTES = 8
 _LARGEST_SIZE = 2**63 - 1
 
 _encoded: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+_MIN_COMPACT_BYTES: Final = 1024
+"""Headers of fewer tensors than fit into this are read at once: to look at their form would cost more."""
 
 _FIELDS: Final = frozenset(("dtype", "shape", "data_offsets"))
 """Keys of a tensor's entry."""
@@ -158,7 +161,8 @@ def parse_header(raw: bytes, file_bytes: int, path: str) -> Header:
             leave gaps or do not match dtype and shape, or the file's size is not what they add up to.
     """
     with no_collection():
-        tensors, metadata = _compact_contents(raw, path) or _contents(raw, path)
+        is_short = raw.rfind(b"}") < _MIN_COMPACT_BYTES
+        tensors, metadata = (None if is_short else _compact_contents(raw, path)) or _contents(raw, path)
     at = next(reversed(tensors.values())).end if tensors else 0
     data_start = LENGTH_BYTES + len(raw)
     if data_start + at != file_bytes:
@@ -211,7 +215,7 @@ def _compact_contents(raw: bytes, path: str) -> tuple[dict[str, TensorInfo], dic
         The same; None for a header in any other form, or with anything wrong in it: `_contents` finds out what.
     """
     try:
-        text = str(raw, "utf-8").rstrip(" ").removesuffix("}") + ","
+        text = without_padding(str(raw, "utf-8")).removesuffix("}") + ","
         first = _ENTRY.search(text)
         if first is None:
             return None

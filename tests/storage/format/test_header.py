@@ -19,6 +19,7 @@ from hfshard.storage.format.header import (
     parse_header,
     read_header_length,
 )
+from hfshard.storage.format.strict_json import without_padding
 
 TWO = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},' + (
     '"é":{"dtype":"BOOL","shape":[],"data_offsets":[8,9]}}'.encode()
@@ -208,3 +209,14 @@ def test_blanks_escapes_and_another_order_are_read_the_careful_way(text: str) ->
         header = _read(raw)
         assert isinstance(header, Header)
         assert [(info.name, info.begin) for info in header.tensors.values()] == list(zip(names, (0, 4), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ('{"a":{}}' + 4096 * " ", '{"a":{}}'), ("{}", "{}"), ("{} \n", "{} \n"), ("{}x ", "{}x "), ("[1] ", "[1] "),
+        ("  ", ""), ("", ""),
+    ],
+)  # fmt: skip
+def test_only_blanks_after_an_object_are_padding(text: str, left: str) -> None:
+    assert without_padding(text) == left
