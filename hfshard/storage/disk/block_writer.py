@@ -7,24 +7,28 @@ import errno
 import os
 import queue
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import start_thread
 from hfshard.constants import DATA_ALIGNMENT
 from hfshard.storage.disk.direct_io import BLOCK_BYTES, aligned_blocks, allocate, is_direct_wanted, set_direct
+from hfshard.storage.format.integrity import Hasher
 
 _BLOCKS: Final = 4
 """Blocks of a file that are filled or under way at once."""
+
+_Blocks: TypeAlias = "queue.SimpleQueue[memoryview | None]"
 
 _COPY_BY_LIBRARY_BYTES: Final = 64 * 1024
 """From here on a copy is made without Python's lock: other files are hashed and copied meanwhile."""
 
 
 class BlockWriter:
-    """Writes one new file from its beginning to its end; used by one thread, while another one writes."""
+    """Writes one new file from its beginning to its end; used by one thread, while others write and hash."""
 
     def __init__(
         self,
@@ -33,7 +37,8 @@ class BlockWriter:
         cancelled: threading.Event,
         progress_callback: ProgressCallback | None,
         *,
-        background: bool,
+        helpers: int,
+        hasher: Hasher | None = None,
     ) -> None:
         """Take an open, empty file, and reserve its space.
 
@@ -41,8 +46,11 @@ class BlockWriter:
             fd: Open for writing; stays the caller's.
             size: Bytes that it will have.
             cancelled: When it is set, the next block raises.
-            progress_callback: Called with the number of bytes of each block written, maybe from the other thread.
-            background: Whether to write in another thread, if one can be started, while the next block is filled.
+            progress_callback: Called with the number of bytes of each block written, maybe from another thread.
+            helpers: How many threads to start, if they can be: with 1 blocks are written while the next one is filled,
+                with 2 they are hashed meanwhile, too.
+            hasher: Gets all bytes that are written, in order: those of the file itself, not of what they were copied
+                from. It is done when `finish` returns.
 
         Raises:
             OSError: There is no space.
@@ -50,17 +58,20 @@ class BlockWriter:
         self._fd = fd
         self._cancelled = cancelled
         self._progress_callback = progress_callback
+        self._hasher = hasher
         self._is_direct = is_direct_wanted(size) and set_direct(fd, wanted=True)
         if self._is_direct:
             allocate(fd, size)
         block_bytes = min(BLOCK_BYTES, max(1, -(-size // DATA_ALIGNMENT)) * DATA_ALIGNMENT)
-        is_several = background and size > block_bytes
-        self._block, *self._others = aligned_blocks(_BLOCKS if is_several else 1, block_bytes)
+        self._helpers = helpers if size > block_bytes else 0
+        self._block, *self._others = aligned_blocks(_BLOCKS if self._helpers else 1, block_bytes)
         self._filled = self._at = 0
-        self._full: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._is_several, self._is_closed = is_several, False
-        self._background: Future[None] | None = None
+        self._full: _Blocks = queue.SimpleQueue()
+        self._written: _Blocks = queue.SimpleQueue()
+        self._free: _Blocks = queue.SimpleQueue()
+        self._is_closed = False
+        self._writing: Future[None] | None = None
+        self._hashing: Future[None] | None = None
 
     def write(self, view: memoryview) -> None:
         """Take the next bytes; they are copied before this returns.
@@ -78,77 +89,119 @@ class BlockWriter:
                 self._hand_on()
 
     def finish(self) -> None:
-        """Write the rest, and wait until everything is written; the caller flushes the file to the disk."""
-        if self._background is not None:
-            self._full.put(None)
-            self._background.result()
-        whole = self._filled - self._filled % DATA_ALIGNMENT if self._is_direct else 0
-        self._write(self._fd, self._block[:whole])
-        self._to_buffered()
-        self._write(self._fd, self._block[whole : self._filled])
+        """Write the rest, and wait until everything is written and hashed; the caller flushes the file to the disk."""
+        self._take(self._block[: self._filled])
+        self._end_helpers()
+        self._to_buffered(self._fd)
 
     def close(self) -> None:
-        """End the other thread; blocks that it has not begun to write are dropped."""
+        """End the other threads; blocks that they have not begun with are dropped."""
         self._is_closed = True
-        if self._background is not None:
-            self._full.put(None)
-            wait([self._background])
+        self._full.put(None)
+        self._written.put(None)
+        wait([one for one in (self._writing, self._hashing) if one is not None])
 
     def _hand_on(self) -> None:
         if self._cancelled.is_set():
             raise InterruptedError("another file of this save failed")
-        if self._is_several and self._background is None:
-            self._background = self._start_background()
-            self._is_several = self._background is not None
-        if self._background is None:
-            self._write(self._fd, self._block)
-        else:
-            self._full.put(self._block)
+        if self._helpers and self._writing is None:
+            self._start_helpers()
+        self._take(self._block)
+        if self._writing is not None:
             block = self._free.get()
             if block is None:
-                self._background.result()  # raises the error that ended the other thread
+                self._end_helpers()  # raises the error that ended one
                 raise InterruptedError("the file was finished")
             self._block = block
         self._filled = 0
 
-    def _start_background(self) -> Future[None] | None:
-        fd = os.dup(self._fd)
-        background = start_thread(partial(self._write_in_background, fd), "hfshard-disk")
-        if background is None:
+    def _take(self, block: memoryview) -> None:
+        """Write and hash the next bytes, or have it done."""
+        if self._hasher is not None and self._hashing is None:
+            self._hasher.update(block)
+        if self._writing is not None:
+            self._full.put(block)
+        else:
+            self._write(self._fd, [block])
+
+    def _start_helpers(self) -> None:
+        fd = os.dup(self._fd)  # of its own: repeated Ctrl-C may make the caller close the other one meanwhile
+        if self._helpers > 1 and self._hasher is not None:
+            self._hashing = start_thread(self._hash_in_background, "hfshard-hash")
+        after = self._free if self._hashing is None else self._written
+        self._writing = start_thread(partial(self._write_in_background, fd, after), "hfshard-disk")
+        if self._writing is None:
             os.close(fd)
-            return None
+            self._written.put(None)
+            self._helpers, self._hashing = 0, None
         for block in self._others:
             self._free.put(block)
-        return background
 
-    def _write_in_background(self, fd: int) -> None:
-        # With a descriptor of its own: repeated Ctrl-C may make the caller close the other one meanwhile.
+    def _end_helpers(self) -> None:
+        """Wait until the other threads have done all; raise the error that has ended one."""
+        self._full.put(None)
+        for one in (self._writing, self._hashing):
+            if one is not None:
+                one.result()
+
+    def _write_in_background(self, fd: int, after: _Blocks) -> None:
         try:
-            while (block := self._full.get()) is not None and not self._is_closed:
-                self._write(fd, block)
-                self._free.put(block)
+            while (blocks := self._next_full()) and not self._is_closed:
+                self._write(fd, blocks)
+                for block in blocks:
+                    after.put(block)
         finally:
             os.close(fd)
-            self._free.put(None)  # nobody may wait for a block for ever
+            after.put(None)  # nobody may wait for a block for ever
 
-    def _write(self, fd: int, block: memoryview) -> None:
-        left = block
+    def _next_full(self) -> list[memoryview]:
+        """Wait for a full block; past the page cache take all that are, as a disk is faster with large requests."""
+        blocks: list[memoryview] = []
+        while not blocks or (self._is_direct and not self._full.empty()):
+            block = self._full.get()
+            if block is None:
+                self._full.put(None)
+                break
+            blocks.append(block)
+        return blocks
+
+    def _hash_in_background(self) -> None:
+        assert self._hasher is not None
+        try:
+            while (block := self._written.get()) is not None and not self._is_closed:
+                self._hasher.update(block)
+                self._free.put(block)
+        finally:
+            self._free.put(None)
+
+    def _write(self, fd: int, blocks: Sequence[memoryview]) -> None:
+        *before, last = blocks
+        whole = len(last) - len(last) % DATA_ALIGNMENT if self._is_direct else len(last)
+        self._write_all(fd, [block for block in (*before, last[:whole]) if block])
+        if whole < len(last):  # the end of the file
+            self._to_buffered(fd)
+            self._write_all(fd, [last[whole:]])
+        if self._progress_callback is not None:
+            self._progress_callback(sum(map(len, blocks)))
+
+    def _write_all(self, fd: int, left: list[memoryview]) -> None:
         while left:
             try:
-                count = os.pwrite(fd, left, self._at)
+                count = os.pwritev(fd, left, self._at) if len(left) > 1 else os.pwrite(fd, left[0], self._at)
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
-                self._to_buffered()  # the file system accepts O_DIRECT, but wants another alignment
+                self._to_buffered(fd)  # the file system accepts O_DIRECT, but wants another alignment
                 continue
             self._at += count
-            left = left[count:]
-        if self._progress_callback is not None:
-            self._progress_callback(len(block))
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if left:
+                left[0] = left[0][count:]
 
-    def _to_buffered(self) -> None:
+    def _to_buffered(self, fd: int) -> None:
         if self._is_direct:
-            set_direct(self._fd, wanted=False)
+            set_direct(fd, wanted=False)
             self._is_direct = False
 
 

@@ -1,4 +1,4 @@
-"""The bytes of a file on their way to the disk: hashed in order, those of small tensors many at a time."""
+"""The bytes of a file on their way to the disk: hashed by tensor, those of small ones passed on many at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from hfshard.storage.disk.direct_io import BLOCK_BYTES
-from hfshard.storage.format.integrity import HASHERS, Hasher, new_fingerprint, small_tensor_digest, tensor_digest
+from hfshard.storage.format.integrity import new_fingerprint, small_tensor_digest, tensor_digest
 from hfshard.storage.tensors.tensor_bytes import iter_blocks, small_bytes
 from hfshard.storage.tensors.tensor_layout import TensorLike
 
@@ -18,11 +18,14 @@ _TOGETHER_BYTES: Final = 256 * 1024
 
 
 class HashedOutput:
-    """Takes a file's blocks in order: hashes each, and passes it on while it is in the core's cache."""
+    """Takes a file's blocks in order: hashes what tells its tensors apart, and passes each block on.
 
-    def __init__(self, put: Callable[[memoryview], object], checksum: str | None) -> None:
+    The file as a whole is hashed by who gets the blocks.
+    """
+
+    def __init__(self, put: Callable[[memoryview], object], *, has_digests: bool) -> None:
         self._put = put
-        self.hasher: Hasher | None = HASHERS[checksum]() if checksum is not None else None
+        self._has_digests = has_digests
         self.fingerprint = new_fingerprint()
         self._small: list[bytes] = []
         self._small_bytes = 0
@@ -37,26 +40,23 @@ class HashedOutput:
     def flush(self) -> None:
         """Pass on what is left of the small tensors; to be called after the last one, too."""
         if self._small_bytes:
-            block = memoryview(b"".join(self._small))
-            if self.hasher is not None:
-                self.hasher.update(block)
-            self._put(block)
+            self._put(memoryview(b"".join(self._small)))
         self._small.clear()
         self._small_bytes = 0
 
     def add(self, blocks: Iterable[memoryview], fingerprint_bytes: int) -> str:
-        """Take the blocks of one tensor, and return its digest ("" if no checksum is wanted).
+        """Take the blocks of one tensor, and return its digest ("" if none is wanted).
 
         Args:
             blocks: Each is valid until the next one is asked for.
             fingerprint_bytes: How many of the first bytes go into the file's fingerprint.
         """
         self.flush()
-        blocks = self._sampled(blocks, fingerprint_bytes)
-        if self.hasher is not None:
-            return tensor_digest(self._taken(blocks, self.hasher))
-        for block in blocks:
-            self._put(block)
+        blocks = self._passed_on(blocks, fingerprint_bytes)
+        if self._has_digests:
+            return tensor_digest(blocks)
+        for _ in blocks:
+            continue
         return ""
 
     def _add_small(self, raw: bytes, fingerprint_bytes: int) -> str:
@@ -66,17 +66,12 @@ class HashedOutput:
         self._small_bytes += len(raw)
         if self._small_bytes >= _TOGETHER_BYTES:
             self.flush()
-        return "" if self.hasher is None else small_tensor_digest(raw)
+        return small_tensor_digest(raw) if self._has_digests else ""
 
-    def _sampled(self, blocks: Iterable[memoryview], fingerprint_bytes: int) -> Iterator[memoryview]:
+    def _passed_on(self, blocks: Iterable[memoryview], fingerprint_bytes: int) -> Iterator[memoryview]:
         for block in blocks:
             if fingerprint_bytes > 0:
                 self.fingerprint.update(block[:fingerprint_bytes])
                 fingerprint_bytes -= len(block)
-            yield block
-
-    def _taken(self, blocks: Iterable[memoryview], hasher: Hasher) -> Iterator[memoryview]:
-        for block in blocks:
-            hasher.update(block)
             yield block
             self._put(block)

@@ -22,7 +22,9 @@ from hfshard.storage.disk.fsops import copy_mode, sync, write_all
 from hfshard.storage.format.header import header_entries, header_of_entries
 from hfshard.storage.format.index import FileDigest, single_file_metadata
 from hfshard.storage.format.integrity import (
+    HASHERS,
     TENSOR_DIGEST_HEX,
+    Hasher,
     fingerprint_positions,
     new_fingerprint,
 )
@@ -76,8 +78,17 @@ def write_shards(
     """
     await_devices(jobs)
     threads = writer_threads()
-    write = partial(_write_shard, checksum=checksum, progress_callback=progress_callback, background=threads > 1)
+    helpers = _helpers(min(threads, len(jobs)), checksum) if threads > 1 else 0
+    write = partial(_write_shard, checksum=checksum, progress_callback=progress_callback, helpers=helpers)
     return in_threads(write, jobs, threads)
+
+
+def _helpers(files_at_once: int, checksum: str | None) -> int:
+    """Threads to write one file, beside the one that reads the tensors.
+
+    One writes. Another one hashes, if that takes as long as writing, and no other file's hashing has the core.
+    """
+    return 2 if checksum == "sha256" and files_at_once < (os.cpu_count() or 1) else 1
 
 
 def await_devices(jobs: Sequence[WriteJob]) -> None:
@@ -182,18 +193,21 @@ def _write_shard(
     *,
     checksum: str | None,
     progress_callback: ProgressCallback | None,
-    background: bool,
+    helpers: int,
 ) -> FileDigest:
     fd = os.open(job.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         head = _Head.of(job, checksum)
         blank = head.blank()
-        writer = BlockWriter(fd, len(blank) + head.data_bytes, cancelled, progress_callback, background=background)
+        size = len(blank) + head.data_bytes
+        hasher = _new_hasher(checksum)
+        writer = BlockWriter(fd, size, cancelled, progress_callback, helpers=helpers, hasher=hasher)
         try:
-            digest, header = _put_through(head, blank, writer.write)
+            fingerprint, tensor_digests = _put_through(head, blank, writer.write)
             writer.finish()
         finally:
             writer.close()
+        digest, header = _digest_and_header(head, blank, fingerprint, hasher, tensor_digests)
         if header != blank:
             os.lseek(fd, 0, os.SEEK_SET)
             write_all(fd, header)
@@ -216,10 +230,22 @@ def digest_shard(
     """
     head = _Head.of(job, checksum)
     blank = head.blank()
-    if checksum is None:
-        return _digest_and_header(head, blank, {"fingerprint": fingerprint_of(blank, list(job.tensors.values()))})
+    hasher = _new_hasher(checksum)
+    if hasher is None:
+        fingerprint = fingerprint_of(blank, list(job.tensors.values()))
+        return _digest_and_header(head, blank, fingerprint, None, "")
     tell = cancellable(progress_callback, cancelled)
-    return _put_through(head, blank, lambda block: tell(len(block)))
+
+    def put(block: memoryview) -> None:
+        hasher.update(block)
+        tell(len(block))
+
+    fingerprint, tensor_digests = _put_through(head, blank, put)
+    return _digest_and_header(head, blank, fingerprint, hasher, tensor_digests)
+
+
+def _new_hasher(checksum: str | None) -> Hasher | None:
+    return HASHERS[checksum]() if checksum is not None else None
 
 
 def blank_header(job: WriteJob, checksum: str | None) -> bytes:
@@ -227,9 +253,18 @@ def blank_header(job: WriteJob, checksum: str | None) -> bytes:
     return _Head.of(job, checksum).blank()
 
 
-def _put_through(head: _Head, blank: bytes, put: Callable[[memoryview], object]) -> tuple[FileDigest, bytes]:
-    """Hash a file's bytes and pass them on; return its digest and its final header (`blank` is the one to hash)."""
-    output = HashedOutput(put, head.checksum)
+def _put_through(head: _Head, blank: bytes, put: Callable[[memoryview], object]) -> tuple[str, str]:
+    """Pass a file's bytes on.
+
+    Args:
+        head: Of the file.
+        blank: Its header, with zeros in the place of digests.
+        put: Gets the blocks; each is valid until it returns.
+
+    Returns:
+        The file's fingerprint, and the digests of its tensors, where a checksum is wanted.
+    """
+    output = HashedOutput(put, has_digests=head.checksum is not None)
     output.add([memoryview(blank)], fingerprint_bytes=len(blank))
     sampled = set(fingerprint_positions(len(head.job.tensors)))
     tensors = []
@@ -237,12 +272,14 @@ def _put_through(head: _Head, blank: bytes, put: Callable[[memoryview], object])
         fingerprint_bytes = FINGERPRINT_BYTES if position in sampled else 0
         tensors.append(output.add_tensor(tensor, fingerprint_bytes))
     output.flush()
-    digests = {"fingerprint": output.fingerprint.hexdigest()}
-    if head.checksum is not None and output.hasher is not None:
-        digests |= {head.checksum: output.hasher.hexdigest(), "tensor_digests": "".join(tensors)}
-    return _digest_and_header(head, blank, digests)
+    return output.fingerprint.hexdigest(), "".join(tensors)
 
 
-def _digest_and_header(head: _Head, blank: bytes, digests: Mapping[str, str]) -> tuple[FileDigest, bytes]:
+def _digest_and_header(
+    head: _Head, blank: bytes, fingerprint: str, hasher: Hasher | None, tensor_digests: str
+) -> tuple[FileDigest, bytes]:
+    digests = {"fingerprint": fingerprint}
+    if head.checksum is not None and hasher is not None:
+        digests |= {head.checksum: hasher.hexdigest(), "tensor_digests": tensor_digests}
     header = blank if head.job.hfshard_metadata is None else head.stating(digests)
     return FileDigest(len(header) + head.data_bytes, **digests), header

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import hfshard
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.disk.block_writer import BlockWriter
 from hfshard.storage.disk.direct_io import BLOCK_BYTES
+from hfshard.storage.format.integrity import Hasher
 
 SIZE = 5 * 1024 * 1024 + 4096 * 3 + 77
 """More than the blocks that are under way at once, with an end that is not a multiple of anything."""
@@ -30,18 +33,28 @@ def contents(size: int) -> bytes:
     return bytes(range(251)) * (size // 251) + bytes(range(size % 251))
 
 
-def written(path: Path, raw: bytes, *, background: bool = True, cancelled: threading.Event | None = None) -> bytes:
-    """What stands in a file after its bytes were handed over in pieces."""
+def written(
+    path: Path,
+    raw: bytes,
+    *,
+    helpers: int = 1,
+    cancelled: threading.Event | None = None,
+    hasher: Hasher | None = None,
+) -> bytes:
+    """What stands in a file after its bytes were handed over in pieces, some of which are wiped afterwards."""
     told: list[int] = []
+    hasher = hasher or hashlib.sha256()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        writer = BlockWriter(fd, len(raw), cancelled or threading.Event(), told.append, background=background)
+        writer = BlockWriter(fd, len(raw), cancelled or threading.Event(), told.append, helpers=helpers, hasher=hasher)
         try:
             at = number = 0
             while at < len(raw):
                 count = PIECES[number % len(PIECES)]
                 piece = bytearray(raw[at : at + count]) if number % 2 else raw[at : at + count]
                 writer.write(memoryview(piece))
+                if isinstance(piece, bytearray):
+                    piece[:] = bytes(len(piece))
                 at, number = at + count, number + 1
             writer.finish()
         finally:
@@ -49,34 +62,63 @@ def written(path: Path, raw: bytes, *, background: bool = True, cancelled: threa
     finally:
         os.close(fd)
     assert sum(told) == len(raw)
+    assert hasher.hexdigest() == hashlib.sha256(raw).hexdigest()
     return path.read_bytes()
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, instead: Pwrite | None = None) -> list[tuple[bool, int, int]]:
-    """Of each write: whether it goes past the page cache, where it begins, how long it is."""
-    real, seen = os.pwrite, []
+    """Of each write: whether it goes past the page cache, where it begins, how long it is.
+
+    Args:
+        monkeypatch: Of the test.
+        instead: What is done instead; of several blocks with the first one, as if no more had been written.
+    """
+    real, real_of_several, seen = os.pwrite, os.pwritev, []
 
     def watched(fd: int, block: memoryview, at: int) -> int:
         seen.append((bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT), at, len(block)))
         return instead(fd, block, at) if instead is not None else real(fd, block, at)
 
+    def watched_several(fd: int, blocks: list[memoryview], at: int) -> int:
+        if instead is not None:
+            return watched(fd, blocks[0], at)
+        seen.append((bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT), at, sum(map(len, blocks))))
+        return real_of_several(fd, blocks, at)
+
     monkeypatch.setattr(os, "pwrite", watched)
+    monkeypatch.setattr(os, "pwritev", watched_several)
     return seen
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, SIZE])
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("helpers", [0, 1, 2])
 @pytest.mark.parametrize("direct", ["0", "1"])
-def test_every_path_writes_the_same_bytes(
-    direct: str, background: bool, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_path_writes_and_hashes_the_same_bytes(
+    direct: str, helpers: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HFSHARD_DIRECT", direct)
-    assert written(tmp_path / "x", contents(size), background=background) == contents(size)
+    assert written(tmp_path / "x", contents(size), helpers=helpers) == contents(size)
+
+
+@pytest.mark.parametrize("refused", [{"hfshard-disk"}, {"hfshard-hash"}, {"hfshard-disk", "hfshard-hash"}])
+def test_where_no_thread_can_be_started_the_caller_does_its_work(
+    refused: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, before = threading.Thread.start, threading.active_count()
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name in refused:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    assert written(tmp_path / "x", contents(SIZE), helpers=2) == contents(SIZE)
+    assert threading.active_count() == before
 
 
 def test_a_large_file_goes_past_the_page_cache_but_for_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = watch(monkeypatch)
-    assert written(tmp_path / "x", contents(SIZE)) == contents(SIZE)
+    assert written(tmp_path / "x", contents(SIZE), helpers=0) == contents(SIZE)
     if not seen[0][0]:
         pytest.skip("NO O_DIRECT HERE: the writes past the page cache are not tested")
     assert seen == [
@@ -84,6 +126,28 @@ def test_a_large_file_goes_past_the_page_cache_but_for_its_end(tmp_path: Path, m
         (True, 5242880, 12288),
         (False, 5255168, 77),
     ]
+
+
+@pytest.mark.parametrize("helpers", [1, 2])
+def test_blocks_that_are_full_are_written_together(
+    helpers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = watch(monkeypatch)
+    watched = os.pwrite
+
+    def late(fd: int, block: memoryview, at: int) -> int:
+        if at == 0:
+            time.sleep(0.1)  # meanwhile, the other three are filled
+        return watched(fd, block, at)
+
+    monkeypatch.setattr(os, "pwrite", late)
+    assert written(tmp_path / "x", contents(SIZE), helpers=helpers) == contents(SIZE)
+    if not seen[0][0]:
+        pytest.skip("NO O_DIRECT HERE: the writes past the page cache are not tested")
+    assert len(seen) < 7  # as many as there are without
+    assert max(count for _, _, count in seen) >= 2097152
+    assert seen[-1] == (False, 5255168, 77)
+    assert [at for _, at, _ in seen[1:]] == [at + count for _, at, count in seen[:-1]]
 
 
 @pytest.mark.parametrize(("size", "direct"), [(1024 * 1024 - 1, ""), (SIZE, "0")])
@@ -117,22 +181,40 @@ def test_short_writes_are_taken_up_where_they_ended(most: int, tmp_path: Path, m
     assert written(tmp_path / "x", contents(SIZE)) == contents(SIZE)
 
 
-@pytest.mark.parametrize("background", [True, False])
-@pytest.mark.parametrize("number", [0, 3, 6])
+@pytest.mark.parametrize("helpers", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 3, 5])
 def test_an_error_of_any_write_is_raised(
-    number: int, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, helpers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = os.pwrite, []
+    real = os.pwrite
 
     def fails(fd: int, block: memoryview, at: int) -> int:
-        calls.append(at)
-        if len(calls) > number:
+        if at >= number * BLOCK_BYTES:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(fd, block, at)
 
     watch(monkeypatch, fails)
     with pytest.raises(OSError, match="Input/output error"):
-        written(tmp_path / "x", contents(SIZE), background=background)
+        written(tmp_path / "x", contents(SIZE), helpers=helpers)
+
+
+@pytest.mark.parametrize("number", [1, 3, 6])
+def test_an_error_of_the_thread_that_hashes_is_raised(number: int, tmp_path: Path) -> None:
+    class Exhausted:
+        count = 0
+
+        def update(self, _: memoryview) -> None:
+            self.count += 1
+            if self.count == number:
+                raise MemoryError("no memory for a hash")
+
+        def hexdigest(self) -> str:
+            raise AssertionError("it is not asked for")
+
+    before = threading.active_count()
+    with pytest.raises(MemoryError, match="for a hash"):
+        written(tmp_path / "x", contents(SIZE), helpers=2, hasher=Exhausted())
+    assert threading.active_count() == before
 
 
 def test_no_space_is_told_before_the_first_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +222,7 @@ def test_no_space_is_told_before_the_first_write(tmp_path: Path, monkeypatch: py
     fd = os.open(tmp_path / "x", os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         with pytest.raises(OSError, match=r"No space left|File too large"):
-            BlockWriter(fd, 2**50, threading.Event(), None, background=True)
+            BlockWriter(fd, 2**50, threading.Event(), None, helpers=1)
     finally:
         os.close(fd)
     assert seen == []
@@ -155,7 +237,7 @@ def test_a_stopped_save_writes_no_further_block(tmp_path: Path) -> None:
 
 def test_no_thread_is_left_behind(tmp_path: Path) -> None:
     before = threading.active_count()
-    written(tmp_path / "x", contents(SIZE))
+    written(tmp_path / "x", contents(SIZE), helpers=2)
     assert threading.active_count() == before
 
 
