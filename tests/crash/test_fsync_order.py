@@ -110,6 +110,19 @@ def test_a_save_names_its_files_by_rename_only(traced_saves: list[tuple[str, set
         assert any(one.kind == "rename" and os.path.dirname(one.target) == directory for one in effects)
 
 
+def test_between_the_first_step_and_the_last_only_directories_are_flushed(
+    traced_saves: list[tuple[str, set[str], list[Effect]]],
+) -> None:
+    for directory, _, effects in traced_saves:
+        first = next(
+            place
+            for place, one in enumerate(effects)
+            if one.kind == "rename" and os.path.dirname(one.target) == directory
+        )
+        assert {one.path for one in effects[first:] if one.kind == "sync"} == {directory}
+        assert len([one for one in effects[:first] if one.kind == "sync" and "/hfshard/" in one.path]) >= 1
+
+
 def test_a_save_that_makes_directories_flushes_those_above_them(
     traced_saves: list[tuple[str, set[str], list[Effect]]],
 ) -> None:

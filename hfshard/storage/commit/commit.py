@@ -20,6 +20,7 @@ from hfshard.storage.commit.rollback import Rollback
 from hfshard.storage.commit.steps import CommitPlan, CommitStep
 from hfshard.storage.disk.folders import open_folder
 from hfshard.storage.disk.fsops import (
+    Unflushed,
     can_link,
     locked_directory,
     make_directories,
@@ -30,10 +31,10 @@ from hfshard.storage.disk.fsops import (
     sync,
     sync_directory,
     unlink_if_there,
-    write_file,
 )
 from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.storage.format.names import WeightNames
+from hfshard.storage.weights.safetensors_writer import writer_threads
 
 logger = logging.getLogger(__name__)
 
@@ -114,27 +115,36 @@ class SaveSession:
             os.unlink(os.path.join(self.staging, name))
 
     def commit(self, plan: CommitPlan) -> None:
-        """Stage the small files, then carry out the steps of a plan.
+        """Stage the small files and what brings back those that they replace; then carry out the steps of a plan.
 
         Raises:
             CommitUndoneError: A step before the commit failed; the directory is as it was.
             CommitUnfinishedError: A step after the commit failed, and every reader loads the new checkpoint; or one
                 before it could not be taken back, and the message says who loads which.
-            OSError: The small files could not be staged; the directory is as it was.
+            OSError: They could not be staged; the directory is as it was.
             KeyboardInterrupt: Ctrl-C was pressed: the directory is as it was, or, after the commit, all steps are done.
         """
+        to_commit = plan.to_commit
+        rollback = Rollback(self.directory, self.staging)
+        with Unflushed() as unflushed:
+            self._stage_small_files(plan, unflushed)
+            rollback.prepare(to_commit, unflushed)
+            for made in self.made:
+                unflushed.add_directory(os.path.dirname(made))
+            unflushed.flush(writer_threads())
+        decisive = next(step.source for step in reversed(to_commit) if step.kind == "rename")
+        self._note_pending_deletes(plan.steps, decisive)
+        with deferred_interrupt() as was_interrupted:
+            self._run_to_commit(to_commit, rollback, was_interrupted)
+            self.is_committed = True
+            self._run_after_commit(plan.steps[len(to_commit) :])
+
+    def _stage_small_files(self, plan: CommitPlan, unflushed: Unflushed) -> None:
         targets = {step.source: step.target for step in plan.steps if step.kind == "rename"}
         weights = self.replaced
         for staged, content in plan.small_files.items():
             like = self.like(targets[staged]) or weights
-            write_file(os.path.join(self.staging, staged), content, like=like)
-        to_commit = plan.to_commit
-        decisive = next(step.source for step in reversed(to_commit) if step.kind == "rename")
-        self._note_pending_deletes(plan.steps, decisive)
-        with deferred_interrupt() as was_interrupted:
-            self._run_to_commit(to_commit, was_interrupted)
-            self.is_committed = True
-            self._run_after_commit(plan.steps[len(to_commit) :])
+            unflushed.write_file(os.path.join(self.staging, staged), content, like=like)
 
     def _note_pending_deletes(self, steps: list[CommitStep], decisive: str) -> None:
         """Note the shards to delete that hfshard did not write: its own are recognized when no index names them.
@@ -148,15 +158,14 @@ class SaveSession:
         if foreign := [name for name in removed if name not in ours]:
             note_pending_deletes(self.directory, foreign, decisive)
 
-    def _run_to_commit(self, steps: list[CommitStep], was_interrupted: Callable[[], bool]) -> None:
+    def _run_to_commit(self, steps: list[CommitStep], rollback: Rollback, was_interrupted: Callable[[], bool]) -> None:
         """Carry out the steps up to the commit; on an error all of them are rolled back."""
-        rollback = Rollback(self.directory, self.staging)
         step = steps[0]
         try:
             for step in steps:
                 if was_interrupted():
                     raise KeyboardInterrupt
-                rollback.prepare(step)
+                rollback.begin(step)
                 self._execute(step)
         except BaseException as error:
             moved = rollback.run()
@@ -299,7 +308,7 @@ def _make(directory: str) -> list[str]:
             path=directory,
         )
     try:
-        return make_directories(directory)
+        return make_directories(directory, flush=False)  # before the first step
     except (NotADirectoryError, FileExistsError) as error:
         raise SaveDirectoryError(
             f"The directory '{directory}' can't be made: something above it is a file. Pass another save_directory.",

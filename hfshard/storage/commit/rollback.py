@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from hfshard.constants import MAX_CONFIG_BYTES
 from hfshard.storage.commit.steps import CommitStep
-from hfshard.storage.disk.fsops import NO_LINKS, rename, sync_directory, unlink_if_there, write_file
+from hfshard.storage.disk.fsops import NO_LINKS, Unflushed, rename, sync_directory, unlink_if_there
 
 logger = logging.getLogger(__name__)
 
@@ -17,22 +18,36 @@ logger = logging.getLogger(__name__)
 class Rollback:
     """What takes back the steps that were made so far.
 
-    What a step replaces is copied into the staging directory before the step, so that nothing has to be written when it
-    is taken back: the disk may be full then.
+    What the steps replace is copied into the staging directory before the first one, so that nothing has to be written
+    when they are taken back: the disk may be full then.
     """
 
     def __init__(self, directory: str, staging: str) -> None:
         self.directory = directory
         self.staging = staging
+        self._prepared: deque[Callable[[], None]] = deque()
         self._undo: list[tuple[CommitStep, Callable[[], None]]] = []
 
-    def prepare(self, step: CommitStep) -> None:
-        """Get ready to take a step back, whether it will be done or not.
+    def prepare(self, steps: Sequence[CommitStep], unflushed: Unflushed) -> None:
+        """Get ready to take steps back.
+
+        Args:
+            steps: All that may have to be; what they move into place is in the staging directory.
+            unflushed: Gets the copies, which must be durable before the first step.
 
         Raises:
-            OSError: What it replaces could not be copied.
+            OSError: What a step replaces could not be copied.
         """
-        self._undo.append((step, self._undo_of(step)))
+        placed: dict[str, str] = {}
+        for number, step in enumerate(steps):
+            now = placed.get(step.target, os.path.join(self.directory, step.target))
+            self._prepared.append(self._undo_of(step, now, f"{number:03d}.kept", unflushed))
+            if step.kind == "rename":
+                placed[step.target] = os.path.join(self.staging, step.source)
+
+    def begin(self, step: CommitStep) -> None:
+        """Take the next step back, too, whether it will be done or not."""
+        self._undo.append((step, self._prepared.popleft()))
 
     def run(self) -> list[str]:
         """Take all steps back.
@@ -64,23 +79,24 @@ class Rollback:
             return False
         return True
 
-    def _undo_of(self, step: CommitStep) -> Callable[[], None]:
+    def _undo_of(self, step: CommitStep, now: str, kept_name: str, unflushed: Unflushed) -> Callable[[], None]:
+        """What takes a step back, where `now` is the file that will have its target's name when it comes."""
         if step.kind != "rename":
             return lambda: None
         target = os.path.join(self.directory, step.target)
         staged = os.path.join(self.staging, step.source)
-        kept = os.path.join(self.staging, f"{len(self._undo):03d}.kept")
+        kept = os.path.join(self.staging, kept_name)
 
         def restore() -> None:
             if not os.path.exists(staged):
                 rename(kept, target)
 
         try:
-            status = os.lstat(target)
+            status = os.lstat(now)
         except FileNotFoundError:
             return lambda: None if os.path.exists(staged) else unlink_if_there(target)
         if stat.S_ISLNK(status.st_mode):
-            os.symlink(os.readlink(target), kept)
+            os.symlink(os.readlink(now), kept)
             return restore
         if not stat.S_ISREG(status.st_mode):
             return lambda: None  # a FIFO holds nothing to restore
@@ -88,11 +104,11 @@ class Rollback:
         if is_weights and not step.moves:
             return lambda: None  # a shard that replaces another is the same, byte for byte; or it is the commit
         if is_weights:
-            _link(target, kept)
+            _link(now, kept)
         else:
-            with open(target, "rb") as file:
+            with open(now, "rb") as file:
                 old = file.read()
-            write_file(kept, old, like=status)
+            unflushed.write_file(kept, old, like=status)
         return restore
 
 

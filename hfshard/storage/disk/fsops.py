@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from hfshard._util.own_descriptor import OwnDescriptor, holder_of
+from hfshard._util.threads import in_threads
 from hfshard.constants import COPY_BYTES
 from hfshard.errors import DirectoryLockedError, NotEnoughSpaceError, SaveDirectoryError
 
@@ -148,11 +149,12 @@ def sync(fd: int, path: str) -> None:
         logger.warning("'%s' can't be flushed to disk (%s): a power cut may lose it.", path, error)
 
 
-def make_directories(directory: str) -> list[str]:
+def make_directories(directory: str, *, flush: bool = True) -> list[str]:
     """Make a directory and the missing ones above it, durably.
 
     Args:
         directory: Absolute, so that nobody asks for the working directory, which may be gone.
+        flush: False: the caller flushes what is above each that was made.
 
     Returns:
         Those that were made, deepest last.
@@ -173,7 +175,8 @@ def make_directories(directory: str) -> list[str]:
                 if not os.path.isdir(path):
                     raise
             else:
-                sync_directory(os.path.dirname(path))
+                if flush:
+                    sync_directory(os.path.dirname(path))
     except BaseException:
         remove_empty_directories(made)
         raise
@@ -219,13 +222,41 @@ def write_all(fd: int, raw: bytes | memoryview) -> None:
 
 def write_file(path: str, raw: bytes, *, like: os.stat_result | None = None) -> None:
     """Write a new small file durably, with the mode and group of the file that it will replace."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
+    with Unflushed() as unflushed:
+        unflushed.write_file(path, raw, like=like)
+        unflushed.flush(1)
+
+
+class Unflushed:
+    """Small files and directories that become durable together: for all of them, the disk is waited for once or twice.
+
+    They are flushed side by side, and a file system that has a journal writes it for those that wait at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[tuple[int, str]] = []
+
+    def __enter__(self) -> Unflushed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            os.close(self._open.pop()[0])
+
+    def write_file(self, path: str, raw: bytes, *, like: os.stat_result | None = None) -> None:
+        """Write a new small file, with the mode and group of the file that it will replace."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._open.append((fd, path))  # its own descriptor is told of an error in writing it back
         write_all(fd, raw)
         copy_mode(fd, like)
-        sync(fd, path)
-    finally:
-        os.close(fd)
+
+    def add_directory(self, path: str) -> None:
+        """Take a directory whose entries have changed."""
+        self._open.append((os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path))
+
+    def flush(self, threads: int) -> None:
+        """Make all of them durable, at most so many at once; skipped with a warning where the file system can't."""
+        in_threads(lambda one, _: sync(*one), self._open, threads)
 
 
 def copy_mode(fd: int, like: os.stat_result | None) -> None:

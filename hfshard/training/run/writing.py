@@ -18,11 +18,11 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.saving.linking import KnownFile
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.writing import OwnShardWriter, ShardWriter
-from hfshard.storage.disk.fsops import require_space, sync_directory, write_file
+from hfshard.storage.disk.fsops import Unflushed, require_space
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.tensors.tensor_bytes import tensor_nbytes
-from hfshard.storage.weights.safetensors_writer import WriteJob, await_devices
+from hfshard.storage.weights.safetensors_writer import WriteJob, await_devices, writer_threads
 from hfshard.training.collecting import SavePayload
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, shard_record, small_record
 
@@ -90,14 +90,15 @@ def write_checkpoint(
         if plans[base].is_sharded:
             own = [records[shard.file] for shard in plans[base].shards]
             small[request.options.names.index] = index_of(plans[base], request, own).to_json()
-    for name, raw in small.items():
-        write_file(os.path.join(directory, name), raw)
-    sync_directory(directory)
     table = {name: shard_record(record) for name, record in records.items()}
     table |= {name: small_record(raw) for name, raw in small.items()}
     whole = replace(manifest, files=table)
-    write_file(os.path.join(directory, MANIFEST), whole.to_json())
-    sync_directory(directory)
+    with Unflushed() as unflushed:
+        for name, raw in small.items():
+            unflushed.write_file(os.path.join(directory, name), raw)
+        unflushed.write_file(os.path.join(directory, MANIFEST), whole.to_json())
+        unflushed.add_directory(directory)
+        unflushed.flush(writer_threads())
     return whole
 
 
