@@ -166,4 +166,13 @@ def targets(data: Data) -> list[Target]:
     ]
 
 
-QUESTION = Question("training", "Training checkpoints", peers, make_specs, lambda context, peer: [], render, targets)
+QUESTION = Question(
+    "training",
+    "Training checkpoints",
+    peers,
+    make_specs,
+    lambda context, peer: [],
+    render,
+    targets,
+    held=2.0 * STATES,  # the state, and the pages of the file
+)
