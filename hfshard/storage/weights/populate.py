@@ -8,7 +8,7 @@ import mmap
 from collections.abc import Iterator
 from concurrent.futures import wait
 from queue import SimpleQueue
-from threading import Semaphore
+from threading import Event, Lock, Semaphore
 from typing import Final
 
 import torch
@@ -26,11 +26,14 @@ _WILL_NEED: Final = 3
 _HUGE_PAGE: Final = 14
 """`madvise`: in huge pages."""
 
-_PIECE_BYTES: Final = 8 * 1024 * 1024
+_PIECE_BYTES: Final = 4 * 1024 * 1024
 """Bytes that are brought in at once, ahead of those that are hashed."""
 
-_AHEAD: Final = 4
+_AHEAD: Final = 8
 """Such pieces."""
+
+_THREADS: Final = 2
+"""With one for a file, the disk waits for it to get a core that others hash on: 2.5 GB took 1.06 s instead of 0.96."""
 
 
 def is_populated(mapping: torch.UntypedStorage, begin: int, end: int) -> bool:
@@ -107,41 +110,59 @@ def pieces_of(begin: int, end: int, piece_bytes: int) -> Iterator[tuple[int, int
 
 
 class _Ahead:
-    """A thread that populates a stretch, a few pieces ahead of who waits for them."""
+    """Threads that populate a stretch, a few pieces ahead of who waits for them."""
 
     def __init__(self, mapping: torch.UntypedStorage, begin: int, end: int) -> None:
         self._mapping = mapping
-        self._begin = self._populated = begin
+        self._populated = begin
         self._end = end
-        self._ends: SimpleQueue[int] = SimpleQueue()
+        self._left = pieces_of(begin, end, _PIECE_BYTES)
+        self._begun: SimpleQueue[tuple[int, Event]] = SimpleQueue()
         self._room = Semaphore(_AHEAD)
+        self._lock = Lock()
         self._is_closed = False
-        self._thread = start_thread(self._populate_all, "hfshard-read", daemon=True)
-        if self._thread is None:  # then the page cache reads by itself
-            self._ends.put(end)
+        started = [start_thread(self._populate_pieces, "hfshard-read", daemon=True) for _ in range(_THREADS)]
+        self._threads = [one for one in started if one is not None]
+        if not self._threads:
+            self._stop()
 
     def wait_for(self, position: int) -> None:
-        """Wait until everything before a position was read."""
+        """Wait until everything before a position was read, or the threads have stopped."""
         while self._populated < position:
-            self._populated = self._ends.get()
+            self._populated, done = self._begun.get()
+            done.wait()
             self._room.release()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._is_closed = True
-        self._room.release()
-        if self._thread is not None:
-            wait([self._thread])
+        self._room.release(_THREADS)
+        wait(self._threads)
 
-    def _populate_all(self) -> None:
-        try:
-            for begin, end in pieces_of(self._begin, self._end, _PIECE_BYTES):
-                self._room.acquire()
-                if self._is_closed or not populate(self._mapping, begin, end):
+    def _populate_pieces(self) -> None:
+        while True:
+            self._room.acquire()
+            with self._lock:
+                piece = next(self._left, None)
+                if piece is None or self._is_closed:
                     return
-                self._ends.put(end)
-        finally:
-            self._ends.put(self._end)  # nobody may wait for ever
+                done = Event()
+                self._begun.put((piece[1], done))
+            is_read = False
+            try:
+                is_read = populate(self._mapping, *piece)
+            finally:
+                done.set()
+                if not is_read:  # the page cache reads the rest by itself, as far as the file goes
+                    self._stop()
+            if not is_read:
+                return
+
+    def _stop(self) -> None:
+        """Let nobody wait for pieces that will not come."""
+        nothing = Event()
+        nothing.set()
+        self._begun.put((self._end, nothing))
 
 
 def _advise(address: int, count_bytes: int, advice: int) -> bool:
