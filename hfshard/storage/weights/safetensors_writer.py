@@ -201,9 +201,11 @@ def _write_shard(
         blank = head.blank()
         size = len(blank) + head.data_bytes
         hasher = _new_hasher(checksum)
-        writer = BlockWriter(fd, size, cancelled, progress_callback, helpers=helpers, hasher=hasher)
+        aside = hasher if helpers > 1 else None
+        writer = BlockWriter(fd, size, cancelled, progress_callback, helpers=helpers, hasher=aside)
         try:
-            fingerprint, tensor_digests = _put_through(head, blank, writer.write)
+            put = writer.write if hasher is None or aside is not None else _hashing(hasher, writer.write)
+            fingerprint, tensor_digests = _put_through(head, blank, put)
             writer.finish()
         finally:
             writer.close()
@@ -235,13 +237,19 @@ def digest_shard(
         fingerprint = fingerprint_of(blank, list(job.tensors.values()))
         return _digest_and_header(head, blank, fingerprint, None, "")
     tell = cancellable(progress_callback, cancelled)
-
-    def put(block: memoryview) -> None:
-        hasher.update(block)
-        tell(len(block))
-
+    put = _hashing(hasher, lambda block: tell(len(block)))
     fingerprint, tensor_digests = _put_through(head, blank, put)
     return _digest_and_header(head, blank, fingerprint, hasher, tensor_digests)
+
+
+def _hashing(hasher: Hasher, put: Callable[[memoryview], object]) -> Callable[[memoryview], None]:
+    """Hash each block before it is passed on, while it is in the core's cache; a copy of it may not be."""
+
+    def hash_and_put(block: memoryview) -> None:
+        hasher.update(block)
+        put(block)
+
+    return hash_and_put
 
 
 def _new_hasher(checksum: str | None) -> Hasher | None:
