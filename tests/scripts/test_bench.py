@@ -126,7 +126,7 @@ def test_every_question_runs_with_every_peer(
     run([*place, "--device", "cuda"], child_environment)
     figures = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     of_one_process = ["save", "load", "reshard", "verify", "small", "tiny", "imports", "plan", "push", "memory"]
-    assert list(figures) == [*of_one_process, "training", "loader", "distributed", "ranks", "gpu"]
+    assert list(figures) == [*of_one_process, "training", "loader", "distributed", "node", "ranks", "gpu"]
     not_run = {name for data in figures.values() for name in data["skipped"]}
     optional = ("fastsafetensors", "runai", "instanttensor", "torchdata", "pinned copy")
     on_gpu = ("transformers", "hfshard load", "hfshard save", "limit")

@@ -130,7 +130,7 @@ class Question:
     """What has to be there while it runs, such as a server."""
 
 
-_ROOMS = {"many_ranks": ("distributed", "ranks"), "small_end": ("small", "tiny", "imports", "plan")}
+_ROOMS = {"many_ranks": ("distributed", "node", "ranks"), "small_end": ("small", "tiny", "imports", "plan")}
 """Where the questions are that are not in `questions`."""
 
 

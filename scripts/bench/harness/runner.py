@@ -29,6 +29,7 @@ QUESTIONS = (
     "training",
     "loader",
     "distributed",
+    "node",
     "ranks",
     "gpu",
 )

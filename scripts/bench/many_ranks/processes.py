@@ -29,7 +29,7 @@ class Ranks:
         self._context = context
         self._measured: list[Measured] = []
         command = [sys.executable, "-m", "bench.many_ranks.one_rank", peer, json.dumps(context.as_json())]
-        port = str(_free_port())
+        port = str(free_port())
         self._processes = [
             subprocess.Popen([*command, str(rank), port], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for rank in range(RANKS)
@@ -67,7 +67,8 @@ class Ranks:
         return line
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
