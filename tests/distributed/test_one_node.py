@@ -73,27 +73,30 @@ def load_cold(rank: int, place: Path) -> None:
         "names": names(rank),
         "rows": rows(),
         "rows, full": rows(verify="full"),
+        "small tensors": whole(),
     }
     found = {}
     for way, load in ways.items():
+        saved = place / ("many" if way == "small tensors" else "saved")
         if way != "names":
             sum_of(load(place / "small"))  # so that what is imported, or first called, is not counted
         torch.distributed.barrier()
-        if rank == 0 and not make_cold(place / "saved"):
+        if rank == 0 and not make_cold(saved):
             (place / "not cold").write_text(way)
         torch.distributed.barrier()
         before = number_in("/proc/self/io", "read_bytes")
-        total = sum_of(load(place / "saved"))
+        total = sum_of(load(saved))
         read = torch.tensor(number_in("/proc/self/io", "read_bytes") - before)
         gc.collect()  # a model under FSDP2 refers to itself, and a file that is mapped stays in the page cache
         torch.distributed.all_reduce(read)
-        if "whole" not in way:
+        if not way.startswith(("whole", "small")):
             torch.distributed.all_reduce(total)
         found[way] = (int(read), float(total))
     if rank == 0:
         print({way: round(read / MODEL_BYTES, 3) for way, (read, _) in found.items()})
-    expected = float(sum(range(LAYERS)) * SIDE * SIDE)
-    assert {way: total for way, (_, total) in found.items()} == dict.fromkeys(ways, expected)
+    # Sixteen layers of 0, 1 ... 15; and 512 tensors of 0, 1 ... 511, each of 32,768 elements.
+    expected = dict.fromkeys(ways, 125_829_120.0) | {"small tensors": 4_286_578_688.0}
+    assert {way: total for way, (_, total) in found.items()} == expected
     if not (place / "not cold").exists():
         assert {way: read for way, (read, _) in found.items() if read > MOST_READ} == {}
 
@@ -102,6 +105,8 @@ def test_four_processes_read_a_cold_checkpoint_once(tmp_path: Path) -> None:
     state = {f"{number}.weight": torch.full((SIDE, SIDE), float(number)) for number in range(LAYERS)}
     hfshard.save_state_dict(state, tmp_path / "saved", max_shard_size="17MB", checksum="xxh3")
     hfshard.save_state_dict({"0.weight": state["0.weight"]}, tmp_path / "small", checksum="xxh3")
+    many = {f"{number}": torch.full((32_768,), float(number)) for number in range(512)}
+    hfshard.save_state_dict(many, tmp_path / "many", checksum="xxh3")
     if not Path("/proc/self/io").exists():
         pytest.skip("NO COUNT OF BYTES HERE: that four processes read a checkpoint once is not tested")
 

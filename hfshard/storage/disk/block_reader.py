@@ -26,6 +26,11 @@ from hfshard.storage.disk.direct_io import (
 _AHEAD: Final = 2
 """Reads of a huge page that are made while one is in use."""
 
+_LEAST_PER_PLACE: Final = 100
+"""Places that are more than one in so many bytes of their stretch are read into the page cache, for all that read it:
+each of four processes that load a file of a thousand small tensors would read a sixteenth of it more.
+"""
+
 _PLACES_AT_ONCE: Final = 8
 """Small reads that are under way at once: each waits for the disk."""
 
@@ -71,8 +76,8 @@ def read_blocks(
 def read_places(fd: int, start: int, count_bytes: int, places: Sequence[tuple[int, int]]) -> Iterable[bytes]:
     """Read a few small places of a stretch of a file.
 
-    Of a cold file past the page cache: small pages here and there in it would keep the stretch from coming into it in
-    huge ones. And several at once.
+    Of a cold file past the page cache, if they are few for its size: small pages here and there in it would keep the
+    stretch from coming into it in huge ones. And several at once.
 
     Args:
         fd: Open for reading.
@@ -82,7 +87,9 @@ def read_places(fd: int, start: int, count_bytes: int, places: Sequence[tuple[in
     Returns:
         The bytes of each, shorter where the file ends.
     """
-    past_cache = len(places) > 1 and is_direct_wanted(count_bytes) and not is_cached(fd, start, count_bytes)
+    places_bytes = sum(count + DATA_ALIGNMENT for _, count in places)
+    is_few = len(places) > 1 and places_bytes * _LEAST_PER_PLACE <= count_bytes
+    past_cache = is_few and is_direct_wanted(count_bytes) and not is_cached(fd, start, count_bytes)
     direct = open_direct(fd) if past_cache else -1
     if direct < 0:
         return (os.pread(fd, count, at) for at, count in places)
