@@ -16,7 +16,6 @@ from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import start_thread
 from hfshard.constants import DATA_ALIGNMENT
 from hfshard.storage.disk.direct_io import BLOCK_BYTES, aligned_blocks, allocate, is_direct_wanted, set_direct
-from hfshard.storage.format.integrity import Hasher
 
 _BLOCKS: Final = 4
 """Blocks of a file that are filled or under way at once."""
@@ -28,7 +27,7 @@ _COPY_BY_LIBRARY_BYTES: Final = 64 * 1024
 
 
 class BlockWriter:
-    """Writes one new file from its beginning to its end; used by one thread, while others write and hash."""
+    """Writes one new file from its beginning to its end; used by one thread, while another one writes."""
 
     def __init__(
         self,
@@ -37,8 +36,7 @@ class BlockWriter:
         cancelled: threading.Event,
         progress_callback: ProgressCallback | None,
         *,
-        helpers: int,
-        hasher: Hasher | None = None,
+        background: bool,
     ) -> None:
         """Take an open, empty file, and reserve its space.
 
@@ -47,10 +45,7 @@ class BlockWriter:
             size: Bytes that it will have.
             cancelled: When it is set, the next block raises.
             progress_callback: Called with the number of bytes of each block written, maybe from another thread.
-            helpers: How many threads to start, if they can be: with 1 blocks are written while the next one is filled,
-                with 2 they are hashed meanwhile, too.
-            hasher: Gets all bytes that are written, in order: those of the file itself, not of what they were copied
-                from. It is done when `finish` returns.
+            background: Whether to write in another thread, if one can be started, while the next block is filled.
 
         Raises:
             OSError: There is no space.
@@ -58,20 +53,17 @@ class BlockWriter:
         self._fd = fd
         self._cancelled = cancelled
         self._progress_callback = progress_callback
-        self._hasher = hasher
         self._is_direct = is_direct_wanted(size) and set_direct(fd, wanted=True)
         if self._is_direct:
             allocate(fd, size)
         block_bytes = min(BLOCK_BYTES, max(1, -(-size // DATA_ALIGNMENT)) * DATA_ALIGNMENT)
-        self._helpers = helpers if size > block_bytes else 0
-        self._block, *self._others = aligned_blocks(_BLOCKS if self._helpers else 1, block_bytes)
+        self._is_several = background and size > block_bytes
+        self._block, *self._others = aligned_blocks(_BLOCKS if self._is_several else 1, block_bytes)
         self._filled = self._at = 0
         self._full: _Blocks = queue.SimpleQueue()
-        self._written: _Blocks = queue.SimpleQueue()
         self._free: _Blocks = queue.SimpleQueue()
         self._is_closed = False
         self._writing: Future[None] | None = None
-        self._hashing: Future[None] | None = None
 
     def write(self, view: memoryview) -> None:
         """Take the next bytes; they are copied before this returns.
@@ -89,70 +81,65 @@ class BlockWriter:
                 self._hand_on()
 
     def finish(self) -> None:
-        """Write the rest, and wait until everything is written and hashed; the caller flushes the file to the disk."""
+        """Write the rest, and wait until everything is written; the caller flushes the file to the disk."""
         self._take(self._block[: self._filled])
-        self._end_helpers()
+        self._end_writing()
         self._to_buffered(self._fd)
 
     def close(self) -> None:
-        """End the other threads; blocks that they have not begun with are dropped."""
+        """End the other thread; blocks that it has not begun to write are dropped."""
         self._is_closed = True
-        self._full.put(None)
-        self._written.put(None)
-        wait([one for one in (self._writing, self._hashing) if one is not None])
+        if self._writing is not None:
+            self._full.put(None)
+            wait([self._writing])
 
     def _hand_on(self) -> None:
         if self._cancelled.is_set():
             raise InterruptedError("another file of this save failed")
-        if self._helpers and self._writing is None:
-            self._start_helpers()
+        if self._is_several and self._writing is None:
+            self._writing = self._start_writing()
+            self._is_several = self._writing is not None
         self._take(self._block)
         if self._writing is not None:
             block = self._free.get()
             if block is None:
-                self._end_helpers()  # raises the error that ended one
+                self._end_writing()  # raises the error that ended it
                 raise InterruptedError("the file was finished")
             self._block = block
         self._filled = 0
 
     def _take(self, block: memoryview) -> None:
-        """Write and hash the next bytes, or have it done."""
-        if self._hasher is not None and self._hashing is None:
-            self._hasher.update(block)
+        """Write the next bytes, or have it done."""
         if self._writing is not None:
             self._full.put(block)
         else:
             self._write(self._fd, [block])
 
-    def _start_helpers(self) -> None:
+    def _start_writing(self) -> Future[None] | None:
         fd = os.dup(self._fd)  # of its own: repeated Ctrl-C may make the caller close the other one meanwhile
-        if self._helpers > 1 and self._hasher is not None:
-            self._hashing = start_thread(self._hash_in_background, "hfshard-hash")
-        after = self._free if self._hashing is None else self._written
-        self._writing = start_thread(partial(self._write_in_background, fd, after), "hfshard-disk")
-        if self._writing is None:
+        writing = start_thread(partial(self._write_in_background, fd), "hfshard-disk")
+        if writing is None:
             os.close(fd)
-            self._written.put(None)
-            self._helpers, self._hashing = 0, None
+            return None
         for block in self._others:
             self._free.put(block)
+        return writing
 
-    def _end_helpers(self) -> None:
-        """Wait until the other threads have done all; raise the error that has ended one."""
-        self._full.put(None)
-        for one in (self._writing, self._hashing):
-            if one is not None:
-                one.result()
+    def _end_writing(self) -> None:
+        """Wait until the other thread has written all; raise the error that has ended it."""
+        if self._writing is not None:
+            self._full.put(None)
+            self._writing.result()
 
-    def _write_in_background(self, fd: int, after: _Blocks) -> None:
+    def _write_in_background(self, fd: int) -> None:
         try:
             while (blocks := self._next_full()) and not self._is_closed:
                 self._write(fd, blocks)
                 for block in blocks:
-                    after.put(block)
+                    self._free.put(block)
         finally:
             os.close(fd)
-            after.put(None)  # nobody may wait for a block for ever
+            self._free.put(None)  # nobody may wait for a block for ever
 
     def _next_full(self) -> list[memoryview]:
         """Wait for a full block; past the page cache take all that are, as a disk is faster with large requests."""
@@ -164,15 +151,6 @@ class BlockWriter:
                 break
             blocks.append(block)
         return blocks
-
-    def _hash_in_background(self) -> None:
-        assert self._hasher is not None
-        try:
-            while (block := self._written.get()) is not None and not self._is_closed:
-                self._hasher.update(block)
-                self._free.put(block)
-        finally:
-            self._free.put(None)
 
     def _write(self, fd: int, blocks: Sequence[memoryview]) -> None:
         *before, last = blocks

@@ -228,9 +228,9 @@ def write_file(path: str, raw: bytes, *, like: os.stat_result | None = None) -> 
 
 
 class Unflushed:
-    """Small files and directories that become durable together: for all of them, the disk is waited for once or twice.
+    """Small files and directories that become durable together, before anything that needs them begins.
 
-    They are flushed side by side, and a file system that has a journal writes it for those that wait at the same time.
+    They are flushed side by side: a file system that has a journal may write it once for several.
     """
 
     def __init__(self) -> None:

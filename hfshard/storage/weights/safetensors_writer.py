@@ -78,17 +78,8 @@ def write_shards(
     """
     await_devices(jobs)
     threads = writer_threads()
-    helpers = _helpers(min(threads, len(jobs)), checksum) if threads > 1 else 0
-    write = partial(_write_shard, checksum=checksum, progress_callback=progress_callback, helpers=helpers)
+    write = partial(_write_shard, checksum=checksum, progress_callback=progress_callback, background=threads > 1)
     return in_threads(write, jobs, threads)
-
-
-def _helpers(files_at_once: int, checksum: str | None) -> int:
-    """Threads to write one file, beside the one that reads the tensors.
-
-    One writes. Another one hashes, if that takes as long as writing, and no other file's hashing has the core.
-    """
-    return 2 if checksum == "sha256" and files_at_once < (os.cpu_count() or 1) else 1
 
 
 def await_devices(jobs: Sequence[WriteJob]) -> None:
@@ -193,7 +184,7 @@ def _write_shard(
     *,
     checksum: str | None,
     progress_callback: ProgressCallback | None,
-    helpers: int,
+    background: bool,
 ) -> FileDigest:
     fd = os.open(job.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -201,10 +192,9 @@ def _write_shard(
         blank = head.blank()
         size = len(blank) + head.data_bytes
         hasher = _new_hasher(checksum)
-        aside = hasher if helpers > 1 else None
-        writer = BlockWriter(fd, size, cancelled, progress_callback, helpers=helpers, hasher=aside)
+        writer = BlockWriter(fd, size, cancelled, progress_callback, background=background)
         try:
-            put = writer.write if hasher is None or aside is not None else _hashing(hasher, writer.write)
+            put = writer.write if hasher is None else _hashing(hasher, writer.write)
             fingerprint, tensor_digests = _put_through(head, blank, put)
             writer.finish()
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import threading
 import time
@@ -18,7 +17,6 @@ import hfshard
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.disk.block_writer import BlockWriter
 from hfshard.storage.disk.direct_io import BLOCK_BYTES
-from hfshard.storage.format.integrity import Hasher
 
 SIZE = 5 * 1024 * 1024 + 4096 * 3 + 77
 """More than the blocks that are under way at once, with an end that is not a multiple of anything."""
@@ -37,16 +35,14 @@ def written(
     path: Path,
     raw: bytes,
     *,
-    helpers: int = 1,
+    background: bool = True,
     cancelled: threading.Event | None = None,
-    hasher: Hasher | None = None,
 ) -> bytes:
     """What stands in a file after its bytes were handed over in pieces, some of which are wiped afterwards."""
     told: list[int] = []
-    hasher = hasher or hashlib.sha256()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        writer = BlockWriter(fd, len(raw), cancelled or threading.Event(), told.append, helpers=helpers, hasher=hasher)
+        writer = BlockWriter(fd, len(raw), cancelled or threading.Event(), told.append, background=background)
         try:
             at = number = 0
             while at < len(raw):
@@ -62,7 +58,6 @@ def written(
     finally:
         os.close(fd)
     assert sum(told) == len(raw)
-    assert hasher.hexdigest() == hashlib.sha256(raw).hexdigest()
     return path.read_bytes()
 
 
@@ -91,34 +86,28 @@ def watch(monkeypatch: pytest.MonkeyPatch, instead: Pwrite | None = None) -> lis
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, SIZE])
-@pytest.mark.parametrize("helpers", [0, 1, 2])
+@pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("direct", ["0", "1"])
-def test_every_path_writes_and_hashes_the_same_bytes(
-    direct: str, helpers: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_path_writes_the_same_bytes(
+    direct: str, background: bool, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HFSHARD_DIRECT", direct)
-    assert written(tmp_path / "x", contents(size), helpers=helpers) == contents(size)
+    assert written(tmp_path / "x", contents(size), background=background) == contents(size)
 
 
-@pytest.mark.parametrize("refused", [{"hfshard-disk"}, {"hfshard-hash"}, {"hfshard-disk", "hfshard-hash"}])
 def test_where_no_thread_can_be_started_the_caller_does_its_work(
-    refused: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, before = threading.Thread.start, threading.active_count()
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
-    def limited(thread: threading.Thread) -> None:
-        if thread.name in refused:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", limited)
-    assert written(tmp_path / "x", contents(SIZE), helpers=2) == contents(SIZE)
-    assert threading.active_count() == before
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert written(tmp_path / "x", contents(SIZE)) == contents(SIZE)
 
 
 def test_a_large_file_goes_past_the_page_cache_but_for_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = watch(monkeypatch)
-    assert written(tmp_path / "x", contents(SIZE), helpers=0) == contents(SIZE)
+    assert written(tmp_path / "x", contents(SIZE), background=False) == contents(SIZE)
     if not seen[0][0]:
         pytest.skip("NO O_DIRECT HERE: the writes past the page cache are not tested")
     assert seen == [
@@ -128,10 +117,7 @@ def test_a_large_file_goes_past_the_page_cache_but_for_its_end(tmp_path: Path, m
     ]
 
 
-@pytest.mark.parametrize("helpers", [1, 2])
-def test_blocks_that_are_full_are_written_together(
-    helpers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_are_full_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = watch(monkeypatch)
     watched = os.pwrite
 
@@ -141,7 +127,7 @@ def test_blocks_that_are_full_are_written_together(
         return watched(fd, block, at)
 
     monkeypatch.setattr(os, "pwrite", late)
-    assert written(tmp_path / "x", contents(SIZE), helpers=helpers) == contents(SIZE)
+    assert written(tmp_path / "x", contents(SIZE)) == contents(SIZE)
     if not seen[0][0]:
         pytest.skip("NO O_DIRECT HERE: the writes past the page cache are not tested")
     assert len(seen) < 7  # as many as there are without
@@ -181,10 +167,10 @@ def test_short_writes_are_taken_up_where_they_ended(most: int, tmp_path: Path, m
     assert written(tmp_path / "x", contents(SIZE)) == contents(SIZE)
 
 
-@pytest.mark.parametrize("helpers", [0, 1, 2])
+@pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("number", [0, 3, 5])
 def test_an_error_of_any_write_is_raised(
-    number: int, helpers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.pwrite
 
@@ -195,26 +181,7 @@ def test_an_error_of_any_write_is_raised(
 
     watch(monkeypatch, fails)
     with pytest.raises(OSError, match="Input/output error"):
-        written(tmp_path / "x", contents(SIZE), helpers=helpers)
-
-
-@pytest.mark.parametrize("number", [1, 3, 6])
-def test_an_error_of_the_thread_that_hashes_is_raised(number: int, tmp_path: Path) -> None:
-    class Exhausted:
-        count = 0
-
-        def update(self, _: memoryview) -> None:
-            self.count += 1
-            if self.count == number:
-                raise MemoryError("no memory for a hash")
-
-        def hexdigest(self) -> str:
-            raise AssertionError("it is not asked for")
-
-    before = threading.active_count()
-    with pytest.raises(MemoryError, match="for a hash"):
-        written(tmp_path / "x", contents(SIZE), helpers=2, hasher=Exhausted())
-    assert threading.active_count() == before
+        written(tmp_path / "x", contents(SIZE), background=background)
 
 
 def test_no_space_is_told_before_the_first_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +189,7 @@ def test_no_space_is_told_before_the_first_write(tmp_path: Path, monkeypatch: py
     fd = os.open(tmp_path / "x", os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         with pytest.raises(OSError, match=r"No space left|File too large"):
-            BlockWriter(fd, 2**50, threading.Event(), None, helpers=1)
+            BlockWriter(fd, 2**50, threading.Event(), None, background=True)
     finally:
         os.close(fd)
     assert seen == []
@@ -237,7 +204,7 @@ def test_a_stopped_save_writes_no_further_block(tmp_path: Path) -> None:
 
 def test_no_thread_is_left_behind(tmp_path: Path) -> None:
     before = threading.active_count()
-    written(tmp_path / "x", contents(SIZE), helpers=2)
+    written(tmp_path / "x", contents(SIZE))
     assert threading.active_count() == before
 
 
