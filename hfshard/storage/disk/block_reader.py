@@ -62,12 +62,13 @@ def read_blocks(
         block_bytes: The size of a block.
         keep_cached: Whether to leave what is read in the page cache.
     """
-    is_long = count_bytes >= _MIN_AHEAD_BYTES and block_bytes >= BLOCK_BYTES
-    past_cache = is_long and not keep_cached and is_direct_wanted(count_bytes) and not is_cached(fd, start, count_bytes)
-    direct = open_direct(fd) if past_cache else -1
+    # In the page cache, a stretch would be read with as much behind it as the kernel reads ahead.
+    past_cache = block_bytes >= BLOCK_BYTES and not keep_cached and is_direct_wanted(count_bytes)
+    direct = open_direct(fd) if past_cache and not is_cached(fd, start, count_bytes) else -1
     reads = _Reads(fd, direct, start, count_bytes, block_bytes)
     try:
-        yield from reads.one_by_one() if direct < 0 else reads.ahead()  # the page cache reads ahead by itself
+        is_long = count_bytes >= _MIN_AHEAD_BYTES
+        yield from reads.ahead() if direct >= 0 and is_long else reads.one_by_one()  # the page cache does it by itself
     finally:
         if direct >= 0:
             os.close(direct)
@@ -202,7 +203,7 @@ class _Reads:
 
     def one_by_one(self) -> Iterator[memoryview]:
         """Yield the blocks, each read when it is asked for."""
-        buffer = memoryview(bytearray(self.room))
+        buffer = aligned_block(self.room) if self.direct >= 0 else memoryview(bytearray(self.room))
         for at in self.starts:
             found = self._read(buffer, at)
             yield from self._blocks_of(found)

@@ -13,8 +13,15 @@ from bench.markdown import markdown_table, paragraphs, readme_block
 
 README_COMMAND = "python scripts/bench/run.py --readme"
 README_LINES = (
-    ("save", "save, sha256 of every file, flushed to disk", "hfshard sha256", "transformers", "save", "limit | hash"),
-    ("save", "save, no checksum, flushed to disk", "hfshard none", "transformers", "save", "limit"),
+    (
+        "save",
+        "save, sha256 of every file, flushed to disk",
+        "hfshard sha256",
+        "transformers fsync",
+        "save",
+        "limit | hash",
+    ),
+    ("save", "save, no checksum, flushed to disk", "hfshard none", "transformers fsync", "save", "limit"),
     ("load", "load from disk, to every byte read", "hfshard/cold", "transformers/cold", "read", "limit/cold"),
     ("load", "load from the page cache, to ready", "hfshard/warm", "transformers/warm", "ready", ""),
     (
@@ -133,7 +140,8 @@ def _readme_limits(results: dict[str, Any]) -> str:
         return ""
     return (
         f"The limits, measured in the same rounds: {', '.join(found)}; for a save with sha256 the larger of both"
-        " counts, for a re-shard the sum of reading and writing. transformers neither flushes nor hashes what it saves."
+        " counts, for a re-shard the sum of reading and writing. transformers does not hash what it saves, nor flush"
+        " it: its files were flushed for it."
     )
 
 

@@ -83,6 +83,14 @@ def write_files(memory: mmap.mmap, files: Sequence[tuple[Path, int]]) -> None:
     _each(put, files, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
 
+def sync_files(directory: Path) -> None:
+    """Flush the files of a directory, and the directory."""
+    for path in [*directory.iterdir(), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
 def read_files(memory: mmap.mmap | None, files: Sequence[tuple[Path, int]]) -> None:
     """Read files with O_DIRECT into memory one after another, or (None) into the same few blocks again and again."""
     view = memoryview(memory) if memory is not None else None

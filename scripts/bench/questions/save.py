@@ -12,10 +12,10 @@ from bench.harness.figures import Data, at_most, peak_at_most, ratio, skipped, t
 from bench.harness.inputs import make_specs, written
 from bench.harness.models import make_flat_tensors, make_model, make_tensors, total_bytes
 from bench.harness.question import SIDE, Context, Job, Peer, Question, SkipPeer, Target
-from bench.machine.limits import aligned, anonymous, files_of, hashing, random_memory, write_files
+from bench.machine.limits import aligned, anonymous, files_of, hashing, random_memory, sync_files, write_files
 from bench.markdown import paragraphs
 
-BASE, LIMIT, HASH = "transformers", "limit", "hash"
+BASE, SYNCED, LIMIT, HASH = "transformers", "transformers fsync", "limit", "hash"
 OURS = ("hfshard sha256", "hfshard xxh3", "hfshard none")
 VIEWS = ("hfshard strided", "hfshard flat")
 PEAK_MIB = 64
@@ -26,10 +26,11 @@ def peers(context: Context) -> list[Peer]:
 
     def line(key: str, title: str, prepare: Callable[[Context], Job], every: int = 1) -> Peer:
         limit = f"{LIMIT} | {HASH}" if key == OURS[0] else LIMIT
-        return Peer(key, title, prepare, every=every, base=BASE, limit=limit)
+        return Peer(key, title, prepare, every=every, base=SYNCED, limit=limit)
 
     return [
         line(BASE, "transformers `save_pretrained` (not flushed, not hashed)", with_transformers),
+        line(SYNCED, "the same, then fsync of its files and the directory", with_fsync),
         line("hfshard sha256", "hfshard, sha256", lambda context: with_hfshard(context, "sha256")),
         line("hfshard xxh3", "hfshard, xxh3", lambda context: with_hfshard(context, "xxh3")),
         line("hfshard none", "hfshard, no checksum", lambda context: with_hfshard(context, None)),
@@ -47,6 +48,17 @@ def peers(context: Context) -> list[Peer]:
 def with_transformers(context: Context) -> Job:
     """`save_pretrained` of the same model."""
     return transformers_job(context, make_model(context.size, context.specs))
+
+
+def with_fsync(context: Context) -> Job:
+    """What it takes transformers until the bytes are on the disk."""
+    model = make_model(context.size, context.specs)
+
+    def save() -> None:
+        model.save_pretrained(context.target, max_shard_size=context.size.shard_size)
+        sync_files(context.target)
+
+    return _job(context, save)
 
 
 def with_hfshard(context: Context, checksum: Any) -> Job:
@@ -159,7 +171,7 @@ def render(data: Data) -> str:
     return paragraphs(
         "A new empty directory each time. hfshard's time includes the fsync of every file and of the directory;"
         " of the peers only DCP flushes. The limit of the line with sha256 is the larger of both, in the same round.",
-        table(data, list(data["peers"]), [("save", "")]),
+        table(data, list(data["peers"]), [("save", "")], "transformers with fsync"),
         skipped(data),
     )
 

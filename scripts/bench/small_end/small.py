@@ -15,7 +15,7 @@ from bench.harness.figures import MEGABYTE, Data, at_most, ratio, skipped, table
 from bench.harness.inputs import make_specs, written
 from bench.harness.models import make_model, total_bytes
 from bench.harness.question import Context, Job, Peer, Question, Target
-from bench.machine.limits import anonymous, hashing, write_files
+from bench.machine.limits import anonymous, hashing, sync_files, write_files
 from bench.markdown import paragraphs
 
 SIZE = "45m"
@@ -64,10 +64,7 @@ def with_transformers(context: Context, *, shard_size: str = "", fsync: bool = F
     def save(directory: Path) -> None:
         model.save_pretrained(directory, max_shard_size=shard_size)
         if fsync:
-            for path in [*directory.iterdir(), directory]:
-                descriptor = os.open(path, os.O_RDONLY)
-                os.fsync(descriptor)
-                os.close(descriptor)
+            sync_files(directory)
 
     return _second_save(context, save)
 
