@@ -70,7 +70,7 @@ def test_a_run_writes_a_table_with_all_columns_for_each_question(measured: Path)
     targets, _, *of_questions = [table[0] for table in tables_written]
     assert targets == ["target", "measured", "met", "model"]
     assert of_questions == [
-        ["", "s (min–max)", "× transformers", "× the limit", *ends],
+        ["", "s (min–max)", "× transformers with fsync", "× the limit", *ends],
         ["", "s (min–max)", "× the plain loop", "× the limit", *ends],
     ]
     for table in tables_written[2:]:
@@ -80,7 +80,7 @@ def test_a_run_writes_a_table_with_all_columns_for_each_question(measured: Path)
 def test_a_run_tells_the_machine_and_the_main_peers(measured: Path) -> None:
     _, machine, save, _ = tables((measured / "RESULTS.md").read_text(encoding="utf-8"))
     assert [row[0] for row in machine[2:8]] == ["CPU", "memory", "kernel", "file system", "disk", "Python"]
-    assert [row[0].split()[0] for row in save[2:6]] == ["transformers", "hfshard,", "hfshard,", "hfshard,"]
+    assert [row[0].split()[0] for row in save[2:7]] == ["transformers", "the", "hfshard,", "hfshard,", "hfshard,"]
 
 
 def test_a_run_leaves_no_data(measured: Path) -> None:

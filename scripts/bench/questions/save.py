@@ -194,4 +194,4 @@ def targets(data: Data) -> list[Target]:
     return found
 
 
-QUESTION = Question("save", "Save", peers, make_specs, lambda context, peer: [], render, targets)
+QUESTION = Question("save", "Save", peers, make_specs, lambda context, peer: [], render, targets, held=2.0)

@@ -10,11 +10,11 @@ HOST = -1
 DEADLY = ("kill", "stop")
 """Faults after which the rank is gone; after all others the same ranks save again."""
 BY_STRACE = {
-    ("writing", "kill"): "pwrite64:signal=KILL:when=2",
-    ("writing", "stop"): "pwrite64:signal=STOP:when=2",
-    ("writing", "int"): "pwrite64:signal=INT:when=2",
-    ("writing", "enospc"): "pwrite64:error=ENOSPC:when=2",
-    ("writing", "eio"): "pwrite64:error=EIO:when=2",
+    ("writing", "kill"): "pwrite64,pwritev:signal=KILL:when=1",
+    ("writing", "stop"): "pwrite64,pwritev:signal=STOP:when=1",
+    ("writing", "int"): "pwrite64,pwritev:signal=INT:when=1",
+    ("writing", "enospc"): "pwrite64,pwritev:error=ENOSPC:when=1",
+    ("writing", "eio"): "pwrite64,pwritev:error=EIO:when=1",
     ("commit", "enospc"): "rename:error=ENOSPC:when=1",
     ("commit", "eio"): "rename:error=EIO:when=2",
     ("cleanup", "kill"): "unlink:signal=KILL:when=2",
@@ -51,7 +51,7 @@ class Case(NamedTuple):
     """A rank, or `HOST`."""
     phase: str
     """"planning": when tensors are listed, after all have come. "exchange": when a tensor is read for its owner.
-    "writing": at the second write of a file. "written": when all files are. "commit": when the first rank renames,
+    "writing": at the first write of a file. "written": when all files are. "commit": when the first rank renames,
     after all have confirmed that they take part. "cleanup": when it removes the old files. "after": when the rank's
     call has returned. Of loads, "opening": when a file of tensors is opened; "assigning": when all has been read, and
     an object takes in what is its own."""
