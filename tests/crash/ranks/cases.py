@@ -10,11 +10,11 @@ HOST = -1
 DEADLY = ("kill", "stop")
 """Faults after which the rank is gone; after all others the same ranks save again."""
 BY_STRACE = {
-    ("writing", "kill"): "pwrite64,pwritev:signal=KILL:when=1",
-    ("writing", "stop"): "pwrite64,pwritev:signal=STOP:when=1",
-    ("writing", "int"): "pwrite64,pwritev:signal=INT:when=1",
-    ("writing", "enospc"): "pwrite64,pwritev:error=ENOSPC:when=1",
-    ("writing", "eio"): "pwrite64,pwritev:error=EIO:when=1",
+    ("writing", "kill"): "pwrite64,pwritev,pwritev2:signal=KILL:when=1",
+    ("writing", "stop"): "pwrite64,pwritev,pwritev2:signal=STOP:when=1",
+    ("writing", "int"): "pwrite64,pwritev,pwritev2:signal=INT:when=1",
+    ("writing", "enospc"): "pwrite64,pwritev,pwritev2:error=ENOSPC:when=1",
+    ("writing", "eio"): "pwrite64,pwritev,pwritev2:error=EIO:when=1",
     ("commit", "enospc"): "rename:error=ENOSPC:when=1",
     ("commit", "eio"): "rename:error=EIO:when=2",
     ("cleanup", "kill"): "unlink:signal=KILL:when=2",
