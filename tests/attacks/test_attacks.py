@@ -22,7 +22,7 @@ TRAPS = sorted(SAVES)
 PASSED_ON = "header-dtype-that-torch-lacks"
 """No torch is needed to copy its bytes."""
 WANTED = 100
-"""The least number of attacks that issue 2 asks for."""
+"""The least number of attacks that are tried."""
 
 Ask = Callable[[str], dict[str, Any]]
 
