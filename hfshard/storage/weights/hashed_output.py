@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from hfshard.storage.disk.direct_io import BLOCK_BYTES
-from hfshard.storage.format.integrity import new_fingerprint, small_tensor_digest, tensor_digest
+from hfshard.storage.format.integrity import Hasher, new_fingerprint, small_tensor_digest, tensor_digest
 from hfshard.storage.tensors.tensor_bytes import iter_blocks, small_bytes
 from hfshard.storage.tensors.tensor_layout import TensorLike
 
@@ -18,14 +18,17 @@ _TOGETHER_BYTES: Final = 256 * 1024
 
 
 class HashedOutput:
-    """Takes a file's blocks in order: hashes what tells its tensors apart, and passes each block on.
+    """Takes a file's blocks in order: hashes each, and passes it on while it is in the core's cache."""
 
-    The file as a whole is hashed by who gets the blocks.
-    """
+    def __init__(self, put: Callable[[memoryview], object], hasher: Hasher | None) -> None:
+        """Begin a file.
 
-    def __init__(self, put: Callable[[memoryview], object], *, has_digests: bool) -> None:
+        Args:
+            put: Gets the blocks; each is valid until it returns.
+            hasher: Gets them before; None: tensors get no digests either.
+        """
         self._put = put
-        self._has_digests = has_digests
+        self._hasher = hasher
         self.fingerprint = new_fingerprint()
         self._small: list[bytes] = []
         self._small_bytes = 0
@@ -40,7 +43,7 @@ class HashedOutput:
     def flush(self) -> None:
         """Pass on what is left of the small tensors; to be called after the last one, too."""
         if self._small_bytes:
-            self._put(memoryview(b"".join(self._small)))
+            self._pass_on(memoryview(b"".join(self._small)))
         self._small.clear()
         self._small_bytes = 0
 
@@ -53,7 +56,7 @@ class HashedOutput:
         """
         self.flush()
         blocks = self._passed_on(blocks, fingerprint_bytes)
-        if self._has_digests:
+        if self._hasher is not None:
             return tensor_digest(blocks)
         for _ in blocks:
             continue
@@ -66,7 +69,7 @@ class HashedOutput:
         self._small_bytes += len(raw)
         if self._small_bytes >= _TOGETHER_BYTES:
             self.flush()
-        return small_tensor_digest(raw) if self._has_digests else ""
+        return small_tensor_digest(raw) if self._hasher is not None else ""
 
     def _passed_on(self, blocks: Iterable[memoryview], fingerprint_bytes: int) -> Iterator[memoryview]:
         for block in blocks:
@@ -74,4 +77,9 @@ class HashedOutput:
                 self.fingerprint.update(block[:fingerprint_bytes])
                 fingerprint_bytes -= len(block)
             yield block
-            self._put(block)
+            self._pass_on(block)
+
+    def _pass_on(self, block: memoryview) -> None:
+        if self._hasher is not None:
+            self._hasher.update(block)
+        self._put(block)

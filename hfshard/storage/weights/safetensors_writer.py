@@ -24,7 +24,6 @@ from hfshard.storage.format.index import FileDigest, single_file_metadata
 from hfshard.storage.format.integrity import (
     HASHERS,
     TENSOR_DIGEST_HEX,
-    Hasher,
     fingerprint_positions,
     new_fingerprint,
 )
@@ -191,15 +190,12 @@ def _write_shard(
         head = _Head.of(job, checksum)
         blank = head.blank()
         size = len(blank) + head.data_bytes
-        hasher = _new_hasher(checksum)
         writer = BlockWriter(fd, size, cancelled, progress_callback, background=background)
         try:
-            put = writer.write if hasher is None else _hashing(hasher, writer.write)
-            fingerprint, tensor_digests = _put_through(head, blank, put)
+            digest, header = _put_through(head, blank, writer.write)
             writer.finish()
         finally:
             writer.close()
-        digest, header = _digest_and_header(head, blank, fingerprint, hasher, tensor_digests)
         if header != blank:
             os.lseek(fd, 0, os.SEEK_SET)
             write_all(fd, header)
@@ -222,28 +218,10 @@ def digest_shard(
     """
     head = _Head.of(job, checksum)
     blank = head.blank()
-    hasher = _new_hasher(checksum)
-    if hasher is None:
-        fingerprint = fingerprint_of(blank, list(job.tensors.values()))
-        return _digest_and_header(head, blank, fingerprint, None, "")
+    if checksum is None:
+        return _digest_and_header(head, blank, {"fingerprint": fingerprint_of(blank, list(job.tensors.values()))})
     tell = cancellable(progress_callback, cancelled)
-    put = _hashing(hasher, lambda block: tell(len(block)))
-    fingerprint, tensor_digests = _put_through(head, blank, put)
-    return _digest_and_header(head, blank, fingerprint, hasher, tensor_digests)
-
-
-def _hashing(hasher: Hasher, put: Callable[[memoryview], object]) -> Callable[[memoryview], None]:
-    """Hash each block before it is passed on, while it is in the core's cache; a copy of it may not be."""
-
-    def hash_and_put(block: memoryview) -> None:
-        hasher.update(block)
-        put(block)
-
-    return hash_and_put
-
-
-def _new_hasher(checksum: str | None) -> Hasher | None:
-    return HASHERS[checksum]() if checksum is not None else None
+    return _put_through(head, blank, lambda block: tell(len(block)))
 
 
 def blank_header(job: WriteJob, checksum: str | None) -> bytes:
@@ -251,8 +229,8 @@ def blank_header(job: WriteJob, checksum: str | None) -> bytes:
     return _Head.of(job, checksum).blank()
 
 
-def _put_through(head: _Head, blank: bytes, put: Callable[[memoryview], object]) -> tuple[str, str]:
-    """Pass a file's bytes on.
+def _put_through(head: _Head, blank: bytes, put: Callable[[memoryview], object]) -> tuple[FileDigest, bytes]:
+    """Hash a file's bytes and pass them on.
 
     Args:
         head: Of the file.
@@ -260,24 +238,23 @@ def _put_through(head: _Head, blank: bytes, put: Callable[[memoryview], object])
         put: Gets the blocks; each is valid until it returns.
 
     Returns:
-        The file's fingerprint, and the digests of its tensors, where a checksum is wanted.
+        The file's digest, and its header.
     """
-    output = HashedOutput(put, has_digests=head.checksum is not None)
+    hasher = HASHERS[head.checksum]() if head.checksum is not None else None
+    output = HashedOutput(put, hasher)
     output.add([memoryview(blank)], fingerprint_bytes=len(blank))
     sampled = set(fingerprint_positions(len(head.job.tensors)))
-    tensors = []
-    for position, tensor in enumerate(head.job.tensors.values()):
-        fingerprint_bytes = FINGERPRINT_BYTES if position in sampled else 0
-        tensors.append(output.add_tensor(tensor, fingerprint_bytes))
+    tensors = [
+        output.add_tensor(tensor, FINGERPRINT_BYTES if position in sampled else 0)
+        for position, tensor in enumerate(head.job.tensors.values())
+    ]
     output.flush()
-    return output.fingerprint.hexdigest(), "".join(tensors)
-
-
-def _digest_and_header(
-    head: _Head, blank: bytes, fingerprint: str, hasher: Hasher | None, tensor_digests: str
-) -> tuple[FileDigest, bytes]:
-    digests = {"fingerprint": fingerprint}
+    digests = {"fingerprint": output.fingerprint.hexdigest()}
     if head.checksum is not None and hasher is not None:
-        digests |= {head.checksum: hasher.hexdigest(), "tensor_digests": tensor_digests}
+        digests |= {head.checksum: hasher.hexdigest(), "tensor_digests": "".join(tensors)}
+    return _digest_and_header(head, blank, digests)
+
+
+def _digest_and_header(head: _Head, blank: bytes, digests: Mapping[str, str]) -> tuple[FileDigest, bytes]:
     header = blank if head.job.hfshard_metadata is None else head.stating(digests)
     return FileDigest(len(header) + head.data_bytes, **digests), header
