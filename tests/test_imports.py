@@ -118,12 +118,13 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "storage.format": ("integrity names strict_json", "header index weights_override"),
     "storage.tensors": ("dtypes", "tensor_layout", "tensor_bytes", "tensor_spec"),
     "storage.weights": (
-        "fellow_readers hashed_output open_files populate safetensors_stream zip_check",
+        "fellow_readers hashed_output open_files pickles populate safetensors_stream",
         "safetensors_writer",
-        "pickle_file safetensors_file",
+        "safetensors_file",
         "read_ahead",
         "tensor_reader",
     ),
+    "storage.weights.pickles": ("nested zip_check", "reading", "pickle_file"),
     "training": (
         "parts ranks step",
         "data",

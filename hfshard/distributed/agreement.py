@@ -27,7 +27,7 @@ from hfshard.storage.checkpoint.checks import check_checksums, check_pickles
 from hfshard.storage.disk.file_system import is_remote
 from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.weights.pickle_file import PickleFile
+from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 

@@ -35,7 +35,7 @@ from hfshard.storage.checkpoint.locate import (
 from hfshard.storage.disk.safe_open import Identity, read_small
 from hfshard.storage.format.index import CheckpointIndex, check_tied_names
 from hfshard.storage.format.names import MODEL_BASE, WeightNames
-from hfshard.storage.weights.pickle_file import PickleFile
+from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.storage.weights.tensor_reader import ReadMode, mode_of, read_from
 

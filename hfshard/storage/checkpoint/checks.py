@@ -16,7 +16,7 @@ from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import INDEX_FILE
 from hfshard.storage.format.weights_override import as_saved
-from hfshard.storage.weights.pickle_file import PickleFile
+from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, check_tied_names
 from hfshard.storage.format.names import WeightNames
-from hfshard.storage.weights.pickle_file import PickleFile
+from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 

@@ -10,7 +10,7 @@ import torch
 
 import hfshard
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError
-from hfshard.storage.weights.pickle_file import PickleFile
+from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from tests.resharding.helpers import floats, write_bins
 
 DAMAGED = r"pytorch_model-00002-of-00003\.bin' is damaged: its record '.*/data/\d+' does not match the zip's own"

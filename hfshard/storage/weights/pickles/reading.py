@@ -1,4 +1,4 @@
-"""Read `pytorch_model.bin` files, zip and older: tensors only, never code."""
+"""Read a file of torch.save, zip or older: plain containers and tensors only, never code, and every byte there."""
 
 from __future__ import annotations
 
@@ -6,59 +6,55 @@ import mmap
 import os
 import pickle
 import re
+import sys
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from hfshard.constants import LFS_POINTER_MARK
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, UnsafePickleError, remedy
-from hfshard.storage.disk.safe_open import identity_of, open_regular
-from hfshard.storage.weights.zip_check import check_archive, check_every_record, damaged_pickle, data_records
+from hfshard.storage.disk.safe_open import Identity, identity_of, open_regular
+from hfshard.storage.weights.pickles.nested import iter_storages
+from hfshard.storage.weights.pickles.zip_check import (
+    check_archive,
+    check_every_record,
+    damaged_pickle,
+    data_records,
+)
 
-_ZIP_MARK = b"PK\x03\x04"
-_LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_ZIP_MARK: Final = b"PK\x03\x04"
+_LEGACY_MAGIC: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The pickled number at the beginning of files older than the zip format. Other pickles and tars are refused."""
-_FIRST_BYTES = 32
-_MARK_BYTES = 16
-_MARKED_LOADS = 6
+_FIRST_BYTES: Final = 32
+_MARK_BYTES: Final = 16
+_MARKED_LOADS: Final = 6
 """A tensor of one byte has the same value as its mark in one of 2**48 files."""
-_GLOBAL = re.compile(r"(?:Unsupported global: )?GLOBAL ([\w.]+)")
+_GLOBAL: Final = re.compile(r"(?:Unsupported global: )?GLOBAL ([\w.]+)")
 
 
-class PickleFile:
-    """The tensors of one pickled file, read with `weights_only=True`; a zip file is mapped, not read.
+@dataclass(frozen=True, slots=True)
+class PickleContents:
+    """What a file of torch.save holds.
 
     Attributes:
         path: Where it was found.
-        tensors: FQN -> tensor.
+        root: Where links may lead.
+        value: What was saved: tensors on the CPU in any nesting of plain containers.
+        is_zip: Whether it is a zip file, which is mapped; an older one is read.
         size: Bytes.
         identity: Which file it was.
     """
 
-    def __init__(self, path: str, root: str) -> None:
-        """Read a file.
-
-        Raises:
-            UnsafePickleError: It asks for anything but tensors and plain containers.
-            DamagedCheckpointError: It is not a pickle of a state dict.
-        """
-        self.path = path
-        fd = open_regular(path, root)
-        try:
-            is_zip = _is_zip(fd, path)
-            if is_zip:
-                check_archive(fd, path)
-            value = _load(fd, path, mapped=is_zip)
-            self.tensors: dict[str, torch.Tensor] = _state_dict_of(value, path)
-            if is_zip:
-                _check_sizes(self.tensors, data_records(fd, path), path)
-            self._is_zip, self._root = is_zip, root
-            status = os.fstat(fd)
-            self.size, self.identity = status.st_size, identity_of(status)
-        finally:
-            os.close(fd)
+    path: str
+    root: str
+    value: Any
+    is_zip: bool
+    size: int
+    identity: Identity
 
     def check_every_byte(self, progress_callback: Callable[[int], object] = lambda count: None) -> bool:
         """Compare all bytes with the checksums that torch.save writes; False where it wrote none: before torch 1.6.
@@ -70,15 +66,43 @@ class PickleFile:
             IntegrityError: They differ.
             CheckpointChangedError: It was replaced since it was read.
         """
-        fd = open_regular(self.path, self._root)
+        fd = open_regular(self.path, self.root)
         try:
             if identity_of(os.fstat(fd)) != self.identity:
                 raise CheckpointChangedError(
                     f"'{self.path}' was replaced while its checkpoint was being read. Load it again.", path=self.path
                 )
-            return self._is_zip and check_every_record(fd, self.path, progress_callback)
+            return self.is_zip and check_every_record(fd, self.path, progress_callback)
         finally:
             os.close(fd)
+
+
+def read_pickle(path: str, root: str) -> PickleContents:
+    """Read what torch.save wrote, with `weights_only=True`; a zip file is mapped, not read.
+
+    That a tensor's bytes are in the file, as many as it says, is checked here; whether they are those that were saved
+    is what `check_every_byte` finds out.
+
+    Args:
+        path: The file.
+        root: The directory in which it, and what it links to, must lie.
+
+    Raises:
+        UnsafePickleError: It asks for anything but tensors and plain containers.
+        DamagedCheckpointError: It is not whole, or no file of torch.save.
+    """
+    fd = open_regular(path, root)
+    try:
+        is_zip = _is_zip(fd, path)
+        if is_zip:
+            check_archive(fd, path)
+        value = _load(fd, path, mapped=is_zip)
+        if is_zip:
+            _check_sizes(value, data_records(fd, path), path)
+        status = os.fstat(fd)
+        return PickleContents(path, root, value, is_zip, status.st_size, identity_of(status))
+    finally:
+        os.close(fd)
 
 
 def _is_zip(fd: int, path: str) -> bool:
@@ -139,6 +163,7 @@ def _load_old_format(fd: int, path: str) -> Any:
         found = {at for at, (begin, made) in enumerate(marks) if len(begin) and torch.equal(begin, made)}
         unread = found if unread is None else unread & found
         if not unread:
+            _check_made(value, marks, path)
             return value
     raise damaged_pickle(path, "it does not hold the bytes of all its tensors")
 
@@ -150,33 +175,13 @@ def _mark(marks: list[tuple[torch.Tensor, torch.Tensor]], storage: Any, _locatio
     return storage
 
 
-def _state_dict_of(value: Any, path: str) -> dict[str, torch.Tensor]:
-    if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
-        value = value["state_dict"]
-    if not isinstance(value, dict):
-        raise DamagedCheckpointError(
-            f"'{path}' holds a {type(value).__name__}, not a state dict. {remedy(path)}", path=path, expected="dict"
-        )
-    for name, tensor in value.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            kind = type(tensor).__name__
-            raise DamagedCheckpointError(
-                f"'{path}' is not a state dict: its entry {str(name)[:200]!r} is a {kind}, not a tensor. "
-                f"{remedy(path)}",
-                path=path,
-                fqn=str(name),
-            )
-    return dict(value)
-
-
-def _check_sizes(tensors: Mapping[str, torch.Tensor], records: Mapping[int, int], path: str) -> None:
+def _check_sizes(value: Any, records: Mapping[int, int], path: str) -> None:
     """Compare each mapped storage with the record that it begins at: torch trusts the pickle's number of elements.
 
     Raises:
         DamagedCheckpointError: A record is shorter or longer than the pickle says.
     """
-    storages = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in tensors.values())}
-    storages = {address: nbytes for address, nbytes in storages.items() if nbytes}
+    storages = {storage.data_ptr(): storage.nbytes() for storage in _storages_of(value, path) if storage.nbytes()}
     if not storages:
         return
     first = min(storages)
@@ -191,6 +196,28 @@ def _check_sizes(tensors: Mapping[str, torch.Tensor], records: Mapping[int, int]
             raise damaged_pickle(
                 path, f"a record of {records[address - begin]} bytes holds a storage of {nbytes} bytes"
             )
+
+
+def _check_made(value: Any, marks: list[tuple[torch.Tensor, torch.Tensor]], path: str) -> None:
+    """Refuse a tensor that torch made without asking where its storage goes: nobody has filled it.
+
+    Raises:
+        DamagedCheckpointError: There is one.
+    """
+    filled = [begin.untyped_storage() for begin, _ in marks]
+    ranges = sorted((one.data_ptr(), one.data_ptr() + one.nbytes()) for one in filled)
+    for storage in _storages_of(value, path):
+        begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        at = bisect_right(ranges, (begin, sys.maxsize)) - 1
+        if end > begin and (at < 0 or end > ranges[at][1]):
+            raise damaged_pickle(path, "it does not hold the bytes of all its tensors")
+
+
+def _storages_of(value: Any, path: str) -> list[torch.UntypedStorage]:
+    try:
+        return list(iter_storages(value))
+    except (TypeError, RuntimeError, NotImplementedError) as error:  # a kind of tensor without memory of its own
+        raise damaged_pickle(path, f"it holds {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
