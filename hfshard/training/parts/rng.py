@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import operator
 import random
 import sys
 from typing import Any, Final
@@ -16,6 +17,10 @@ logger = logging.getLogger(__name__)
 
 _MERSENNE_TWISTER: Final = "MT19937"
 """What numpy uses for its global generator unless another is set."""
+
+_PLACES: Final = {_MERSENNE_TWISTER: ("state", "pos", 624), "Philox": ("", "buffer_pos", 4)}
+"""numpy's generators that read from a buffer at a number in their state -> where it is, and its highest value. numpy
+takes any, and then reads beyond the buffer."""
 
 _DEVICES: Final = ("cuda", "xpu")
 """Kinds of devices with a generator for each device; MPS has a single one."""
@@ -63,6 +68,7 @@ def check_rng_state(state: Any, file: str) -> None:
             import numpy
 
             _refuse_other_generator(state["numpy"], file)
+            _check_place(state["numpy"])
             if state["numpy"]["bit_generator"] == _MERSENNE_TWISTER:
                 numpy.random.RandomState().set_state(state["numpy"])
         torch.Generator().set_state(state["torch"])
@@ -94,6 +100,20 @@ def _refuse_other_generator(state: dict[str, Any], file: str) -> None:
             expected=saved,
             actual=here,
         )
+
+
+def _check_place(state: dict[str, Any]) -> None:
+    """Refuse a generator of numpy's that would read beyond its buffer.
+
+    Raises:
+        ValueError: It would.
+    """
+    if (found := _PLACES.get(state["bit_generator"])) is None:
+        return
+    inner, name, highest = found
+    place = (state[inner] if inner else state)[name]
+    if not 0 <= operator.index(place) <= highest:
+        raise ValueError(f"numpy's generator is at {place!r:.50}, and its buffer has {highest} numbers")
 
 
 def set_rng_state(state: dict[str, Any]) -> None:

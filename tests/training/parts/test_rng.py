@@ -9,10 +9,11 @@ from hfshard.errors import DamagedCheckpointError
 from hfshard.training.parts.rng import check_rng_state, rng_state
 
 
-def test_number_too_large_for_numpy_is_damage() -> None:
+@pytest.mark.parametrize("place", [10**40, 625, -1, None])
+def test_place_beyond_the_buffer_of_numpy_is_damage(place: object) -> None:
     numpy.random.random()
     state = rng_state()
-    state["numpy"]["state"]["pos"] = 10**40
+    state["numpy"]["state"]["pos"] = place
 
     with pytest.raises(DamagedCheckpointError, match=r"training_state\.json"):
         check_rng_state(state, "run/training_state.json")
