@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,31 @@ def _by_round(data: Data, base: str, phase: str, value: Callable[[Data, str], fl
             rounds = set.intersection(*map(set, parts))
             return {number: joined([part[number] for part in parts]) for number in sorted(rounds)}
     return {run["round"]: value(run, phase) for run in runs_of(data, base)}
+
+
+def who_is_first(data: Data, names: Iterable[str], state: str, why: Mapping[str, str], phase: str = "") -> str:
+    """Say who is before hfshard, and why that is so.
+
+    Args:
+        data: Of the question.
+        names: The peers to compare, without their state.
+        state: Of the page cache.
+        why: Name -> the reason.
+        phase: Up to its end.
+    """
+    found = {name: spread(seconds(run, phase) for run in runs_of(data, f"{name}/{state}")) for name in names}
+    medians = {name: one.median for name, one in found.items() if one is not None}
+    ours = [name for name in medians if name.startswith("hfshard")]
+    if not ours:
+        return ""
+    fastest = medians[ours[0]]
+    ahead = sorted((name for name in medians if medians[name] < fastest), key=medians.__getitem__)
+    ahead = [name for name in ahead if name not in ours]
+    if not ahead:
+        return "hfshard is first."
+    shown = ", ".join(f"{name} ({medians[name] / fastest:.2f} × hfshard)" for name in ahead)
+    reasons = dict.fromkeys(why[name] for name in ahead if name in why)
+    return f"hfshard is not first. Before it: {shown}. {' '.join(reasons)}".rstrip()
 
 
 def highest(data: Data, names: Iterable[str], field: str) -> float | None:

@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 from itertools import chain
 
-from bench.harness.figures import MEGABYTE, Data, at_most, ratio, runs_of, seconds, skipped, spread
+from bench.harness.figures import MEGABYTE, Data, at_most, ratio, runs_of, seconds, skipped, spread, who_is_first
 from bench.harness.inputs import make_source, shards_of, sized
 from bench.harness.question import SIDE, Context, Job, Peer, Question, Target
 from bench.machine.limits import read_files
@@ -102,6 +102,21 @@ COLUMNS = (
 GROUPS = {"whole": WHOLE, "names": NAMES, "rows": ROWS, "rows or columns": COLUMNS}
 """What each process has of the model -> the ways to load that; the others are compared with the first."""
 
+_MAPPED = (
+    "What is mapped need not be copied: under FSDP2 and tensor parallelism hfshard reads each rank's part into memory"
+    " of its own (see the private memory), as a GPU needs it, and has all ranks agree on what is loaded."
+)
+_CHECKS = "safetensors checks only headers, and builds no model."
+WHY = {
+    "transformers fsdp": _MAPPED,
+    "transformers tp": _MAPPED,
+    "torch DCP": "torch DCP has no model to build, and checks nothing of the files.",
+    "safetensors": _CHECKS,
+    "safetensors names": _CHECKS,
+    "safetensors rows": _CHECKS,
+}
+"""Why somebody may be before hfshard."""
+
 
 def peers(context: Context) -> list[Peer]:
     """The lines of the tables: each in both states of the page cache."""
@@ -137,7 +152,8 @@ def render(data: Data) -> str:
     for state in STATES:
         for title, group in GROUPS.items():
             names = [f"{way.key}/{state}" for way in group] + ([f"{LIMIT}/{state}"] if state == "cold" else [])
-            parts += [f"### {READERS} processes, {title}, {state}", _table(data, names)]
+            first = who_is_first(data, [way.key for way in group], state, WHY)
+            parts += [f"### {READERS} processes, {title}, {state}", first, _table(data, names)]
     return paragraphs(*parts, skipped(data))
 
 

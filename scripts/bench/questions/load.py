@@ -6,7 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bench.harness.figures import Data, at_most, peak_at_most, peers_in, ratio, runs_of, seconds, skipped, spread, table
+from bench.harness.figures import (
+    Data,
+    at_most,
+    peak_at_most,
+    peers_in,
+    ratio,
+    runs_of,
+    skipped,
+    table,
+    who_is_first,
+)
 from bench.harness.inputs import make_source, shards_of, sized
 from bench.harness.models import make_model, write_specs
 from bench.harness.question import SIDE, Context, Job, Peer, Question, Target
@@ -182,7 +192,7 @@ def render(data: Data) -> str:
     stayed = max((run.get("resident", 0) for name in peers_in(data, "cold") for run in runs_of(data, name)), default=0)
     how = {
         "cold": f"Cold: the files' pages were dropped by posix_fadvise; by mincore at most {stayed:.1%} of them stayed."
-        f" {_first(data)}",
+        f" {who_is_first(data, _rivals(data), 'cold', WHY, 'read')}",
         "warm": "Warm: the files were dropped, then read once by 8 MiB, so that their pages lie alike for all.",
     }
     parts = [
@@ -194,22 +204,10 @@ def render(data: Data) -> str:
     return paragraphs(*parts, skipped(data))
 
 
-def _first(data: Data) -> str:
-    """Who is before hfshard, from the disk to every byte read, and why that is so."""
-    medians = {}
-    for name in peers_in(data, "cold"):
-        key = name.removesuffix("/cold")
-        found = spread(seconds(run, "read") for run in runs_of(data, name))
-        if found and key not in (LIMIT, HASH, "fresh memory"):
-            medians[key] = found.median
-    if "hfshard" not in medians:
-        return ""
-    ahead = sorted((one for one in medians if medians[one] < medians["hfshard"]), key=medians.__getitem__)
-    ahead = [key for key in ahead if not key.startswith("hfshard")]
-    if not ahead:
-        return "hfshard is first."
-    shown = ", ".join(f"{key} ({medians[key] / medians['hfshard']:.2f} × hfshard)" for key in ahead)
-    return f"hfshard is not first. Before it: {shown}. {' '.join(WHY[key] for key in ahead if key in WHY)}".rstrip()
+def _rivals(data: Data) -> list[str]:
+    """Who loads from the disk."""
+    keys = [name.removesuffix("/cold") for name in peers_in(data, "cold")]
+    return [key for key in keys if key not in (LIMIT, HASH, "fresh memory")]
 
 
 def targets(data: Data) -> list[Target]:
