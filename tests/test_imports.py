@@ -37,11 +37,15 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "_util": ("arguments file_errors garbage lazy own_descriptor paths progress text threads",),
     "cli": (
-        "arguments inspection output training_reports",
+        "inspection output training_reports",
+        "run",
+        "arguments",
         "commands hub_commands reshard_commands",
         "training_commands",
         "main",
     ),
+    "cli.run": ("startup words", "launch"),
+    "cli.run.startup": ("sitecustomize",),
     "distributed": (
         "layout liveness",
         "runs status",

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from hfshard import __version__
+from hfshard.cli.run.words import COMMAND
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.planning.size import parse_size
 
@@ -27,6 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_push(commands)
     _add_pull(commands)
     _add_revisions(commands)
+    _add_run(commands)
     return parser
 
 
@@ -212,6 +214,21 @@ def _add_revisions(commands: Any) -> None:
     change.add_argument("--prune", action="store_true", help="delete every commit that no branch or tag leads to")
     revisions.add_argument("--force", action="store_true", help="with --delete: main too")
     _add_format(revisions)
+
+
+def _add_run(commands: Any) -> None:
+    run = commands.add_parser(
+        COMMAND,
+        help="run a program with hfshard on: what it does with transformers models is crash-safe and checked",
+        usage="hfshard run [OPTIONS] SCRIPT | -m MODULE | -c CODE | COMMAND  [ARGUMENT ...]",
+        description="Run a Python program, or a command such as torchrun, as it is, with hfshard.install() in it and "
+        "in the Python processes that it starts. What follows the options is given to Python as it stands.",
+        allow_abbrev=False,
+    )
+    run.set_defaults(needs_directory=False)
+    run.add_argument("--verify", choices=("none", "structure", "full"), help="what from_pretrained checks")
+    run.add_argument("--checksum", choices=("sha256", "xxh3", "none"), help="checksum of the files that are written")
+    run.add_argument("--quiet", action="store_true", help="do not say on stderr that hfshard is on")
 
 
 def _add_directory(parser: argparse.ArgumentParser, text: str = "the checkpoint's directory") -> None:

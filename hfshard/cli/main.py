@@ -10,6 +10,7 @@ from typing import Final
 
 from hfshard.cli.arguments import make_parser
 from hfshard.cli.output import drop_output, print_message, printable, replace_closed_streams, use_any_encoding
+from hfshard.cli.run.words import COMMAND, split_words
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError, InvalidSizeError, InvalidSizeTypeError
 
 EXIT_DONE: Final = 0
@@ -37,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     replace_closed_streams()
     use_any_encoding()
     parser = make_parser()
-    arguments = parser.parse_args(argv)
+    own, program = split_words(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(own)
+    arguments.program = program
     if arguments.needs_directory:
         arguments.directory = os.path.expanduser(arguments.directory)  # not absolute: it is shown as it was typed
         if not os.path.isdir(arguments.directory):
@@ -65,6 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_command(arguments: argparse.Namespace) -> int:
     # Only now: `hfshard --help` does not wait for torch.
+    if arguments.command == COMMAND:
+        from hfshard.cli.run.launch import run as become
+
+        become(arguments)
     from hfshard.cli import commands, hub_commands, reshard_commands, training_commands
 
     run = {

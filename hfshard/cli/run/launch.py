@@ -1,0 +1,115 @@
+"""Start the program in the place of this process, with an environment in which every Python turns hfshard on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final, NoReturn
+
+from hfshard import __version__
+from hfshard.cli.output import print_message
+from hfshard.cli.run.words import split_python_options
+from hfshard.errors import InvalidArgumentError, InvalidPathError, readable
+
+_FOLDER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
+_SETTINGS: Final = "HFSHARD_RUN"
+"""The variable with the options, as JSON: `sitecustomize.py` reads it."""
+_RANKS: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+"""In which torchrun, Slurm and MPI tell a process its rank; the first that is there counts."""
+_IGNORING: Final = "IES"
+"""Letters of Python's options with which it looks at no PYTHONPATH, or runs no sitecustomize."""
+_FIRST_LINE_BYTES: Final = 256
+"""Of a script, as much as Linux reads of the line that names its interpreter."""
+
+
+def run(arguments: argparse.Namespace) -> NoReturn:
+    """Become the program: the process id, the streams and the directory stay, and its exit code is its own.
+
+    Args:
+        arguments: `program` are the words for Python, or a command of this environment with its own.
+
+    Raises:
+        InvalidArgumentError: There is no program, or Python is told to ignore its environment.
+        InvalidPathError: hfshard lies in a folder that can't be on PYTHONPATH.
+        OSError: The program can't be started.
+    """
+    given_options, target, letters = split_python_options(arguments.program)
+    if not target:
+        raise InvalidArgumentError("Nothing to run: give a script, -m MODULE, -c CODE, or a command such as torchrun.")
+    path = None if given_options else _find_command(target[0])
+    if path is None:
+        own_options, _, own_letters = split_python_options(sys.orig_argv[1:])
+        path = sys.executable
+        command = [path, *own_options, *arguments.program]
+        letters += own_letters
+    else:
+        command = target
+        letters += _letters_of_command(path, target)
+    _refuse_ignoring(letters)
+    environment = _environment(os.environ, arguments)
+    if not arguments.quiet and _is_first(os.environ):
+        name = " ".join(target[:2]) if target[0] == "-m" else target[0]
+        print_message(
+            f"on in {readable(name)} and the Python processes that it starts: "
+            f"hfshard {__version__} saves, loads and pushes their transformers models"
+        )
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.execve(path, command, environment)
+
+
+def _find_command(name: str) -> str | None:
+    """The executable of this environment, or else of PATH, that a name means where it is no script's."""
+    is_script = os.path.isfile(name) or os.path.isfile(os.path.join(name, "__main__.py"))
+    if is_script or name.startswith("-") or os.path.dirname(name):
+        return None
+    places = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
+    return shutil.which(name, path=os.pathsep.join(places))
+
+
+def _letters_of_command(path: str, command: Sequence[str]) -> str:
+    """The letters of the options with which a command runs Python, where it does so itself."""
+    if re.fullmatch(r"python[\d.]*", command[0]):
+        return split_python_options(command[1:])[2]
+    with open(path, "rb") as file:
+        first_line = file.read(_FIRST_LINE_BYTES).split(b"\n")[0]
+    interpreter, *options = os.fsdecode(first_line).split() or [""]
+    is_python = interpreter.startswith("#!") and "python" in os.path.basename(interpreter)
+    return split_python_options(options)[2] if is_python else ""
+
+
+def _refuse_ignoring(letters: str) -> None:
+    for letter in _IGNORING:
+        if letter in letters:
+            raise InvalidArgumentError(
+                f"hfshard can't be on in a Python that is started with -{letter}: it reads no PYTHONPATH, or runs no "
+                f"sitecustomize. Leave -{letter} out, or call hfshard.install() in the program."
+            )
+
+
+def _environment(environment: Mapping[str, str], arguments: argparse.Namespace) -> dict[str, str]:
+    """The environment of the program: its Pythons find our `sitecustomize.py` before any other."""
+    if os.pathsep in _FOLDER:
+        raise InvalidPathError(
+            f"hfshard lies in {readable(_FOLDER)}, and PYTHONPATH can't name a folder with '{os.pathsep}': install it "
+            "into another, or call hfshard.install() in the program."
+        )
+    paths = environment.get("PYTHONPATH", "")  # an empty one means nothing, but an empty part: the directory
+    others = [path for path in paths.split(os.pathsep) if path != _FOLDER] if paths else []
+    settings = {"prefix": sys.prefix, "verify": arguments.verify, "checksum": arguments.checksum}
+    return {
+        **environment,
+        "PYTHONPATH": os.pathsep.join([_FOLDER, *others]),
+        _SETTINGS: json.dumps({name: value for name, value in settings.items() if value is not None}),
+    }
+
+
+def _is_first(environment: Mapping[str, str]) -> bool:
+    """Whether this is the one process of a job that says that hfshard is on."""
+    ranks = [environment[name] for name in _RANKS if name in environment]
+    return _SETTINGS not in environment and ranks[:1] in ([], ["0"])

@@ -1,0 +1,75 @@
+"""What Python runs before a program that `hfshard run` has started, and before those that the program starts.
+
+It is found by PYTHONPATH, by every Python of the process tree: by other versions, and where hfshard is not installed,
+too. So it is written for all of them, imports nothing that Python has not imported already, and breaks no program.
+Where nobody asks for transformers, hfshard is not imported.
+
+Why in this order: site imports `sitecustomize` by its name, and finds this one in place of another that the system, or
+the program's owner, may have. The other one runs at the end, as if it had been found: it is what the name stands for
+from then on, its error is site's to report, and where there is none, that is the ImportError which site expects.
+"""
+
+import os
+import sys
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_SETTINGS = "HFSHARD_RUN"
+"""The variable with the options of `hfshard run`, as JSON: see `hfshard.cli.run.launch`."""
+
+
+class _Waiting:  # not a class of importlib.abc: that would be imported in every Python
+    """Turn hfshard on when somebody looks for transformers, and leave all finding to others."""
+
+    is_over = False
+
+    def find_spec(self, name, path=None, target=None):  # type: (str, object, object) -> None
+        if not self.is_over and name.partition(".")[0] == "transformers":
+            self.is_over = True  # it stays where it is: who walks through sys.meta_path would miss the next one
+            _turn_on_or_say_why_not()
+
+
+def _turn_on_or_say_why_not():  # type: () -> None
+    try:
+        _turn_on()
+    except Exception as error:  # noqa: BLE001  # the program goes on
+        reason = " ".join(str(error).split())
+        line = "hfshard: not on in process %d: %s: %s\n" % (os.getpid(), type(error).__name__, reason)  # noqa: UP031
+        try:  # noqa: SIM105  # contextlib may not be imported yet
+            sys.stderr.write(line)
+        except (AttributeError, OSError, ValueError):
+            pass  # stderr is closed, or was never open
+
+
+def _turn_on():  # type: () -> None
+    import json
+
+    settings = json.loads(os.environ.get(_SETTINGS, "{}"))
+    prefix = settings.pop("prefix", None)
+    try:
+        hfshard = __import__("hfshard")  # its public face: it may be another version than that of this file
+    except ImportError as error:
+        if error.name != "hfshard":
+            raise
+        if prefix != sys.prefix:
+            return  # another environment, which has no hfshard
+        sys.path.append(_package_parent())  # `python -m hfshard run` in a checkout that is not installed
+        hfshard = __import__("hfshard")
+    hfshard.install(quiet=True, **settings)
+
+
+def _package_parent():  # type: () -> str
+    folder = _FOLDER
+    for _ in ("startup", "run", "cli", "hfshard"):
+        folder = os.path.dirname(folder)
+    return folder
+
+
+if __name__ == "sitecustomize":
+    # sys.path is that of a Python of its own; only PYTHONPATH, which children inherit, still names the folder.
+    sys.path[:] = [path for path in sys.path if path != _FOLDER]
+    if sys.version_info >= (3, 11):  # noqa: UP036  # any Python comes here
+        sys.meta_path.insert(0, _Waiting())
+        if "transformers" in sys.modules:  # by a .pth file
+            _turn_on_or_say_why_not()
+    _this = sys.modules.pop(__name__)  # kept: Python 2 would clear it
+    __import__("sitecustomize")
