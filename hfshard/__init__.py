@@ -58,6 +58,7 @@ _HOMES = {
     "distributed": "distributed",
     "errors": "errors",
     "hub": "hub",
+    "install": "pretrained.installed.switch",
     "load_model": "load",
     "load_state_dict": "load",
     "parse_size": "planning.size",
@@ -68,6 +69,7 @@ _HOMES = {
     "save_model": "save",
     "save_state_dict": "save",
     "training": "training",
+    "uninstall": "pretrained.installed.switch",
     "verify_checkpoint": "verify",
 }
 
@@ -88,6 +90,8 @@ if TYPE_CHECKING:
     from hfshard.planning.plan import ShardPlan as ShardPlan
     from hfshard.planning.plan import plan_shards as plan_shards
     from hfshard.planning.size import parse_size as parse_size
+    from hfshard.pretrained.installed.switch import install as install
+    from hfshard.pretrained.installed.switch import uninstall as uninstall
     from hfshard.pretrained.mixin import ShardedModelMixin as ShardedModelMixin
     from hfshard.reshard import reshard_checkpoint as reshard_checkpoint
     from hfshard.save import save_model as save_model

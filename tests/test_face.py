@@ -89,6 +89,7 @@ def test_public_names_are_those_of_the_design() -> None:
         "distributed",
         "errors",
         "hub",
+        "install",
         "load_model",
         "load_state_dict",
         "parse_size",
@@ -99,6 +100,7 @@ def test_public_names_are_those_of_the_design() -> None:
         "save_model",
         "save_state_dict",
         "training",
+        "uninstall",
         "verify_checkpoint",
     ]
 

@@ -21,6 +21,8 @@ class LoadOptions:
         InvalidArgumentError: A value is not one of those that are allowed, or two contradict each other.
     """
 
+    is_lenient: bool = False
+    """For a class of transformers: what transformers takes, and no file is damaged, is not refused but left to it."""
     strict: bool | None = None
     """Whether missing and unexpected names are refused; None: as the function that loads does by default."""
     verify: Verify = "structure"

@@ -20,7 +20,7 @@ from hfshard._util.arguments import refuse_unknown
 from hfshard.constants import WEIGHTS_OVERRIDE_KEY
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint
-from hfshard.pretrained.override_chain import has_override
+from hfshard.pretrained.overrides.override_chain import has_override
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.tensors.dtypes import TORCH_DTYPES
 

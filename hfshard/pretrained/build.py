@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -18,7 +19,9 @@ from hfshard.distributed.agreement import current_agreement
 from hfshard.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
+    HubError,
     InvalidArgumentError,
+    UnsafePickleError,
 )
 from hfshard.hub.address import directory_of
 from hfshard.loading.options import LoadOptions
@@ -32,7 +35,8 @@ from hfshard.pretrained.arguments import (
 from hfshard.pretrained.class_alias import alias_class, restore_class
 from hfshard.pretrained.fallback import is_adapter, needs_transformers_loader
 from hfshard.pretrained.model_builder import ModelBuilder
-from hfshard.pretrained.override_chain import ChainCall, call_under_way, has_override, run_chain
+from hfshard.pretrained.overrides.bottom import ChainCall, call_under_way, upstream
+from hfshard.pretrained.overrides.override_chain import has_override, run_chain
 from hfshard.pretrained.ranks.joint_load import load_on_ranks
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.locate import read_config
@@ -127,7 +131,7 @@ def load_through(
     def answer(pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
         known = local if _source(pretrained_model_name_or_path, kwargs) == asked else None
         with load_on_ranks(options, kwargs):
-            built = _load_pretrained(model_class, pretrained_model_name_or_path, model_args, kwargs, options, known)
+            built = answer_load(model_class, pretrained_model_name_or_path, model_args, kwargs, options, known)
         call.answers.append(built)
         return built
 
@@ -161,17 +165,20 @@ def _source(path: Any, kwargs: Mapping[str, Any]) -> CheckpointSource | None:
     return source_of(os.fspath(path), kwargs) if isinstance(path, str | os.PathLike) else None
 
 
-def _load_pretrained(
+def answer_load(
     model_class: type[PreTrainedModel],
     path: str | os.PathLike[str] | None,
     model_args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: LoadOptions,
-    local: LocalCheckpoint | None,
+    local: LocalCheckpoint | None = None,
 ) -> Any:
-    """Build a model as PreTrainedModel's own `from_pretrained` does, from files that hfshard has checked and opened."""
+    """Build a model as PreTrainedModel's own `from_pretrained` does, from files that hfshard has checked and opened.
+
+    Args, raises: As `load_through`, below all overrides.
+    """
     alias = alias_class(model_class)
-    build = partial(cast(Any, PreTrainedModel.from_pretrained).__func__, alias)
+    build = partial(upstream("from_pretrained", alias), alias)
     built = _build(build, alias, path, model_args, kwargs, options, local)
     restore_class(built[0] if isinstance(built, tuple) else built, model_class)
     return built
@@ -191,9 +198,14 @@ def _build(
     if path is None or kwargs.get("state_dict") is not None or kwargs.get("gguf_file") is not None:
         return build(path, *model_args, **kwargs)
     name = path_text(path, "pretrained_model_name_or_path")
-    source = source_of(name, kwargs)
     agreement = current_agreement()
-    local = local or agreement.fetch(source, options.progress)
+    try:
+        source = source_of(name, kwargs)
+        local = local or agreement.fetch(source, options.progress)
+    except (InvalidArgumentError, CheckpointNotFoundError, HubError):
+        if not options.is_lenient:
+            raise
+        return build(path, *model_args, **kwargs)  # which has an error of its own, or knows what we don't
     if is_adapter(local.directory):  # its base may be another repo, which does not have our commit
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
     kwargs = pin_to_commit(kwargs, local)
@@ -203,8 +215,18 @@ def _build(
                 f"'{name}' is read by transformers itself (quantized, offloaded ...): it can't be loaded by parts."
             )
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
+    takes_any_pickle = options.is_lenient and kwargs.get("weights_only") is False
     for _ in range(CHANGED_RETRIES):
-        with agreement.opened(source, options, local, check_beside=True) as checkpoint:
+        with ExitStack() as stack:
+            try:
+                opened = agreement.opened(source, options, local, check_beside=True)
+                checkpoint = stack.enter_context(opened)
+            except (CheckpointNotFoundError, UnsafePickleError) as error:
+                if not (options.is_lenient if isinstance(error, CheckpointNotFoundError) else takes_any_pickle):
+                    raise
+                return build(local.path, *model_args, **kwargs)
+            if checkpoint.pickles and takes_any_pickle:
+                return build(local.path, *model_args, **kwargs)
             _refuse_full_pickle(checkpoint, kwargs)
             config, model_kwargs = config_of(model_class, local, kwargs)
             if not agreement.all_say("unchanged", is_so=checkpoint.is_unchanged()):

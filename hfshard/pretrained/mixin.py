@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
-from hfshard._util.arguments import refuse_unknown
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.pushing.together import push_together
 from hfshard.errors import InvalidArgumentError
-from hfshard.hub.address import absolute_address
-from hfshard.hub.pushing.request import PushOptions
 from hfshard.loading.options import LoadOptions
 from hfshard.planning.plan import Packing
-from hfshard.pretrained.arguments import PUSH_ARGUMENTS
 from hfshard.pretrained.build import load_through
 from hfshard.pretrained.class_alias import (
     architecture_of,
@@ -27,12 +21,8 @@ from hfshard.pretrained.class_alias import (
     record_in_adapters,
     take_name,
 )
-from hfshard.pretrained.fallback import needs_transformers_saver
-from hfshard.pretrained.override_chain import has_override
-from hfshard.pretrained.pushing.push import push_by_directory, push_model, tags_of
-from hfshard.pretrained.ranks.stages import is_part_of_push
-from hfshard.pretrained.request import request_from_model
-from hfshard.pretrained.saver import save_through, without_defaults
+from hfshard.pretrained.pusher import push_pretrained_model
+from hfshard.pretrained.saver import save_through
 from hfshard.saving.options import SaveOptions
 from hfshard.storage.checkpoint.checkpoint import Verify
 from hfshard.storage.format.integrity import Checksum
@@ -181,33 +171,18 @@ class ShardedModelMixin:
             bert.push_to_hub("./hub/bert")  # or "org/name"
         """
         _refuse_other_model(type(self))
-        with push_together(is_collective=is_part_of_push(self)) as together:
-            repo_id = absolute_address(repo_id)
-            if kwargs.pop("safe_serialization", True) is False:
-                raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
-            refuse_unknown(kwargs, PUSH_ARGUMENTS, "push_to_hub")
-            size: Any = max_shard_size  # transformers' type allows None, which is refused
-            saving = SaveOptions(max_shard_size=size, variant=variant, packing=packing, progress=progress)
-            options = PushOptions(
-                commit_message=commit_message,
-                commit_description=commit_description,
-                private=private,
-                token=token,
-                revision=revision,
-                create_pr=create_pr,
-                path_in_repo=path_in_repo,
-                progress=progress,
-            )
-            tags = tags_of(self, tags)
-            together.agree_on(repo_id)
-            if needs_transformers_saver(self, distributed_checkpoint=False) or has_override(
-                type(self), "save_pretrained"
-            ):
-                given = without_defaults({"max_shard_size": max_shard_size, "variant": variant, "packing": packing})
-                save = partial(self.save_pretrained, **given)
-                return push_by_directory(save, variant, repo_id, tags, options, together)
-            request = request_from_model(self, None, saving)  # type: ignore[arg-type]
-            return push_model(request, repo_id, tags, options, together)
+        saving = {"max_shard_size": max_shard_size, "variant": variant, "packing": packing, "progress": progress}
+        pushing = {
+            "commit_message": commit_message,
+            "commit_description": commit_description,
+            "private": private,
+            "token": token,
+            "revision": revision,
+            "create_pr": create_pr,
+            "path_in_repo": path_in_repo,
+            "progress": progress,
+        }
+        return push_pretrained_model(self, repo_id, tags, saving, pushing, kwargs)  # type: ignore[arg-type]
 
     @classmethod
     def from_pretrained(

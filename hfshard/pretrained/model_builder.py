@@ -27,6 +27,7 @@ from hfshard.pretrained.arguments import (
     device_of,
 )
 from hfshard.pretrained.class_alias import class_of_alias
+from hfshard.pretrained.overrides.bottom import upstream
 from hfshard.pretrained.ranks.parallelized import ParallelizedLoad
 from hfshard.state_dicts.keys import KeyMismatch, compare
 from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, strip_compiled, strip_wrappers
@@ -125,7 +126,8 @@ class ModelBuilder:
         """What builds the model: transformers' own `from_pretrained`."""
         if parallel is None:
             return self.call
-        return partial(cast(Any, PreTrainedModel.from_pretrained).__func__, parallel.load_class(self.model_class))
+        loading = parallel.load_class(self.model_class)
+        return partial(upstream("from_pretrained", loading), loading)
 
     def _described(self, config: Any, parallel: ParallelizedLoad) -> dict[str, torch.Tensor]:
         """The tensors without data, by the names that transformers is given."""
@@ -175,12 +177,13 @@ class ModelBuilder:
 
     def _check(self, model: PreTrainedModel, info: dict[str, Any], tensor_count: int) -> None:
         missing, unexpected = info["missing_keys"], info["unexpected_keys"]
-        if tensor_count and not (missing or unexpected or info["mismatched_keys"]):
+        differs = bool(missing or unexpected or info["mismatched_keys"])
+        if tensor_count and not differs:
             return
         model_names = model.state_dict().keys()
         difference = KeyMismatch(tuple(sorted(missing)), tuple(sorted(unexpected)), tuple(info["mismatched_keys"]))
         nothing = bool(model_names) and (len(unexpected) >= tensor_count or set(missing) >= set(model_names))
-        if nothing or (self.options.strict and (missing or unexpected or info["mismatched_keys"])):
+        if (self.options.strict and differs) or (nothing and not self.options.is_lenient):
             raise StateDictMismatchError(
                 f"The checkpoint '{self.name}' does not fit {type(model).__name__}: {difference.summary()}. "
                 f"Compare the names with: hfshard inspect --tensors {self.local.directory}",

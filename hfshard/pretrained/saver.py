@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
@@ -23,7 +23,8 @@ from hfshard.hub.pushing.request import PushOptions
 from hfshard.pretrained.arguments import SAVE_ARGUMENTS
 from hfshard.pretrained.class_alias import is_registered_with_mixin, view_as_alias
 from hfshard.pretrained.fallback import has_adapters, is_offloaded_by_map, needs_transformers_saver
-from hfshard.pretrained.override_chain import ChainCall, call_under_way, has_override, run_chain
+from hfshard.pretrained.overrides.bottom import ChainCall, call_under_way, upstream
+from hfshard.pretrained.overrides.override_chain import has_override, run_chain
 from hfshard.pretrained.pushing.push import default_repo_id, push_saved_files, tags_of
 from hfshard.pretrained.ranks.stages import is_part, is_part_of_push, refuse_ungathered
 from hfshard.pretrained.request import request_from_model
@@ -83,7 +84,7 @@ def save_through(
         return None
 
     def answer(*args: Any, **kwargs: Any) -> None:
-        call.answers.append(_save(model, options, *args, **kwargs))
+        call.answers.append(answer_save(model, options, *args, **kwargs))
 
     call = ChainCall("save_pretrained", model, answer, [] if outer is None else outer.answers)
     run_chain(call, start, directory, **without_defaults(arguments))
@@ -140,7 +141,7 @@ def _own(options: SaveOptions) -> tuple[Any, ...]:
     return options.packing, options.checksum, options.metadata, options.progress, options.is_collective
 
 
-def _save(
+def answer_save(
     model: PreTrainedModel,
     options: SaveOptions,
     save_directory: str | os.PathLike[str],
@@ -155,7 +156,7 @@ def _save(
     distributed_checkpoint: bool = False,
     **kwargs: Any,
 ) -> CheckpointIndex | None:
-    """Do what PreTrainedModel's `save_pretrained` does, which has these arguments."""
+    """Do what PreTrainedModel's own `save_pretrained` does, which has these arguments, below all overrides."""
     if kwargs.pop("safe_serialization", True) is False:
         raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
     kwargs.pop("save_function", None)  # of accelerate's older examples; transformers ignores it too
@@ -179,8 +180,9 @@ def _save(
                 "which saves offloaded weights and adapters, would save the code of its own class. Save the adapter by "
                 "a class that is not registered, or load the model without offloading."
             )
-        cast(Any, PreTrainedModel).save_pretrained(
-            view_as_alias(model),
+        saved = view_as_alias(model)
+        upstream("save_pretrained", type(saved))(
+            saved,
             directory,
             is_main_process=is_main_process,
             state_dict=None if state_dict is None else dict(state_dict),

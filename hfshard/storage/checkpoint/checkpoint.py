@@ -10,7 +10,6 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
 import torch
 
@@ -23,7 +22,7 @@ from hfshard.constants import (
     METADATA_KEY,
     SAFETENSORS_SUFFIX,
 )
-from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError
+from hfshard.errors import CheckpointChangedError, HfshardError
 from hfshard.storage.checkpoint.checks import check_checksums, check_fingerprints, check_keys, check_pickles
 from hfshard.storage.checkpoint.locate import (
     WeightsEntry,
@@ -34,25 +33,15 @@ from hfshard.storage.checkpoint.locate import (
 )
 from hfshard.storage.disk.safe_open import Identity, read_small
 from hfshard.storage.format.index import CheckpointIndex, check_tied_names
+from hfshard.storage.format.integrity import Verify as Verify
+from hfshard.storage.format.integrity import check_verify_level as check_verify_level
 from hfshard.storage.format.names import MODEL_BASE, WeightNames
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.storage.weights.tensor_reader import ReadMode, mode_of, read_from
 
-Verify = Literal["none", "structure", "full", "sha256"]
-
 FilesOf = Callable[[CheckpointIndex], Collection[str]]
 """Chooses the files that are needed, of those that an index names."""
-
-
-def check_verify_level(verify: str) -> None:
-    """Refuse an unknown value of `verify`.
-
-    Raises:
-        InvalidArgumentError: It is not one of `Verify`.
-    """
-    if verify not in ("none", "structure", "full", "sha256"):
-        raise InvalidArgumentError(f"verify must be 'none', 'structure' or 'full' (or 'sha256'), got {verify!r}.")
 
 
 @dataclass

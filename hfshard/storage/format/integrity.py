@@ -12,6 +12,8 @@ from hfshard.constants import FINGERPRINT_TENSORS
 from hfshard.errors import InvalidArgumentError
 
 Checksum = Literal["sha256", "xxh3"]
+Verify = Literal["none", "structure", "full", "sha256"]
+"""What is checked before any tensor is returned."""
 
 
 class Hasher(Protocol):
@@ -36,6 +38,16 @@ def check_checksum(checksum: str | None) -> None:
     """
     if checksum is not None and checksum not in tuple(HASHERS):
         raise InvalidArgumentError(f"checksum must be 'sha256', 'xxh3' or None, got {checksum!r}.")
+
+
+def check_verify_level(verify: str) -> None:
+    """Refuse an unknown value of `verify`.
+
+    Raises:
+        InvalidArgumentError: It is not one of `Verify`.
+    """
+    if verify not in ("none", "structure", "full", "sha256"):
+        raise InvalidArgumentError(f"verify must be 'none', 'structure' or 'full' (or 'sha256'), got {verify!r}.")
 
 
 def new_fingerprint() -> Hasher:

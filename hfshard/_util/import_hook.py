@@ -1,0 +1,72 @@
+"""Calls a function when a module has been imported: at once, where it has been.
+
+It imports next to nothing, for those who call it while Python starts.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    Work = Callable[[ModuleType], object]
+
+
+def when_imported(name: str, work: Work) -> None:
+    """Call a function with a module: now, where it has been imported, and each time that it is, or is reloaded.
+
+    Args:
+        name: The module's, with its packages.
+        work: Called in the thread that imports, before that goes on; to give the same function twice is to give it
+            once. What it raises, the import raises.
+    """
+    finder = next((one for one in sys.meta_path if isinstance(one, _HookedFinder)), None)
+    if finder is None:
+        finder = _HookedFinder()
+        sys.meta_path.insert(0, finder)
+    works = finder.works.setdefault(name, [])
+    if work not in works:
+        works.append(work)
+    if name in sys.modules:
+        from importlib import import_module
+
+        work(import_module(name))  # it waits for another thread that is still at it
+
+
+class _HookedFinder:
+    """Finds the modules that are waited for, as the other finders do, and adds the work to their loaders."""
+
+    def __init__(self) -> None:
+        self.works: dict[str, list[Work]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module as Python's import asks for it; None, so that the other finders are asked, for all others."""
+        if fullname not in self.works:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
+            if spec is not None:
+                self._add_work(spec)
+                return spec
+        return None
+
+    def _add_work(self, spec: ModuleSpec) -> None:
+        """Let the loader of one module, which is made for it alone, call the functions when it has run it."""
+        loader = spec.loader
+        run_module = getattr(loader, "exec_module", None)
+        if run_module is None:
+            return
+
+        def run_and_call(module: ModuleType) -> None:
+            run_module(module)
+            for work in tuple(self.works[spec.name]):
+                work(module)
+
+        vars(loader)["exec_module"] = run_and_call

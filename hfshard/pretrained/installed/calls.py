@@ -1,0 +1,90 @@
+"""What answers for every transformers model where hfshard is installed: the mixin's own ways, with upstream's manners.
+
+What no file's damage speaks against, transformers decides: arguments that hfshard does not know, checkpoints that it
+can't read, and names that do not fit are transformers' to take, to report or to refuse.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+from huggingface_hub import HfApi
+from transformers import PreTrainedModel
+
+from hfshard.hub.pushing.request import PushOptions
+from hfshard.loading.options import LoadOptions
+from hfshard.pretrained.arguments import SAVE_ARGUMENTS
+from hfshard.pretrained.build import answer_load
+from hfshard.pretrained.installed.settings import Settings
+from hfshard.pretrained.overrides.bottom import Method, upstream
+from hfshard.pretrained.pusher import push_pretrained_model
+from hfshard.pretrained.ranks.joint_load import load_on_ranks
+from hfshard.pretrained.saver import answer_save
+from hfshard.saving.options import SaveOptions
+
+MAX_SHARD_SIZE: Final = "50GB"
+"""The default of transformers, so that the files have the names that they would have without hfshard."""
+
+_IGNORED: Final = frozenset(("safe_serialization", "save_function"))
+"""Arguments of older code that transformers takes and ignores."""
+
+_SAVING: Final = inspect.signature(answer_save)
+"""The parameters of transformers' `save_pretrained`, in their order, after the model and the options."""
+
+
+_PUSHING: Final = frozenset(inspect.signature(PushOptions).parameters)
+"""The options of a push."""
+
+
+def _load(settings: Settings, model_class: type[PreTrainedModel], /, *args: Any, **kwargs: Any) -> Any:
+    """Load in the place of PreTrainedModel's `from_pretrained`."""
+    path, model_args = (args[0], args[1:]) if args else (kwargs.pop("pretrained_model_name_or_path"), ())
+    options = LoadOptions(verify=settings.verify, disable_mmap=kwargs.get("disable_mmap"), is_lenient=True)
+    with load_on_ranks(options, kwargs):
+        return answer_load(model_class, path, model_args, kwargs, options)
+
+
+def _save(settings: Settings, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> None:
+    """Save in the place of PreTrainedModel's `save_pretrained`."""
+    given = _SAVING.bind(model, SaveOptions(checksum=settings.checksum), *args, **kwargs).arguments
+    named = {name: value for name, value in given.pop("kwargs", {}).items() if name not in _IGNORED}
+    unknown = named.keys() - SAVE_ARGUMENTS
+    if not given.get("push_to_hub"):
+        named = {name: value for name, value in named.items() if name not in unknown}
+    elif unknown & _repo_arguments():
+        upstream("save_pretrained", type(model))(model, *args, **kwargs)
+        return
+    answer_save(**{"max_shard_size": MAX_SHARD_SIZE, **given, **named})
+
+
+def _push(
+    settings: Settings,
+    model: PreTrainedModel,
+    /,
+    repo_id: str | os.PathLike[str],
+    *,
+    tags: list[str] | str | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    **kwargs: Any,
+) -> Any:
+    """Push in the place of PreTrainedModel's `push_to_hub`."""
+    saving = {"max_shard_size": max_shard_size, "checksum": settings.checksum}
+    pushing = {name: value for name, value in kwargs.items() if name in _PUSHING}
+    unknown = {name: value for name, value in kwargs.items() if name not in _PUSHING | _IGNORED}
+    return push_pretrained_model(model, repo_id, tags, saving, pushing, unknown)
+
+
+def _repo_arguments() -> set[str]:
+    """What a repo can be created with that hfshard does not know: transformers creates it."""
+    return set(inspect.signature(HfApi.create_repo).parameters) - SAVE_ARGUMENTS
+
+
+ANSWERS: Final[dict[Method, Callable[..., Any]]] = {
+    "from_pretrained": _load,
+    "save_pretrained": _save,
+    "push_to_hub": _push,
+}
+"""What answers for each method."""

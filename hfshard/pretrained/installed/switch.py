@@ -1,0 +1,110 @@
+"""`hfshard.install` and `hfshard.uninstall`. To call them imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from types import ModuleType
+from typing import Any, Final
+
+from hfshard import __version__
+from hfshard._util.import_hook import when_imported
+from hfshard.pretrained.installed.settings import (
+    Installation,
+    Settings,
+    add_installation,
+    current_settings,
+    forget_installations,
+    keeping,
+)
+from hfshard.pretrained.overrides.bottom import METHODS, Method, StandIn, put_in_place, stand_in_for_all
+from hfshard.storage.format.integrity import Checksum, Verify
+
+_MODELS: Final = "transformers.modeling_utils"
+_ANNOUNCED: Final = "HFSHARD_ANNOUNCED"
+"""The environment variable by which a process tells those that it starts that the line has been shown."""
+
+
+def install(*, verify: Verify = "structure", checksum: Checksum | None = "sha256", quiet: bool = False) -> Installation:
+    """Let every transformers model of this process save, push and load by way of hfshard, from now on.
+
+    That is every `save_pretrained`, `push_to_hub` and `from_pretrained` of a model that ends in PreTrainedModel's own
+    method, whoever calls it: Trainer, a pipeline, an Auto class. Arguments, results, file names and reports stay those
+    of transformers; what is saved replaces what was there as a whole, and what is loaded is checked first. What
+    hfshard can't read or write itself (quantized weights, GGUF, adapters ...) transformers does as always, and so it
+    does all that are not models: tokenizers, configs, other libraries' models.
+
+    To call it again is to change the settings. Forked processes inherit it. transformers is not imported; where it is
+    imported later, hfshard waits for it.
+
+    Args:
+        verify: What is checked before a model is built: "none"; "structure" (names, sizes, headers, fingerprints);
+            "full" (every byte, against its checksum; files without one are refused).
+        checksum: Of the files that are saved: "sha256", "xxh3" or None.
+        quiet: Leave out the line on stderr that says that hfshard is on; without it, the first of a tree of processes
+            that calls shows it.
+
+    Returns:
+        A context manager: at the end of its block, the settings from before `install` count again, or none.
+
+    Raises:
+        InvalidArgumentError: A value is not one of those that are allowed.
+
+    Example:
+        hfshard.install()
+        with hfshard.install(verify="full"):
+            bert = transformers.AutoModel.from_pretrained("bert")
+    """
+    installation = add_installation(Settings(verify=verify, checksum=checksum))
+    stand_in_for_all(_stand_in)
+    when_imported(_MODELS, _wrap_models)
+    if not quiet:
+        _announce()
+    return installation
+
+
+def uninstall() -> None:
+    """Let transformers save, push and load its models by itself again, whatever has called `install`, and how often.
+
+    A call that is under way, in this thread or another, ends as it began. Models with `ShardedModelMixin` and hfshard's
+    own functions work as they do without `install`.
+
+    Example:
+        hfshard.uninstall()
+    """
+    forget_installations()
+
+
+def _wrap_models(module: ModuleType) -> None:
+    base: Any = vars(module).get("PreTrainedModel")
+    if base is not None:
+        for method in METHODS:
+            put_in_place(base, method)
+
+
+def _stand_in() -> StandIn | None:
+    settings = current_settings()
+    if settings is None:
+        return None
+
+    def answer(method: Method, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+        from hfshard.pretrained.installed.calls import ANSWERS  # imports torch and transformers
+
+        with keeping(settings):
+            return ANSWERS[method](settings, target, *args, **kwargs)
+
+    return answer
+
+
+def _announce() -> None:
+    """Say that it is on: once, in the first process, and where a launcher started ranks, on the first of them."""
+    if os.environ.get(_ANNOUNCED) or os.environ.get("RANK", "0") != "0" or sys.stderr is None:
+        return
+    os.environ[_ANNOUNCED] = "1"
+    with suppress(OSError, ValueError):  # a stream that is closed
+        sys.stderr.write(
+            f"hfshard {__version__} is on: save_pretrained, push_to_hub and from_pretrained of transformers models are "
+            "crash-safe and checked (hfshard.uninstall() turns it off)\n"
+        )
+        sys.stderr.flush()

@@ -1,0 +1,1 @@
+"""Every transformers model of a process, by way of hfshard."""
