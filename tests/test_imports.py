@@ -141,6 +141,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "run saving",
         "pushing",
         "restoring run_writer",
+        "foreign",
         "run_reader spread_saving",
         "run_pushes",
         "manager",
@@ -152,6 +153,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "fetching",
         "dataloader",
         "external_loader plain_loader",
+    ),
+    "training.foreign": (
+        "checkpoint optimizers schedulers",
+        "planning readers",
+        "resuming",
     ),
     "training.integrations": (
         "rank_batches trainer_files trainer_settings trainer_weights",
@@ -171,6 +177,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "training.restoring": (
         "applying components module_copy part_files",
         "modules reorderings",
+        "part_planner",
         "restoration",
         "resume",
     ),

@@ -16,6 +16,7 @@ from hfshard.errors import CheckpointNotFoundError
 from hfshard.saving.options import SaveOptions
 from hfshard.storage.format.integrity import Checksum
 from hfshard.training.collecting import collect, encode_components, save_options
+from hfshard.training.foreign.resuming import resume_foreign
 from hfshard.training.pushing.pusher import BackgroundPusher
 from hfshard.training.ranks import ALONE, Ranks
 from hfshard.training.restoring.resume import absolute_place, choose_checkpoint, resume
@@ -180,6 +181,7 @@ class CheckpointManager(RunPushes):
         strict: bool = True,
         verify: Level = "full",
         token: str | bool | None = None,
+        keys: Mapping[str, str] | None = None,
     ) -> RestoredStep:
         """Restore the state as it was at a step, bit for bit; or raise, and change nothing.
 
@@ -192,25 +194,30 @@ class CheckpointManager(RunPushes):
             state: Built as for the run that was saved. It is changed, and so are the random number generators.
             step: Which checkpoint; None: the one that was saved last. Or one from elsewhere: the path of its directory;
                 "org/name" on the Hub, or a path or file:// URL of a directory hub, with "@revision" for one other than
-                main.
+                main; or what another program has saved.
             strict: Refuse any difference; False restores what fits and reports the rest.
             verify: "full" compares every byte with its checksum before anything is changed; "structure" compares sizes,
                 headers and fingerprints.
             token: For the Hub, as in huggingface_hub.
+            keys: Of a file of torch.save: name of a part -> its key, with dots: {"model": "ema.state_dict"}. None: the
+                usual keys.
 
         Returns:
-            The step, with `.path`, `.extra`, `.metrics` and `.differences`.
+            The step, with `.path`, `.extra`, `.metrics`, `.differences` and `.lacking`.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
             HubError: It could not be downloaded from the Hub.
             DamagedCheckpointError: It is damaged. (Without `step`, damaged ones are passed over with a warning.)
             StateDictMismatchError: The state does not fit; the message says what differs, and what to do.
+            UnsafePickleError: A file of torch.save asks for more than plain data; nothing of it was run.
             RankFailedError: Another rank could not restore it, died, or did not come.
         """
         with self._writer.turn("restore()"), self._ranks() as ranks:
             place = ranks.on_each(lambda: absolute_place(step))
-            restored = resume(state, lambda: self._choose(place, verify, token), step, strict=strict, ranks=ranks)
+            restored = resume_foreign(state, place, keys=keys, strict=strict, verify=verify, ranks=ranks)
+            if restored is None:
+                restored = resume(state, lambda: self._choose(place, verify, token), step, strict=strict, ranks=ranks)
         if restored is None:
             raise CheckpointNotFoundError(
                 f"There is no checkpoint in '{self.root}'. Check the path, or train from the beginning.", path=self.root

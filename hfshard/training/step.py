@@ -19,12 +19,14 @@ class RestoredStep(int):
     """
 
     path: str
-    """The checkpoint's directory."""
+    """The checkpoint's directory; of another program's, its file or directory."""
     extra: Any
     """What was passed to `save` as `extra`."""
     metrics: dict[str, float]
     differences: tuple[str, ...]
     """With strict=False: what did not fit and stayed as it was built, in words."""
+    lacking: tuple[str, ...] = ()
+    """Of another program's checkpoint: what it does not hold and our own would, such as random number generators."""
 
 
 def checked_step(step: object) -> int:

@@ -38,6 +38,7 @@ def check_components(
     elsewhere: Collection[str],
     *,
     strict: bool,
+    may_lack: Collection[str] = (),
 ) -> None:
     """Find parts that the checkpoint or the state lacks, or has of another kind.
 
@@ -48,11 +49,13 @@ def check_components(
         differences: Receives them, in words.
         elsewhere: Parts that other stages have saved for themselves.
         strict: Refuse any.
+        may_lack: Parts that the checkpoint need not have.
 
     Raises:
         StateDictMismatchError: strict, and there is one.
     """
-    for name in state.components:
+    wanted = [name for name in state.components if name in saved or name not in may_lack]
+    for name in wanted:
         if name in elsewhere:
             differences.append(
                 f"Each stage of a pipeline has saved a '{name}' of its own in '{directory}', and this rank has another "
@@ -76,7 +79,7 @@ def check_components(
                 f"Pass {name}=..., or strict=False to leave it out."
             )
     if strict and differences:
-        missing = tuple(name for name in state.components if name not in saved)
+        missing = tuple(name for name in wanted if name not in saved)
         unexpected = tuple(name for name in saved if name not in state.components)
         raise StateDictMismatchError(
             " ".join(differences) + " Nothing was restored.",

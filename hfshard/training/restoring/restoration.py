@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from hfshard.constants import MAX_INDEX_BYTES
-from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError
+from hfshard.errors import DamagedCheckpointError, HfshardError
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.names import MODEL_BASE
 from hfshard.storage.format.strict_json import parse_json_object
@@ -23,64 +21,23 @@ from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.nested import decode
 from hfshard.training.parts.nested_decoding import tensor_names
-from hfshard.training.parts.optimizer import plan_optimizer
-from hfshard.training.parts.pending_loads import PendingLoad, StatefulLoad
 from hfshard.training.parts.rng import check_rng_state, seed_from_state, set_rng_state
-from hfshard.training.parts.scheduler import plan_scheduler
 from hfshard.training.ranks import ALONE, Ranks
-from hfshard.training.restoring.applying import all_or_nothing, load_all
 from hfshard.training.restoring.components import (
     check_components,
-    check_object,
     parts_of_other_stages,
     take_gradients,
 )
-from hfshard.training.restoring.modules import plan_module
 from hfshard.training.restoring.part_files import ReadPart, part_reader
-from hfshard.training.restoring.reorderings import find_reorderings, reordered_state
+from hfshard.training.restoring.part_planner import PART_ORDER, PartPlanner, Restoration
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.writing import TRAINING_STATE
 from hfshard.training.spread.stages import StageNames
-from hfshard.training.state import PartKind, TrainingState
+from hfshard.training.state import TrainingState
 
 logger = logging.getLogger(__name__)
 
 _REMEDY = "Restore another checkpoint, or download it again."
-
-_ORDER: Mapping[PartKind, int] = {"module": 0, "optimizer": 1, "scheduler": 2, "stateful": 3, "loader": 3}
-"""The order of comparison: if the model differs, its optimizer does too, and the model's error says more."""
-
-
-@dataclass
-class Restoration:
-    """A checkpoint that was read and compared with a training state, and the changes that are still to be made."""
-
-    pending_loads: list[PendingLoad] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)
-    """What does not fit, in words. Always empty with strict."""
-    objects: list[StatefulLoad] = field(default_factory=list)
-    """The user's own objects, each of which may refuse its state."""
-    extra: Any = None
-    set_rng: Callable[[], None] = lambda: None
-    directory: str = ""
-    without_gradients: list[nn.Parameter] = field(default_factory=list)
-    trackers: list[LoaderTracker] = field(default_factory=list)
-    """Loaders of other libraries: their next `iter()` draws random numbers, after which the RNG is restored again."""
-
-    def apply(self, ranks: Ranks = ALONE) -> None:
-        """Load everything on all ranks; the random number generators last. Every rank must call.
-
-        Raises:
-            StateDictMismatchError: An object refused its state, and nothing was changed.
-            RankFailedError: So did one on another rank.
-        """
-        load_all(self.objects, self.pending_loads, self.directory, ranks)
-        with all_or_nothing(ranks):
-            for parameter in self.without_gradients:
-                parameter.grad = None  # gradients of another step than the one that is resumed
-            self.set_rng()
-            for tracker in self.trackers:
-                tracker.reset(self.set_rng)
 
 
 def plan_restoration(
@@ -121,13 +78,14 @@ def plan_restoration(
         saved = stage.of_this_rank(saved, path)
         wanted = _names_in([saved, own["rng"], saved_state["extra"]], path).__contains__
     tensors = read(STATE_BASE, wanted)
-    planner = _Planner(state, saved, directory, read, path, tensors, restoration, strict, stage)
+    parts = PartPlanner(state, saved, directory, restoration, strict=strict)
+    planner = _Planner(parts, read, path, tensors, stage)
     common = [
         name
         for name in state.components
         if name in saved and saved[name].get("kind") == state.kinds[name] and name not in elsewhere
     ]
-    for name in sorted(common, key=lambda name: _ORDER[state.kinds[name]]):
+    for name in sorted(common, key=lambda name: PART_ORDER[state.kinds[name]]):
         planner.plan(name)
     rng, restoration.extra = decode([own["rng"], saved_state["extra"]], tensors, path)
     check_rng_state(rng, path)
@@ -140,29 +98,20 @@ def plan_restoration(
 
 
 class _Planner:
-    """Decodes the saved state of one component after another, compares it, and notes how it is loaded."""
+    """Decodes the saved state of one component after another, and has it planned."""
 
     def __init__(
         self,
-        state: TrainingState,
-        saved: Mapping[str, dict[str, Any]],
-        directory: str,
+        parts: PartPlanner,
         read: ReadPart,
         path: str,
         tensors: Mapping[str, torch.Tensor],
-        restoration: Restoration,
-        strict: bool,
         stage: StageNames | None,
     ) -> None:
-        self.state = state
-        self.saved = saved
-        self.parameter_names = state.parameter_names()
-        self.directory = directory
+        self.parts = parts
         self.read = read
         self.path = path
         self.tensors = tensors
-        self.restoration = restoration
-        self.strict = strict
         self.stage = stage
 
     def plan(self, name: str) -> None:
@@ -172,46 +121,28 @@ class _Planner:
             StateDictMismatchError: strict, and it does not fit.
             DamagedCheckpointError: What was saved is not what hfshard writes.
         """
-        part = self.state.components[name]
+        saved = self.parts.saved[name]["state"]
         tensors = self.tensors
         if name == "optimizer":
-            wanted = None if self.stage is None else _names_in(self.saved[name]["state"], self.path)
+            wanted = None if self.stage is None else _names_in(saved, self.path)
+            part = self.parts.state.components[name]
             tensors = self.read(
                 name, None if wanted is None else wanted.__contains__, is_copied=_is_on_accelerators(part)
             )
-        value = decode(self.saved[name]["state"], tensors, self.path)
+        value = decode(saved, tensors, self.path)
         try:
             if name == "model":
                 is_here = None if self.stage is None else partial(self.stage.is_here, name)
                 value |= self.read(MODEL_BASE, is_here, is_copied=True)
-            self._plan(name, part, value)
-        except HfshardError as error:
-            if self.strict or not isinstance(error, StateDictMismatchError):
-                raise
-            self.restoration.differences.append(error.message)
+            self.parts.plan(name, value)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, HfshardError):
+                raise
             raise DamagedCheckpointError(
                 f"'{self.path}' is damaged: the state of '{name}' is not what hfshard writes ({error!r:.200}). "
                 f"{_REMEDY}",
                 path=self.path,
             ) from error
-
-    def _plan(self, name: str, part: Any, value: Any) -> None:
-        kind = self.state.kinds[name]
-        if kind in ("stateful", "loader"):
-            check_object(name, part, value, self.directory)
-            if kind == "stateful":
-                value = reordered_state(name, self.state, self.saved, self.directory, value)
-            self.restoration.objects.append(StatefulLoad(name, part, value, self.directory))
-            return
-        if kind == "module":
-            load = plan_module(name, part, value, self.directory, self.restoration.differences, strict=self.strict)
-        elif kind == "optimizer":
-            load = plan_optimizer(part, value, self.parameter_names, name, self.directory)
-        else:
-            reorderings = find_reorderings(name, self.state, self.saved, self.directory)
-            load = plan_scheduler(part, value, name, self.directory, reorderings)
-        self.restoration.pending_loads.append(load)
 
 
 def _is_on_accelerators(optimizer: Optimizer) -> bool:

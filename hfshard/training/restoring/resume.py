@@ -14,7 +14,8 @@ from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.hub.address import absolute_address
 from hfshard.training.pushing.hubs import checked_at
 from hfshard.training.ranks import Ranks
-from hfshard.training.restoring.restoration import Restoration, plan_restoration
+from hfshard.training.restoring.part_planner import Restoration
+from hfshard.training.restoring.restoration import plan_restoration
 from hfshard.training.run.directory import RunCheckpoint, has_changed, read_run_checkpoint
 from hfshard.training.run.finding import Level, check_run_checkpoint, checkpoint_of_step
 from hfshard.training.run.manifest import CheckpointManifest
@@ -32,14 +33,14 @@ ChosenCheckpoint = tuple[RunCheckpoint, CheckpointManifest]
 
 
 def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.PathLike[str] | None:
-    """Return a step as it is, and the place of a checkpoint from elsewhere as an absolute one.
+    """Return a step as it is, and the place of a checkpoint from elsewhere, or of a file, as an absolute one.
 
     Raises:
         InvalidPathError: It is neither.
     """
     if not isinstance(step, str | os.PathLike):
         return step
-    return absolute_path(step, "step") if os.path.isdir(step) else absolute_address(step)
+    return absolute_path(step, "step") if os.path.exists(step) else absolute_address(step)
 
 
 def choose_checkpoint(

@@ -1,0 +1,165 @@
+"""Gives the parameters in another program's optimizer state their names; it has them by position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from hfshard._util.text import list_some
+from hfshard.errors import StateDictMismatchError
+from hfshard.state_dicts.wrappers import match_prefixes
+from hfshard.training.parts.optimizer import group_names
+from hfshard.training.parts.positions.holders import Names
+
+_LATER: Final = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"})
+"""Options that torch's optimizers did not always have; torch adds them to a state that lacks them."""
+
+_OF_SCHEDULERS: Final = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "max_beta1", "swa_lr", "param_names", "params"}
+)
+"""Options that schedulers put into groups."""
+
+_LIKE_THEIR_PARAMETER: Final = frozenset(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
+    + ("sum", "prev", "ax")
+)
+"""Slots of torch's optimizers, and of many others, that have the shape of their parameter."""
+
+_SHOWN: Final = 5
+
+
+def named_optimizer_state(
+    optimizer: Optimizer, saved: Mapping[str, Any], names: Names, in_file: Sequence[str], component: str, path: str
+) -> dict[str, Any]:
+    """Bring the state of an optimizer into the form that `encode_optimizer` writes, decoded: by name.
+
+    Names come from `param_names`, where the groups have them. Otherwise torch has the parameters by position: those of
+    each group are taken to be those of the group that was built. If the weights beside the state stand in another order
+    than the model's, a group that was built in the model's order was so in the file, too.
+
+    Args:
+        optimizer: The one that was built; it is not changed.
+        saved: What the `state_dict()` of the other one returned.
+        names: The names of the parameters that the optimizer has now.
+        in_file: These names in the order in which the file has the weights; empty if it has none.
+        component: The optimizer's name in the training state, for messages.
+        path: The file's, for messages.
+
+    Raises:
+        StateDictMismatchError: It is the state of another optimizer, of other groups, or of parameters in another
+            order, so that it is not known which is whose.
+    """
+    built = group_names(optimizer, names, component)
+    groups = saved["param_groups"]
+    _check_options(optimizer, groups, component, path)
+    stated = _stated_names(groups, built)
+    if stated is None:
+        _check_counts(groups, built, component, path)
+        in_model = list(dict.fromkeys(names.values()))
+        stated = [_names_of_group(group, in_model, in_file, component, path) for group in built]
+    by_position = {position: name for group, own in zip(groups, stated) for position, name in zip(group["params"], own)}
+    state = {by_position[key]: value for key, value in saved["state"].items() if key in by_position}
+    _check_shapes(state, {names[id(one)]: one for one in _parameters(optimizer)}, component, path)
+    return {
+        "class": type(optimizer).__qualname__,
+        "groups": [
+            {"params": own, "options": {key: one for key, one in group.items() if key not in ("params", "param_names")}}
+            for group, own in zip(groups, stated)
+        ],
+        "state": state,
+        "others": {key: value for key, value in saved["state"].items() if key not in by_position},
+        "more": {key: value for key, value in saved.items() if key not in ("state", "param_groups")},
+    }
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _check_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], component: str, path: str) -> None:
+    """Refuse the state of another class: such a file does not name its own, but each class has options of its own."""
+    own = set(optimizer.defaults)
+    known = own.union(_OF_SCHEDULERS, _LATER, *optimizer.param_groups)
+    for group in groups:
+        missing = sorted(own - group.keys() - _LATER)
+        unexpected = sorted(str(key) for key in group.keys() - known)
+        if missing:
+            more = f", and has {list_some(unexpected, _SHOWN, quote=True)}" if unexpected else ""
+            raise StateDictMismatchError(
+                f"'{component}' is a {type(optimizer).__qualname__}, and the state in '{path}' is another optimizer's: "
+                f"it lacks {list_some(missing, _SHOWN, quote=True)}{more}. Build the optimizer of that run, or pass "
+                "strict=False to let this one start afresh.",
+                path=path,
+                missing_keys=tuple(missing),
+                unexpected_keys=tuple(unexpected),
+            )
+
+
+def _stated_names(groups: Sequence[Mapping[str, Any]], built: Sequence[Sequence[str]]) -> list[list[str]] | None:
+    """The names that the groups say themselves; None where not all of them do."""
+    told = [group.get("param_names") for group in groups]
+    is_told = [
+        isinstance(own, list) and len(own) == len(group["params"]) and all(isinstance(one, str) for one in own)
+        for own, group in zip(told, groups)
+    ]
+    if not all(is_told):
+        return None
+    matched = match_prefixes([one for own in told for one in own or ()], {one for own in built for one in own})
+    return [[matched[one] for one in own or ()] for own in told]
+
+
+def _check_counts(
+    groups: Sequence[Mapping[str, Any]], built: Sequence[Sequence[str]], component: str, path: str
+) -> None:
+    before = [len(group["params"]) for group in groups]
+    now = [len(group) for group in built]
+    if before != now:
+        raise StateDictMismatchError(
+            f"The groups of '{component}' had {before} parameters in '{path}', and have {now}. Build the optimizer "
+            "with the same parameters in the same groups, or pass strict=False to let it start afresh.",
+            path=path,
+            expected=before,
+            actual=now,
+        )
+
+
+def _names_of_group(
+    built: Sequence[str], in_model: Sequence[str], in_file: Sequence[str], component: str, path: str
+) -> list[str]:
+    """The names that the positions of a group had in the file."""
+    own = set(built)
+    now = [name for name in in_model if name in own]
+    before = [name for name in in_file if name in own]
+    if before == now or len(before) < len(now):
+        return list(built)
+    if list(built) == now:
+        return before
+    raise StateDictMismatchError(
+        f"'{path}' has the parameters of '{component}' by position, and its weights stand in another order than those "
+        f"of the model ({list_some(before, _SHOWN, quote=True)}; now {list_some(now, _SHOWN, quote=True)}): it is not "
+        "known which state is whose. Build the model with its parameters in the order of that run, or pass "
+        "strict=False to let the optimizer start afresh.",
+        path=path,
+    )
+
+
+def _check_shapes(state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], component: str, path: str) -> None:
+    """Refuse a state that has another parameter's shape."""
+    for name, slots in state.items():
+        shape = tuple(parameters[name].shape) if name in parameters else None
+        for slot, value in slots.items() if isinstance(slots, Mapping) else ():
+            if shape is None or not isinstance(value, torch.Tensor) or tuple(value.shape) == shape:
+                continue
+            is_made_of_it = all(size == 1 or size in shape for size in value.shape)  # as Adafactor's rows are
+            if slot in _LIKE_THEIR_PARAMETER or not is_made_of_it or sorted(value.shape) == sorted(shape):
+                raise StateDictMismatchError(
+                    f"'{slot}' of '{name}' has the shape {list(value.shape)} in '{path}', and the parameter "
+                    f"{list(shape)}: '{component}' had its parameters in another order, or had other ones. Build it as "
+                    "in that run, or pass strict=False to let it start afresh.",
+                    path=path,
+                    fqn=name,
+                )

@@ -1,0 +1,110 @@
+"""Compares another program's checkpoint with a training state, by the checks that one of ours has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hfshard.errors import DamagedCheckpointError, HfshardError, StateDictMismatchError
+from hfshard.state_dicts.state_dict import collect_state_dict
+from hfshard.state_dicts.wrappers import match_prefixes
+from hfshard.training.data.external_loader import LoaderTracker
+from hfshard.training.foreign.checkpoint import ForeignCheckpoint
+from hfshard.training.foreign.optimizers import named_optimizer_state
+from hfshard.training.foreign.schedulers import scheduler_entry
+from hfshard.training.parts.gradients import Gradients
+from hfshard.training.parts.nested_types import NotStored
+from hfshard.training.parts.positions.ordered_state import find_in
+from hfshard.training.parts.rng import check_rng_state, set_rng_state
+from hfshard.training.restoring.components import check_components
+from hfshard.training.restoring.part_planner import PART_ORDER, PartPlanner, Restoration
+from hfshard.training.state import TrainingState
+
+
+def plan_foreign(state: TrainingState, foreign: ForeignCheckpoint, *, strict: bool) -> Restoration:
+    """Compare another program's checkpoint with a training state, which is not changed.
+
+    What such a file never holds is no difference: random number generators, a loader's position, gradients.
+
+    Args:
+        state: Built as for the run that was saved.
+        foreign: What a reader has made of its checkpoint.
+        strict: Refuse any difference; else what differs stays as it was built, and is reported.
+
+    Raises:
+        StateDictMismatchError: strict, and something differs.
+        DamagedCheckpointError: The state of a part is not what such a part saves.
+    """
+    restoration = Restoration(directory=foreign.path, extra=foreign.extra, differences=list(foreign.differences))
+    kinds: dict[str, Any] = dict(state.kinds)
+    saved = {name: {"kind": kinds.get(name), "state": value} for name, value in foreign.components.items()}
+    check_components(state, saved, foreign.path, restoration.differences, (), strict=strict, may_lack=never_held(state))
+    planner = PartPlanner(state, saved, foreign.path, restoration, strict=strict)
+    common = [name for name in state.components if name in saved]
+    for name in sorted(common, key=lambda name: PART_ORDER[state.kinds[name]]):
+        _plan(planner, name, foreign)
+    restoration.trackers = [one for name in common if isinstance(one := state.components[name], LoaderTracker)]
+    if not any(isinstance(part, Gradients) for part in state.components.values()):
+        modules = [state.components[name] for name in common if state.kinds[name] == "module"]
+        restoration.without_gradients = [parameter for module in modules for parameter in module.parameters()]
+    if foreign.rng is not None:
+        rng = foreign.rng
+        check_rng_state(rng, foreign.path)
+        restoration.set_rng = lambda: set_rng_state(rng)
+    return restoration
+
+
+def never_held(state: TrainingState) -> frozenset[str]:
+    """The parts of a state that other programs do not save: positions of loaders, gradients between micro-batches."""
+    gradients = {name for name, part in state.components.items() if isinstance(part, Gradients)}
+    return frozenset(gradients.union(state.of_kind("loader")))
+
+
+def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
+    """Bring the state of one part into the form that ours has, and plan it."""
+    part = planner.state.components[name]
+    kind = planner.state.kinds[name]
+    value = foreign.components[name]
+    try:
+        if kind != "scheduler" and (place := find_in(value, lambda one: isinstance(one, NotStored))) is not None:
+            raise StateDictMismatchError(
+                f"'{name}' stays as it was built: '{place}' in its state in '{foreign.path}' was not read.",
+                path=foreign.path,
+            )
+        if kind == "optimizer":
+            in_file = list(_names_in_file(planner.state, foreign))
+            value = named_optimizer_state(part, value, planner.parameter_names, in_file, name, foreign.path)
+        elif kind == "scheduler":
+            value = scheduler_entry(part, value, name, foreign.path)
+        planner.saved[name]["state"] = value
+        planner.plan(name, value)
+    except HfshardError as error:
+        if planner.strict or not isinstance(error, StateDictMismatchError):
+            raise
+        planner.restoration.differences.append(error.message)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise DamagedCheckpointError(
+            f"'{foreign.path}' is damaged: its '{name}' is not what a {type(part).__name__} saves ({error!r:.200}). "
+            "Use another checkpoint, or leave this part out of the TrainingState.",
+            path=foreign.path,
+        ) from error
+
+
+def _names_in_file(state: TrainingState, foreign: ForeignCheckpoint) -> Iterator[str]:
+    """The names of parameters, as optimizers know them, in the order in which the file has the weights."""
+    known = set(state.parameter_names().values())
+    first_of = {name: names[0] for names in state.tied_parameters() for name in names}
+    for component, module in state.of_kind("module").items():
+        tensors = foreign.components.get(component)
+        if not isinstance(tensors, Mapping):
+            continue
+        names = [name for name, value in tensors.items() if isinstance(value, torch.Tensor)]
+        matched = match_prefixes(names, collect_state_dict(module).keys())
+        prefix = "" if component == "model" else f"{component}:"
+        for name in names:
+            own = f"{prefix}{matched[name]}"
+            own = own if own in known else first_of.get(own, own)
+            if own in known:
+                yield own

@@ -1,0 +1,22 @@
+"""Which checkpoints of other programs can be read, and by what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from hfshard.training.foreign.checkpoint import ForeignCheckpoint, ForeignRequest
+
+Reader = Callable[[str, ForeignRequest], ForeignCheckpoint]
+
+_READERS: Final[tuple[tuple[Callable[[Any], bool], Reader], ...]] = ()
+"""What tells whether a place is of a kind, and reads it. The first one that says yes reads."""
+
+
+def reader_of(place: object) -> Reader | None:
+    """Find what reads another program's checkpoint; None where the place is none, or one of ours.
+
+    Args:
+        place: A path, or anything else that `CheckpointManager.restore` takes as a step.
+    """
+    return next((reader for is_of_kind, reader in _READERS if is_of_kind(place)), None)

@@ -1,0 +1,114 @@
+"""Resumes a run from another program's checkpoint: on all ranks, or on none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hfshard._util.text import list_some
+from hfshard.errors import CheckpointChangedError, InvalidArgumentError
+from hfshard.training.foreign.checkpoint import ForeignCheckpoint, ForeignRequest
+from hfshard.training.foreign.planning import never_held, plan_foreign
+from hfshard.training.foreign.readers import Reader, reader_of
+from hfshard.training.ranks import Ranks
+from hfshard.training.restoring.part_planner import Restoration
+from hfshard.training.run.finding import Level
+from hfshard.training.spread.stages import find_stage
+from hfshard.training.spread.states import is_spread_state
+from hfshard.training.state import TrainingState
+from hfshard.training.step import RestoredStep
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 20
+
+
+def resume_foreign(
+    state: TrainingState, place: Any, *, keys: Mapping[str, str] | None, strict: bool, verify: Level, ranks: Ranks
+) -> RestoredStep | None:
+    """Restore another program's checkpoint. Every rank must call, and must see the same files.
+
+    Args:
+        state: It is changed if every rank can restore it.
+        place: What was asked for; the first rank's decides whether it is another program's.
+        keys: Name of a part -> where its state lies; None: under the usual keys.
+        strict, verify: As in `CheckpointManager.restore`.
+        ranks: This process among those that restore.
+
+    Returns:
+        The step; None where the place is none of another program's.
+
+    Raises:
+        InvalidArgumentError: The state is spread over ranks.
+        UnsafePickleError, StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
+        RankFailedError: Another rank has one of these errors; nothing was changed.
+    """
+    reader = reader_of(place)
+    is_foreign = ranks.all_of(reader is not None)
+    if not any(is_foreign):
+        if keys is not None:
+            raise InvalidArgumentError("keys is for files of torch.save alone: a checkpoint of hfshard has names.")
+        return None
+    differing = InvalidArgumentError(
+        f"All ranks must restore the same place, and this one is asked for {place!r:.500}."
+    )
+    ranks.agree(None if all(is_foreign) else differing)
+    with torch.inference_mode(False):  # what is restored will be trained
+        return _resume(state, place, reader, keys or {}, ranks, strict=strict, verify=verify)
+
+
+def _resume(
+    state: TrainingState,
+    path: str,
+    reader: Reader | None,
+    keys: Mapping[str, str],
+    ranks: Ranks,
+    *,
+    strict: bool,
+    verify: Level,
+) -> RestoredStep:
+    assert reader is not None  # as on every rank
+    is_spread = any(ranks.all_of(ranks.on_each(lambda: is_spread_state(state))))
+    if is_spread or find_stage(state, ranks) is not None:
+        raise InvalidArgumentError(
+            f"'{path}' is of another program, and the model is spread over ranks. Restore it in one process, with "
+            "the whole model: manager.restore(state, path); manager.save(step, state). Then restore that step on all "
+            "ranks.",
+            path=path,
+        )
+    request = ForeignRequest(state.kinds, keys, strict, verify, ranks.rank, ranks.world_size)
+
+    def planned() -> tuple[ForeignCheckpoint, Restoration, str]:
+        foreign = reader(path, request)
+        restoration = plan_foreign(state, foreign, strict=strict)
+        foreign.confirm()
+        return foreign, restoration, foreign.fingerprint()
+
+    foreign, restoration, fingerprint = ranks.on_each(planned)
+    if len(set(ranks.all_of(fingerprint))) > 1:
+        raise CheckpointChangedError(
+            f"The ranks see different files in '{path}', and nothing was restored. Let all ranks see the same ones.",
+            path=path,
+        )
+    lacking = foreign.lacking + tuple(
+        f"the state of '{name}'" for name in state.components if name in never_held(state) - foreign.components.keys()
+    )
+    for difference in restoration.differences:
+        logger.warning("%s", difference)
+    if lacking:
+        logger.warning("'%s' lacks %s.", path, list_some(lacking, _SHOWN))
+    restoration.apply(ranks)
+    return _restored(foreign, restoration, lacking)
+
+
+def _restored(foreign: ForeignCheckpoint, restoration: Restoration, lacking: tuple[str, ...]) -> RestoredStep:
+    restored = RestoredStep(foreign.step or 0)
+    restored.path = foreign.path
+    restored.extra = foreign.extra
+    restored.metrics = {}
+    restored.differences = tuple(restoration.differences)
+    restored.lacking = lacking
+    return restored
