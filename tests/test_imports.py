@@ -155,10 +155,12 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "external_loader plain_loader",
     ),
     "training.foreign": (
-        "checkpoint optimizers schedulers",
+        "checkpoint optimizers pickles schedulers torch_keys",
+        "torch_file",
         "planning readers",
         "resuming",
     ),
+    "training.foreign.pickles": ("inert_pickle", "data_types described_tensors", "plain_values", "plain_files"),
     "training.integrations": (
         "rank_batches trainer_files trainer_settings trainer_weights",
         "accelerate trainer_data",

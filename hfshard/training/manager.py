@@ -194,7 +194,7 @@ class CheckpointManager(RunPushes):
             state: Built as for the run that was saved. It is changed, and so are the random number generators.
             step: Which checkpoint; None: the one that was saved last. Or one from elsewhere: the path of its directory;
                 "org/name" on the Hub, or a path or file:// URL of a directory hub, with "@revision" for one other than
-                main; or what another program has saved.
+                main; or a file of torch.save (README, "Old files").
             strict: Refuse any difference; False restores what fits and reports the rest.
             verify: "full" compares every byte with its checksum before anything is changed; "structure" compares sizes,
                 headers and fingerprints.

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint, ForeignRequest
+from hfshard.training.foreign.torch_file import is_torch_file, read_torch_file
 
 Reader = Callable[[str, ForeignRequest], ForeignCheckpoint]
 
-_READERS: Final[tuple[tuple[Callable[[Any], bool], Reader], ...]] = ()
+_READERS: Final[tuple[tuple[Callable[[Any], bool], Reader], ...]] = ((is_torch_file, read_torch_file),)
 """What tells whether a place is of a kind, and reads it. The first one that says yes reads."""
 
 

@@ -1,0 +1,114 @@
+"""Makes plain values of what a file of torch.save holds: what was described becomes what it is, if only data."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from hfshard.errors import DamagedCheckpointError
+from hfshard.training.foreign.pickles.data_types import OTHER, meaning
+from hfshard.training.foreign.pickles.described_tensors import DescribedFile
+from hfshard.training.foreign.pickles.inert_pickle import Described, Named
+from hfshard.training.parts.nested_types import NOT_STORED
+
+_MAX_DEPTH: Final = 100
+"""Real states have ten levels."""
+
+_MOST_ENTRIES: Final = 100_000_000
+"""Entries of all containers, those that occur several times counted each time: an optimizer has a few per parameter."""
+
+_KINDS: Final = (dict, OrderedDict, Counter, list, tuple, set, frozenset, torch.Size)
+"""Containers that are copied as what they are."""
+
+
+class PlainValues:
+    """Copies values of one file; what can't be had without running code becomes `NOT_STORED`, and is noted."""
+
+    def __init__(self, path: str, described: DescribedFile | None = None) -> None:
+        """Begin.
+
+        Args:
+            path: The file's, for messages.
+            described: The file, where its pickle was only described; it must stay open.
+        """
+        self.path = path
+        self.described = described
+        self.unread: dict[str, str] = {}
+        """Where an object was that is not read -> which class or function it is of."""
+        self._copies: dict[int, tuple[Any, int, Any]] = {}
+        self._above: set[int] = set()
+
+    def of(self, value: Any, at: str = "") -> Any:
+        """Copy a value: tensors get memory of their own.
+
+        Args:
+            value: What the file holds.
+            at: Where it is in the file, for messages.
+
+        Raises:
+            DamagedCheckpointError: It contains itself, is larger than any real state, or not what it says.
+        """
+        return self._copied(value, at)[0]
+
+    def _copied(self, value: Any, at: str) -> tuple[Any, int]:
+        """The copy, and how many entries it has in all."""
+        make: Callable[[Any, str], tuple[Any, int]]
+        if isinstance(value, torch.Tensor):
+            make = self._tensor
+        elif isinstance(value, dict | list | tuple | set | frozenset):
+            make = self._container
+        elif isinstance(value, Named | Described):
+            make = self._object
+        else:
+            return value, 1
+        if id(value) in self._copies:
+            return self._copies[id(value)][:2]
+        if id(value) in self._above or len(self._above) > _MAX_DEPTH:
+            raise self._damaged(at, f"contains itself, or is nested deeper than {_MAX_DEPTH} levels")
+        self._above.add(id(value))
+        copied, entries = make(value, at)
+        self._above.discard(id(value))
+        if entries > _MOST_ENTRIES:
+            raise self._damaged(at, "has more entries than any state of a run")
+        self._copies[id(value)] = copied, entries, value  # which stays alive, as its id is the key
+        return copied, entries
+
+    def _container(self, value: Any, at: str) -> tuple[Any, int]:
+        prefix = f"{at}." if at else ""
+        kind: Any = type(value) if type(value) in _KINDS else None
+        if isinstance(value, dict):
+            pairs = [
+                (self._copied(key, f"{prefix}{str(key)[:100]}")[0], *self._copied(one, f"{prefix}{str(key)[:100]}"))
+                for key, one in value.items()
+            ]
+            return (kind or dict)({key: one for key, one, _ in pairs}), 1 + sum(count for *_, count in pairs)
+        items = [self._copied(one, f"{prefix}{number}") for number, one in enumerate(value)]
+        return (kind or list)([one for one, _ in items]), 1 + sum(count for _, count in items)
+
+    def _tensor(self, value: torch.Tensor, at: str) -> tuple[Any, int]:
+        is_plain = value.layout is torch.strided and value.device.type != "meta"
+        if is_plain and value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise self._damaged(at, "is a tensor with more elements than the file has bytes for")
+        return value.detach().clone() if self.described is None else value, 1
+
+    def _object(self, value: Named | Described, at: str) -> tuple[Any, int]:
+        if isinstance(value, Described) and self.described is not None:
+            tensor = self.described.tensor(value)
+            if tensor is not None:
+                return self._tensor(tensor, at)
+        try:
+            found = meaning(value)
+        except (TypeError, ValueError, LookupError, OverflowError, AttributeError) as error:
+            raise self._damaged(at, f"is not what {value.name} is saved as ({error!r:.100})") from error
+        if found is OTHER:
+            self.unread[at] = value.name
+            return NOT_STORED, 1
+        return self._container(found, at) if isinstance(found, dict | list) else (found, 1)
+
+    def _damaged(self, at: str, what: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(
+            f"'{self.path}' is damaged, or was made to do harm: its '{at}' {what}. Use another file.", path=self.path
+        )

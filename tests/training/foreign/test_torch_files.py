@@ -1,0 +1,79 @@
+"""Runs that other programs have saved with torch.save are resumed as by each part's own load_state_dict, and better."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hfshard.training import CheckpointManager, TrainingState
+from tests.training.fingerprint import flatten
+from tests.training.foreign.programs import PROGRAMS, Parts, Program, net
+
+
+def build(program: Program, seed: int) -> Parts:
+    torch.manual_seed(seed)
+    return program.build(net())
+
+
+def train(parts: Parts, first: int, last: int) -> None:
+    """Steps whose batches depend on their number alone."""
+    for number in range(first, last):
+        x = torch.linspace(-1, 1, 24).reshape(6, 4).roll(number, 0) * (number + 1)
+        loss = parts.model(x).square().mean()
+        parts.optimizer.zero_grad()
+        if parts.scaler is None:
+            loss.backward()
+            parts.optimizer.step()
+        else:
+            parts.scaler.scale(loss).backward()
+            parts.scaler.step(parts.optimizer)
+            parts.scaler.update()
+        if isinstance(parts.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            parts.scheduler.step(loss.item())
+        elif parts.scheduler is not None:
+            parts.scheduler.step()
+        if parts.ema is not None:
+            parts.ema.update_parameters(parts.model)
+
+
+def result(parts: Parts) -> dict[str, Any]:
+    """All weights, buffers and optimizer states, and the learning rates."""
+    return dict(flatten({name: part.state_dict() for name, part in parts.named.items() if name != "scheduler"}, ""))
+
+
+def save(value: Any, path: Path, **options: Any) -> str:
+    torch.save(value, path, **options)
+    return str(path)
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> CheckpointManager:
+    return CheckpointManager(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_runs_of_programs_go_on_as_by_their_own_resume(name: str, tmp_path: Path, manager: CheckpointManager) -> None:
+    program = PROGRAMS[name]
+    saved = build(program, seed=1)
+    train(saved, 0, 4)
+    path = save(program.save(saved), tmp_path / "checkpoint.pth.tar", **program.options)
+    theirs, ours = build(program, seed=2), build(program, seed=2)
+    program.load(theirs, torch.load(path, weights_only=False))
+
+    restored = manager.restore(TrainingState(**ours.named), path, strict=not program.differs, keys=program.keys)
+    Path(path).unlink()
+    rates = [[group["lr"] for group in parts.optimizer.param_groups] for parts in (theirs, ours)]
+    train(theirs, 4, 6)
+    train(ours, 4, 6)
+
+    assert rates[0] == rates[1]
+    assert result(ours) == result(theirs)
+    assert (restored, restored.path, restored.metrics) == (program.step, path, {})
+    assert [*flatten({key: restored.extra.get(key) for key in program.extra}, "")] == [*flatten(program.extra, "")]
+    assert all(any(one.startswith(words) for one in restored.lacking) for words in program.lacks), restored.lacking
+    assert [one[: len(words)] for one, words in zip(restored.differences, program.differs, strict=True)] == list(
+        program.differs
+    )
