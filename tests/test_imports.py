@@ -35,7 +35,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "cli",
         "__main__",
     ),
-    "_util": ("arguments file_errors garbage import_hook lazy own_descriptor paths progress text threads",),
+    "_util": (
+        "announcement arguments file_errors garbage import_hook lazy own_descriptor paths progress text threads",
+    ),
     "cli": (
         "inspection output training_reports",
         "run",

@@ -226,8 +226,18 @@ def _add_run(commands: Any) -> None:
         allow_abbrev=False,
     )
     run.set_defaults(needs_directory=False)
-    run.add_argument("--verify", choices=("none", "structure", "full"), help="what from_pretrained checks")
-    run.add_argument("--checksum", choices=("sha256", "xxh3", "none"), help="checksum of the files that are written")
+    run.add_argument(
+        "--verify",
+        choices=("none", "structure", "full"),
+        default="structure",
+        help="what from_pretrained checks (default: %(default)s)",
+    )
+    run.add_argument(
+        "--checksum",
+        choices=("sha256", "xxh3", "none"),
+        default="sha256",
+        help="checksum of the files that save_pretrained writes (default: %(default)s)",
+    )
     run.add_argument("--quiet", action="store_true", help="do not say on stderr that hfshard is on")
 
 

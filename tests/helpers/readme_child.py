@@ -18,12 +18,16 @@ def run_python(example: Example, readme: Path, namespace: dict[str, Any]) -> Non
 
 
 def run_commands(example: Example) -> None:
-    """Run each `hfshard` command of a block, which must exit with 0; those that need the network are parsed alone."""
+    """Run each `hfshard` command of a block, which must exit with 0; of those that need the network, and
+    of `hfshard run`, the arguments are parsed alone.
+    """
     from hfshard.cli.arguments import make_parser
+    from hfshard.cli.run.words import split_words
 
     for words in hfshard_commands(example):
-        if needs_the_network(words):
-            make_parser().parse_args(words[1:])
+        own, program = split_words(words[1:])
+        if needs_the_network(words) or program:
+            make_parser().parse_args(own)
         else:
             run_command(words, example.line)
 

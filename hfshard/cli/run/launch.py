@@ -11,16 +11,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final, NoReturn
 
-from hfshard import __version__
-from hfshard.cli.output import print_message
+from hfshard._util.announcement import ANNOUNCED, announce
+from hfshard.cli.output import printable
 from hfshard.cli.run.words import split_python_options
 from hfshard.errors import InvalidArgumentError, InvalidPathError, readable
 
 _FOLDER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
 _SETTINGS: Final = "HFSHARD_RUN"
 """The variable with the options, as JSON: `sitecustomize.py` reads it."""
-_RANKS: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-"""In which torchrun, Slurm and MPI tell a process its rank; the first that is there counts."""
 _IGNORING: Final = "IES"
 """Letters of Python's options with which it looks at no PYTHONPATH, or runs no sitecustomize."""
 _FIRST_LINE_BYTES: Final = 256
@@ -51,15 +49,11 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         command = target
         letters += _letters_of_command(path, target)
     _refuse_ignoring(letters)
-    environment = _environment(os.environ, arguments)
-    if not arguments.quiet and _is_first(os.environ):
+    _refuse_folder()
+    if not arguments.quiet:
         name = " ".join(target[:2]) if target[0] == "-m" else target[0]
-        print_message(
-            f"on in {readable(name)} and the Python processes that it starts: "
-            f"hfshard {__version__} saves, loads and pushes their transformers models"
-        )
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        announce(f" in {printable(name)} and the Python processes that it starts")
+    environment = _environment(os.environ, arguments)
     os.execve(path, command, environment)
 
 
@@ -92,24 +86,23 @@ def _refuse_ignoring(letters: str) -> None:
             )
 
 
-def _environment(environment: Mapping[str, str], arguments: argparse.Namespace) -> dict[str, str]:
-    """The environment of the program: its Pythons find our `sitecustomize.py` before any other."""
+def _refuse_folder() -> None:
     if os.pathsep in _FOLDER:
         raise InvalidPathError(
             f"hfshard lies in {readable(_FOLDER)}, and PYTHONPATH can't name a folder with '{os.pathsep}': install it "
             "into another, or call hfshard.install() in the program."
         )
+
+
+def _environment(environment: Mapping[str, str], arguments: argparse.Namespace) -> dict[str, str]:
+    """The environment of the program: its Pythons find our `sitecustomize.py` before any other."""
     paths = environment.get("PYTHONPATH", "")  # an empty one means nothing, but an empty part: the directory
     others = [path for path in paths.split(os.pathsep) if path != _FOLDER] if paths else []
-    settings = {"prefix": sys.prefix, "verify": arguments.verify, "checksum": arguments.checksum}
+    checksum = None if arguments.checksum == "none" else arguments.checksum
+    settings = {"prefix": sys.prefix, "verify": arguments.verify, "checksum": checksum}
     return {
         **environment,
         "PYTHONPATH": os.pathsep.join([_FOLDER, *others]),
-        _SETTINGS: json.dumps({name: value for name, value in settings.items() if value is not None}),
+        ANNOUNCED: "1",
+        _SETTINGS: json.dumps(settings),
     }
-
-
-def _is_first(environment: Mapping[str, str]) -> bool:
-    """Whether this is the one process of a job that says that hfshard is on."""
-    ranks = [environment[name] for name in _RANKS if name in environment]
-    return _SETTINGS not in environment and ranks[:1] in ([], ["0"])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from contextlib import suppress
 from types import ModuleType
 from typing import Any, Final
 
-from hfshard import __version__
+from hfshard._util.announcement import announce
 from hfshard._util.import_hook import when_imported
 from hfshard.pretrained.installed.settings import (
     Installation,
@@ -22,8 +19,6 @@ from hfshard.pretrained.overrides.bottom import METHODS, Method, StandIn, put_in
 from hfshard.storage.format.integrity import Checksum, Verify
 
 _MODELS: Final = "transformers.modeling_utils"
-_ANNOUNCED: Final = "HFSHARD_ANNOUNCED"
-"""The environment variable by which a process tells those that it starts that the line has been shown."""
 
 
 def install(*, verify: Verify = "structure", checksum: Checksum | None = "sha256", quiet: bool = False) -> Installation:
@@ -60,7 +55,7 @@ def install(*, verify: Verify = "structure", checksum: Checksum | None = "sha256
     stand_in_for_all(_stand_in)
     when_imported(_MODELS, _wrap_models)
     if not quiet:
-        _announce()
+        announce()
     return installation
 
 
@@ -95,16 +90,3 @@ def _stand_in() -> StandIn | None:
             return ANSWERS[method](settings, target, *args, **kwargs)
 
     return answer
-
-
-def _announce() -> None:
-    """Say that it is on: once, in the first process, and where a launcher started ranks, on the first of them."""
-    if os.environ.get(_ANNOUNCED) or os.environ.get("RANK", "0") != "0" or sys.stderr is None:
-        return
-    os.environ[_ANNOUNCED] = "1"
-    with suppress(OSError, ValueError):  # a stream that is closed
-        sys.stderr.write(
-            f"hfshard {__version__} is on: save_pretrained, push_to_hub and from_pretrained of transformers models are "
-            "crash-safe and checked (hfshard.uninstall() turns it off)\n"
-        )
-        sys.stderr.flush()

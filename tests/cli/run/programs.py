@@ -48,7 +48,7 @@ def by_hfshard(
 
 def without_hfshard_on(environment: dict[str, str]) -> dict[str, str]:
     """An environment without what `hfshard run`, or a launcher of ranks, may have left in it."""
-    names = ("HFSHARD_RUN", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+    names = ("HFSHARD_ANNOUNCED", "HFSHARD_RUN", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
     return {name: value for name, value in environment.items() if name not in names}
 
 

@@ -10,6 +10,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from tests.cli.run.programs import by_hfshard, by_python, startup_folder
 
@@ -65,3 +66,27 @@ def test_environment_without_hfshard_is_left_alone(tmp_path: Path, environment: 
 
 def test_any_python_3_can_read_it() -> None:
     ast.parse((Path(startup_folder()) / "sitecustomize.py").read_text(encoding="utf-8"), feature_version=(3, 7))
+
+
+def test_checkout_that_is_not_installed_is_found(tmp_path: Path, environment: dict[str, str]) -> None:
+    other = tmp_path / "other"
+    venv.create(other, symlinks=True, with_pip=False)
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "xxhash").symlink_to(Path(xxhash.__file__).parent)  # what hfshard needs at once
+    variables = {
+        "PYTHONPATH": f"{startup_folder()}:{tmp_path}/packages",
+        "HFSHARD_RUN": json.dumps({"prefix": str(other)}),
+    }
+    code = f"{LOOKS_FOR_TRANSFORMERS}; import hfshard; print(hfshard.__file__)"
+
+    done = subprocess.run(
+        [str(other / "bin" / "python"), "-c", code],
+        cwd=tmp_path,
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    home = Path(startup_folder()).parents[2] / "__init__.py"
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"done\n{home}\n", "")

@@ -1,0 +1,113 @@
+"""hfshard is on in what the program starts: spawned workers, ranks of torchrun, commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hfshard.cli.inspection import inspect_checkpoint
+from tests.cli.run.programs import by_hfshard
+from tests.helpers import forkserver
+
+SPAWNS = """
+import multiprocessing, sys
+
+def save(value):
+    from transformers import BertConfig, BertModel
+    config = BertConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16)
+    BertModel(config).save_pretrained(value, max_shard_size="5KB")
+    BertModel.from_pretrained(value)
+
+if __name__ == "__main__":
+    worker = multiprocessing.get_context("spawn").Process(target=save, args=sys.argv[1:])
+    worker.start()
+    worker.join()
+    sys.exit(worker.exitcode)
+"""
+
+LOOKS = """
+import json, os, sys
+from importlib.util import find_spec
+
+find_spec("transformers")  # what an import of it begins with
+from hfshard.pretrained.installed.settings import current_settings
+
+settings = current_settings()
+ranks = [os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+with open(f"{sys.argv[1]}-{'-'.join(ranks)}.json", "w") as file:
+    json.dump([sys.argv[1:], __name__, settings.verify, settings.checksum, "transformers" in sys.modules], file)
+"""
+TORCHRUN = ["--standalone", "--nproc-per-node", "2"]
+LINE = "hfshard 0.1.0 is on in "
+
+
+@pytest.mark.compat
+def test_spawned_worker_saves_by_way_of_hfshard(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "spawn.py").write_text(SPAWNS)
+
+    done = by_hfshard(["--checksum", "xxh3", "spawn.py", "out"], tmp_path, environment)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(LINE)
+    assert done.stderr.count("hfshard") == 2  # twice in the line
+    found = inspect_checkpoint(str(tmp_path / "out"))
+    shards = [file for file in found.files if file.tensors]
+    assert all(shard.digest.xxh3 for shard in shards), found.files
+
+
+def check_ranks(place: Path, verify: str) -> None:
+    """Both ranks have written what `LOOKS` sees."""
+    found = {path.name: json.loads(path.read_text()) for path in place.glob("*.json")}
+    seen = [["out", "--verify", "none"], "__main__", verify, "sha256", False]
+    assert found == {"out-0-2.json": seen, "out-1-2.json": seen}
+
+
+def test_ranks_of_torchrun_inherit_it(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "look.py").write_text(LOOKS)
+    words = ["--verify", "full", "-m", "torch.distributed.run", *TORCHRUN, "look.py", "out", "--verify", "none"]
+
+    done = by_hfshard(words, tmp_path, environment)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(LINE) == 1
+    check_ranks(tmp_path, "full")
+
+
+def test_torchrun_runs_it_on_each_rank(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "look.py").write_text(LOOKS)
+    words = ["-m", "torch.distributed.run", *TORCHRUN, "-m", "hfshard", "run", "look.py", "out", "--verify", "none"]
+
+    done = forkserver.run(words, env=environment, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(LINE) == 1
+    check_ranks(tmp_path, "structure")
+
+
+def test_command_of_the_environment_is_run(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "look.py").write_text(LOOKS)
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "launch"
+    environment = environment | {"PATH": f"{command.parent}:{environment['PATH']}"}
+    lines = f'exec "{sys.executable}" look.py "$1-of-launch"\n'
+    command.write_text(f"#!/bin/sh\n{lines}")
+    command.chmod(0o755)
+
+    done = by_hfshard(["--checksum", "none", "launch", "out"], tmp_path, environment)
+    assert (done.returncode, done.stderr.count(LINE)) == (0, 1)
+    seen = [["out-of-launch"], "__main__", "structure", None, False]
+    assert json.loads((tmp_path / "out-of-launch-.json").read_text()) == seen
+
+    # A file, or a directory that Python can run, is the program; a directory that it can't is not.
+    (tmp_path / "launch").mkdir()
+    assert by_hfshard(["launch", "again"], tmp_path, environment).returncode == 0
+    (tmp_path / "launch" / "__main__.py").write_text("import sys\nsys.exit(len(sys.argv) + 3)\n")
+    assert by_hfshard(["launch", "again"], tmp_path, environment).returncode == 5
+
+    # One that ignores the environment is refused, as Python itself is.
+    (tmp_path / "launch" / "__main__.py").unlink()
+    command.write_text(f"#!{sys.executable} -sE\n")
+    assert "started with -E" in by_hfshard(["launch", "again"], tmp_path, environment).stderr
