@@ -41,8 +41,8 @@ from hfshard._util.lazy import lazy_exports
 
 __version__ = "0.1.0"
 
-# Public name -> the module that defines it. Imported when it is first used: `import hfshard` takes no time, and only
-# `hfshard.ShardedModelMixin` imports transformers.
+# Public name -> the module that defines it. Imported when it is first used: `import hfshard` takes no time, and none
+# of them imports transformers, but in a call with a model or a class of it.
 _HOMES = {
     "CheckpointIndex": "storage.format.index",
     "CheckpointManager": "training.manager",
@@ -52,7 +52,7 @@ _HOMES = {
     "Problem": "storage.checkpoint.report",
     "PushResult": "hub.repo_tree",
     "ShardPlan": "planning.plan",
-    "ShardedModelMixin": "pretrained.mixin",
+    "ShardedModelMixin": "modules.mixin",
     "TensorSpec": "storage.tensors.tensor_spec",
     "VerifyReport": "storage.checkpoint.report",
     "distributed": "distributed",
@@ -86,13 +86,13 @@ if TYPE_CHECKING:
     from hfshard.hub.repo_tree import PushResult as PushResult
     from hfshard.load import load_model as load_model
     from hfshard.load import load_state_dict as load_state_dict
+    from hfshard.modules.mixin import ShardedModelMixin as ShardedModelMixin
     from hfshard.planning.plan import PlannedShard as PlannedShard
     from hfshard.planning.plan import ShardPlan as ShardPlan
     from hfshard.planning.plan import plan_shards as plan_shards
     from hfshard.planning.size import parse_size as parse_size
     from hfshard.pretrained.installed.switch import install as install
     from hfshard.pretrained.installed.switch import uninstall as uninstall
-    from hfshard.pretrained.mixin import ShardedModelMixin as ShardedModelMixin
     from hfshard.reshard import reshard_checkpoint as reshard_checkpoint
     from hfshard.save import save_model as save_model
     from hfshard.save import save_state_dict as save_state_dict

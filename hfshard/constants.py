@@ -76,3 +76,6 @@ CHANGED_RETRIES: Final = 400
 
 CHANGED_WAIT_SECONDS: Final = 0.005
 """Seconds between two such tries."""
+
+MIXIN_MARK: Final = "_is_hfshard_model"
+"""The attribute by which `ShardedModelMixin` marks its subclasses; transformers' classes lack it."""

@@ -12,14 +12,14 @@ from torch import nn
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.distributed.saving import decline_save, save_anywhere, telling_other_ranks
+from hfshard.distributed.saving import save_anywhere, telling_other_ranks
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
+from hfshard.modules.weights import save_module
 from hfshard.planning.plan import Packing
-from hfshard.pretrained.request import is_pretrained, request_from_model
+from hfshard.pretrained.request import is_pretrained
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import request_from_state_dict
-from hfshard.state_dicts.dtensors import refuse_sharded_tensors
 from hfshard.state_dicts.wrappers import unwrap
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.integrity import Checksum
@@ -167,12 +167,4 @@ def save_model(
 
         model = unwrap(model)
         return save_pretrained_model(model, save_directory, is_main_process, state_dict, options)  # type: ignore[arg-type]
-    if not (is_main_process or collective):
-        tensors = model.state_dict() if state_dict is None else state_dict
-        refuse_sharded_tensors(tensors)
-        if not has_spread(tensors):
-            decline_save(directory)
-            return None
-    with telling_other_ranks(directory, lambda: collective or has_spread(dict(model.named_parameters()))):
-        request = request_from_model(model, state_dict, options)
-    return save_anywhere(request, directory)
+    return save_module(model, directory, state_dict, options, is_main_process)

@@ -12,9 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hfshard._util.threads import ProcessLock
-
-MIXIN_MARK: Final = "_is_hfshard_model"
-"""The attribute by which `ShardedModelMixin` marks its subclasses; transformers' classes lack it."""
+from hfshard.constants import MIXIN_MARK
 
 _ALIAS: Final = "_hfshard_alias"
 """The attribute of a class that keeps its alias class."""
@@ -113,16 +111,16 @@ def view_as_alias(model: Model) -> Model:
     return view
 
 
-def delegate_to_base(model_class: type, mixin: type, question: str) -> bool:
+def delegate_to_base(model_class: type, below: Any, question: str) -> bool:
     """Call a class method without arguments, which returns a bool, on transformers' class in place of the user's.
 
     Args:
         model_class: The user's class.
-        mixin: Where the class is its own architecture, the one after the mixin is called.
+        below: What has the method behind the mixin: it is called where the class is its own architecture.
         question: The method's name.
     """
     architecture: Any = architecture_of(model_class)
-    base = super(mixin, model_class) if architecture is model_class else architecture
+    base = below if architecture is model_class else architecture
     return bool(getattr(base, question)())
 
 

@@ -17,6 +17,7 @@ from hfshard.hub.pushing.request import PushOptions
 from hfshard.pretrained.arguments import PUSH_ARGUMENTS
 from hfshard.pretrained.fallback import needs_transformers_saver
 from hfshard.pretrained.overrides.override_chain import has_override
+from hfshard.pretrained.pushing.model_card import tagged_card
 from hfshard.pretrained.pushing.push import push_by_directory, push_model, tags_of
 from hfshard.pretrained.ranks.stages import is_part_of_push
 from hfshard.pretrained.request import request_from_model
@@ -57,12 +58,12 @@ def push_pretrained_model(
         refuse_unknown(rest, PUSH_ARGUMENTS - rest.keys(), "push_to_hub")
         options = SaveOptions(**saving)
         push_options = PushOptions(**pushing)
-        tags = tags_of(model, tags)
+        make_card = partial(tagged_card, tags=tags_of(model, tags))
         together.agree_on(repo_id)
         if needs_transformers_saver(model, distributed_checkpoint=False) or has_override(
             type(model), "save_pretrained"
         ):
             given = {name: value for name, value in saving.items() if name in ("max_shard_size", "variant", "packing")}
             save = partial(model.save_pretrained, **without_defaults(given))
-            return push_by_directory(save, options.variant, repo_id, tags, push_options, together)
-        return push_model(request_from_model(model, None, options), repo_id, tags, push_options, together)
+            return push_by_directory(save, options.variant, repo_id, make_card, push_options, together)
+        return push_model(request_from_model(model, None, options), repo_id, make_card, push_options, together)

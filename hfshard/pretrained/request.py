@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from hfshard.constants import MIXIN_MARK
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_module
 from hfshard.state_dicts.wrappers import unwrap
@@ -15,8 +16,13 @@ from hfshard.state_dicts.wrappers import unwrap
 
 def is_pretrained(model: object) -> bool:
     """Whether it is a transformers model; transformers is not imported to find out."""
-    transformers = sys.modules.get("transformers.modeling_utils")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    return is_pretrained_class(type(model))
+
+
+def is_pretrained_class(model_class: type) -> bool:
+    """Whether it is the class of transformers models; transformers is not imported to find out."""
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return base is not None and issubclass(model_class, base)
 
 
 def request_from_model(model: nn.Module, state_dict: Mapping[str, Any] | None, options: SaveOptions) -> SaveRequest:
@@ -33,3 +39,17 @@ def request_from_model(model: nn.Module, state_dict: Mapping[str, Any] | None, o
     from hfshard.pretrained.collect import request_from_pretrained
 
     return request_from_pretrained(model, state_dict, options)  # type: ignore[arg-type]
+
+
+def below_mixin(target: Any) -> Any:
+    """What has the methods of a model or its class behind the mixin, without those of huggingface_hub's mixins.
+
+    A class that has one of those by itself, behind that of transformers, keeps it there.
+
+    Args:
+        target: The model or the class.
+    """
+    order = target.__mro__ if isinstance(target, type) else type(target).__mro__
+    mixin = next(number for number, base in enumerate(order) if MIXIN_MARK in vars(base))
+    skipped = (mixin for mixin in order[mixin + 1 : mixin + 3] if mixin.__module__ == "huggingface_hub.hub_mixin")
+    return super([order[mixin], *skipped][-1], target)

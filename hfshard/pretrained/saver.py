@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from hfshard.pretrained.class_alias import is_registered_with_mixin, view_as_ali
 from hfshard.pretrained.fallback import has_adapters, is_offloaded_by_map, needs_transformers_saver
 from hfshard.pretrained.overrides.bottom import ChainCall, call_under_way, upstream
 from hfshard.pretrained.overrides.override_chain import has_override, run_chain
+from hfshard.pretrained.pushing.model_card import tagged_card
 from hfshard.pretrained.pushing.push import default_repo_id, push_saved_files, tags_of
 from hfshard.pretrained.ranks.stages import is_part, is_part_of_push, refuse_ungathered
 from hfshard.pretrained.request import request_from_model
@@ -233,5 +235,5 @@ def _push_files(
     """Push the files of a save into a directory."""
     repo_id = arguments.pop("repo_id", None) or default_repo_id(directory)
     together.agree_on(absolute_address(repo_id))
-    tags = tags_of(model, arguments.pop("tags", None))
-    push_saved_files(request, index, directory, repo_id, tags, PushOptions(**arguments), together)
+    make_card = partial(tagged_card, tags=tags_of(model, arguments.pop("tags", None)))
+    push_saved_files(request, index, directory, repo_id, make_card, PushOptions(**arguments), together)

@@ -14,6 +14,7 @@ from hfshard.saving.request import SaveRequest
 from hfshard.saving.writing import ShardWriter
 from hfshard.storage.commit.commit import SaveSession
 from hfshard.storage.commit.commit_plan import NewCheckpoint, content_digest, needs_links
+from hfshard.storage.disk.fsops import can_link
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata
 from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX
 from hfshard.storage.format.names import WeightNames
@@ -123,11 +124,19 @@ def write_staged(
         keys=list(index.weight_map),
         index=index_json,
         config=request.config,
+        drops_config=request.drops_config,
+        hides_single=request.hides_single and _can_link_single(session),
         model_files=dict(request.model_files),
         digest=digest,
         companion_files=_stage_companion_files(session, request, progress_callback),
     )
     return new, index
+
+
+def _can_link_single(session: SaveSession) -> bool:
+    """Whether the single file that is there can have a second name; no question where there is none."""
+    single = os.path.join(session.directory, session.state.names.single)
+    return session.state.has_single and can_link(session.staging, single)
 
 
 def staged_names(plan: ShardPlan) -> dict[str, str]:

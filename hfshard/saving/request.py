@@ -45,6 +45,10 @@ class SaveRequest:
     """For the index; None: counted from the tensors."""
     config: bytes | None = None
     """The contents of config.json."""
+    drops_config: bool = False
+    """Whether a config.json that is there goes, because this checkpoint has none."""
+    hides_single: bool = False
+    """As in `NewCheckpoint`."""
     model_files: Mapping[str, bytes] = field(default_factory=dict)
     """Other small files that belong to the checkpoint: generation config, custom code."""
     companion_files: Mapping[str, CompanionFile] = field(default_factory=dict)

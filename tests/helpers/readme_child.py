@@ -13,7 +13,7 @@ from tests.helpers.readme_examples import Example, examples_of, hfshard_commands
 
 def run_python(example: Example, readme: Path, namespace: dict[str, Any]) -> None:
     """Execute a block; a traceback shows the README's own lines."""
-    code = compile("\n" * (example.line - 1) + example.text, str(readme), "exec")
+    code = compile("\n" * (example.line - 1) + example.text, str(readme), "exec", dont_inherit=True)
     exec(code, namespace)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from huggingface_hub import ModelHubMixin, PyTorchModelHubMixin
 from transformers import PreTrainedModel
 
-from hfshard.pretrained.class_alias import MIXIN_MARK
+from hfshard.constants import MIXIN_MARK
 from hfshard.pretrained.overrides.bottom import ChainCall, Method, current_call, put_in_place
 
 
@@ -35,10 +36,11 @@ def run_chain(call: ChainCall, start: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def has_override(model_class: type, method: Method) -> bool:
-    """Whether the class or one of its bases, other than the mixin, has a method of its own above PreTrainedModel's."""
+    """Whether a class has a method above PreTrainedModel's, of its own or of a base other than the mixins."""
     for base in model_class.__mro__:
         if base is PreTrainedModel:
             return False
-        if method in vars(base) and MIXIN_MARK not in vars(base):
+        is_mixin = MIXIN_MARK in vars(base) or base in (PyTorchModelHubMixin, ModelHubMixin)
+        if method in vars(base) and not is_mixin:
             return True
     return False

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Final
 
 from huggingface_hub import CommitInfo
 
+from hfshard.constants import CONFIG_NAME, README
 from hfshard.distributed.pushing.together import PushTogether
 from hfshard.distributed.saving import request_of_one, telling_other_ranks
 from hfshard.hub.address import directory_of
 from hfshard.hub.pushing.local_files import directory_contents
 from hfshard.hub.pushing.push_files import push_files
-from hfshard.hub.pushing.request import PushOptions, PushRequest
+from hfshard.hub.pushing.request import MakeCard, PushOptions, PushRequest
 from hfshard.hub.repo_tree import PushResult
-from hfshard.pretrained.pushing.model_card import tagged_card
 from hfshard.saving.in_memory import stream_request
 from hfshard.saving.request import SaveRequest
 from hfshard.storage.disk.byte_source import ByteSource, file_source
@@ -30,7 +30,7 @@ DEFAULT_MESSAGE: Final = "Upload model"
 def push_model(
     request: SaveRequest,
     repo_id: str | os.PathLike[str],
-    tags: Sequence[str],
+    make_card: MakeCard,
     options: PushOptions,
     together: PushTogether,
 ) -> CommitInfo | PushResult:
@@ -39,17 +39,19 @@ def push_model(
     Args:
         request: What `save_model` would save.
         repo_id: As in `push_checkpoint`; the same on all ranks.
-        tags: Of the model card.
+        make_card: Of the repo.
         options: How to push.
         together: The ranks that have parts of it, all of which call.
     """
     if not together.is_collective:
         contents, _ = stream_request(request_of_one(request))
-        push = _pushing(contents, frozenset({request.options.variant}), repo_id, tags, options, together)
+        variants = frozenset({request.options.variant})
+        gone = {CONFIG_NAME} if request.drops_config else set()
+        push = _pushing(contents, variants, repo_id, make_card, options, together, gone)
         return _answer(together.send(push)[0], repo_id, options)
     with together.folder() as folder:
         index = together.stage(request, folder)
-        return push_saved_files(request, index, folder.path, repo_id, tags, options, together)
+        return push_saved_files(request, index, folder.path, repo_id, make_card, options, together)
 
 
 def push_saved_files(
@@ -57,7 +59,7 @@ def push_saved_files(
     index: CheckpointIndex | None,
     directory: str,
     repo_id: str | os.PathLike[str],
-    tags: Sequence[str],
+    make_card: MakeCard,
     options: PushOptions,
     together: PushTogether,
 ) -> CommitInfo | PushResult:
@@ -67,14 +69,16 @@ def push_saved_files(
         request: What was saved.
         index: What the save has returned; needed on the sender.
         directory: Where it was saved to.
-        repo_id, tags, options, together: As in `push_model`.
+        repo_id, make_card, options, together: As in `push_model`.
     """
 
     def push() -> Sequence[PushResult]:
         written = {*index.weight_map.values(), *index.files} if index is not None else set()
         names = {*written, request.options.names.index, *request.small_files}
         contents, _ = directory_contents(directory, names=names, follow_links=True)  # a link whose bytes did not change
-        return _pushing(contents, frozenset({request.options.variant}), repo_id, tags, options, together)()
+        variants = frozenset({request.options.variant})
+        gone = {CONFIG_NAME} if request.drops_config else set()
+        return _pushing(contents, variants, repo_id, make_card, options, together, gone)()
 
     return _answer(together.send(push)[0], repo_id, options)
 
@@ -83,9 +87,11 @@ def push_by_directory(
     save: Callable[..., object],
     variant: str | None,
     repo_id: str | os.PathLike[str],
-    tags: Sequence[str],
+    make_card: MakeCard,
     options: PushOptions,
     together: PushTogether,
+    *,
+    keeps_card: bool = False,
 ) -> CommitInfo | PushResult | None:
     """Push what a `save_pretrained` writes that does more than hfshard can do from memory, by a temporary directory.
 
@@ -94,7 +100,8 @@ def push_by_directory(
     Args:
         save: Saves into an empty directory; takes `is_main_process`.
         variant: Of the weights.
-        repo_id, tags, options, together: As in `push_model`.
+        repo_id, make_card, options, together: As in `push_model`.
+        keeps_card: Whether a README.md of the repo stays: the one that was saved is pushed where there is none.
 
     Returns:
         As `push_model`; None where this process saves nothing, because another one of the group does.
@@ -112,12 +119,29 @@ def push_by_directory(
                 contents, indexes = directory_contents(folder.path, follow_links=True)
                 variants = frozenset(indexes)
             else:  # an adapter, beside which the hub may hold its base
-                contents = {name: file_source(os.path.join(folder.path, name)) for name in names}
+                contents = {name: file_source(os.path.join(folder.path, name)) for name in _files_below(folder.path)}
                 variants = frozenset()
-            return _pushing(contents, variants, repo_id, tags, options, together)()
+            card = contents.pop(README, None) if keeps_card else None
+            make = make_card if card is None else partial(_kept_card, card)
+            return _pushing(contents, variants, repo_id, make, options, together)()
 
         results = together.send(push)
         return _answer(results[0], repo_id, options) if results else None
+
+
+def _files_below(folder: str) -> list[str]:
+    """Paths below a folder, in the form that they have in a repo."""
+    found = [os.path.join(above, name) for above, _, files in os.walk(folder) for name in files]
+    return sorted(os.path.relpath(path, folder).replace(os.sep, "/") for path in found)
+
+
+def _bytes_of(source: ByteSource) -> bytes:
+    with source.open() as reader:
+        return reader.read()
+
+
+def _kept_card(card: ByteSource, read_old: Callable[[], bytes] | None) -> bytes | None:
+    return None if read_old is not None else _bytes_of(card)
 
 
 def tags_of(model: Any, tags: Sequence[str] | str | None) -> list[str]:
@@ -130,16 +154,18 @@ def _pushing(
     contents: dict[str, ByteSource],
     variants: frozenset[str | None],
     repo_id: str | os.PathLike[str],
-    tags: Sequence[str],
+    make_card: MakeCard,
     options: PushOptions,
     together: PushTogether,
+    gone: Collection[str] = (),
 ) -> Callable[[], Sequence[PushResult]]:
     request = PushRequest(
         contents=contents,
         variants=variants,
         options=options,
         default_message=DEFAULT_MESSAGE,
-        make_card=partial(tagged_card, tags=tags),
+        make_card=make_card,
+        find_stale=lambda files, read: gone,
         check=together.check,
     )
     return lambda: [push_files(request, repo_id)]

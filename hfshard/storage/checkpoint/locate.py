@@ -177,7 +177,8 @@ def checked_weights_override(config: bytes | None, directory: str, names: Weight
         return None
     path = os.path.join(directory, CONFIG_NAME)
     remedy = "Save the model again, or download the file again."
-    value = parse_json_object(config, path=path, what="Config", remedy=remedy).get(WEIGHTS_OVERRIDE_KEY)
+    found = parse_json_object(config, path=path, what="Config", remedy=remedy, takes_constants=True)
+    value = found.get(WEIGHTS_OVERRIDE_KEY)
     if value is None:
         return None
     if not isinstance(value, str) or not value.endswith((SAFETENSORS_SUFFIX, SAFETENSORS_SUFFIX + INDEX_SUFFIX)):

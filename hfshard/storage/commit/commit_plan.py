@@ -18,7 +18,7 @@ README.md beside this file shows each path as a table; `scripts/crash_sweep` kil
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from hfshard.constants import CONFIG_NAME
@@ -30,6 +30,9 @@ from hfshard.storage.format.weights_override import with_weights_override, witho
 
 _TRANSFORMERS: Final = "hfshard and transformers"
 _HUB: Final = "huggingface_hub"
+
+_NO_CONFIG: Final = b"{}"
+"""What stands in for a config that goes, while it has to lead to the new weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,11 @@ class NewCheckpoint:
     """Files that go along with the model, such as a tokenizer or a README. Name -> name in the staging directory."""
     kept_shards: frozenset[str] = frozenset()
     """Shards of the old checkpoint that belong to the new one too, and stay where they are."""
+    drops_config: bool = False
+    """Whether a config.json that is there goes, because the new checkpoint has none."""
+    hides_single: bool = False
+    """Whether readers that know nothing but config.json and `model.safetensors` are to find an error between old and
+    new, not the config of one and the weights of the other. It takes hard links."""
 
     @property
     def is_sharded(self) -> bool:
@@ -70,7 +78,12 @@ def plan_commit(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
     # A variant shares config.json with the weights beside it, which must not be led to the variant's files.
     if config is None or old.shares_config:
         return _sharded_by_index(old, new, config) if new.is_sharded else _single_by_rename(old, new, config)
-    return _sharded_by_config(old, new, config) if new.is_sharded else _single_by_config(old, new, config)
+    plan = CommitPlan()
+    if new.hides_single and old.has_single:
+        old = _hide_single(plan, old, new)
+    if new.is_sharded:
+        return _sharded_by_config(plan, old, new, config)
+    return _single_by_config(plan, old, new, config)
 
 
 def needs_links(old: DirectoryState, new: NewCheckpoint) -> bool:
@@ -86,7 +99,7 @@ def _into_empty(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
     # reader. Without the index, huggingface_hub would take the first of three shards for the whole checkpoint.
     config = _changed_config(old, new)
     if config is not None:
-        plan.write_small(CONFIG_NAME, config)
+        _put_config(plan, new, config)
     for name, content in new.model_files.items():
         plan.write_small(name, content)
     plan.rename(new.companion_files)
@@ -134,9 +147,8 @@ def _sharded_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | N
     return plan
 
 
-def _sharded_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) -> CommitPlan:
+def _sharded_by_config(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint, config: bytes) -> CommitPlan:
     """Commit shards and a changed config by the rename of config.json, which names the new index for a while."""
-    plan = CommitPlan()
     unique = old.names.unique_index(new.digest)
 
     # Prepare: the shards, and their index under a name that nothing reads yet.
@@ -158,7 +170,7 @@ def _sharded_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) -
     if old.has_single:  # it outranks the index once the override is gone
         plan.remove([old.names.single])
         plan.sync()
-    plan.write_small(CONFIG_NAME, config)
+    _put_config(plan, new, config)
     plan.sync()
 
     # Clean up.
@@ -195,9 +207,8 @@ def _single_by_rename(old: DirectoryState, new: NewCheckpoint, config: bytes | N
     return plan
 
 
-def _single_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) -> CommitPlan:
+def _single_by_config(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint, config: bytes) -> CommitPlan:
     """Commit a single file and a changed config by the rename of config.json, which names the file for a while."""
-    plan = CommitPlan()
     unique = old.names.unique_single(new.digest)
     single = old.names.single
     index = old.names.index
@@ -221,7 +232,7 @@ def _single_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) ->
     _replace_small_files(plan, old, new, None)
     plan.link(unique, single)
     plan.sync()
-    plan.write_small(CONFIG_NAME, config)
+    _put_config(plan, new, config)
     plan.write_small(index, _compat_index(new.keys, single))
     plan.sync()
 
@@ -230,6 +241,42 @@ def _single_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes) ->
     plan.remove([index])
     plan.sync()
     return plan
+
+
+def _hide_single(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint) -> DirectoryState:
+    """Give the old single file a temporary name, to which config and index lead, and take its own away.
+
+    Returns:
+        What the directory is then, to all but those who look for `model.safetensors` alone.
+    """
+    keys = old.single_keys()
+    single = old.names.single
+    hidden = old.names.unique_single(content_digest([new.digest.encode(), b"the old one"]))
+    if not keys:
+        return old  # it is damaged, and loads nowhere
+    is_indexed = not old.has_index or (old.index is not None and set(old.index.weight_map.values()) == {single})
+    if not old.has_index:
+        _index_of_old_single(plan, old)
+        plan.sync()
+    plan.link(single, hidden)
+    plan.sync()
+    if is_indexed:
+        plan.write_small(old.names.index, _compat_index(keys, hidden))
+    if old.config is not None and old.weights_override is None:
+        plan.write_small(CONFIG_NAME, with_weights_override(old.config, hidden))
+    plan.sync()
+    plan.remove([single])
+    plan.sync()
+    listing = (old.listing - {single}) | {hidden, old.names.index}
+    return replace(old, listing=listing, owned=(old.owned - {single}) | {hidden, old.names.index})
+
+
+def _put_config(plan: CommitPlan, new: NewCheckpoint, config: bytes) -> None:
+    """Write the config as it was given, or remove the one of a checkpoint that had one."""
+    if new.drops_config:
+        plan.remove([CONFIG_NAME])
+    else:
+        plan.write_small(CONFIG_NAME, config)
 
 
 def _protect_hub_readers(plan: CommitPlan, old: DirectoryState) -> None:
@@ -261,7 +308,7 @@ def _replace_small_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoi
     """Right after the commit: the small files that replace old ones."""
     before = len(plan.steps)
     if config is not None:
-        plan.write_small(CONFIG_NAME, config)
+        _put_config(plan, new, config)
     for name, content in new.model_files.items():
         if name in old.listing:
             plan.write_small(name, content)
@@ -273,6 +320,8 @@ def _replace_small_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoi
 def _changed_config(old: DirectoryState, new: NewCheckpoint) -> bytes | None:
     """The config to commit; None where the one in the directory is right already."""
     config = new.config
+    if new.drops_config and old.config is not None and not old.shares_config:
+        return _NO_CONFIG
     if old.shares_config:
         # An override there belongs to a killed commit of the weights beside this variant, which is not ours to end.
         if config is not None and old.weights_override is not None:

@@ -81,9 +81,13 @@ class Rollback:
 
     def _undo_of(self, step: CommitStep, now: str, kept_name: str, unflushed: Unflushed) -> Callable[[], None]:
         """What takes a step back, where `now` is the file that will have its target's name when it comes."""
+        target = os.path.join(self.directory, step.target)
+        if step.kind == "link":
+            return lambda: None if os.path.lexists(now) else unlink_if_there(target)
+        if step.kind == "remove":
+            return self._undo_of_removal(target, kept_name)
         if step.kind != "rename":
             return lambda: None
-        target = os.path.join(self.directory, step.target)
         staged = os.path.join(self.staging, step.source)
         kept = os.path.join(self.staging, kept_name)
 
@@ -109,6 +113,17 @@ class Rollback:
             with open(now, "rb") as file:
                 old = file.read()
             unflushed.write_file(kept, old, like=status)
+        return restore
+
+    def _undo_of_removal(self, target: str, kept_name: str) -> Callable[[], None]:
+        kept = os.path.join(self.staging, kept_name)
+        if os.path.isfile(target):
+            _link(target, kept)
+
+        def restore() -> None:
+            if os.path.exists(kept) and not os.path.lexists(target):
+                rename(kept, target)
+
         return restore
 
 

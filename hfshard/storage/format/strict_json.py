@@ -9,7 +9,9 @@ from hfshard.constants import LFS_POINTER_MARK, MAX_JSON_DEPTH
 from hfshard.errors import DamagedCheckpointError
 
 
-def parse_json_object(raw: bytes, *, path: str, what: str, remedy: str) -> dict[str, Any]:
+def parse_json_object(
+    raw: bytes, *, path: str, what: str, remedy: str, takes_constants: bool = False
+) -> dict[str, Any]:
     """Parse bytes as one JSON object: UTF-8, no duplicate keys, no NaN, no lone surrogates, bounded nesting.
 
     Args:
@@ -17,6 +19,7 @@ def parse_json_object(raw: bytes, *, path: str, what: str, remedy: str) -> dict[
         path: The file that they come from, for the message.
         what: What they are, for the message: "Index", "The header of shard".
         remedy: What the reader of the message can do; its last sentence.
+        takes_constants: Whether NaN and Infinity are taken, which Python's own encoder writes.
 
     Raises:
         DamagedCheckpointError: They are anything else; the message names the file.
@@ -28,7 +31,7 @@ def parse_json_object(raw: bytes, *, path: str, what: str, remedy: str) -> dict[
     try:
         text = without_padding(str(raw, "utf-8"))  # each check would look at every blank of a header's page
         _check_depth(text)
-        value = _DECODER.decode(text)
+        value = (_LENIENT_DECODER if takes_constants else _DECODER).decode(text)
         _check_surrogates(text, value)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(
@@ -110,3 +113,4 @@ def _no_constant(name: str) -> Any:
 
 
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+_LENIENT_DECODER: Final = json.JSONDecoder(object_pairs_hook=_no_duplicates)

@@ -35,7 +35,7 @@ class UNet(nn.Module):
         (save_directory / "config.json").write_text(json.dumps({"width": self.width}))
 
 
-class ShardedUNet(hfshard.ShardedModelMixin, UNet):  # type: ignore[misc]
+class ShardedUNet(hfshard.ShardedModelMixin, UNet):
     """As a user may try it."""
 
 

@@ -54,11 +54,11 @@ class Stock(HeadMixin, BertModel):  # type: ignore[misc]
     """As upstream: without hfshard's mixin."""
 
 
-class Beside(hfshard.ShardedModelMixin, HeadMixin, BertModel):  # type: ignore[misc]
+class Beside(hfshard.ShardedModelMixin, HeadMixin, BertModel):
     """The override stands between the mixin and the model's class."""
 
 
-class Below(hfshard.ShardedModelMixin, Stock):  # type: ignore[misc]
+class Below(hfshard.ShardedModelMixin, Stock):
     """The override is the model's own."""
 
 
@@ -175,7 +175,7 @@ def test_an_override_may_change_the_path_and_load_other_models(saved: Path, tmp_
             model.again = super().from_pretrained(tmp_path)
             return model
 
-    class Mine(hfshard.ShardedModelMixin, Pair): ...  # type: ignore[misc]
+    class Mine(hfshard.ShardedModelMixin, Pair): ...
 
     for load in (Mine.from_pretrained, lambda name: hfshard.load_model(Pair, name)):
         model: Any = load("mine")
@@ -190,7 +190,7 @@ def test_an_override_that_builds_by_itself_is_not_said_to_be_checked(saved: Path
         def from_pretrained(cls, source: Any, **kwargs: Any) -> Any:  # type: ignore[override]
             return cls(source)
 
-    class Mine(hfshard.ShardedModelMixin, Making): ...  # type: ignore[misc]
+    class Mine(hfshard.ShardedModelMixin, Making): ...
 
     config = BertConfig(**CONFIG)  # type: ignore[arg-type]
     assert type(Mine.from_pretrained(config)) is Mine

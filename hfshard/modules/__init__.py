@@ -1,0 +1,1 @@
+"""Modules that save and load themselves in the way of the Hub: `ShardedModelMixin`, and what it does for plain ones."""

@@ -1,0 +1,230 @@
+"""Builds a plain module from a checkpoint: its config.json and its weights are those of one save."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from torch import nn
+
+from hfshard._util.file_errors import names_files
+from hfshard._util.paths import path_text
+from hfshard._util.text import list_some
+from hfshard.constants import CHANGED_RETRIES, CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
+from hfshard.errors import CheckpointChangedError, InvalidArgumentError
+from hfshard.hub.address import directory_of
+from hfshard.hub.resolve import CheckpointQuery
+from hfshard.loading.into_module import load_into_module
+from hfshard.loading.options import LoadOptions, checked_device
+from hfshard.loading.source import CheckpointSource, open_source
+from hfshard.modules.upstream import constructor_names
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.checkpoint.locate import read_config
+from hfshard.storage.disk.hub_place import has_hub_marker
+from hfshard.storage.format.weights_override import without_weights_override
+
+logger = logging.getLogger(__name__)
+
+_SHOWN: Final = 10
+"""Names in a warning."""
+
+_WHICH: Final = ("variant", "subfolder")
+"""What hfshard takes beside huggingface_hub's arguments, to choose a checkpoint."""
+
+_HUB_ARGUMENTS: Final = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+"""What huggingface_hub's `from_pretrained` takes, and hands to `_from_pretrained`."""
+
+
+class _ChangedMeanwhile(Exception):
+    """A save has come between the config, which was read, and the weights, which are open."""
+
+
+@dataclass(slots=True)
+class _ModuleLoad:
+    """One load of a plain module, which `_from_pretrained` of its class or of the mixin carries out."""
+
+    model_class: type
+    options: LoadOptions
+    query: CheckpointQuery
+    checkpoint: OpenCheckpoint | None = None
+    is_answered: bool = False
+    """Whether the mixin's `_from_pretrained` has loaded it."""
+
+
+_under_way: ContextVar[_ModuleLoad | None] = ContextVar("hfshard_module_load", default=None)
+
+
+@names_files("path")
+def load_plain(
+    model_class: Any,
+    start: Any,
+    path: str | os.PathLike[str] | None,
+    model_args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    own: dict[str, Any],
+    *,
+    is_overridden: bool,
+) -> Any:
+    """Do what `ShardedModelMixin.from_pretrained` says, for a plain module.
+
+    Args:
+        model_class: The class to build.
+        start: What has huggingface_hub's `from_pretrained`, which reads the config and calls `_from_pretrained`.
+        path: A directory or a repo.
+        model_args: None can be given.
+        kwargs: Keywords for huggingface_hub, and for the constructor.
+        own: hfshard's own arguments.
+        is_overridden: Whether the class has a `_from_pretrained` of its own.
+
+    Raises:
+        InvalidArgumentError: An argument that a plain module can't have; or checks are asked for, and an override
+            loads the weights by itself.
+        CheckpointChangedError: It kept changing.
+        Everything that `open_source` and `load_into_module` raise.
+    """
+    if model_args or path is None:
+        raise InvalidArgumentError(
+            f"{model_class.__name__} is built from a path, or a repo_id, and keyword arguments for its constructor."
+        )
+    name = path_text(path, "pretrained_model_name_or_path")
+    options, query, kwargs = _split(model_class, kwargs, own)
+    call = _ModuleLoad(model_class, options, query)
+    source = CheckpointSource(name, query)
+    if is_overridden:
+        place = (
+            source.fetch(options.progress).path if has_hub_marker(directory_of(source.path) or source.path) else path
+        )
+        with _being(call):
+            built = start.from_pretrained(place, **kwargs)
+        if not call.is_answered and (options.strict is not None or options.verify != LoadOptions().verify):
+            raise InvalidArgumentError(
+                f"{model_class.__name__} has a _from_pretrained of its own, which loaded the weights by itself, so "
+                "that strict and verify had no effect. Leave them out."
+            )
+        return built
+    return _build_unchanged(call, start, source, kwargs)
+
+
+def build_module(
+    model_class: Any, source: CheckpointSource, model_kwargs: dict[str, Any], map_location: Any, *, strict: bool
+) -> Any:
+    """Do what `_from_pretrained` of the mixin does: build a module, and load its weights.
+
+    Args:
+        model_class: The class.
+        source: What huggingface_hub says: of the load under way, the checkpoint is open.
+        model_kwargs: For the constructor.
+        map_location: A device, as in huggingface_hub, which copies from there into the module wherever that is.
+        strict: Refuse missing and unexpected names.
+
+    Returns:
+        The module, in evaluation mode.
+
+    Raises:
+        Everything that `open_source` and `load_into_module` raise.
+    """
+    checked_device(map_location)
+    call = _under_way.get()
+    if call is None or call.model_class is not model_class:
+        call = _ModuleLoad(model_class, LoadOptions(), source.query)
+    token = _under_way.set(None)  # a constructor may load others
+    try:
+        if call.checkpoint is not None:
+            if not call.checkpoint.is_unchanged():
+                raise _ChangedMeanwhile
+            model = _build(model_class, call.checkpoint, model_kwargs, replace(call.options, strict=strict))
+        else:
+            query = replace(source.query, variant=call.query.variant, subfolder=call.query.subfolder)
+            with open_source(replace(source, query=query), call.options) as checkpoint:
+                model = _build(model_class, checkpoint, model_kwargs, replace(call.options, strict=strict))
+    finally:
+        _under_way.reset(token)
+    call.is_answered = True
+    return model
+
+
+def _split(
+    model_class: type, kwargs: Mapping[str, Any], own: Mapping[str, Any]
+) -> tuple[LoadOptions, CheckpointQuery, dict[str, Any]]:
+    """Tell hfshard's arguments from those for huggingface_hub and the constructor, which gets those that it names."""
+    names = constructor_names(model_class)
+    defaults = LoadOptions()
+    ours = {name: value for name, value in own.items() if name == "strict" or name not in names}
+    rest = dict(kwargs)
+    rest |= {name: own[name] for name in own.keys() - ours.keys() if own[name] != getattr(defaults, name)}
+    options = LoadOptions(**ours)
+    if options.parallelize is not None:
+        raise InvalidArgumentError(
+            "parallelize is for models of transformers. Build the module, spread it, and load the weights into it: "
+            "hfshard.load_model(parallelize(module), path)."
+        )
+    if options.strict is not None:
+        rest["strict"] = options.strict
+    chosen = {name: rest.pop(name) for name in _WHICH if name in rest and name not in names}
+    hub = {name: rest[name] for name in _HUB_ARGUMENTS if name in rest}
+    return options, CheckpointQuery(**chosen, **hub), rest
+
+
+def _build_unchanged(call: _ModuleLoad, start: Any, source: CheckpointSource, kwargs: Mapping[str, Any]) -> Any:
+    """Build from a config and weights between which no save has come."""
+    options = call.options
+    local = source.fetch(options.progress)
+    for _ in range(CHANGED_RETRIES):
+        with (
+            open_source(source, options, local, check_beside=True) as checkpoint,
+            _place_of_config(local.directory) as place,
+        ):
+            call.checkpoint = checkpoint
+            try:
+                with _being(call):
+                    return start.from_pretrained(place, **kwargs)
+            except _ChangedMeanwhile:
+                continue
+    raise CheckpointChangedError(
+        f"The checkpoint in '{source.path}' kept changing. Load it when the save is done.", path=source.path
+    )
+
+
+@contextmanager
+def _being(call: _ModuleLoad) -> Iterator[None]:
+    token = _under_way.set(call)
+    try:
+        yield
+    finally:
+        _under_way.reset(token)
+
+
+@contextmanager
+def _place_of_config(directory: str) -> Iterator[str]:
+    """The directory whose config.json huggingface_hub reads: where a commit of a save is, or was, under way, a copy."""
+    config = read_config(directory)
+    if config is None or WEIGHTS_OVERRIDE_KEY.encode() not in config:
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="hfshard-") as folder:
+        saved = without_weights_override(config)
+        if json.loads(saved):  # else it stands in for the config of a checkpoint that has none
+            with open(os.path.join(folder, CONFIG_NAME), "wb") as file:
+                file.write(saved)
+        yield folder
+
+
+def _build(model_class: Any, checkpoint: OpenCheckpoint, model_kwargs: Mapping[str, Any], options: LoadOptions) -> Any:
+    model = model_class(**model_kwargs)
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(
+            f"{model_class.__name__} is no nn.Module: give it a _from_pretrained of its own, or make it one."
+        )
+    info = load_into_module(model, checkpoint, options)
+    for what, names in (("lacks", info["missing_keys"]), ("has no place for", info["unexpected_keys"])):
+        if names:
+            who = f"'{checkpoint.directory}'" if what == "lacks" else model_class.__name__
+            logger.warning("%s %s %s.", who, what, list_some(sorted(names), _SHOWN))
+    return model.eval()

@@ -1,0 +1,335 @@
+"""`ShardedModelMixin`: a model of transformers, or a plain module, that saves and loads itself with hfshard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+
+from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.hub.resolve import CheckpointQuery
+from hfshard.loading.options import LoadOptions
+from hfshard.loading.source import CheckpointSource
+from hfshard.modules.loading import build_module, load_plain
+from hfshard.modules.pushing import push_plain
+from hfshard.modules.saving import answer_save, save_plain
+from hfshard.modules.upstream import is_overridden, refuse_other_model
+from hfshard.planning.plan import Packing
+from hfshard.pretrained.request import below_mixin, is_pretrained_class
+from hfshard.saving.options import SaveOptions
+from hfshard.storage.checkpoint.checkpoint import Verify
+from hfshard.storage.format.integrity import Checksum
+from hfshard.storage.weights.tensor_reader import ReadMode
+
+
+def _untyped(method: Any) -> Any:
+    """Hide the method from the type checker, to which upstream's methods can't be overridden with more arguments."""
+    return method
+
+
+class _OfTransformers:
+    """A method that only models of transformers have from the mixin; a plain module has its own, if it has any."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if not is_pretrained_class(owner):
+            return getattr(super(ShardedModelMixin, owner if instance is None else instance), self._name)
+        from hfshard.pretrained.mixin import TransformersMethods
+
+        method = vars(TransformersMethods)[self._name]
+        if isinstance(method, classmethod):
+            return MethodType(method.__func__, owner)
+        return method if instance is None else MethodType(method, instance)
+
+
+class ShardedModelMixin(PyTorchModelHubMixin):
+    """Put it before the model's class, and the model is saved sharded, verified and crash-safe.
+
+        class Llama(ShardedModelMixin, LlamaForCausalLM): ...
+
+        model = Llama.from_pretrained("org/repo")
+        model.save_pretrained("out", max_shard_size="5GiB")
+
+    What it writes loads in stock transformers, under transformers' class; it loads what stock transformers writes.
+    Trainer, `pipeline`, PEFT and diffusers take the subclass for that class too: it has its `__name__`.
+
+    A module of your own is saved as huggingface_hub's `PyTorchModelHubMixin` does, with the constructor's arguments in
+    config.json and a model card; class arguments (`library_name=`, `tags=`, `license=`, `repo_url=`, `coders=` ...) and
+    overrides of `_save_pretrained` and `_from_pretrained` are the same, and each loads what the other wrote, as far as
+    it is one file, which is all that the stock one reads:
+
+        class Net(ShardedModelMixin, nn.Module, license="mit"):
+            def __init__(self, width: int = 8): ...
+
+        Net(width=16).save_pretrained("net", max_shard_size="5GB")
+        net = Net.from_pretrained("net")
+    """
+
+    _is_hfshard_model: ClassVar[bool] = True
+
+    @_untyped
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+        variant: str | None = None,
+        token: str | bool | None = None,
+        save_peft_format: bool = True,
+        save_original_format: bool = True,
+        distributed_checkpoint: bool = False,
+        *,
+        packing: Packing = "greedy",
+        checksum: Checksum | None = "sha256",
+        progress: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model, durably and all or nothing; with the arguments of transformers, and a few more.
+
+        Args:
+            save_directory: Created if it is missing. The checkpoint that is there loads until the new one is complete.
+            is_main_process: False saves nothing, unless every rank has a part of the model: then all must call.
+            state_dict: What to save in place of the model's own; not mutated.
+            push_to_hub: Push what was saved; `kwargs` may hold `repo_id` and other arguments of `push_to_hub`. Where
+                each rank has a part of the model, all must ask for it.
+            max_shard_size: Bytes, or "5GB", "500MiB" ...: the most that a file has, unless it holds one tensor.
+            variant: Part of the files' names.
+            token: For the Hub.
+            save_peft_format, save_original_format, distributed_checkpoint: As in transformers; for its models only.
+            packing: "greedy" (as transformers) or "balanced" (fewer where it can, of similar size).
+            checksum: "sha256", "xxh3" or None.
+            progress: Whether to show a bar on stderr; None: only on a terminal.
+            kwargs: `safe_serialization=True` and `save_function` of older code, and arguments of `push_to_hub`. For a
+                plain module also `config` (a dict or dataclass, in place of the constructor's arguments) and
+                `model_card_kwargs` (for the card's template; a README.md that is there stays).
+
+        Returns:
+            None; of a plain module that is pushed, the Hub commit.
+
+        Raises:
+            UnknownArgumentError: An unknown keyword; the message names the nearest one.
+            Everything that `hfshard.save_model` raises.
+
+        Example:
+            bert.save_pretrained("out", max_shard_size="5GB")
+        """
+        options = SaveOptions(
+            max_shard_size=max_shard_size,
+            variant=variant,
+            packing=packing,
+            save_original_format=save_original_format,
+            checksum=checksum,
+            progress=progress,
+        )
+        given = {
+            "is_main_process": is_main_process,
+            "state_dict": state_dict,
+            "push_to_hub": push_to_hub,
+            "max_shard_size": max_shard_size,
+            "variant": variant,
+            "token": token,
+            "save_peft_format": save_peft_format,
+            "save_original_format": save_original_format,
+            "distributed_checkpoint": distributed_checkpoint,
+        }
+        if is_pretrained_class(type(self)):
+            from hfshard.pretrained.saver import save_through
+
+            save_through(below_mixin(self), self, save_directory, {**kwargs, **given}, options)  # type: ignore[arg-type]
+            return None
+        refuse_other_model(type(self), ShardedModelMixin)
+        return save_plain(self, save_directory, options, given, kwargs)
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        """Save the weights of a plain module, and what `save_pretrained` adds to them; an override may call it."""
+        answer_save(self, save_directory)
+
+    @_untyped
+    def push_to_hub(
+        self,
+        repo_id: str | os.PathLike[str],
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool | None = False,
+        max_shard_size: int | str | None = DEFAULT_MAX_SHARD_SIZE,
+        tags: list[str] | str | None = None,
+        variant: str | None = None,
+        path_in_repo: str = "",
+        packing: Packing = "greedy",
+        progress: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Push the model as one Hub commit, straight from memory; with the arguments of transformers, and a few more.
+
+        Files that the hub has are not sent; the same commit deletes the shards, indexes and pickles of the last push of
+        this variant, everything else stays. Nothing is written to disk, except for a model that only transformers can
+        save (offloaded, with adapters), that is spread over ranks, or whose class has a `save_pretrained` or
+        `_save_pretrained` of its own: these go by way of a temporary directory. Where each rank has a part of the
+        model, every rank must call, and rank 0 alone speaks to the hub.
+
+        Args:
+            repo_id: "org/name", created if it is missing; or a path or `file://` URL of a directory hub.
+            commit_message, commit_description: Of the commit.
+            private: Whether a repo that is created is private.
+            token: None: the saved one.
+            revision: A branch, created if it is missing, or "refs/pr/N". None: main.
+            create_pr: Open a pull request on main in place of pushing; not together with another revision.
+            max_shard_size: As in `save_pretrained`, and so are variant, packing and progress.
+            tags: Of the model card, which is created if there is none.
+            path_in_repo: Folder of the repo.
+            kwargs: For a plain module, as in huggingface_hub: `config`, `model_card_kwargs`, and `branch`, which is
+                `revision` by another name.
+
+        Returns:
+            huggingface_hub's CommitInfo; for a directory, a PushResult; None on a rank that saves nothing.
+
+        Raises:
+            RankFailedError: Another rank failed, died, or did not come.
+            Everything that `hfshard.push_checkpoint` raises.
+
+        Example:
+            bert.push_to_hub("./hub/bert")  # or "org/name"
+        """
+        saving = {"max_shard_size": max_shard_size, "variant": variant, "packing": packing, "progress": progress}
+        pushing = {
+            "commit_message": commit_message,
+            "commit_description": commit_description,
+            "private": private,
+            "token": token,
+            "revision": revision,
+            "create_pr": bool(create_pr),
+            "path_in_repo": path_in_repo,
+            "progress": progress,
+        }
+        if is_pretrained_class(type(self)):
+            from hfshard.pretrained.pusher import push_pretrained_model
+
+            return push_pretrained_model(self, repo_id, tags, saving, pushing, kwargs)  # type: ignore[arg-type]
+        refuse_other_model(type(self), ShardedModelMixin)
+        own = any(is_overridden(self, name, ShardedModelMixin) for name in ("save_pretrained", "_save_pretrained"))
+        return push_plain(self, repo_id, tags, saving, pushing, kwargs, is_overridden=own)
+
+    @classmethod
+    @_untyped
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
+        *model_args: Any,
+        strict: bool | None = None,
+        verify: Verify = "structure",
+        read: ReadMode = "auto",
+        progress: bool | None = None,
+        parallelize: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Build the model from a checkpoint that is checked first; with the arguments of transformers, and a few more.
+
+        Args:
+            pretrained_model_name_or_path: A directory, or a repo of the Hub; None with `config` and `state_dict`.
+            model_args: For the constructor of a transformers model.
+            strict: True refuses missing, unexpected and mismatched names; None reports them, as transformers does.
+                It is an error in either case if no name fits, or, for a plain module, if a shape differs.
+            verify: "none"; "structure" (names, sizes, headers, fingerprints); "full" or "sha256" (every byte).
+            read: "auto", "mmap" or "pread": how the bytes come into memory (see `load_state_dict`).
+            progress: Whether to show a bar on stderr while checksums are computed; None: only on a terminal.
+            parallelize: A function that spreads the model over ranks (`fully_shard`, `parallelize_module` ...) and
+                returns it. It is called before the model has data; then each rank reads its parts. What the
+                checkpoint lacks is drawn on each rank: seed them alike. With it, or with a `distributed_config` of
+                several ranks, every rank of the default process group must call, and all build the model or none.
+                For transformers models only.
+            kwargs: Everything that transformers' `from_pretrained` takes, and an override of the class. For a plain
+                module: revision, token, cache_dir, local_files_only, force_download, variant, subfolder, map_location,
+                and arguments of the constructor in place of those in config.json. Where the constructor has one of
+                the names verify, read, progress, parallelize, variant or subfolder, it gets the value.
+
+        Returns:
+            The model, in evaluation mode; with `output_loading_info=True`, (model, info).
+
+        Raises:
+            CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before it is built.
+            RankFailedError: Another rank refused, failed, died, or did not come.
+            InvalidArgumentError: `strict` or `verify` asks for a check, and an override builds the model by itself.
+            StateDictMismatchError: No name fits, or `strict` and something differs.
+
+        Example:
+            bert = Bert.from_pretrained("bert", verify="full")
+        """
+        own: dict[str, Any] = {"verify": verify, "read": read, "progress": progress, "parallelize": parallelize}
+        if not is_pretrained_class(cls):
+            refuse_other_model(cls, ShardedModelMixin)
+            is_own = is_overridden(cls, "_from_pretrained", ShardedModelMixin)
+            own["strict"] = strict
+            path = pretrained_model_name_or_path
+            return load_plain(cls, super(), path, model_args, kwargs, own, is_overridden=is_own)
+        from hfshard.pretrained.build import load_through
+
+        options = LoadOptions(strict=strict, disable_mmap=kwargs.get("disable_mmap"), **own)
+        start = below_mixin(cls)
+        return load_through(start, cls, pretrained_model_name_or_path, model_args, kwargs, options)  # type: ignore[arg-type]
+
+    @classmethod
+    @_untyped
+    def _from_pretrained(
+        cls,
+        *,
+        model_id: str,
+        revision: str | None,
+        cache_dir: str | os.PathLike[str] | None,
+        force_download: bool,
+        local_files_only: bool,
+        token: str | bool | None,
+        map_location: str = "cpu",
+        strict: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Build a plain module and load its weights; an override may call it."""
+        query = CheckpointQuery(
+            revision=revision,
+            cache_dir=cache_dir,
+            force_download=force_download,
+            local_files_only=local_files_only,
+            token=token,
+        )
+        return build_module(cls, CheckpointSource(model_id, query), model_kwargs, map_location, strict=strict)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Note the class arguments of a plain module; give a class of transformers the name of its own.
+
+        Raises:
+            InvalidArgumentError: A transformers model stands before the mixin.
+        """
+        if not is_pretrained_class(cls):
+            super().__init_subclass__(**kwargs)
+            return
+        from hfshard.pretrained.mixin import prepare_class
+
+        below_mixin(cls).__init_subclass__(**kwargs)
+        prepare_class(cls, ShardedModelMixin)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Note the constructor's arguments of a plain module, for its config.json."""
+        if not is_pretrained_class(cls):
+            return super().__new__(cls, *args, **kwargs)
+        make: Any = below_mixin(cls).__new__
+        return make(cls) if make is object.__new__ else make(cls, *args, **kwargs)
+
+    if not TYPE_CHECKING:  # a type checker takes them for the module's
+        _get_name = _OfTransformers()
+        is_custom_code = _OfTransformers()
+        _can_set_attn_implementation = _OfTransformers()
+        _can_set_experts_implementation = _OfTransformers()
+        post_init = _OfTransformers()
+        state_dict = _OfTransformers()

@@ -1,0 +1,247 @@
+"""Saves a plain module: weights, config.json and model card as one checkpoint, below the overrides of its class."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from huggingface_hub import PyTorchModelHubMixin
+from torch import nn
+
+from hfshard._util.arguments import refuse_unknown
+from hfshard._util.file_errors import names_files
+from hfshard._util.paths import absolute_path
+from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, README
+from hfshard.errors import InvalidArgumentError
+from hfshard.modules.upstream import config_json, noted_config
+from hfshard.modules.weights import save_module
+from hfshard.saving.options import SaveOptions
+from hfshard.saving.request import SaveRequest, request_from_module
+from hfshard.storage.disk.fsops import rename, unlink_if_there, write_file
+from hfshard.storage.disk.hub_place import refuse_hub
+from hfshard.storage.disk.safe_open import Identity, identity_of
+
+PUSH_ARGUMENTS: Final = frozenset(
+    ("repo_id", "commit_message", "commit_description", "private", "revision", "branch", "create_pr", "tags",
+     "path_in_repo", "token", "max_shard_size", "variant", "packing", "progress", "config", "model_card_kwargs")
+)  # fmt: skip
+"""What `push_to_hub` of a plain module takes."""
+
+_UNTAKEN: Final = {"save_peft_format": True, "save_original_format": True, "distributed_checkpoint": False}
+"""Arguments of transformers' `save_pretrained` that say nothing about a plain module, with their defaults."""
+
+_OWN_DEFAULTS: Final = {
+    "max_shard_size": DEFAULT_MAX_SHARD_SIZE,
+    "variant": None,
+    "packing": "greedy",
+    "progress": None,
+}
+"""Options of a save, and of a push."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleExtras:
+    """What is saved with the weights of a plain module."""
+
+    config: Any = None
+    """In place of the one that the model has noted."""
+    card_values: Mapping[str, Any] = field(default_factory=dict)
+    """For the template of the model card."""
+
+    @classmethod
+    def taken_from(cls, kwargs: dict[str, Any]) -> ModuleExtras:
+        """Take them out of the keywords of a call."""
+        return cls(kwargs.pop("config", None), kwargs.pop("model_card_kwargs", None) or {})
+
+    def config_of(self, model: PyTorchModelHubMixin) -> bytes | None:
+        """The contents of config.json; None where the model has none.
+
+        Raises:
+            InvalidArgumentError: They can't be written as JSON.
+        """
+        config = noted_config(model) if self.config is None else self.config
+        return None if config is None else config_json(config)
+
+    def card_of(self, model: PyTorchModelHubMixin) -> bytes:
+        """The contents of README.md."""
+        return str(model.generate_model_card(**self.card_values)).encode()
+
+
+@dataclass(slots=True)
+class _ModuleSave:
+    """One save of a plain module, which `_save_pretrained` of its class or of the mixin carries out."""
+
+    model: Any
+    directory: str
+    options: SaveOptions
+    is_main_process: bool
+    state_dict: Mapping[str, Any] | None
+    config: bytes | None
+    card: bytes | None
+    config_before: Identity | None
+    is_answered: bool = False
+    """Whether the mixin's `_save_pretrained` has saved everything."""
+
+    @property
+    def is_config_written(self) -> bool:
+        """Whether an override has written config.json by itself."""
+        return _identity_of_config(self.directory) not in (None, self.config_before)
+
+
+_under_way: ContextVar[_ModuleSave | None] = ContextVar("hfshard_module_save", default=None)
+
+
+@names_files("save_directory")
+def save_plain(
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    options: SaveOptions,
+    given: Mapping[str, Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Do what `ShardedModelMixin.save_pretrained` says, for a plain module.
+
+    Args:
+        model: The module.
+        save_directory: As there.
+        options: hfshard's own.
+        given: Arguments of transformers' `save_pretrained`.
+        kwargs: All others.
+
+    Returns:
+        What `push_to_hub` returns, if it is called; or None.
+
+    Raises:
+        Everything that `hfshard.save_model` raises, and overrides of the class.
+    """
+    directory = absolute_path(save_directory, "save_directory")
+    refuse_hub(directory)
+    extras = ModuleExtras.taken_from(kwargs)
+    _check_arguments(given, kwargs)
+    save = _ModuleSave(
+        model=model,
+        directory=directory,
+        options=options,
+        is_main_process=given["is_main_process"],
+        state_dict=given["state_dict"],
+        config=extras.config_of(model),
+        card=None if os.path.lexists(os.path.join(directory, README)) else extras.card_of(model),
+        config_before=_identity_of_config(directory),
+    )
+    _run(save)
+    if not given["push_to_hub"]:
+        return None
+    token = {} if given["token"] is None else {"token": given["token"]}
+    config = noted_config(model) if extras.config is None else extras.config
+    return _push(model, directory, options, {**kwargs, **token}, replace(extras, config=config))
+
+
+def answer_save(model: Any, save_directory: str | os.PathLike[str]) -> None:
+    """Do what `_save_pretrained` of the mixin does: save the weights, and what `save_pretrained` adds to them.
+
+    Args:
+        model: A plain module.
+        save_directory: That of the `save_pretrained` under way; in any other, the weights are saved alone.
+
+    Raises:
+        InvalidArgumentError: It is no module.
+        Everything that `hfshard.save_model` raises.
+    """
+    directory = absolute_path(save_directory, "save_directory")
+    save = _under_way.get()
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(
+            f"{type(model).__name__} is no nn.Module: give it a _save_pretrained of its own, or make it one."
+        )
+    if save is None or save.model is not model or save.directory != directory:
+        save_module(model, directory, None, SaveOptions())
+        return
+    save_module(model, directory, save.state_dict, save.options, save.is_main_process, _files_of(save))
+    save.is_answered = True
+
+
+def module_request(model: nn.Module, extras: ModuleExtras, options: SaveOptions) -> SaveRequest:
+    """What a save of a plain module into an empty directory holds, but for its card."""
+    config = extras.config_of(model)  # type: ignore[arg-type]
+    return replace(request_from_module(model, None, options), config=config, drops_config=config is None)
+
+
+def told_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options of a save that are not the defaults: a method that a class has for itself may not know them."""
+    return {name: value for name, value in options.items() if value != _OWN_DEFAULTS[name]}
+
+
+def _check_arguments(given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
+    if kwargs.pop("safe_serialization", True) is False:
+        raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
+    kwargs.pop("save_function", None)
+    for name, default in _UNTAKEN.items():
+        if given[name] != default:
+            raise InvalidArgumentError(f"{name} is for models of transformers: leave it out.")
+    refuse_unknown(
+        kwargs, PUSH_ARGUMENTS | {"is_main_process", "state_dict", "push_to_hub", "checksum"}, "save_pretrained"
+    )
+
+
+def _run(save: _ModuleSave) -> None:
+    """Call `_save_pretrained`, and finish what an override of it that saves by itself has left to do."""
+    os.makedirs(save.directory, exist_ok=True)
+    with _being(save):
+        save.model._save_pretrained(Path(save.directory))
+    if save.is_answered or not save.is_main_process:
+        return
+    path = os.path.join(save.directory, CONFIG_NAME)
+    if save.config is not None and not save.is_config_written:
+        _put(save.directory, CONFIG_NAME, save.config)
+    elif save.config is None and not save.is_config_written:
+        unlink_if_there(path)
+    if save.card is not None and not os.path.lexists(os.path.join(save.directory, README)):
+        _put(save.directory, README, save.card)
+
+
+@contextmanager
+def _being(save: _ModuleSave) -> Iterator[None]:
+    token = _under_way.set(save)
+    try:
+        yield
+    finally:
+        _under_way.reset(token)
+
+
+def _files_of(save: _ModuleSave) -> dict[str, Any]:
+    """The fields of the request that hold config.json and README.md, as far as no override has written them."""
+    has_card = save.card is not None and not os.path.lexists(os.path.join(save.directory, README))
+    files: dict[str, Any] = {"model_files": {README: save.card} if has_card else {}}
+    if save.is_config_written:
+        return files
+    return {**files, "config": save.config, "drops_config": save.config is None, "hides_single": True}
+
+
+def _put(directory: str, name: str, raw: bytes) -> None:
+    """Write a small file in one step."""
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".hfshard-") as folder:
+        made = os.path.join(folder, name)
+        write_file(made, raw)
+        rename(made, os.path.join(directory, name))
+
+
+def _identity_of_config(directory: str) -> Identity | None:
+    try:
+        return identity_of(os.stat(os.path.join(directory, CONFIG_NAME)))
+    except FileNotFoundError:
+        return None
+
+
+def _push(model: Any, directory: str, options: SaveOptions, kwargs: dict[str, Any], extras: ModuleExtras) -> Any:
+    """Push what was saved, by the model's `push_to_hub`, with the arguments that huggingface_hub's mixin gives it."""
+    told = told_options({name: getattr(options, name) for name in _OWN_DEFAULTS})
+    config = {} if extras.config is None else {"config": extras.config}
+    repo_id = kwargs.pop("repo_id", None) or os.path.basename(directory)
+    values = dict(extras.card_values)
+    return model.push_to_hub(repo_id=repo_id, **config, model_card_kwargs=values, **told, **kwargs)

@@ -1,0 +1,51 @@
+"""Saves the weights of a module that transformers does not know, by this process or by the ranks that have parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from hfshard.distributed.saving import decline_save, save_anywhere, telling_other_ranks
+from hfshard.distributed.spread_tensor import has_spread
+from hfshard.saving.options import SaveOptions
+from hfshard.saving.request import request_from_module
+from hfshard.state_dicts.dtensors import refuse_sharded_tensors
+from hfshard.storage.format.index import CheckpointIndex
+
+
+def save_module(
+    model: nn.Module,
+    directory: str,
+    state_dict: Mapping[str, Any] | None,
+    options: SaveOptions,
+    is_main_process: bool = True,
+    files: Mapping[str, Any] | None = None,
+) -> CheckpointIndex | None:
+    """Save a module that transformers does not know: alone, or together with other ranks that have parts of it.
+
+    Args:
+        model: Wrappers around it are looked through.
+        directory: Absolute.
+        state_dict: What to save in place of the model's own; not mutated.
+        options: How.
+        is_main_process: False saves nothing, unless the model is spread over ranks, or the save is collective.
+        files: Fields of the request that hold the files beside the weights.
+
+    Returns:
+        The index, or None where nothing was saved.
+
+    Raises:
+        Everything that `save_anywhere` raises.
+    """
+    if not (is_main_process or options.is_collective):
+        tensors = model.state_dict() if state_dict is None else state_dict
+        refuse_sharded_tensors(tensors)
+        if not has_spread(tensors):
+            decline_save(directory)
+            return None
+    with telling_other_ranks(directory, lambda: options.is_collective or has_spread(dict(model.named_parameters()))):
+        request = replace(request_from_module(model, state_dict, options), **(files or {}))
+    return save_anywhere(request, directory)
