@@ -62,7 +62,7 @@ def test_strict_refuses_and_without_it_a_warning_names_them(tmp_path: Path, capl
 
 def test_config_and_weights_are_of_one_save_though_another_comes_between(tmp_path: Path) -> None:
     saved(tmp_path, 4)
-    seen = []
+    seen: list[Any] = []
 
     class Slow(hfshard.ShardedModelMixin, Simple):
         @classmethod
