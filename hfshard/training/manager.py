@@ -13,6 +13,7 @@ from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.participants import has_other_ranks
 from hfshard.errors import CheckpointNotFoundError
+from hfshard.hub.address import absolute_address
 from hfshard.saving.options import SaveOptions
 from hfshard.storage.format.integrity import Checksum
 from hfshard.training.collecting import collect, encode_components, save_options
@@ -95,7 +96,7 @@ class CheckpointManager(RunPushes):
         self.keep_every = keep_every
         self.max_shard_size = max_shard_size
         self.checksum = checksum
-        self.push_to_hub = push_to_hub
+        self.push_to_hub = None if push_to_hub is None else absolute_address(push_to_hub)
         self.progress = progress
         pusher = BackgroundPusher(push_to_hub, progress) if push_to_hub is not None else None
         self._writer = RunWriter(self.root, rotation, pusher, progress)

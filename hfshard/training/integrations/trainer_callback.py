@@ -21,6 +21,7 @@ from hfshard.training.integrations.trainer_data import (
     prepared_seeded_loader,
 )
 from hfshard.training.integrations.trainer_files import trainer_files
+from hfshard.training.integrations.trainer_places import Place, bring_here
 from hfshard.training.integrations.trainer_settings import (
     REPLACED,
     check_rotation,
@@ -58,8 +59,10 @@ class CheckpointCallback(TrainerCallback):
 
     A save that is due at an epoch's last step waits until the end of the epoch was evaluated and logged.
 
-    `resume_from_checkpoint=True` works too, where `output_dir` is the run's directory, but refuses a damaged newest
-    checkpoint rather than going on from the one before. A directory that Trainer alone has saved is resumed as usual.
+    `resume_from_checkpoint` also takes "org/name" on the Hub or a directory hub, either with "@revision": what the run
+    has pushed is downloaded, checked and resumed. True works where `output_dir` is the run's directory, and takes what
+    `push_to_hub` names where that has no checkpoint; it refuses a damaged newest checkpoint rather than going on from
+    the one before. A directory that Trainer alone has saved is resumed as usual.
     """
 
     def __init__(
@@ -98,7 +101,9 @@ class CheckpointCallback(TrainerCallback):
         self._metrics: tuple[int, dict[str, float]] = (-1, {})
         """The step of the last evaluation, and its metrics."""
         self._verified: str | None = None
-        """The checkpoint that `latest` has verified."""
+        """The checkpoint that `latest` has verified, or a download."""
+        self._resumed: tuple[int, str] | None = None
+        """The step that was restored, and the directory of its checkpoint."""
         self._rng: dict[str, Any] | None = None
         """The RNG states of the checkpoint that is being resumed, until Trainer has skipped to its batch."""
         self._progress: dict[str, Any] = {}
@@ -129,6 +134,7 @@ class CheckpointCallback(TrainerCallback):
                 self._load_best,
                 self._train_dataloader,
                 self._eval_dataloader,
+                self._train,
             )
             for name, replacement in zip(REPLACED, replacements, strict=True):
                 self._originals[name] = getattr(trainer, name)
@@ -178,6 +184,15 @@ class CheckpointCallback(TrainerCallback):
             files=trainer_files(trainer) if trainer.is_world_process_zero() else None,
         )
 
+    def _train(self, resume_from_checkpoint: Place | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Trainer reads its own progress from a directory before it calls anything else that could download one."""
+        manager, trainer = self._attached()
+        place = resume_from_checkpoint
+        if place and (here := bring_here(place, manager, trainer.args)) is not None:
+            place = self._verified = here
+        self._resumed = None
+        return self._originals["train"](place, *args, **kwargs)
+
     def _load(self, checkpoint: str | None) -> None:
         if checkpoint is None or is_stock_checkpoint(checkpoint):
             self._originals["_load_optimizer_and_scheduler"](checkpoint)
@@ -189,6 +204,7 @@ class CheckpointCallback(TrainerCallback):
         restored = manager.restore(self._training_state(unlogged), path, verify="structure" if is_verified else "full")
         if not trainer.args.ignore_data_skip:
             check_same_data(restored.extra["data"], self._data, checkpoint)
+        self._resumed = (restored, path)
         self._progress = {**restored.extra, "loss": unlogged.loss}
         self._rng = rng_state()
 
@@ -242,6 +258,8 @@ class CheckpointCallback(TrainerCallback):
             self._progress = {}
         if state.best_global_step is not None and os.path.isdir(best := manager.path_of(state.best_global_step)):
             state.best_model_checkpoint = best  # the directory of the run may have been moved
+        elif self._resumed is not None and self._resumed[0] == state.best_global_step:
+            state.best_model_checkpoint = self._resumed[1]  # it was downloaded
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

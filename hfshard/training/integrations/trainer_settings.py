@@ -21,6 +21,7 @@ REPLACED: Final = (
     "_load_best_model",
     "get_train_dataloader",
     "get_eval_dataloader",
+    "train",
 )
 """Methods of a Trainer that are replaced. The first five are private: on another version of transformers,
 `check_trainer` finds that one is gone, and the tests fail where one is no longer called."""

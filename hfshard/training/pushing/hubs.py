@@ -20,7 +20,7 @@ from hfshard.errors import (
 from hfshard.hub.address import split_address
 from hfshard.hub.pushing.request import PushOptions, PushRequest
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint
-from hfshard.loading.source import CheckpointSource
+from hfshard.loading.source import CheckpointSource, no_directory_either
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import MODEL_BASE, WeightNames
@@ -242,7 +242,8 @@ def checked_at(
     else:
         from hfshard.hub.remote.fetching import fetch
 
-        directory = fetch(path, _resolve_run_checkpoint, query, progress).directory
+        with no_directory_either(path):
+            directory = fetch(path, _resolve_run_checkpoint, query, progress).directory
     manifest = read_checkpoint_manifest(directory)
     found = RunCheckpoint(directory, manifest.step, manifest)
     try:

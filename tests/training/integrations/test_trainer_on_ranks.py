@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from huggingface_hub import HfApi
 from packaging.version import Version
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import hfshard
-from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.errors import HubNotFoundError, InvalidArgumentError, RankFailedError, StateDictMismatchError
 from hfshard.training import CheckpointCallback
 from tests.distributed.gloo import check_ranks, run_ranks
+from tests.hub.on_ranks import talking_to
+from tests.hubserver.hub_server import HubServer
 from tests.training.fingerprint import flatten, of_model, of_optimizer, of_rngs, of_scheduler
 from tests.training.integrations.accelerate_ranks import as_launched, count_as_gpus, refuse_whole_state
 from tests.training.integrations.trainer_child import Ending, timeless_log
@@ -201,6 +204,27 @@ def test_a_spread_training_saves_what_stock_transformers_loads_and_one_process_r
     alone.args.ignore_data_skip = True
     alone.train(resume_from_checkpoint=str(checkpoint))
     assert alone.state.global_step == STEPS + 1
+
+
+def resume_from_the_hub(rank: int, place: Path, endpoint: str) -> None:
+    case = Case({"save_steps": SAVED_AT}, callback={"push_to_hub": "org/run"})
+    with talking_to(endpoint, place / f"home-{rank}", "hf_write" if rank == 0 else "hf_read"), as_launched(rank, 2):
+        straight = everything(train(case, place, place / "run"))
+        commits = {one.title: one.commit_id for one in HfApi(endpoint=endpoint).list_repo_commits("org/run")}
+        trained = trainer(case, place, place / "elsewhere")
+        CheckpointCallback().attach(trained)
+        with pytest.raises(HubNotFoundError if rank == 0 else RankFailedError, match="'nothing'"):
+            trained.train(resume_from_checkpoint="org/run@nothing")
+        trained.train(resume_from_checkpoint=f"org/run@{commits[f'Checkpoint at step {SAVED_AT}']}")
+        assert everything(trained) == straight
+
+
+def test_one_rank_downloads_what_all_resume(hub_server: HubServer, tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 2, resume_from_the_hub, tmp_path, hub_server.endpoint)
+
+    downloads = [request.path for request in hub_server.log if request.kind == "storage_get"]
+    assert len(downloads) == len(set(downloads)) == 3  # of the model, the optimizer, the rest
+    assert {path.name for path in (tmp_path / "elsewhere").iterdir()} == {f"checkpoint-{STEPS:08d}"}
 
 
 def load_all_batches_on_one_rank(rank: int, place: Path) -> None:
