@@ -39,10 +39,11 @@ CLASSES_TO_USE = {
 
 NEEDS_TRAINER = {
     "hfshard.training.CheckpointCallback",
+    "hfshard.training.lightning_callback",
     "hfshard.training.prepare_loader",
     "hfshard.training.prepared_state",
 }
-"""Examples around an object of transformers or accelerate: tests/training/integrations make the same calls."""
+"""Examples around an object of another library: tests/training/integrations and tests/programs make the same calls."""
 
 
 def is_in_need_of_an_example(name: str) -> bool:

@@ -166,8 +166,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "training.foreign.pickles": ("inert_pickle", "data_types described_tensors", "plain_values", "plain_files"),
     "training.integrations": (
-        "rank_batches trainer_files trainer_settings trainer_weights",
-        "accelerate trainer_data",
+        "rank_batches trainer_files trainer_places trainer_settings trainer_weights",
+        "accelerate lightning trainer_data",
         "trainer_callback",
     ),
     "training.parts": (

@@ -16,6 +16,7 @@ _HOMES = {
     "RunReader": "run_reader",
     "TrainingState": "state",
     "enable_gradient_checkpointing": "recompute.gradient_checkpointing",
+    "lightning_callback": "integrations.lightning",
     "plain_loader": "data.plain_loader",
     "prepare_loader": "integrations.accelerate",
     "prepared_state": "integrations.accelerate",
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from hfshard.training.data.plain_loader import plain_loader as plain_loader
     from hfshard.training.integrations.accelerate import prepare_loader as prepare_loader
     from hfshard.training.integrations.accelerate import prepared_state as prepared_state
+    from hfshard.training.integrations.lightning import lightning_callback as lightning_callback
     from hfshard.training.integrations.trainer_callback import CheckpointCallback as CheckpointCallback
     from hfshard.training.manager import CheckpointManager as CheckpointManager
     from hfshard.training.parts.gradients import Gradients as Gradients

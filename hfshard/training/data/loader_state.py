@@ -39,6 +39,16 @@ def settings_of(loader: DataLoader[Any], seed: int) -> dict[str, Any]:
     }
 
 
+def after_epoch(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state of a loader that was at an epoch's last batch, at the beginning of the next epoch.
+
+    Other loaders' states are returned as they are.
+    """
+    if not {"indexes_crc32", *_PLACES, *_SETTINGS} <= state_dict.keys():
+        return state_dict
+    return {**state_dict, "epoch": state_dict["epoch"] + 1, "batch": 0, "indexes_crc32": None}
+
+
 def check_state(state_dict: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Check that a state fits a loader with these settings.
 

@@ -1,1 +1,1 @@
-"""transformers' Trainer and Accelerate."""
+"""transformers' Trainer, Accelerate and Lightning."""

@@ -1,0 +1,183 @@
+"""Lightning's Trainer saves and resumes through a CheckpointManager, by a callback that is exact to the last bit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any, Final
+
+from hfshard.errors import InvalidArgumentError
+from hfshard.training.data.loader_state import after_epoch
+from hfshard.training.manager import CheckpointManager
+from hfshard.training.parts.rng import rng_state, set_rng_state
+from hfshard.training.state import TrainingState
+from hfshard.training.step import RestoredStep
+
+_NAMES: Final = ("lightning.pytorch", "pytorch_lightning")
+"""Lightning goes by two names, whose classes are not each other's."""
+
+
+def lightning_callback(
+    manager: CheckpointManager,
+    *,
+    every_n_train_steps: int | None = None,
+    resume: bool | int | str | os.PathLike[str] = False,
+    blocking: bool = True,
+) -> Any:
+    """Make a callback that saves and resumes a Lightning training, in the place of `ModelCheckpoint`.
+
+        manager = CheckpointManager("run", max_to_keep=3)
+        checkpoints = lightning_callback(manager, every_n_train_steps=100, resume=True)
+        trainer = lightning.Trainer(callbacks=[checkpoints])
+        trainer.fit(model, ResumableDataLoader(dataset, batch_size=8, shuffle=True))
+
+    With a `ResumableDataLoader`, or another loader that has a position, a resumed training equals the straight one, bit
+    for bit: weights, optimizers, schedulers, RNG, batches, and what other callbacks keep. Without one, Lightning begins
+    the epoch's data anew. No pickle is written. The weights are a checkpoint like any other: `load_model` takes them.
+
+    Args:
+        manager: It keeps what it is told to; as metrics it gets the numbers in `trainer.callback_metrics`.
+        every_n_train_steps: Save whenever so many more steps of the optimizer are done. None: after each epoch.
+        resume: True: from the newest whole checkpoint, if the run has one. Or from a step, or a place elsewhere, as in
+            `CheckpointManager.restore`.
+        blocking: As in `CheckpointManager.save`.
+
+    Returns:
+        A Checkpoint of `lightning.pytorch`, or of `pytorch_lightning` where only that is imported or installed. Its
+        `restored` is the step from which `fit` has resumed.
+
+    Raises:
+        InvalidArgumentError: `every_n_train_steps` is not a number of steps.
+        ModuleNotFoundError: Lightning is not installed.
+    """
+    if every_n_train_steps is not None and every_n_train_steps < 1:
+        raise InvalidArgumentError(f"every_n_train_steps must be at least 1, got {every_n_train_steps}.")
+    callback = _callback_class(_lightning())()
+    callback.manager = manager
+    callback.every_n_train_steps = every_n_train_steps
+    callback.resume = resume
+    callback.blocking = blocking
+    return callback
+
+
+def _lightning() -> str:
+    """The name of the package whose Trainer is in use."""
+    for name in _NAMES:
+        if name in sys.modules:
+            return name
+    try:
+        return import_module(_NAMES[0]).__name__
+    except ModuleNotFoundError:
+        return import_module(_NAMES[1]).__name__
+
+
+@cache
+def _callback_class(package: str) -> Any:
+    base = import_module(f"{package}.callbacks").Checkpoint
+    return type("LightningCheckpoint", (_Saving, base), {})
+
+
+class _Saving:
+    """The hooks of the callback."""
+
+    manager: CheckpointManager
+    every_n_train_steps: int | None
+    resume: bool | int | str | os.PathLike[str]
+    blocking: bool
+    restored: RestoredStep | None = None
+    _rng: dict[str, Any] | None = None
+    """The RNG states of the checkpoint that is being resumed, until the first batch."""
+    _saved: int | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Restore, now that there are optimizers."""
+        self.restored = self._rng = None
+        if self.resume is False:
+            return
+        state = _training_state(trainer, self)
+        if self.resume is True:
+            self.restored = self.manager.restore_latest(state)
+        else:
+            self.restored = self.manager.restore(state, self.resume)
+        self._saved = self.restored
+        if self.restored is not None:
+            self._rng = rng_state()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Put the random states back, from which Lightning has drawn to begin with the data."""
+        if self._rng is not None:
+            _load_positions(trainer.fit_loop)
+            set_rng_state(self._rng)
+            self._rng = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save, if so many steps are done."""
+        step = trainer.global_step
+        if self.every_n_train_steps is not None and step != self._saved and step % self.every_n_train_steps == 0:
+            self._save(trainer, step)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save, if each epoch is to be saved."""
+        if self.every_n_train_steps is None:
+            self._save(trainer, trainer.global_step)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Wait for the last save."""
+        self.manager.wait_until_finished()
+
+    def _save(self, trainer: Any, step: int) -> None:
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.manager.save(step, _training_state(trainer, self), metric=metrics or None, blocking=self.blocking)
+        self._saved = step
+
+
+def _training_state(trainer: Any, own: _Saving) -> TrainingState:
+    named: dict[str, Any] = {}
+    for kind, parts in (
+        ("optimizer", trainer.optimizers),
+        ("scheduler", [config.scheduler for config in trainer.lr_scheduler_configs]),
+    ):
+        named |= {kind if number == 0 else f"{kind}_{number}": part for number, part in enumerate(parts)}
+    return TrainingState(model=trainer.lightning_module, loader=_Progress(trainer, own), **named)
+
+
+class _Progress:
+    """What Lightning itself keeps of a training, of which each rank saves its own: it has positions of loaders."""
+
+    def __init__(self, trainer: Any, own: _Saving) -> None:
+        self._trainer = trainer
+        self._callbacks = {one.state_key: one for one in trainer.callbacks if one is not own}
+        self._kept = {"precision": trainer.precision_plugin}
+        if trainer.datamodule is not None:
+            self._kept["datamodule"] = trainer.datamodule
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it has done, and what its parts keep."""
+        parts = {name: part.state_dict() for name, part in {**self._callbacks, **self._kept}.items()}
+        return {"loops": self._trainer.fit_loop.state_dict(), "parts": parts}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        for name, part in {**self._callbacks, **self._kept}.items():
+            if state_dict["parts"].get(name):
+                part.load_state_dict(state_dict["parts"][name])
+        self._trainer.fit_loop.load_state_dict(_at_next_batch(state_dict["loops"]))
+
+
+def _load_positions(loop: Any) -> None:
+    """Load the positions that Lightning leaves alone where an epoch was over; it has begun with the data already."""
+    if loop._combined_loader_states_to_load:
+        loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
+        loop._combined_loader_states_to_load = []
+        iter(loop._data_fetcher)
+
+
+def _at_next_batch(loops: dict[str, Any]) -> dict[str, Any]:
+    """Lightning goes on to the next epoch after the last batch, where our loader gives what is left of it: nothing."""
+    own = loops["state_dict"]
+    if not loops["epoch_loop.batch_progress"]["is_last_batch"] or "combined_loader" not in own:
+        return loops
+    return {**loops, "state_dict": {**own, "combined_loader": [after_epoch(one) for one in own["combined_loader"]]}}

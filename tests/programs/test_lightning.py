@@ -1,0 +1,117 @@
+"""Lightning: a training through `lightning_callback`, killed in the middle and resumed exactly; stock readers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hfshard
+from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
+from hfshard.training import CheckpointManager, ResumableDataLoader, lightning_callback
+from tests.programs.models import assert_ours, assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+lightning: Any = pytest.importorskip("lightning.pytorch", reason="pip install lightning")
+
+
+class Stopped(Exception):
+    """In the place of a crash."""
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """Numbers, with noise of two RNGs."""
+
+    def __len__(self) -> int:
+        return 14
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), float(index)) / 14 + torch.rand(4) + random.random()
+
+
+def module(seed: int, stop_at: int = -1) -> Any:
+    class Model(lightning.LightningModule):  # type: ignore[misc]  # Lightning is not checked
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 1))
+            self.losses: list[float] = []
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+            if self.trainer.global_step == stop_at:
+                raise Stopped
+            loss = (self.layers(batch) - batch.mean(1, keepdim=True)).square().mean()
+            self.losses.append(loss.item())
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            steps = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": steps, "interval": "step"}}
+
+    torch.manual_seed(seed)
+    return Model()
+
+
+def fit(model: Any, directory: Path, **arguments: Any) -> Any:
+    """Train 3 epochs of 4 batches; gives the callback."""
+    with CheckpointManager(directory / "run", keep_best="loss") as manager:
+        checkpoints = lightning_callback(manager, **arguments)
+        trainer = lightning.Trainer(
+            max_epochs=3, callbacks=[checkpoints], accelerator="cpu", logger=False, enable_progress_bar=False,
+            enable_model_summary=False, default_root_dir=directory,
+        )  # fmt: skip
+        trainer.fit(model, ResumableDataLoader(Samples(), batch_size=4, shuffle=True, seed=5))
+    return checkpoints
+
+
+@pytest.mark.parametrize("every", [None, 3, 4])
+def test_a_training_that_stopped_is_resumed_exactly(every: int | None, tmp_path: Path) -> None:
+    straight = module(0)
+    fit(straight, tmp_path / "straight", every_n_train_steps=every)
+    with pytest.raises(Stopped):
+        fit(module(0, stop_at=7), tmp_path, every_n_train_steps=every)
+
+    resumed = module(1)
+    torch.manual_seed(9)
+    checkpoints = fit(resumed, tmp_path, every_n_train_steps=every, resume=True)
+
+    saved = 6 if every == 3 else 4
+    assert checkpoints.restored == saved
+    assert resumed.losses == straight.losses[saved:]
+    assert_same(resumed, straight)
+    steps = [4, 8, 12] if every != 3 else [3, 6, 9, 12]
+    assert checkpoints.manager.all_steps() == steps
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [f"checkpoint-{step:08d}" for step in steps]
+
+
+def test_its_checkpoints_are_ours_and_load_anywhere(tmp_path: Path) -> None:
+    trained = module(0)
+    checkpoints = fit(trained, tmp_path, every_n_train_steps=6)
+    newest = Path(checkpoints.manager.path_of(12))
+    assert_same(hfshard.load_model(module(1), newest, verify="full"), trained)
+    assert not list((tmp_path / "run").rglob("*.ckpt"))
+    assert set(checkpoints.manager.verify()) == {6, 12}
+    assert checkpoints.manager.best_step() in (6, 12)
+
+    raw = bytearray((newest / "optimizer.safetensors").read_bytes())
+    raw[-2] ^= 4
+    (newest / "optimizer.safetensors").write_bytes(raw)
+    with pytest.raises(DamagedCheckpointError, match=r"optimizer\.safetensors"):
+        fit(module(1), tmp_path, every_n_train_steps=6, resume=12)
+    checkpoints = fit(module(1), tmp_path, every_n_train_steps=6, resume=True)
+    assert checkpoints.restored == 6
+
+    hfshard.save_model(trained, tmp_path / "out", max_shard_size="200B")
+    assert_ours(tmp_path / "out", shards=len(list((tmp_path / "out").glob("*.safetensors"))))
+
+
+def test_a_fresh_run_is_no_error_and_a_wrong_number_is(tmp_path: Path) -> None:
+    assert fit(module(0), tmp_path, resume=True).restored is None
+    with pytest.raises(InvalidArgumentError, match="at least 1, got 0"):
+        lightning_callback(CheckpointManager(tmp_path / "run"), every_n_train_steps=0)

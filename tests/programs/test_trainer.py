@@ -1,0 +1,44 @@
+"""transformers' Trainer: its own checkpoints and models are ours, with the mixin and under install."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
+
+import hfshard
+from tests.programs.models import Llama, assert_ours, assert_same, llama
+
+pytestmark = [pytest.mark.compat, pytest.mark.filterwarnings("ignore")]
+
+
+def trainer(model: Any, directory: Path, **arguments: Any) -> Trainer:
+    settings: dict[str, Any] = {
+        "max_steps": 3, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 0.01, "use_cpu": True,
+        "report_to": [], "disable_tqdm": True, "seed": 3, "dataloader_pin_memory": False, "logging_strategy": "no",
+    }  # fmt: skip
+    rows: Any = [{"input_ids": [1, 4 + number % 4, 2], "labels": [1, 4, 2]} for number in range(8)]
+    made = Trainer(model, TrainingArguments(str(directory), **{**settings, **arguments}), train_dataset=rows)
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+@pytest.mark.parametrize("way", ["mixin", "install"])
+def test_its_own_checkpoints_and_models_are_ours(way: str, tmp_path: Path) -> None:
+    cls = Llama if way == "mixin" else LlamaForCausalLM
+    with ExitStack() as stack:
+        if way == "install":
+            stack.enter_context(hfshard.install())
+        straight = trainer(llama(cls), tmp_path / "run")
+        straight.train()
+        straight.save_model(str(tmp_path / "out"))
+        resumed = trainer(llama(cls, seed=1), tmp_path / "run")
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+
+    assert_same(resumed.model, straight.model)
+    for directory in ("run/checkpoint-2", "run/checkpoint-3", "out"):
+        assert_ours(tmp_path / directory)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "out"), straight.model)

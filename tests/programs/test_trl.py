@@ -1,0 +1,67 @@
+"""TRL: SFTTrainer trains a model of ours, saves it, and resumes through `CheckpointCallback`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import hfshard
+from hfshard.training import CheckpointCallback
+from tests.programs.models import Llama, assert_ours, assert_same, llama, tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+trl: Any = pytest.importorskip("trl", reason="pip install trl")
+datasets: Any = pytest.importorskip("datasets", reason="pip install datasets")
+
+
+def trainer(model: Any, directory: Path, **arguments: Any) -> Any:
+    settings = {
+        "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 0.01, "bf16": False,
+        "use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "max_length": 8, "seed": 3,
+        "gradient_checkpointing": False, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    rows = [{"input_ids": [1, 4 + number % 4, 5, 4, 2]} for number in range(6)]
+    return trl.SFTTrainer(
+        model=model,
+        args=trl.SFTConfig(output_dir=str(directory), **{**settings, **arguments}),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+    )
+
+
+def test_sft_trains_saves_and_resumes_exactly(tmp_path: Path) -> None:
+    straight = trainer(llama(), tmp_path / "run")
+    checkpoints = CheckpointCallback(max_shard_size="6KB").attach(straight)
+    straight.train()
+    assert checkpoints.manager is not None and checkpoints.manager.verify() == {2: [], 4: []}
+    straight.save_model(str(tmp_path / "out"))
+
+    assert_ours(tmp_path / "out")
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), straight.model)
+    assert_same(Llama.from_pretrained(tmp_path / "out", verify="full"), straight.model)
+
+    resumed = trainer(llama(seed=1), tmp_path / "run", save_strategy="no")
+    CheckpointCallback().attach(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-00000002"))
+    assert_same(resumed.model, straight.model)
+    losses = [[entry["loss"] for entry in one.state.log_history if "loss" in entry] for one in (resumed, straight)]
+    assert losses[0] == losses[1]
+
+
+def test_under_install_its_checkpoints_and_models_are_ours(tmp_path: Path) -> None:
+    with hfshard.install():
+        trained = trainer(llama(LlamaForCausalLM), tmp_path / "run")
+        trained.train()
+        trained.save_model(str(tmp_path / "out"))
+        again = trainer(llama(LlamaForCausalLM, seed=1), tmp_path / "run", max_steps=5)
+        again.train(resume_from_checkpoint=True)
+
+    assert again.state.global_step == 5
+    for name in ("checkpoint-2", "checkpoint-4", "checkpoint-5"):
+        assert_ours(tmp_path / "run" / name)
+    assert_ours(tmp_path / "out")
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), trained.model)
