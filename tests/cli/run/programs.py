@@ -23,7 +23,8 @@ if __name__ == "__main__":
         "xoptions": sys._xoptions, "file": globals().get("__file__"), "package": __package__,
         "kept": type(kept) is Kept and Kept.__module__, "cwd": os.getcwd(), "executable": sys.executable,
         "stdin": sys.stdin.read(), "sitecustomize": "sitecustomize" in sys.modules,
-        "imported": sorted(name for name in sys.modules if name.startswith(("hfshard", "torch", "transformers"))),
+        "modules": sorted(sys.modules), "finders": [type(one).__name__ for one in sys.meta_path][-3:],
+        "environment": {k: v for k, v in os.environ.items() if not k.startswith(("PYTHONPATH", "HFSHARD_"))},
     }))
 """
 """Prints how it was started, and what has come with it."""

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import hfshard
 from hfshard.cli.inspection import inspect_checkpoint
 from tests.cli.run.programs import by_hfshard
 from tests.helpers import forkserver
@@ -39,6 +41,26 @@ settings = current_settings()
 ranks = [os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ]
 with open(f"{sys.argv[1]}-{'-'.join(ranks)}.json", "w") as file:
     json.dump([sys.argv[1:], __name__, settings.verify, settings.checksum, "transformers" in sys.modules], file)
+"""
+SAVES_A_PART = """
+import sys
+import torch
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.distributed.init_process_group("gloo")
+config = LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, dtype="float32"
+)
+model = LlamaForCausalLM(config)
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.fill_(0.5)
+for layer in model.model.layers:
+    fully_shard(layer)
+fully_shard(model)
+model.save_pretrained(sys.argv[1], max_shard_size="5KB")
+torch.distributed.destroy_process_group()
 """
 TORCHRUN = ["--standalone", "--nproc-per-node", "2"]
 LINE = "hfshard 0.1.0 is on in "
@@ -111,3 +133,27 @@ def test_command_of_the_environment_is_run(tmp_path: Path, environment: dict[str
     (tmp_path / "launch" / "__main__.py").unlink()
     command.write_text(f"#!{sys.executable} -sE\n")
     assert "started with -E" in by_hfshard(["launch", "again"], tmp_path, environment).stderr
+
+
+@pytest.mark.slow
+@pytest.mark.compat
+@pytest.mark.parametrize("is_outside", [True, False], ids=["hfshard run torchrun", "torchrun -m hfshard run"])
+def test_ranks_save_their_parts_by_way_of_hfshard(
+    is_outside: bool, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "part.py").write_text(SAVES_A_PART)
+    torchrun = ["-m", "torch.distributed.run", *TORCHRUN]
+
+    if is_outside:
+        done = by_hfshard([*torchrun, "part.py", "out"], tmp_path, environment)
+    else:
+        words = [*torchrun, "-m", "hfshard", "run", "part.py", "out"]
+        done = forkserver.run(words, env=environment, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(LINE) == 1
+    report = hfshard.verify_checkpoint(tmp_path / "out", level="full")
+    assert (report.ok, report.warnings) == (True, ())
+    weights = hfshard.load_state_dict(tmp_path / "out")
+    assert len(weights) == 21
+    assert all(torch.equal(weight, torch.full_like(weight, 0.5)) for weight in weights.values())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import REPOSITORY
 from tests.cli.run.programs import by_hfshard, by_python
 from tests.helpers import forkserver
 
@@ -27,7 +28,7 @@ from tests.helpers import forkserver
         ["look.pyz", "1"],
         ["-", "--help"],
         ["-c", "exec(open('look.py').read())", "-c"],
-        ["-X", "dev", "-Wignore", "-Ou", "look.py", "-I"],
+        ["-X", "dev", "-Werror", "-Ou", "look.py", "-I"],
     ],
     ids=" ".join,
 )
@@ -38,7 +39,6 @@ def test_program_starts_as_by_python(words: list[str], programs: Path, environme
         found = by_hfshard(words, programs, environment, stdin=second.fileno())
 
     assert (found.returncode, json.loads(found.stdout)) == (0, json.loads(expected.stdout))
-    assert json.loads(found.stdout)["imported"] == []
     # The words are those that the shell gave; only the name of Python is longer in its own messages.
     assert found.stderr.startswith("hfshard 0.1.0 is on in ")
     assert found.stderr.count("\n") == 1 + expected.stderr.count("\n")
@@ -142,6 +142,18 @@ def test_bad_usage_starts_nothing(words: list[str], hint: str, programs: Path, e
     done = by_hfshard(words, programs, environment)
     assert (done.returncode, done.stdout) == (2, "")
     assert hint in done.stderr
+
+
+def test_folder_that_pythonpath_cannot_name_starts_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "a:b").mkdir()
+    (tmp_path / "a:b" / "hfshard").symlink_to(REPOSITORY / "hfshard")
+    folder = str(tmp_path / "a:b")
+    code = f"import sys; sys.path.insert(0, {folder!r}); from hfshard.cli.main import main; sys.exit(main())"
+
+    done = by_python(["-c", code, "run", "-c", "print(1)"], tmp_path, environment)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"hfshard: hfshard lies in {tmp_path}/a:b/hfshard/cli/run/startup, and PYTHONPATH ")
 
 
 def test_help_is_that_of_run(tmp_path: Path, environment: dict[str, str]) -> None:
