@@ -6,6 +6,7 @@ It imports next to nothing, for those who call it while Python starts.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def when_imported(name: str, work: Work) -> None:
     Args:
         name: The module's, with its packages.
         work: Called in the thread that imports, before that goes on; to give the same function twice is to give it
-            once. What it raises, the import raises.
+            once. What it raises, the import raises. Where threads import and wait at once, it may be called twice.
     """
     finder = next((one for one in sys.meta_path if isinstance(one, _HookedFinder)), None)
     if finder is None:
@@ -31,10 +32,25 @@ def when_imported(name: str, work: Work) -> None:
     works = finder.works.setdefault(name, [])
     if work not in works:
         works.append(work)
+    if "." in name and name.rpartition(".")[0] in sys.modules:
+        _wait_for_import(name)
     if name in sys.modules:
         from importlib import import_module
 
-        work(import_module(name))  # it waits for another thread that is still at it
+        work(import_module(name))
+
+
+def _wait_for_import(name: str) -> None:
+    """Wait for another thread that is importing a module, and may have asked the finders before ours was there.
+
+    Python has no public way to wait for a module without importing it.
+    """
+    from importlib import _bootstrap
+
+    lock = getattr(_bootstrap, "_ModuleLockManager", None)
+    if lock is not None:
+        with suppress(RuntimeError), lock(name):  # that thread waits for this one
+            pass
 
 
 class _HookedFinder:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfshard._util.paths import path_text
 from hfshard.constants import (
@@ -197,9 +197,11 @@ def _build(
         _refuse_beside_parallelize(path, kwargs)
     if path is None or kwargs.get("state_dict") is not None or kwargs.get("gguf_file") is not None:
         return build(path, *model_args, **kwargs)
-    name = path_text(path, "pretrained_model_name_or_path")
+    if cast(Any, model_class).config_class is None and not isinstance(kwargs.get("config"), PreTrainedConfig):
+        return build(path, *model_args, **kwargs)  # which says that it must be given
     agreement = current_agreement()
     try:
+        name = path_text(path, "pretrained_model_name_or_path")
         source = source_of(name, kwargs)
         local = local or agreement.fetch(source, options.progress)
     except (InvalidArgumentError, CheckpointNotFoundError, HubError):

@@ -24,7 +24,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "__init__.py").write_text("")
     (folder / "late.py").write_text("import time\ntime.sleep(0.05)\nvalue = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    others = [one for one in sys.meta_path if type(one).__name__ != "_HookedFinder"]
+    monkeypatch.setattr(sys, "meta_path", others)
     yield folder
     for name in [name for name in sys.modules if name.startswith("hooked_package")]:
         del sys.modules[name]
@@ -68,6 +69,30 @@ def test_a_module_that_another_thread_imports_is_whole_when_the_work_is_done() -
     thread.join()
 
     assert seen == [1]
+
+
+def test_a_thread_that_has_asked_the_other_finders_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, may_go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        @staticmethod
+        def find_spec(fullname: str, *args: object) -> None:
+            if fullname == NAME and not asked.is_set():
+                asked.set()
+                assert may_go_on.wait(20)
+
+    importlib.import_module("hooked_package")
+    monkeypatch.setattr(sys, "meta_path", [Slow, *sys.meta_path])
+    thread = threading.Thread(target=importlib.import_module, args=(NAME,))
+    thread.start()
+    assert asked.wait(20)
+    seen: list[ModuleType] = []
+    threading.Timer(0.05, may_go_on.set).start()
+
+    when_imported(NAME, seen.append)
+    thread.join()
+
+    assert seen == [sys.modules[NAME]]
 
 
 def test_many_threads_that_import_do_the_work_once() -> None:
