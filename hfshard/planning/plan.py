@@ -132,18 +132,23 @@ def plan_specs(
     single_metadata_bytes: int = 1024,
     shard_metadata_bytes: int = _SHARD_METADATA_BYTES,
     separate_names: Collection[str] = (),
+    headers_count: bool = True,
 ) -> ShardPlan:
-    """Plan the files of tensors whose specs are known; none of `separate_names` shares a file with the others."""
+    """Plan the files of tensors whose specs are known; none of `separate_names` shares a file with the others.
+
+    Where headers do not count, the limit is that of a file's tensors, as in transformers.
+    """
     check_packing(packing)
     sizes = _entry_sizes(specs)
-    whole = _file_bytes(sum(sizes) + single_metadata_bytes, sum(spec.nbytes for spec in specs))
+    data_bytes = sum(spec.nbytes for spec in specs)
+    whole = _file_bytes(sum(sizes) + single_metadata_bytes, data_bytes) if headers_count else data_bytes
     groups = [list(range(len(specs)))]
     separate = set(separate_names)
     together = [i for i, spec in enumerate(specs) if spec.name not in separate]
     parts = [together, [i for i, spec in enumerate(specs) if spec.name in separate]]
     if all(parts) or (whole > max_shard_bytes and len(specs) > 1):
         pack = _pack_greedy if packing == "greedy" else _pack_balanced
-        room = _Room(max_shard_bytes, shard_metadata_bytes)
+        room = _Room(max_shard_bytes, shard_metadata_bytes, headers_count)
         groups = []
         for part in parts:
             packed = pack([specs[i].nbytes for i in part], [sizes[i] for i in part], room)
@@ -198,6 +203,7 @@ class _Room:
 
     max_shard_bytes: int
     metadata_bytes: int
+    headers_count: bool
 
     @property
     def certain_bytes(self) -> int:
@@ -210,7 +216,9 @@ class _Room:
         return MAX_HEADER_BYTES - DATA_ALIGNMENT - self.metadata_bytes - 1
 
     def holds(self, data_bytes: int, header_bytes: int) -> bool:
-        file_bytes = _file_bytes(header_bytes + self.metadata_bytes, data_bytes)
+        file_bytes = data_bytes
+        if self.headers_count:
+            file_bytes = _file_bytes(header_bytes + self.metadata_bytes, data_bytes)
         return header_bytes <= self.entries_bytes and file_bytes <= self.max_shard_bytes
 
 

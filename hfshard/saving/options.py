@@ -25,7 +25,7 @@ class SaveOptions:
     """
 
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE
-    """Bytes, or text such as "5GB": the most that a file has, header included, unless it holds exactly one tensor."""
+    """Bytes, or text such as "5GB": the most that a file has, unless it holds exactly one tensor."""
     variant: str | None = None
     """Part of the files' names, as in transformers."""
     base: str = MODEL_BASE
@@ -42,6 +42,8 @@ class SaveOptions:
     """Whether every rank of the default process group makes this save with the others, whatever its tensors are."""
     progress: bool | None = None
     """A bar on stderr; None: on a terminal."""
+    headers_count: bool = True
+    """Whether `max_shard_size` is that of a file with its header; else that of its tensors, as in transformers."""
     max_shard_bytes: int = field(init=False)
     """`max_shard_size` in bytes."""
     names: WeightNames = field(init=False)

@@ -47,6 +47,7 @@ def plan_request(request: SaveRequest) -> ShardPlan:
         single_metadata_bytes=single_metadata_bytes,
         shard_metadata_bytes=room,
         separate_names=request.separate_names,
+        headers_count=request.options.headers_count,
     )
 
 

@@ -7,6 +7,7 @@ can't read, and names that do not fit are transformers' to take, to report or to
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable
 from typing import Any, Final
@@ -39,17 +40,23 @@ _PUSHING: Final = frozenset(inspect.signature(PushOptions).parameters)
 """The options of a push."""
 
 
-def _load(settings: Settings, model_class: type[PreTrainedModel], /, *args: Any, **kwargs: Any) -> Any:
+def _load(
+    settings: Settings,
+    model_class: type[PreTrainedModel],
+    /,
+    pretrained_model_name_or_path: str | os.PathLike[str] | None,
+    *model_args: Any,
+    **kwargs: Any,
+) -> Any:
     """Load in the place of PreTrainedModel's `from_pretrained`."""
-    path, model_args = (args[0], args[1:]) if args else (kwargs.pop("pretrained_model_name_or_path"), ())
     options = LoadOptions(verify=settings.verify, disable_mmap=kwargs.get("disable_mmap"), is_lenient=True)
     with load_on_ranks(options, kwargs):
-        return answer_load(model_class, path, model_args, kwargs, options)
+        return answer_load(model_class, pretrained_model_name_or_path, model_args, kwargs, options)
 
 
 def _save(settings: Settings, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> None:
     """Save in the place of PreTrainedModel's `save_pretrained`."""
-    given = _SAVING.bind(model, SaveOptions(checksum=settings.checksum), *args, **kwargs).arguments
+    given = _SAVING.bind(model, SaveOptions(checksum=settings.checksum, headers_count=False), *args, **kwargs).arguments
     named = {name: value for name, value in given.pop("kwargs", {}).items() if name not in _IGNORED}
     unknown = named.keys() - SAVE_ARGUMENTS
     if not given.get("push_to_hub"):
@@ -57,7 +64,16 @@ def _save(settings: Settings, model: PreTrainedModel, /, *args: Any, **kwargs: A
     elif unknown & _repo_arguments():
         upstream("save_pretrained", type(model))(model, *args, **kwargs)
         return
-    answer_save(**{"max_shard_size": MAX_SHARD_SIZE, **given, **named})
+    if not given.get("is_main_process", True) and not os.path.isfile(given["save_directory"]):
+        os.makedirs(given["save_directory"], exist_ok=True)  # every process may write more into it
+    given["max_shard_size"] = _size(given.get("max_shard_size", MAX_SHARD_SIZE))
+    answer_save(**given, **named)
+
+
+def _size(given: Any) -> Any:
+    """What transformers takes any number for: of none but very small ones, each tensor has a file."""
+    is_number = (isinstance(given, float) and math.isfinite(given)) or type(given) is int
+    return max(1, int(given)) if is_number else given
 
 
 def _push(
@@ -71,7 +87,7 @@ def _push(
     **kwargs: Any,
 ) -> Any:
     """Push in the place of PreTrainedModel's `push_to_hub`."""
-    saving = {"max_shard_size": max_shard_size, "checksum": settings.checksum}
+    saving = {"max_shard_size": max_shard_size, "checksum": settings.checksum, "headers_count": False}
     pushing = {name: value for name, value in kwargs.items() if name in _PUSHING}
     unknown = {name: value for name, value in kwargs.items() if name not in _PUSHING | _IGNORED}
     return push_pretrained_model(model, repo_id, tags, saving, pushing, unknown)

@@ -132,10 +132,10 @@ def test_a_call_under_way_ends_as_it_began(installed: None, tmp_path: Path) -> N
         loading = pool.submit(Slow.from_pretrained, tmp_path / "whole", part=tmp_path / "part")
         assert Slow.begun.wait(20)
         hfshard.uninstall()
-        (tmp_path / "part" / "model-00001-of-00023.safetensors").write_bytes(b"")
+        next((tmp_path / "part").glob("model-00001-of-*")).write_bytes(b"")
         Slow.may_go_on.set()
 
-        with pytest.raises(DamagedCheckpointError, match=r"part/model-00001-of-00023\.safetensors"):
+        with pytest.raises(DamagedCheckpointError, match="part/model-00001-of-"):
             loading.result()
     with pytest.raises(SafetensorError):
         BertModel.from_pretrained(tmp_path / "part")

@@ -1,0 +1,194 @@
+"""What stock takes, an installed hfshard takes; what stock refuses, it refuses, or does better."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
+
+import hfshard
+from hfshard.errors import DamagedCheckpointError, UnsafePickleError
+from tests.helpers.tiny_bert import bert
+from tests.zoo.compare import differences, facts_of_load, load
+from tests.zoo.models import scramble
+
+pytestmark = pytest.mark.compat
+
+
+class NoTensor:
+    """What `weights_only=True` does not load."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of every kind that stock transformers wrote, or might find."""
+    root = tmp_path_factory.mktemp("root")
+    model = bert(0, cls=BertModel)
+    scramble(model)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    for name in ("good", "in a/subfolder"):
+        model.save_pretrained(root / name)
+    model.save_pretrained(root / "good", variant="fp16")
+    classifier = BertForSequenceClassification(BertConfig.from_dict({**model.config.to_diff_dict(), "num_labels": 3}))
+    scramble(classifier)
+    classifier.save_pretrained(root / "classifier")
+    (root / "empty").mkdir()
+    for name in ("config", "flax", "pickle", "code", "others", "no tensors", "no format"):
+        model.config.save_pretrained(root / name)
+    (root / "flax" / "flax_model.msgpack").write_bytes(b"x")
+    torch.save(tensors, root / "pickle" / "pytorch_model.bin")
+    torch.save({**tensors, "more": NoTensor()}, root / "code" / "pytorch_model.bin")
+    save_file({"a": torch.zeros(2)}, root / "others" / "model.safetensors", metadata={"format": "pt"})
+    save_file({}, root / "no tensors" / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, root / "no format" / "model.safetensors")
+    return root
+
+
+def outcome(model_class: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """What can be seen of a load: facts, or the error; and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            seen: Any = facts_of_load(load(model_class, *arguments, **options), *arguments[:1])
+        except Exception as error:
+            return error, []
+    return seen, sorted({str(warning.message) for warning in caught})
+
+
+Options = dict[str, Any]
+CASES: list[tuple[Any, str | None, Options]] = [
+    (BertModel, "good", {}),
+    (BertModel, "good", {"low_cpu_mem_usage": True, "_fast_init": True, "mirror": "x", "offload_state_dict": True}),
+    (BertModel, "good", {"trust_remote_code": True, "local_files_only": True, "force_download": True, "proxies": {}}),
+    (BertModel, "good", {"token": "x", "revision": "abc"}),
+    (BertModel, "good", {"dtype": torch.float16}),
+    (BertModel, "good", {"torch_dtype": "auto"}),
+    (BertModel, "good", {"dtype": "nonsense"}),
+    (BertModel, "good", {"variant": "fp16"}),
+    (BertModel, "good", {"variant": "nowhere"}),
+    (BertModel, "in a", {"subfolder": "subfolder"}),
+    (BertModel, "in a", {"subfolder": "nowhere"}),
+    (BertModel, "good", {"use_safetensors": False}),
+    (BertModel, "pickle", {}),
+    (BertModel, "pickle", {"use_safetensors": True}),
+    (BertModel, "pickle", {"weights_only": False}),
+    (BertModel, "code", {"weights_only": False}),
+    (BertModel, "others", {}),
+    (BertModel, "no format", {}),
+    (BertModel, "no tensors", {}),
+    (BertModel, "nowhere", {}),
+    (BertModel, "empty", {}),
+    (BertModel, "config", {}),
+    (BertModel, "flax", {}),
+    (BertModel, "flax", {"from_flax": True}),
+    (BertModel, "good/model.safetensors", {}),
+    (BertModel, "good/config.json", {}),
+    (BertModel, None, {}),
+    (BertModel, None, {"config": BertConfig(hidden_size=12)}),
+    (BertModel, "good", {"state_dict": {}}),
+    (BertModel, "good", {"config": GPT2Config(n_embd=8, n_layer=1, n_head=1)}),
+    (BertModel, "good", {"add_pooling_layer": False}),
+    (BertModel, "good", {"nonsense": 1}),
+    (BertModel, "good", {"attn_implementation": "eager"}),
+    (BertModel, "good", {"attn_implementation": "nonsense"}),
+    (BertModel, "good", {"key_mapping": {"^embeddings": "embeddings"}}),
+    (BertModel, "good", {"device_map": "auto"}),
+    (BertModel, "good", {"device_map": "auto", "max_memory": {"cpu": 10**9}}),
+    (BertModel, "good", {"device_map": {"": "cpu"}}),
+    (BertModel, "good", {"device_map": {"embeddings": "cpu"}}),
+    (BertModel, "good", {"device_map": "meta"}),
+    (BertModel, "good", {"gguf_file": "x.gguf"}),
+    (BertModel, "good", {"quantization_config": {"quant_method": "nonsense"}}),
+    (BertModel, "good", {"disable_mmap": True}),
+    (BertForSequenceClassification, "classifier", {"num_labels": 7}),
+    (BertForSequenceClassification, "classifier", {"num_labels": 7, "ignore_mismatched_sizes": True}),
+    (BertForSequenceClassification, "good", {"num_labels": 7}),
+    (GPT2LMHeadModel, "good", {}),
+    (PreTrainedModel, "good", {}),
+    (AutoModel, "good", {"variant": "fp16", "dtype": "float16"}),
+    (AutoModel, "good", {"hidden_dropout_prob": 0.5}),
+    (AutoModel, "flax", {}),
+    (AutoModel, "nowhere", {}),
+    (AutoModelForMaskedLM, "good", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("model_class", "name", "options"),
+    CASES,
+    ids=[
+        f"{case[0].__name__} {case[1]} {' '.join(f'{key}={value!r:.20}' for key, value in case[2].items())}"
+        for case in CASES
+    ],
+)
+def test_a_load_does_what_stock_does(model_class: Any, name: str | None, options: Options, root: Path) -> None:
+    arguments = (None if name is None else root / name,)
+
+    theirs, their_warnings = outcome(model_class, arguments, options)
+    with hfshard.install(quiet=True):
+        ours, our_warnings = outcome(model_class, arguments, options)
+
+    if isinstance(theirs, Exception):
+        assert isinstance(ours, type(theirs)), ours
+    else:
+        assert not isinstance(ours, Exception), ours
+        assert differences(ours, theirs) == []
+    assert our_warnings == their_warnings
+
+
+def test_arguments_by_name_and_by_position(root: Path, installed: None) -> None:
+    assert BertModel.from_pretrained(pretrained_model_name_or_path=root / "good").pooler is not None
+    assert BertModel.from_pretrained(str(root / "good"), False).pooler is None
+    with pytest.raises(TypeError, match="pretrained_model_name_or_path"):
+        BertModel.from_pretrained()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-8]),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+        lambda path: path.write_bytes(path.read_bytes().replace(b"pooler", b"qooler")),
+    ],
+    ids=["cut", "empty", "longer", "renamed"],
+)
+def test_damage_is_refused_by_every_way_in(damage: Callable[[Path], object], tmp_path: Path) -> None:
+    with hfshard.install(verify="full", quiet=True):
+        bert(1, cls=BertModel).save_pretrained(tmp_path)
+        damage(tmp_path / "model.safetensors")
+        for load_it in (BertModel.from_pretrained, AutoModel.from_pretrained, AutoModelForMaskedLM.from_pretrained):
+            with pytest.raises(DamagedCheckpointError):
+                load_it(tmp_path)
+        with pytest.raises(DamagedCheckpointError):  # handed over to transformers after the check
+            BertModel.from_pretrained(tmp_path, device_map="auto", max_memory={"cpu": 10**9})
+
+
+def test_a_pickle_that_asks_for_code_is_refused(root: Path, installed: None) -> None:
+    with pytest.raises(UnsafePickleError, match="NoTensor"):
+        BertModel.from_pretrained(root / "code")
+
+
+def test_verify_full_finds_a_flipped_bit(tmp_path: Path) -> None:
+    with hfshard.install(verify="full", quiet=True):
+        bert(1, cls=BertModel).save_pretrained(tmp_path)
+        raw = bytearray((tmp_path / "model.safetensors").read_bytes())
+        raw[-3] ^= 1
+        (tmp_path / "model.safetensors").write_bytes(raw)
+        with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors"):
+            AutoModel.from_pretrained(tmp_path)
