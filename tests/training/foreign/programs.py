@@ -105,6 +105,32 @@ def averaged(model: nn.Module) -> Parts:
     return parts
 
 
+def train(parts: Parts, first: int, last: int) -> None:
+    """Steps whose batches depend on their number alone."""
+    for number in range(first, last):
+        x = torch.linspace(-1, 1, 24).reshape(6, 4).roll(number, 0) * (number + 1)
+        loss = parts.model(x).square().mean()
+        parts.optimizer.zero_grad()
+        if parts.scaler is None:
+            loss.backward()
+            parts.optimizer.step()
+        else:
+            parts.scaler.scale(loss).backward()
+            parts.scaler.step(parts.optimizer)
+            parts.scaler.update()
+        if isinstance(parts.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            parts.scheduler.step(loss.item())
+        elif parts.scheduler is not None:
+            parts.scheduler.step()
+        if parts.ema is not None:
+            parts.ema.update_parameters(parts.model)
+
+
+def save_of(parts: Parts, **keys: str) -> dict[str, Any]:
+    """The state of each part under a key."""
+    return {key: parts.named[name].state_dict() for name, key in keys.items()}
+
+
 Save = Callable[[Parts], Any]
 Load = Callable[[Parts, Any], None]
 
@@ -132,7 +158,7 @@ def under(more: dict[str, Any] | None = None, prefix: str = "", **keys: str) -> 
     """Save each part under a key, the weights with a wrapper's prefix, and more beside them."""
 
     def save(parts: Parts) -> Any:
-        states = {key: parts.named[name].state_dict() for name, key in keys.items()}
+        states = save_of(parts, **keys)
         states[keys["model"]] = {f"{prefix}{name}": one for name, one in states[keys["model"]].items()}
         return {**states, **(more or {})}
 

@@ -10,33 +10,12 @@ import torch
 
 from hfshard.training import CheckpointManager, TrainingState
 from tests.training.fingerprint import flatten
-from tests.training.foreign.programs import PROGRAMS, Parts, Program, net
+from tests.training.foreign.programs import PROGRAMS, Parts, Program, net, train
 
 
 def build(program: Program, seed: int) -> Parts:
     torch.manual_seed(seed)
     return program.build(net())
-
-
-def train(parts: Parts, first: int, last: int) -> None:
-    """Steps whose batches depend on their number alone."""
-    for number in range(first, last):
-        x = torch.linspace(-1, 1, 24).reshape(6, 4).roll(number, 0) * (number + 1)
-        loss = parts.model(x).square().mean()
-        parts.optimizer.zero_grad()
-        if parts.scaler is None:
-            loss.backward()
-            parts.optimizer.step()
-        else:
-            parts.scaler.scale(loss).backward()
-            parts.scaler.step(parts.optimizer)
-            parts.scaler.update()
-        if isinstance(parts.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            parts.scheduler.step(loss.item())
-        elif parts.scheduler is not None:
-            parts.scheduler.step()
-        if parts.ema is not None:
-            parts.ema.update_parameters(parts.model)
 
 
 def result(parts: Parts) -> dict[str, Any]:
