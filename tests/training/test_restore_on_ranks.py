@@ -83,6 +83,8 @@ def own_run(run: Path, rank: int) -> str:
 def restore(case: str, build: Build, run: Path, rank: int) -> int | None:
     """What one rank calls."""
     manager = CheckpointManager(own_run(run, rank) if case == "another run" else run)
+    if case.startswith("old"):
+        return manager.restore(build.state(), run.parent / f"old{rank if case == 'old files, each its own' else 0}.pt")
     if case == "no place":
         return manager.restore(build.state(), 1 if rank == 0 else "")
     if case == "another step":
@@ -95,7 +97,7 @@ def restore(case: str, build: Build, run: Path, rank: int) -> int | None:
 def build_for(case: str, rank: int) -> Build:
     if rank == 0:
         return Build(3)
-    build = Build(4, width=5 if case == "another model" else 3)
+    build = Build(4, width=5 if "another model" in case else 3)
     if case in ("a refusing object", "not strict"):
         build = Build(4, counter=RefusingCounter())
     if case == "refused weights":
@@ -111,6 +113,8 @@ CASES = {
     "another run": "CheckpointChangedError: The first rank restores",
     "no place": "InvalidPathError: ",
     "another step": "InvalidArgumentError: All ranks must restore the same step, got [1, 2].",
+    "old file, another model": "StateDictMismatchError: 'model' does not fit the checkpoint",
+    "old files, each its own": "CheckpointChangedError: The ranks see different files",
     "the newest on one rank": "InvalidArgumentError: All ranks must restore the same step, got [None, 1].",
 }
 """What is wrong on the second rank -> what it says."""
@@ -128,7 +132,7 @@ def restore_everything(place: Path, rank: int) -> None:
     torch.set_num_threads(1)
     join(place, rank, WORLD_SIZE)
     found: dict[str, Outcome] = {}
-    for case in (*CASES, "nothing"):
+    for case in (*CASES, "nothing", "old file"):
         build = build_for(case, rank)
         before = build.everything()
         error = ""
@@ -158,6 +162,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         manager.save(1, saved.state())
         shutil.copytree(place / "run", place / "other-run")
         manager.save(2, saved.state())
+    for number in range(2):
+        parts = saved.state().components.items()
+        torch.save({name: part.state_dict() for name, part in parts} | {"step": number}, place / f"old{number}.pt")
     with CheckpointManager(place / "replacement") as manager:
         manager.save(1, Build(2).state())
     with ThreadPoolExecutor(WORLD_SIZE) as pool:
@@ -188,6 +195,8 @@ def test_what_no_rank_refuses_is_restored_on_all(outcomes: list[dict[str, Outcom
     for of_rank in outcomes:
         assert of_rank["nothing"].error == ""
         assert {"counter/'count'", "counter/'mean'"} <= set(of_rank["nothing"].differences)
+        assert of_rank["old file"].error == ""
+        assert {"counter/'count'", "model/1.running_mean"} <= set(of_rank["old file"].differences)
 
 
 def test_a_checkpoint_that_is_replaced_while_a_rank_reads_it_is_read_again(place: Path) -> None:

@@ -72,7 +72,9 @@ def _resume(
 ) -> RestoredStep:
     assert reader is not None  # as on every rank
     is_spread = any(ranks.all_of(ranks.on_each(lambda: is_spread_state(state))))
-    if is_spread or find_stage(state, ranks) is not None:
+    stage = find_stage(state, ranks)
+    is_stage = stage is not None and stage.names.own != stage.names.everywhere
+    if any(ranks.all_of(is_spread or is_stage)):
         raise InvalidArgumentError(
             f"'{path}' is of another program, and the model is spread over ranks. Restore it in one process, with "
             "the whole model: manager.restore(state, path); manager.save(step, state). Then restore that step on all "

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, lr_scheduler
+from torch.utils.data import TensorDataset
 
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, StateDictMismatchError
 from hfshard.training import CheckpointManager, Gradients, ResumableDataLoader, TrainingState
@@ -131,12 +132,15 @@ def test_another_scheduler_is_refused(tmp_path: Path, manager: CheckpointManager
 class Ordered(nn.Module):
     """Two layers of equal shapes, in an order of choice."""
 
+    a: nn.Linear
+    b: nn.Linear
+
     def __init__(self, names: str) -> None:
         super().__init__()
         for name in names:
             self.add_module(name, nn.Linear(3, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.b(self.a(x).relu())
 
 
@@ -168,7 +172,8 @@ def test_the_state_follows_its_parameters_into_another_order(tmp_path: Path, man
 def test_what_a_file_never_holds_is_reported(tmp_path: Path, manager: CheckpointManager) -> None:
     path = tutorial(tmp_path)
     parts = stepped(net())
-    loader = ResumableDataLoader(range(8), batch_size=2, seed=1)
+    data = TensorDataset(torch.arange(8))
+    loader: Any = ResumableDataLoader(data, batch_size=2, seed=1)
     position = loader.state_dict()
     torch.manual_seed(5)
 
