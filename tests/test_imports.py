@@ -160,10 +160,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "training.foreign": (
         "checkpoint optimizers pickles schedulers torch_keys",
-        "torch_file",
+        "directories torch_file",
         "planning readers",
         "resuming",
     ),
+    "training.foreign.directories": ("data_position files", "rng_states", "accelerate trainer"),
     "training.foreign.pickles": ("inert_pickle", "data_types described_tensors", "plain_values", "plain_files"),
     "training.integrations": (
         "rank_batches trainer_files trainer_places trainer_settings trainer_weights",

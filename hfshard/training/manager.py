@@ -195,13 +195,13 @@ class CheckpointManager(RunPushes):
             state: Built as for the run that was saved. It is changed, and so are the random number generators.
             step: Which checkpoint; None: the one that was saved last. Or one from elsewhere: the path of its directory;
                 "org/name" on the Hub, or a path or file:// URL of a directory hub, with "@revision" for one other than
-                main; or a file of torch.save (README, "Old files").
+                main; or a file of torch.save, or a directory of Trainer's or Accelerate's (README, "Old files").
             strict: Refuse any difference; False restores what fits and reports the rest.
             verify: "full" compares every byte with its checksum before anything is changed; "structure" compares sizes,
                 headers and fingerprints.
             token: For the Hub, as in huggingface_hub.
-            keys: Of a file of torch.save: name of a part -> its key, with dots: {"model": "ema.state_dict"}. None: the
-                usual keys.
+            keys: Of what other programs have saved: name of a part -> its key in a file, with dots: {"model":
+                "ema.state_dict"}; or its file in a directory: {"ema": "custom_checkpoint_0"}. None: the usual ones.
 
         Returns:
             The step, with `.path`, `.extra`, `.metrics`, `.differences` and `.lacking`.

@@ -107,6 +107,11 @@ class LoaderTracker:
         self._warn(is_within)
         return {"loader": state, "is_within": is_within, "rng_at_iter": self._rng_at_iter if is_within else None}
 
+    def with_state(self, state: Any) -> dict[str, Any]:
+        """Return what `state_dict` would, for a state that the loader itself returned in another program."""
+        is_over = isinstance(state, Mapping) and bool(state.get(_FINISHED, False))
+        return {"loader": state, "is_within": not is_over, "rng_at_iter": None}
+
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse what is not the state of a tracker.
 

@@ -17,6 +17,10 @@ _TAIL_BYTES: Final = 1 << 16
 """The end of a file that tells it from another one: there a zip lists the checksums of its records."""
 
 
+NO_RNG: Final = "the random number generators (dropout and shuffling go on from those of this process)"
+NO_STEP: Final = "the number of steps (0 is taken)"
+
+
 @dataclass(frozen=True, slots=True)
 class ForeignRequest:
     """What is wanted of a foreign checkpoint."""
@@ -50,6 +54,12 @@ class ForeignCheckpoint:
     """Name of a part -> what its own `state_dict()` returned; parameters of an optimizer are by position, still. Names
     are those of the request where they were found, those of the file otherwise. Tensors of modules may be mapped files,
     all others are in memory."""
+    files_of_rank: Mapping[str, Identity] = field(default_factory=dict)
+    """As `files`: those that this rank alone has read."""
+    has_order: bool = True
+    """Whether the tensors of modules stand in the order of their `state_dict()`: safetensors sorts them."""
+    epochs: float | None = None
+    """How many epochs were trained, whole ones and a part of one; None where it does not say."""
     extra: Any = None
     """What else it holds: epoch, loss, arguments."""
     rng: dict[str, Any] | None = None
@@ -65,7 +75,7 @@ class ForeignCheckpoint:
         Raises:
             CheckpointChangedError: One was.
         """
-        for path, identity in self.files.items():
+        for path, identity in {**self.files, **self.files_of_rank}.items():
             try:
                 now = identity_of(os.stat(path))
             except OSError:

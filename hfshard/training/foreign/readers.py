@@ -6,11 +6,17 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint, ForeignRequest
+from hfshard.training.foreign.directories.accelerate import is_accelerate_directory, read_accelerate_directory
+from hfshard.training.foreign.directories.trainer import is_trainer_directory, read_trainer_directory
 from hfshard.training.foreign.torch_file import is_torch_file, read_torch_file
 
 Reader = Callable[[str, ForeignRequest], ForeignCheckpoint]
 
-_READERS: Final[tuple[tuple[Callable[[Any], bool], Reader], ...]] = ((is_torch_file, read_torch_file),)
+_READERS: Final[tuple[tuple[Callable[[Any], bool], Reader], ...]] = (
+    (is_torch_file, read_torch_file),
+    (is_trainer_directory, read_trainer_directory),
+    (is_accelerate_directory, read_accelerate_directory),
+)
 """What tells whether a place is of a kind, and reads it. The first one that says yes reads."""
 
 

@@ -11,6 +11,7 @@ import torch
 from hfshard._util.text import list_some
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint, ForeignRequest
+from hfshard.training.foreign.directories.data_position import with_positions
 from hfshard.training.foreign.planning import never_held, plan_foreign
 from hfshard.training.foreign.readers import Reader, reader_of
 from hfshard.training.ranks import Ranks
@@ -50,7 +51,7 @@ def resume_foreign(
     is_foreign = ranks.all_of(reader is not None)
     if not any(is_foreign):
         if keys is not None:
-            raise InvalidArgumentError("keys is for files of torch.save alone: a checkpoint of hfshard has names.")
+            raise InvalidArgumentError("keys is for what other programs have saved: a checkpoint of hfshard has names.")
         return None
     differing = InvalidArgumentError(
         f"All ranks must restore the same place, and this one is asked for {place!r:.500}."
@@ -84,7 +85,7 @@ def _resume(
     request = ForeignRequest(state.kinds, keys, strict, verify, ranks.rank, ranks.world_size)
 
     def planned() -> tuple[ForeignCheckpoint, Restoration, str]:
-        foreign = reader(path, request)
+        foreign = with_positions(reader(path, request), state)
         restoration = plan_foreign(state, foreign, strict=strict)
         foreign.confirm()
         return foreign, restoration, foreign.fingerprint()

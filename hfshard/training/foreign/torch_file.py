@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Final
 
 from hfshard.errors import DamagedCheckpointError
-from hfshard.training.foreign.checkpoint import ForeignCheckpoint, ForeignRequest
+from hfshard.training.foreign.checkpoint import NO_RNG, NO_STEP, ForeignCheckpoint, ForeignRequest
 from hfshard.training.foreign.pickles.plain_files import read_plain_file
 from hfshard.training.foreign.torch_keys import sort_entries, step_of
 from hfshard.training.parts.nested_types import NotStored
-
-NO_RNG: Final = "the random number generators (dropout and shuffling go on from those of this process)"
 
 
 def is_torch_file(path: object) -> bool:
@@ -48,7 +45,7 @@ def read_torch_file(path: str, request: ForeignRequest) -> ForeignCheckpoint:
     step, key = step_of(extra)
     lacking = [NO_RNG]
     if key in ("", "epoch"):
-        lacking.append(f"the number of steps (that of the epoch, {step}, is taken)" if key else _NO_STEP)
+        lacking.append(f"the number of steps (that of the epoch, {step}, is taken)" if key else NO_STEP)
     return ForeignCheckpoint(
         path=path,
         files={path: file.identity},
@@ -58,6 +55,3 @@ def read_torch_file(path: str, request: ForeignRequest) -> ForeignCheckpoint:
         lacking=tuple(lacking),
         differences=file.left_out(),
     )
-
-
-_NO_STEP: Final = "the number of steps (0 is taken)"
