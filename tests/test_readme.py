@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 import subprocess
@@ -87,6 +88,26 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), path
         assert not anchor or anchor in headings_of(target), f"{path}#{anchor}"
+
+
+def test_each_program_in_the_table_names_its_test_and_the_version_that_is_installed_for_it() -> None:
+    _, _, rest = (REPOSITORY / "hfshard" / "README.md").read_text(encoding="utf-8").partition("\n## Programs\n")
+    rows = [line for line in rest.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+    tested = [re.findall(r"\[([^\]]+)\]\(\.\./(tests/[^)]+/test_\w+\.py)\) \|$", row) for row in rows]
+    assert [len(found) for found in tested] == [1] * len(rows)
+
+    programs = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "tests" / "programs").glob("test_*.py")}
+    named = {path for [(_, path)] in tested}
+    assert programs - named == {"tests/programs/test_timm.py"}, "torchvision has no build for the torch of CI"
+
+    parser = configparser.ConfigParser()
+    parser.read(REPOSITORY / "setup.cfg")
+    pins = [line for line in parser["options.extras_require"]["programs"].splitlines() if "==" in line]
+    versions = {version for [(version, _)] in tested}
+    assert len(pins) == 4
+    assert {pin.strip().replace("==", " ") for pin in pins} <= versions
+    [oldest] = re.findall(r'OLDEST="transformers==(\d+\.\d+)', (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8"))
+    assert f"transformers {oldest} and 5.23" in versions
 
 
 @pytest.mark.parametrize("command", ["quickstart.py", "test"])
