@@ -16,7 +16,9 @@ _REPO = "org/name on the Hub, or a path or file:// URL of a directory that serve
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of the whole command line."""
     parser = argparse.ArgumentParser(
-        prog="hfshard", description="Look at sharded checkpoints, verify, re-shard, convert, push and pull them."
+        prog="hfshard",
+        description="Look at sharded checkpoints, verify, re-shard, convert, push and pull them; "
+        "run programs with hfshard on.",
     )
     parser.add_argument("--version", action="version", version=f"hfshard {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

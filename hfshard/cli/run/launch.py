@@ -58,9 +58,14 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 
 
 def _find_command(name: str) -> str | None:
-    """The executable of this environment, or else of PATH, that a name means where it is no script's."""
-    is_script = os.path.isfile(name) or os.path.isfile(os.path.join(name, "__main__.py"))
-    if is_script or name.startswith("-") or os.path.dirname(name):
+    """The program that a name means where it is none for Python: a file of its own, or one of the environment's."""
+    if name.startswith("-"):
+        return None
+    if os.path.isfile(name):
+        first_line = _first_line(name)
+        is_other = first_line.startswith("\x7fELF") or (first_line.startswith("#!") and not _words_for_python(name))
+        return os.path.abspath(name) if is_other and os.access(name, os.X_OK) else None
+    if os.path.dirname(name) or os.path.isfile(os.path.join(name, "__main__.py")):
         return None
     places = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
     return shutil.which(name, path=os.pathsep.join(places))
@@ -68,13 +73,23 @@ def _find_command(name: str) -> str | None:
 
 def _letters_of_command(path: str, command: Sequence[str]) -> str:
     """The letters of the options with which a command runs Python, where it does so itself."""
-    if re.fullmatch(r"python[\d.]*", command[0]):
-        return split_python_options(command[1:])[2]
+    is_python = re.fullmatch(r"python[\d.]*", os.path.basename(command[0]))
+    return split_python_options(command[1:] if is_python else _words_for_python(path)[1:])[2]
+
+
+def _words_for_python(path: str) -> list[str]:
+    """Python and the options that the first line of a script names; none where it does not name Python."""
+    line = _first_line(path)
+    words = line.removeprefix("#!").split() if line.startswith("#!") else []
+    is_python = [os.path.basename(word).startswith("python") for word in words]  # the second word of /usr/bin/env
+    return words[is_python.index(True) :] if any(is_python) else []
+
+
+def _first_line(path: str) -> str:
+    if not os.access(path, os.R_OK):  # a program that may be run, not read
+        return ""
     with open(path, "rb") as file:
-        first_line = file.read(_FIRST_LINE_BYTES).split(b"\n")[0]
-    interpreter, *options = os.fsdecode(first_line).split() or [""]
-    is_python = interpreter.startswith("#!") and "python" in os.path.basename(interpreter)
-    return split_python_options(options)[2] if is_python else ""
+        return file.read(_FIRST_LINE_BYTES).split(b"\n")[0].decode("latin-1")
 
 
 def _refuse_ignoring(letters: str) -> None:

@@ -129,10 +129,22 @@ def test_command_of_the_environment_is_run(tmp_path: Path, environment: dict[str
     (tmp_path / "launch" / "__main__.py").write_text("import sys\nsys.exit(len(sys.argv) + 3)\n")
     assert by_hfshard(["launch", "again"], tmp_path, environment).returncode == 5
 
+    # So is a file that can be run and is none for Python.
+    job = tmp_path / "job.sh"
+    job.write_text(f"#!/usr/bin/env bash\n{lines}")
+    job.chmod(0o755)
+    assert by_hfshard(["./job.sh", "job"], tmp_path, environment).returncode == 0
+    assert json.loads((tmp_path / "job-of-launch-.json").read_text())[1] == "__main__"
+    script = tmp_path / "script"
+    script.write_text("#!/usr/bin/env python3\nimport sys\nsys.exit(6)\n")
+    script.chmod(0o755)
+    assert by_hfshard(["script"], tmp_path, environment).returncode == 6
+
     # One that ignores the environment is refused, as Python itself is.
     (tmp_path / "launch" / "__main__.py").unlink()
-    command.write_text(f"#!{sys.executable} -sE\n")
-    assert "started with -E" in by_hfshard(["launch", "again"], tmp_path, environment).stderr
+    for first_line in (f"#!{sys.executable} -sE", "#!/usr/bin/env -S python3 -sE"):
+        command.write_text(f"{first_line}\n")
+        assert "started with -E" in by_hfshard(["launch", "again"], tmp_path, environment).stderr
 
 
 @pytest.mark.slow
