@@ -4,6 +4,7 @@ HfshardError
 ├── InvalidSizeError (ValueError)              a size that `parse_size` can't parse
 ├── InvalidSizeTypeError (TypeError)           a size that is neither an int nor a str
 ├── InvalidArgumentError (ValueError)          an argument with a value that is not allowed
+│   ├── AmbiguousWeightsError                  a file of torch.save with several sets of weights: `key` says which
 │   └── InvalidPathError (OSError)             "", bytes, a path with NUL, or a relative one that leads nowhere
 ├── UnknownArgumentError (TypeError)           an unknown keyword; suggests a near one
 ├── SaveDirectoryError (NotADirectoryError)    the place to save to is a file
@@ -109,6 +110,18 @@ class InvalidSizeTypeError(HfshardError, TypeError):
 
 class InvalidArgumentError(HfshardError, ValueError):
     """An argument with a value that is not allowed."""
+
+
+class AmbiguousWeightsError(InvalidArgumentError):
+    """A file of torch.save holds several sets of weights, such as a model's and their moving average.
+
+    Attributes:
+        keys: Those under which they lie, for the argument `key`.
+    """
+
+    def __init__(self, message: str, *, keys: tuple[str, ...] = (), **data: Any) -> None:
+        super().__init__(message, **data)
+        self.keys = keys
 
 
 class InvalidPathError(InvalidArgumentError, OSError):

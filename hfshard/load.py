@@ -40,6 +40,7 @@ def load_state_dict(
     path: str | os.PathLike[str],
     *,
     keys: KeySelection | None = None,
+    key: str | None = None,
     like: Mapping[str, torch.Tensor] | None = None,
     device: str | torch.device = "cpu",
     variant: str | None = None,
@@ -58,10 +59,12 @@ def load_state_dict(
     """Load a state dict from a checkpoint of hfshard, transformers, huggingface_hub or torch.save.
 
     Args:
-        path: A directory, or a repo of the Hub ("org/name"); or one file: safetensors, a pickle of torch.save
-            (pytorch_model.bin, .pt), or an index. Then it is loaded whatever else lies beside it.
+        path: A directory, or a repo of the Hub ("org/name"); or one file: safetensors, one of torch.save (.pt, .pth,
+            .pth.tar, .ckpt, .bin), or an index. Then it is loaded whatever else lies beside it.
         keys: Which names to load: names, globs ("*.bias"), or a function of the name. None: all. Only they are
             loaded, and only the shards that hold them are downloaded, opened and checked.
+        key: Of a file of torch.save that holds more than weights, the key that they have in it: "model_state_dict", or
+            "ema.state_dict" for one in another. None: they are found, where there is only one candidate.
         like: A state dict: its names are loaded, as new tensors of its shapes, dtypes and devices; where it has a
             DTensor, as one of the same mesh and placements, of which each rank reads its part. Then every rank of the
             default process group must call, and all load or none.
@@ -86,6 +89,7 @@ def load_state_dict(
 
     Raises:
         CheckpointNotFoundError: There are no weights.
+        AmbiguousWeightsError: A file of torch.save holds several sets of weights, and `key` does not say which.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before any tensor is returned.
         StateDictMismatchError: `keys` or `like` names something that is not there; or it is there in another shape than
             in `like`, or in a dtype that can't be cast to that one's (`torch.can_cast`).
@@ -93,6 +97,7 @@ def load_state_dict(
 
     Example:
         biases = hfshard.load_state_dict("out", keys="*bias", verify="full")
+        average = hfshard.load_state_dict("checkpoint.pth.tar", key="model_ema")
         sharded = hfshard.load_state_dict("out", like=model.state_dict())  # on every rank
     """
     device = checked_device(device)
@@ -100,6 +105,8 @@ def load_state_dict(
         check_like(like)
         if keys is not None or ranges:
             raise InvalidArgumentError("like= can't be combined with keys= or ranges=True: it says what is loaded.")
+    if ranges and key is not None:
+        raise InvalidArgumentError("key= can't be combined with ranges=True: it is for one file of torch.save.")
     query = CheckpointQuery(
         variant=variant,
         use_safetensors=use_safetensors,
@@ -110,7 +117,7 @@ def load_state_dict(
         local_files_only=local_files_only,
         files_of=_files_of(keys, like),
     )
-    options = LoadOptions(verify=verify, read=read, disable_mmap=disable_mmap, progress=progress)
+    options = LoadOptions(verify=verify, read=read, disable_mmap=disable_mmap, progress=progress, key=key)
     source = CheckpointSource(path_text(path), query, takes_files=True)
     if like is not None:
         return load_like(source, like, device, options)
@@ -125,6 +132,7 @@ def load_model(
     model: Any,
     path: str | os.PathLike[str],
     *model_args: Any,
+    key: str | None = None,
     strict: bool | None = None,
     verify: Verify = "structure",
     read: ReadMode = "auto",
@@ -139,7 +147,9 @@ def load_model(
         model: An `nn.Module` to load into, in place (wrappers are looked through); or a transformers class, concrete
             or Auto, to build. Of a module with DTensors (fully_shard, parallelize_module) each rank reads its part:
             every rank of the default process group must call, and all load or none.
-        path: A directory, or a repo of the Hub; for a module also one file, as in `load_state_dict`.
+        path: A directory, or a repo of the Hub; or one file, as in `load_state_dict`. A class takes its config from the
+            directory of the file, or from `config=`.
+        key: As in `load_state_dict`.
         model_args: For a class: passed to its `from_pretrained`.
         strict: For a module, True (the default) refuses missing and unexpected names, False ignores them; shapes must
             agree, and at least one name must. For a class, None does as transformers, True refuses any difference.
@@ -176,11 +186,12 @@ def load_model(
             disable_mmap=kwargs.get("disable_mmap"),
             progress=progress,
             parallelize=parallelize,
+            key=key,
         )
         if output_loading_info:  # some classes look whether the argument is there, not whether it is true
             kwargs["output_loading_info"] = True
         return load_class(model, path, model_args, kwargs, options)
-    options = LoadOptions(strict=strict, verify=verify, read=read, progress=progress)
+    options = LoadOptions(strict=strict, verify=verify, read=read, progress=progress, key=key)
     if parallelize is not None:
         raise InvalidArgumentError(
             "parallelize is for a model class. Call the function with the module first: "

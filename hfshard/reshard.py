@@ -27,6 +27,7 @@ def reshard_checkpoint(
     packing: Packing = "greedy",
     dtype: str | torch.dtype | None = None,
     low_disk: bool = False,
+    key: str | None = None,
     checksum: Checksum | None = "sha256",
     variant: str | None = None,
     use_safetensors: bool | None = None,
@@ -53,7 +54,8 @@ def reshard_checkpoint(
     has a different file with one of these names, nothing is written.
 
     Args:
-        src: A directory, a repo of the Hub, or a directory hub.
+        src: A directory, a repo of the Hub, or a directory hub; or one file of weights, or an index, as in
+            `load_state_dict`: then `dst` is another directory, and gets the weights alone.
         dst: The directory to write. The same as `src`: in place; the old files load until the new ones are complete.
         max_shard_size, packing, checksum, progress: As in `save_state_dict`.
         dtype: Cast the floating tensors ("bfloat16", "float16", "float32", "float64"), block by block, and say so in
@@ -62,6 +64,7 @@ def reshard_checkpoint(
             shard (of the old or the new size, whichever is larger) is on the disk twice. Each group is committed by
             itself: a run that was killed leaves a complete checkpoint, and another run goes on. A new file consists of
             whole old ones, or of parts of one, so there may be a few more files than without.
+        key: As in `load_state_dict`.
         variant: Of the source, and of what is written.
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles. Pickles of torch 1.5
             and older are read into memory as a whole.
@@ -80,6 +83,7 @@ def reshard_checkpoint(
 
     Example:
         hfshard.reshard_checkpoint("out", "resharded", "200MB", dtype="bfloat16")
+        hfshard.reshard_checkpoint("checkpoint.pth.tar", "converted", key="state_dict")
     """
     directory = absolute_path(dst, "dst")
     query = CheckpointQuery(
@@ -91,8 +95,8 @@ def reshard_checkpoint(
         cache_dir=cache_dir,
         local_files_only=local_files_only,
     )
-    source = CheckpointSource(path_text(src, "src"), query)
+    source = CheckpointSource(path_text(src, "src"), query, takes_files=True)
     options = SaveOptions(
         max_shard_size=max_shard_size, variant=variant, packing=packing, checksum=checksum, progress=progress
     )
-    return reshard_source(source, directory, options, dtype=dtype, low_disk=low_disk).index
+    return reshard_source(source, directory, options, dtype=dtype, low_disk=low_disk, key=key).index

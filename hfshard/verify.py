@@ -33,7 +33,8 @@ def verify_checkpoint(
 
     Args:
         path: A directory, or a directory hub; or one file of weights, or an index, which is checked whatever else lies
-            beside it. The checksum of one of several shards is in their index.
+            beside it. The checksum of one of several shards is in their index. Of a file of torch.save all bytes are
+            compared, and every set of weights in it is looked at.
         variant, subfolder: As in `from_pretrained`.
         level: "structure": names, sizes, headers and fingerprints; "full": the checksum of every file too. Safetensors
             files that hfshard did not write have none: that is a warning. Of .bin files, those in the zip are compared.

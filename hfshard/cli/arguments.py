@@ -40,8 +40,9 @@ def _add_inspect(commands: Any) -> None:
         help="show shards, dtypes, the largest tensors, tied names and metadata",
         description="Show what a checkpoint consists of, from its index and headers; no tensor is read.",
     )
-    _add_directory(inspect)
+    _add_checkpoint(inspect)
     _add_variant(inspect)
+    _add_key(inspect)
     _add_format(inspect)
     inspect.add_argument("--tensors", action="store_true", help="list every tensor, not only the largest")
 
@@ -53,7 +54,7 @@ def _add_verify(commands: Any) -> None:
         description="Check every file of a checkpoint: of a training checkpoint also the optimizer's and all others; "
         "of a run all its checkpoints. Exit 0: it is whole, 1: it is damaged, 2: bad usage.",
     )
-    _add_directory(verify)
+    _add_checkpoint(verify)
     _add_variant(verify)
     _add_format(verify)
     verify.add_argument(
@@ -99,9 +100,9 @@ def _add_reshard(commands: Any) -> None:
 def _add_convert(commands: Any) -> None:
     convert = commands.add_parser(
         "convert",
-        help="write pytorch_model.bin as safetensors; the same directory twice: in place",
-        description="Write pickled weights as safetensors. A pickle that asks for more than tensors is refused. In "
-        "place, the pickles are removed when the safetensors are whole.",
+        help="write pytorch_model.bin, .pt, .pth.tar ... as safetensors; the same directory twice: in place",
+        description="Write pickled weights as safetensors, of a directory or of one file. A pickle that asks for more "
+        "than tensors is refused. In place, the pickles are removed when the safetensors are whole.",
     )
     _add_source_and_target(convert)
     convert.set_defaults(dtype=None)
@@ -109,7 +110,7 @@ def _add_convert(commands: Any) -> None:
 
 def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(needs_directory=False)
-    parser.add_argument("source", metavar="SRC", help=f"a directory; or {_REPO}")
+    parser.add_argument("source", metavar="SRC", help=f"a directory, or one file of weights; or {_REPO}")
     parser.add_argument("target", metavar="DST", help="the directory to write; the same one: in place")
     parser.add_argument(
         "--max-shard-size", type=_shard_size, default=DEFAULT_MAX_SHARD_SIZE, metavar="SIZE",
@@ -126,6 +127,7 @@ def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
         help="checksum of the files that are written (default: %(default)s)",
     )
     _add_variant(parser)
+    _add_key(parser)
     parser.add_argument("--revision", help="revision of SRC on a hub: branch, tag, commit or refs/pr/N (default: main)")
     parser.add_argument("--subfolder", default="", help="folder of SRC")
     parser.add_argument(
@@ -244,8 +246,17 @@ def _add_run(commands: Any) -> None:
 
 
 def _add_directory(parser: argparse.ArgumentParser, text: str = "the checkpoint's directory") -> None:
-    parser.set_defaults(needs_directory=True)
+    parser.set_defaults(needs_directory=True, takes_file=False)
     parser.add_argument("directory", metavar="DIR", help=text)
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(needs_directory=True, takes_file=True)
+    parser.add_argument("directory", metavar="PATH", help="the checkpoint's directory, or one file of weights")
+
+
+def _add_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--key", help="where the weights lie in a file of torch.save that holds several, as model_ema")
 
 
 def _add_variant(parser: argparse.ArgumentParser) -> None:

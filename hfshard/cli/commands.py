@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import prod
@@ -31,7 +32,7 @@ _LARGEST: Final = 5
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Show what a checkpoint consists of."""
-    found = inspect_checkpoint(arguments.directory, variant=arguments.variant)
+    found = inspect_checkpoint(arguments.directory, variant=arguments.variant, key=arguments.key)
     if arguments.format == "json":
         print_json(found.as_json())
         return 0
@@ -50,7 +51,7 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Check a checkpoint, and name everything that is wrong with it; 0 when it is whole, 1 when not."""
-    if is_training(arguments.directory):
+    if os.path.isdir(arguments.directory) and is_training(arguments.directory):
         return _verify_training(arguments)
     report = verify_checkpoint(
         arguments.directory,
@@ -84,7 +85,8 @@ def _report_as_json(report: VerifyReport, arguments: argparse.Namespace) -> dict
 def _print_report(report: VerifyReport, arguments: argparse.Namespace) -> None:
     if arguments.format != "json":
         print_problems(report.problems)
-        print_text(printable(f"{report.directory}: {_verdict(report)}"))
+        shown = arguments.directory if os.path.isfile(arguments.directory) else report.directory
+        print_text(printable(f"{shown}: {_verdict(report)}"))
     for warning in report.warnings:
         print_message(f"warning: {warning}")
 
@@ -101,6 +103,7 @@ def _headline(found: Inspection) -> str:
     rows = [
         ["checkpoint", found.directory],
         ["entry file", found.entry],
+        *([["found under", found.key]] if found.key is not None else []),
         ["weights", f"{format_size(found.nbytes)} in {count_of(shards, 'file')}"],
         ["tensors", f"{count_of(len(found.tensors), 'tensor')}, {found.parameters:,} parameters"],
         ["checksums", "yes" if found.is_verifiable else "none: saved by another tool"],

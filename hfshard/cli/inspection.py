@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
+from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.disk.hub_place import has_hub_marker
@@ -57,6 +58,8 @@ class Inspection:
     entry: str
     """The file that readers open first: the index, or the single file."""
     files: tuple[FileEntry, ...]
+    key: str | None
+    """Under which a file of torch.save has the weights; None: it is nothing else, or no such file."""
     tensors: tuple[TensorEntry, ...]
     """In the order of the files and of the bytes in them."""
     tied_names: dict[str, str]
@@ -98,6 +101,7 @@ class Inspection:
         return {
             "directory": self.directory,
             "entry": self.entry,
+            "key": self.key,
             "is_verifiable": self.is_verifiable,
             "total_size": self.nbytes,
             "total_parameters": self.parameters,
@@ -118,20 +122,28 @@ class Inspection:
         }
 
 
-def inspect_checkpoint(directory: str, *, variant: str | None = None) -> Inspection:
+def inspect_checkpoint(path: str, *, variant: str | None = None, key: str | None = None) -> Inspection:
     """Read a checkpoint's index and headers; of a directory hub, those of its `main`.
+
+    Args:
+        path: A directory, or one file of weights.
+        variant: Of a directory.
+        key: Of a file of torch.save, as in `load_state_dict`.
 
     Raises:
         CheckpointNotFoundError: No weights there.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Something is wrong with a file.
     """
-    local = CheckpointSource(directory).find_local()
-    if local is not None and has_hub_marker(directory):
-        directory = local.directory
-    with open_checkpoint(directory, variant=variant, verify="none") as checkpoint:
+    source = CheckpointSource(path, CheckpointQuery(variant=variant), takes_files=True)
+    local = source.find_local()
+    is_named = local is not None and (has_hub_marker(path) or local.weights_name is not None)
+    directory = local.directory if local is not None and is_named else path
+    weights_name = None if local is None else local.weights_name
+    with open_checkpoint(directory, variant=variant, verify="none", weights_name=weights_name, key=key) as checkpoint:
         return Inspection(
             directory=directory,
             entry=checkpoint.weights.name,
+            key=next((pickled.key for pickled in checkpoint.pickles.values()), None),
             files=tuple(_files(checkpoint)),
             tensors=tuple(_tensors(checkpoint)),
             tied_names=dict(checkpoint.index.tied_names),

@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.program = program
     if arguments.needs_directory:
         arguments.directory = os.path.expanduser(arguments.directory)  # not absolute: it is shown as it was typed
-        if not os.path.isdir(arguments.directory):
+        is_there = os.path.exists if arguments.takes_file else os.path.isdir
+        if not is_there(arguments.directory):
             parser.error(_no_directory(arguments.directory))
     try:
         code = _run_command(arguments)

@@ -59,7 +59,12 @@ def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None, low
         progress=arguments.progress,
     )
     return reshard_source(
-        CheckpointSource(arguments.source, query), arguments.target, options, dtype=arguments.dtype, low_disk=low_disk
+        CheckpointSource(arguments.source, query, takes_files=True),
+        arguments.target,
+        options,
+        dtype=arguments.dtype,
+        low_disk=low_disk,
+        key=arguments.key,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hfshard._util.arguments import check_texts
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.checkpoint.checkpoint import Verify, check_verify_level
 from hfshard.storage.weights.tensor_reader import ReadMode, check_read_mode
@@ -33,12 +34,15 @@ class LoadOptions:
     """As in transformers."""
     progress: bool | None = None
     """A bar on stderr; None: on a terminal."""
+    key: str | None = None
+    """Of a file of torch.save: the key under which it has the weights; None: there must be only one candidate."""
     parallelize: Callable[[Any], Any] | None = None
     """Spreads a model of transformers over ranks, before it has data; each rank then reads its parts."""
 
     def __post_init__(self) -> None:
         """Check every value."""
         check_verify_level(self.verify)
+        check_texts(key=self.key)
         object.__setattr__(self, "read", check_read_mode(self.read, disable_mmap=self.disable_mmap))
 
 

@@ -146,6 +146,7 @@ def open_source(
             progress_callback=progress_callback,
             files_of=query.files_of,
             weights_name=local.weights_name,
+            key=options.key,
             check_beside=check_beside,
         ) as checkpoint,
     ):

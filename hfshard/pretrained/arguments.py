@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import re
 from collections.abc import Mapping
 from typing import Any, Final, cast
@@ -17,7 +18,8 @@ from transformers.utils.hub import cached_files
 from transformers.utils.import_utils import is_peft_available
 
 from hfshard._util.arguments import refuse_unknown
-from hfshard.constants import WEIGHTS_OVERRIDE_KEY
+from hfshard.constants import CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
+from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint
 from hfshard.pretrained.overrides.override_chain import has_override
@@ -86,7 +88,7 @@ def source_of(name: str, kwargs: Mapping[str, Any]) -> CheckpointSource:
         needs_code=bool(kwargs.get("trust_remote_code")),
         accepts_adapter=bool(is_peft_available()),
     )
-    return CheckpointSource(name, query)
+    return CheckpointSource(name, query, takes_files=True)
 
 
 def pin_to_commit(kwargs: Mapping[str, Any], local: LocalCheckpoint) -> dict[str, Any]:
@@ -124,6 +126,22 @@ def config_of(
     _forget_weights_override(config)
     _refuse_unknown_model_arguments(model_class, config, model_kwargs)
     return config, model_kwargs
+
+
+def refuse_file_without_config(local: LocalCheckpoint, kwargs: Mapping[str, Any]) -> None:
+    """Refuse to build a model from one file of weights that has no config, neither beside it nor given.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+    """
+    beside = os.path.join(local.directory, CONFIG_NAME)
+    if local.weights_name is not None and kwargs.get("config") is None and not os.path.lexists(beside):
+        raise CheckpointNotFoundError(
+            f"There is no config beside the file '{os.path.join(local.directory, local.weights_name)}', so that no "
+            "model can be built from it. Give one: config=; or load it into a model that you built: load_model(model, "
+            "path).",
+            path=beside,
+        )
 
 
 def _forget_weights_override(config: Any) -> None:

@@ -30,6 +30,7 @@ from hfshard.pretrained.arguments import (
     class_of_auto,
     config_of,
     pin_to_commit,
+    refuse_file_without_config,
     source_of,
 )
 from hfshard.pretrained.class_alias import alias_class, restore_class
@@ -52,7 +53,7 @@ def load_class(
 
     Args:
         model_class: The class.
-        path: A directory or a repo.
+        path: A directory or a repo; or one file of weights.
         model_args: Positional arguments of its `from_pretrained`.
         kwargs: Keyword arguments of its `from_pretrained`.
         options: hfshard's own.
@@ -71,8 +72,9 @@ def load_class(
     name = path_text(path, "pretrained_model_name_or_path")
     with load_on_ranks(options, kwargs):
         local = current_agreement().fetch(source_of(name, kwargs), options.progress)
-        if is_adapter(local.directory):  # its base may be another repo, which does not have our commit
+        if local.weights_name is None and is_adapter(local.directory):  # its base may be another repo
             return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
+        refuse_file_without_config(local, kwargs)
         before = read_config(local.directory)
         concrete, kwargs = class_of_auto(model_class, local, pin_to_commit(kwargs, local))
         built = load_through(concrete, concrete, name, model_args, kwargs, options, local)
@@ -204,19 +206,24 @@ def _build(
         name = path_text(path, "pretrained_model_name_or_path")
         source = source_of(name, kwargs)
         local = local or agreement.fetch(source, options.progress)
+        refuse_file_without_config(local, kwargs)
     except (InvalidArgumentError, CheckpointNotFoundError, HubError):
         if not options.is_lenient:
             raise
         return build(path, *model_args, **kwargs)  # which has an error of its own, or knows what we don't
-    if is_adapter(local.directory):  # its base may be another repo, which does not have our commit
+    if local.weights_name is None and is_adapter(local.directory):  # its base may be another repo, without our commit
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
     kwargs = pin_to_commit(kwargs, local)
     if needs_transformers_loader(local.directory, model_class, kwargs):
-        if options.parallelize is not None:
+        if local.weights_name is not None and options.is_lenient:
+            return build(path, *model_args, **kwargs)
+        if local.weights_name is not None or options.parallelize is not None:
+            what = "it can't be loaded by parts" if local.weights_name is None else "give a directory, not a file"
             raise InvalidArgumentError(
-                f"'{name}' is read by transformers itself (quantized, offloaded ...): it can't be loaded by parts."
+                f"'{name}' is read by transformers itself (quantized, offloaded ...): {what}.", path=name
             )
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
+    known = local.path if local.weights_name is None else path
     takes_any_pickle = options.is_lenient and kwargs.get("weights_only") is False
     for _ in range(CHANGED_RETRIES):
         with ExitStack() as stack:
@@ -226,9 +233,9 @@ def _build(
             except (CheckpointNotFoundError, UnsafePickleError) as error:
                 if not (options.is_lenient if isinstance(error, CheckpointNotFoundError) else takes_any_pickle):
                     raise
-                return build(local.path, *model_args, **kwargs)
+                return build(known, *model_args, **kwargs)
             if checkpoint.pickles and takes_any_pickle:
-                return build(local.path, *model_args, **kwargs)
+                return build(known, *model_args, **kwargs)
             _refuse_full_pickle(checkpoint, kwargs)
             config, model_kwargs = config_of(model_class, local, kwargs)
             if not agreement.all_say("unchanged", is_so=checkpoint.is_unchanged()):

@@ -19,6 +19,22 @@ def is_same_directory(directory: str, other: str) -> bool:
     return os.path.isdir(directory) and os.path.isdir(other) and os.path.samefile(directory, other)
 
 
+def refuse_beside_file(local: LocalCheckpoint, dst: str) -> None:
+    """Refuse to write what one file holds into its own directory, where it may be a part of another checkpoint.
+
+    Raises:
+        InvalidArgumentError: `dst` is that directory.
+        SaveDirectoryError: `dst` lies in a directory hub.
+    """
+    refuse_hub(dst)
+    if is_same_directory(local.directory, dst):
+        raise InvalidArgumentError(
+            f"'{dst}' is the directory of '{local.weights_name}' itself: give another one to write into, or the "
+            "directory twice, to re-shard what it holds in place.",
+            path=dst,
+        )
+
+
 def check_places(source: CheckpointSource, local: LocalCheckpoint, dst: str, *, is_in_place: bool) -> None:
     """Refuse to write into the source, except to replace it, and into what a hub keeps.
 

@@ -33,12 +33,13 @@ _OWN_KEYS: Final = frozenset({METADATA_KEY, COMPLEX_AS_REAL_KEY, "format"})
 _MetadataValue = TypeVar("_MetadataValue")
 
 
-def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint) -> SaveRequest:
+def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, *, weights_only: bool = False) -> SaveRequest:
     """Fill a request with all that a checkpoint holds, as it is.
 
     Args:
         request: How to save it.
         checkpoint: Open; it must stay open until it is saved.
+        weights_only: Leave out the configs beside it.
     """
     index = checkpoint.index
     tensors = raw_tensors(checkpoint)
@@ -55,8 +56,8 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint) -> SaveReques
         options=replace(request.options, metadata=metadata),
         file_metadata=_without(file_metadata, _OWN_KEYS | tied_names.keys()),
         total_parameters=index.total_parameters,
-        config=_config_without_override(checkpoint.directory),
-        model_files=_model_files_of(checkpoint.directory),
+        config=None if weights_only else _config_without_override(checkpoint.directory),
+        model_files={} if weights_only else _model_files_of(checkpoint.directory),
     )
     if checkpoint.pickles or plan_request(request).weight_map == index.weight_map:
         return request

@@ -21,6 +21,7 @@ from hfshard.resharding.checks import (
     check_unchanged,
     identities_of,
     is_same_directory,
+    refuse_beside_file,
 )
 from hfshard.resharding.in_place import reshard_in_place
 from hfshard.resharding.request import with_dtype, with_tensors
@@ -47,7 +48,7 @@ class ReshardResult:
     """The directory that was written."""
     index: CheckpointIndex
     source: str
-    """The directory that the tensors were read from."""
+    """The directory, or the one file, that the tensors were read from."""
     files_before: dict[str, int]
     """The source's files of weights -> bytes."""
     is_compared: bool
@@ -63,6 +64,7 @@ def reshard_source(
     *,
     dtype: str | torch.dtype | None = None,
     low_disk: bool = False,
+    key: str | None = None,
 ) -> ReshardResult:
     """Save a checkpoint in files of another size, and tell what was read and written.
 
@@ -70,7 +72,7 @@ def reshard_source(
         source: The checkpoint.
         dst: Directory to save it in; the source's own: in place.
         options: How to save it; `variant` is the source's.
-        dtype, low_disk: As in `reshard_checkpoint`.
+        dtype, low_disk, key: As in `reshard_checkpoint`.
 
     Raises:
         Everything that `reshard_checkpoint` raises.
@@ -78,6 +80,8 @@ def reshard_source(
     floating = _floating_dtype(dtype)
     dst = absolute_path(dst, "dst")
     local = source.find_local()
+    if local is not None and local.weights_name is not None:
+        refuse_beside_file(local, dst)
     is_in_place = local is not None and is_same_directory(local.directory, dst)
     if low_disk and (not is_in_place or floating is not None):
         raise InvalidArgumentError(
@@ -87,14 +91,16 @@ def reshard_source(
     if local is None:
         query = replace(source.query, needs_companions=True)
         local = replace(source, query=query).fetch(options.progress)
-    check_places(source, local, dst, is_in_place=is_in_place)
-    with open_source(source, LoadOptions(progress=options.progress), local) as checkpoint:
+    is_file = local.weights_name is not None
+    if not is_file:
+        check_places(source, local, dst, is_in_place=is_in_place)
+    with open_source(source, LoadOptions(progress=options.progress, key=key), local) as checkpoint:
         if is_in_place:
             check_in_place(checkpoint, low_disk=low_disk)
-        request = with_tensors(SaveRequest(options=options), checkpoint)
+        request = with_tensors(SaveRequest(options=options), checkpoint, weights_only=is_file)
         if floating is not None:
             request = with_dtype(request, floating, checkpoint.directory)
-        if not is_in_place:
+        if not is_in_place and not is_file:
             request = _with_companion_files(request, checkpoint.directory, dst)
         identities = identities_of(checkpoint)
         was_compared = is_compared(checkpoint)
@@ -105,7 +111,8 @@ def reshard_source(
         save = partial(reshard_in_place, checkpoint) if low_disk else save_request
         index = save(request, dst, partial(check_unchanged, checkpoint, identities))
     files = {os.path.relpath(path, local.directory): size for path, (_, _, size, _) in identities.items()}
-    return ReshardResult(dst, index, local.directory, files, was_compared, tuple(request.companion_files))
+    read_from = local.directory if local.weights_name is None else os.path.join(local.directory, local.weights_name)
+    return ReshardResult(dst, index, read_from, files, was_compared, tuple(request.companion_files))
 
 
 def _with_companion_files(request: SaveRequest, directory: str, dst: str) -> SaveRequest:

@@ -76,6 +76,7 @@ def test_json_has_everything(example: Path, run: Run) -> None:
     assert found == {
         "directory": str(example),
         "entry": "model.safetensors.index.json",
+        "key": None,
         "is_verifiable": True,
         "total_size": 460_108,
         "total_parameters": 115_051,

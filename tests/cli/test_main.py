@@ -24,7 +24,7 @@ from tests.helpers import forkserver
     [
         ([], "COMMAND"),
         (["insepct", "."], "invalid choice: 'insepct'"),
-        (["verify"], "DIR"),
+        (["verify"], "PATH"),
         (["verify", ".", "extra"], "unrecognized arguments: extra"),
         (["verify", ".", "--tensors"], "unrecognized arguments: --tensors"),
         (["verify", ".", "--level", "all"], "invalid choice: 'all'"),
@@ -43,7 +43,7 @@ def test_bad_usage_is_two_and_only_on_stderr(arguments: list[str], hint: str, ru
 
 def test_file_in_place_of_the_directory_is_two_and_names_the_directory(tmp_path: Path, run: Run) -> None:
     (tmp_path / "model.safetensors").touch()
-    done = run("verify", tmp_path / "model.safetensors")
+    done = run("push", tmp_path / "model.safetensors", "org/name")
     assert (done.returncode, done.stdout) == (2, "")
     assert f"it is a file; did you mean '{tmp_path}'?" in done.stderr
 

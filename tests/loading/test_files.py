@@ -83,3 +83,24 @@ def test_a_name_that_leads_nowhere_says_that_there_is_no_file(tmp_path: Path, mo
     for name in ("missing", "missing/bert"):
         with pytest.raises((HubError, CheckpointNotFoundError), match=f"no file or directory '{name}' either"):
             hfshard.load_state_dict(name, local_files_only=True)
+
+
+def test_a_file_that_is_a_link_is_followed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    link = tmp_path_factory.mktemp("links") / "best.pth.tar"
+    link.symlink_to(folder / "last.pt")
+    assert list(hfshard.load_state_dict(link)) == ["d"]
+
+
+def test_a_file_becomes_a_directory_of_its_weights_alone(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    torch.save({"model": {"a": torch.ones(3)}, "ema": {"a": torch.zeros(3)}}, folder / "run.pth.tar")
+
+    for name, key, names in (("run.pth.tar", "ema", ["a"]), ("other.safetensors", None, ["c"]), ("last.pt", None, "d")):
+        out = folder / f"out-{name}"
+        index = hfshard.reshard_checkpoint(folder / name, out, key=key)
+        assert list(index.weight_map) == list(names)
+        assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+    assert hfshard.load_state_dict(folder / "out-run.pth.tar", verify="full")["a"].tolist() == [0, 0, 0]
+    with pytest.raises(InvalidArgumentError, match=r"is the directory of 'last\.pt' itself: give another one"):
+        hfshard.reshard_checkpoint(folder / "last.pt", folder)
+    assert list(hfshard.load_state_dict(folder)) == ["b", "a"]

@@ -22,7 +22,7 @@ from hfshard.constants import (
     METADATA_KEY,
     SAFETENSORS_SUFFIX,
 )
-from hfshard.errors import CheckpointChangedError, HfshardError
+from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError
 from hfshard.storage.checkpoint.checks import check_checksums, check_fingerprints, check_keys, check_pickles
 from hfshard.storage.checkpoint.locate import (
     WeightsEntry,
@@ -122,6 +122,7 @@ def open_checkpoint(
     base: str = MODEL_BASE,
     weights_name: str | None = None,
     check_beside: bool = False,
+    key: str | None = None,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint: its structure is checked, and with verify="full" every byte.
 
@@ -139,15 +140,17 @@ def open_checkpoint(
         weights_name: The index or single file to open, whatever else lies there. None: the one that transformers finds.
         check_beside: Compare the checksums while the block runs, not before it: what is damaged is raised at its end,
             also in place of an error of its own. For a block that keeps nothing of what it read if that happens.
+        key: Of a single pickle: the key of the weights in it, as for `choose_weights`.
 
     Raises:
         CheckpointNotFoundError: There are no weights.
+        InvalidArgumentError: `key` does not say which weights of a pickle; or it is no single pickle.
         CheckpointChangedError: It kept changing.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Something is wrong with a file.
     """
     check_verify_level(verify)
     names = WeightNames(variant, base)
-    checkpoint = _open_until_whole(directory, names, use_safetensors, verify, files_of, weights_name)
+    checkpoint = _open_until_whole(directory, names, use_safetensors, verify, files_of, weights_name, key)
     try:
         if verify not in ("full", "sha256"):
             yield checkpoint
@@ -199,6 +202,7 @@ def _open_until_whole(
     verify: Verify,
     files_of: FilesOf | None,
     weights_name: str | None,
+    key: str | None,
 ) -> OpenCheckpoint:
     last: HfshardError | None = None
     for _ in range(CHANGED_RETRIES):
@@ -209,7 +213,7 @@ def _open_until_whole(
             if weights_override != weights_name:
                 before = (*before, *state_token(directory, names, weights_override)[len(before) :])
             weights = find_weights(directory, names, use_safetensors, weights_override)
-            checkpoint = _open_once(directory, names, weights, verify, files_of)
+            checkpoint = _open_once(directory, names, weights, verify, files_of, key)
         except HfshardError as error:
             if before == state_token(directory, names, weights_override):
                 raise
@@ -228,13 +232,23 @@ def _open_until_whole(
 
 
 def _open_once(
-    directory: str, names: WeightNames, weights: WeightsEntry, verify: Verify, files_of: FilesOf | None
+    directory: str,
+    names: WeightNames,
+    weights: WeightsEntry,
+    verify: Verify,
+    files_of: FilesOf | None,
+    key: str | None,
 ) -> OpenCheckpoint:
     path = os.path.join(directory, weights.name)
     if weights.kind == "bin":
-        pickled = PickleFile(path, directory)
+        pickled = PickleFile(path, directory, key)
         index = CheckpointIndex(weight_map=dict.fromkeys(pickled.tensors, weights.name))
         return OpenCheckpoint(directory, names, weights, index, pickles={weights.name: pickled})
+    if key is not None:
+        raise InvalidArgumentError(
+            f"'{path}' has no key={key!r:.200}: only what torch.save wrote into one file has keys. Leave it out.",
+            path=path,
+        )
     if weights.kind == "single":
         checkpoint = _open_single(directory, names, weights)
     else:

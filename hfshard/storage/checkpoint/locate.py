@@ -27,8 +27,8 @@ _SHOWN: Final = 5
 
 WeightsKind = Literal["single", "index", "bin", "bin_index"]
 
-_PICKLE_SUFFIXES: Final = (BIN_SUFFIX, ".pt", ".pth", ".ckpt")
-"""How files of torch.save are called."""
+_PICKLE_SUFFIXES: Final = (BIN_SUFFIX, ".pt", ".pth", ".ckpt", ".tar")
+"""How files of torch.save are called; ".pth.tar" by many programs, though they are no tars."""
 
 
 @dataclass(frozen=True, slots=True)

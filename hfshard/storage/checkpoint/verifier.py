@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import (
+    AmbiguousWeightsError,
     CheckpointNotFoundError,
     HfshardError,
     IntegrityError,
@@ -17,7 +21,7 @@ from hfshard.errors import (
     readable,
     remedy,
 )
-from hfshard.storage.checkpoint.checkpoint import open_checkpoint
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file, check_total
 from hfshard.storage.checkpoint.locate import directory_not_found, entry_of, locate_checkpoint, weights_bytes
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
@@ -260,9 +264,7 @@ class Verifier:
 
     def _check_pickles(self, progress_callback: ProgressCallback) -> None:
         try:
-            with open_checkpoint(
-                self.directory, variant=self.names.variant, weights_name=self.weights_name
-            ) as checkpoint:
+            with self._opened_pickles() as checkpoint:
                 self.files.extend(checkpoint.pickles)
                 checked = in_threads(
                     lambda item, cancelled: self._check_pickle(*item, cancellable(progress_callback, cancelled)),
@@ -274,6 +276,23 @@ class Verifier:
             return
         for findings in checked:
             self.findings.add_all(findings)
+
+    @contextmanager
+    def _opened_pickles(self) -> Iterator[OpenCheckpoint]:
+        """Open the pickles; of one that holds several sets of weights, each is looked at, and the last stays open."""
+        opened = partial(open_checkpoint, self.directory, variant=self.names.variant, weights_name=self.weights_name)
+        key = None
+        try:
+            with opened() as checkpoint:
+                yield checkpoint
+                return
+        except AmbiguousWeightsError as error:
+            *others, key = error.keys
+        for other in others:
+            with opened(key=other):
+                pass
+        with opened(key=key) as checkpoint:
+            yield checkpoint
 
     def _check_pickle(self, name: str, pickled: PickleFile, progress_callback: ProgressCallback) -> _Findings:
         findings = _Findings()

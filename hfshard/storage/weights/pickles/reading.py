@@ -15,10 +15,11 @@ from typing import Any, Final
 
 import torch
 
-from hfshard.constants import LFS_POINTER_MARK
-from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, UnsafePickleError, remedy
+from hfshard.errors import CheckpointChangedError, DamagedCheckpointError
 from hfshard.storage.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.storage.weights.pickles.nested import iter_storages
+from hfshard.storage.weights.pickles.other_formats import refuse_other_format
+from hfshard.storage.weights.pickles.refusals import unsafe_pickle
 from hfshard.storage.weights.pickles.zip_check import (
     check_archive,
     check_every_record,
@@ -107,16 +108,8 @@ def read_pickle(path: str, root: str) -> PickleContents:
 
 def _is_zip(fd: int, path: str) -> bool:
     first = os.pread(fd, _FIRST_BYTES, 0)
-    if first.startswith(LFS_POINTER_MARK):
-        raise DamagedCheckpointError(
-            f"'{path}' is a git-lfs pointer, not the file itself. Run: git lfs pull", path=path
-        )
     if not first.startswith(_ZIP_MARK) and _LEGACY_MAGIC not in first:
-        raise DamagedCheckpointError(
-            f"'{path}' is not a PyTorch checkpoint: it begins neither as a zip nor with PyTorch's magic number. "
-            f"{remedy(path)}",
-            path=path,
-        )
+        refuse_other_format(fd, path)
     return first.startswith(_ZIP_MARK)
 
 
@@ -132,14 +125,7 @@ def _load(fd: int, path: str, *, mapped: bool) -> Any:
         found = _GLOBAL.search(str(error))
         if found is None and "Unsupported" not in str(error):
             raise damaged_pickle(path, _reason(error)) from error
-        what = f"'{found.group(1)}'" if found else "something"
-        raise UnsafePickleError(
-            f"'{path}' was not loaded: its pickle asks for {what}, but a checkpoint needs only tensors. "
-            "It may run code on your machine. Do not load it, unless you made it; in that case save it again as "
-            "safetensors.",
-            path=path,
-            actual=found.group(1) if found else None,
-        ) from error
+        raise unsafe_pickle(fd, path, found.group(1) if found else None, is_zip=mapped) from error
     except Exception as error:  # torch.load raises a dozen different errors for damaged files
         raise damaged_pickle(path, _reason(error)) from error
 

@@ -10,6 +10,7 @@ from typing import Final
 
 from hfshard.constants import COPY_BYTES
 from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
+from hfshard.storage.weights.pickles.other_formats import refuse_other_archive
 
 _LOCAL_HEADER_BYTES: Final = 30
 """Bytes of a record before its name."""
@@ -33,6 +34,7 @@ def check_archive(fd: int, path: str) -> None:
         names = {record.filename for record in records}
         if len(names) != len(records):
             raise damaged_pickle(path, "two of its records have the same name")
+        refuse_other_archive(names, path)
         ends = [record.header_offset for record in records[1:]] + [archive.start_dir]
         for record, end in zip(records, ends, strict=True):
             used = _LOCAL_HEADER_BYTES + len(record.filename.encode()) + record.compress_size

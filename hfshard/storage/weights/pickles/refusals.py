@@ -1,0 +1,73 @@
+"""The error for a pickle that asks for more than tensors: what it asks for, and how its owner takes the weights out."""
+
+from __future__ import annotations
+
+import os
+import pickletools
+import shlex
+import zipfile
+from typing import IO, Final
+
+from hfshard.errors import UnsafePickleError
+
+_BEFORE_THE_OBJECT: Final = 3
+"""Pickles before the object in torch's older format: a magic number, the version, the machine."""
+_BEFORE_AN_OBJECT: Final = frozenset(
+    ("PROTO", "MARK", "BINUNICODE", "NONE", "BINPUT", "LONG_BINPUT", "TUPLE", "BINPERSID", "EMPTY_TUPLE")
+)
+"""Opcodes that come, beside its class, before an object that was saved whole; the older format has its source there."""
+
+
+def unsafe_pickle(fd: int, path: str, asked: str | None, *, is_zip: bool) -> UnsafePickleError:
+    """Make the error.
+
+    Args:
+        fd: The file, open.
+        path: For the message.
+        asked: What it asks for: a class or a function; None: it is not known.
+        is_zip: Which format it has.
+    """
+    what = f"'{asked}'" if asked else "something"
+    if asked is not None and _root_global(fd, is_zip=is_zip) == asked:
+        kind = f"it is an object of {what} that was saved whole, and a checkpoint needs only tensors"
+        taken, where = ".state_dict()", f", where {what} can be imported"
+    else:
+        kind = f"its pickle asks for {what}, but a checkpoint needs only tensors"
+        taken, where = "['state_dict']", ", with the key that they have in it"
+    command = f"import torch; torch.save(torch.load({path!r}, weights_only=False){taken}, 'weights.pt')"
+    return UnsafePickleError(
+        f"'{path}' was not loaded: {kind}. It may run code on your machine. Do not load it, unless you made it; in "
+        f"that case save its weights alone{where}: python -c {shlex.quote(command)}",
+        path=path,
+        actual=asked,
+    )
+
+
+def _root_global(fd: int, *, is_zip: bool) -> str | None:
+    """The class of the object that was saved; None for a dict, or where it can't be told. Nothing is unpickled."""
+    with os.fdopen(os.dup(fd), "rb") as file:
+        file.seek(0)
+        try:
+            if not is_zip:
+                for _ in range(_BEFORE_THE_OBJECT):
+                    for _ in pickletools.genops(file):
+                        pass
+                return _first_global(file)
+            with zipfile.ZipFile(file) as archive:
+                name = next(one for one in archive.namelist() if one.endswith("data.pkl"))
+                with archive.open(name) as opened:
+                    return _first_global(opened)
+        except (ValueError, EOFError, OSError, UnicodeError, zipfile.BadZipFile):  # torch has said that it is no pickle
+            return None
+
+
+def _first_global(file: IO[bytes]) -> str | None:
+    found = None
+    for opcode, argument, _ in pickletools.genops(file):
+        if opcode.name == "GLOBAL" and found is None:
+            found = str(argument).replace(" ", ".")
+        elif opcode.name == "NEWOBJ":
+            return found
+        elif opcode.name not in _BEFORE_AN_OBJECT:
+            break
+    return None
