@@ -58,13 +58,13 @@ def module(seed: int, stop_at: int = -1) -> Any:
     return Model()
 
 
-def fit(model: Any, directory: Path, **arguments: Any) -> Any:
+def fit(model: Any, directory: Path, strategy: Any = "auto", **arguments: Any) -> Any:
     """Train 3 epochs of 4 batches; gives the callback."""
     with CheckpointManager(directory / "run", keep_best="loss") as manager:
         checkpoints = lightning_callback(manager, **arguments)
         trainer = lightning.Trainer(
             max_epochs=3, callbacks=[checkpoints], accelerator="cpu", logger=False, enable_progress_bar=False,
-            enable_model_summary=False, default_root_dir=directory,
+            enable_model_summary=False, default_root_dir=directory, strategy=strategy,
         )  # fmt: skip
         trainer.fit(model, ResumableDataLoader(Samples(), batch_size=4, shuffle=True, seed=5))
     return checkpoints
@@ -109,6 +109,17 @@ def test_its_checkpoints_are_ours_and_load_anywhere(tmp_path: Path) -> None:
 
     hfshard.save_model(trained, tmp_path / "out", max_shard_size="200B")
     assert_ours(tmp_path / "out", shards=len(list((tmp_path / "out").glob("*.safetensors"))))
+
+
+def test_a_strategy_that_keeps_parts_elsewhere_is_refused_by_name(tmp_path: Path) -> None:
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    class ShardedStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning is not checked
+        """As DeepSpeed's and FSDP's are other ones."""
+
+    with pytest.raises(InvalidArgumentError, match="This Trainer uses ShardedStrategy"):
+        fit(module(0), tmp_path, strategy=ShardedStrategy("cpu"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_fresh_run_is_no_error_and_a_wrong_number_is(tmp_path: Path) -> None:

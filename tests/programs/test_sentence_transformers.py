@@ -10,6 +10,7 @@ import torch
 from transformers import BertModel
 
 import hfshard
+from hfshard.training import CheckpointCallback, CheckpointManager
 from tests.programs.models import Bert, assert_ours, assert_same, bert, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -48,6 +49,38 @@ def test_a_model_of_ours_is_saved_by_it_and_loaded_by_all(tmp_path: Path) -> Non
     loaded = sentence_transformers.SentenceTransformer(str(tmp_path / "out"), device="cpu")
     assert torch.equal(embeddings(loaded), before)
     assert_same(BertModel.from_pretrained(tmp_path / "out"), model)
+
+
+def trainer(model: Any, directory: Path, **arguments: Any) -> Any:
+    from datasets import Dataset
+    from sentence_transformers.losses import CosineSimilarityLoss
+
+    rows = [{"first": f"a cat {word}", "second": "sat there", "score": 0.5} for word in ("sat", "there", "a", "cat")]
+    settings = sentence_transformers.SentenceTransformerTrainingArguments(
+        str(directory), max_steps=3, save_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+        disable_tqdm=True, seed=3, learning_rate=0.01, dataloader_pin_memory=False, logging_strategy="no", **arguments,
+    )  # fmt: skip
+    return sentence_transformers.SentenceTransformerTrainer(
+        model=model,
+        args=settings,
+        train_dataset=Dataset.from_list(rows),
+        loss=CosineSimilarityLoss(model),
+    )
+
+
+def test_its_trainer_resumes_exactly_through_the_callback(tmp_path: Path) -> None:
+    tokenizer().save_pretrained(tmp_path / "bert")
+    models = []
+    for seed, place in ((0, None), (1, str(tmp_path / "run" / "checkpoint-00000002"))):
+        bert(seed=seed).save_pretrained(tmp_path / "bert")
+        trained = trainer(embedder(tmp_path / "bert"), tmp_path / "run")
+        CheckpointCallback().attach(trained)
+        trained.train(resume_from_checkpoint=place)
+        models.append(trained.model)
+
+    straight, resumed = models
+    assert_same(resumed, straight)
+    assert CheckpointManager(tmp_path / "run").verify() == {2: [], 3: []}
 
 
 def test_under_install_it_saves_and_loads_through_hfshard(tmp_path: Path) -> None:

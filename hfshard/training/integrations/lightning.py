@@ -18,6 +18,8 @@ from hfshard.training.step import RestoredStep
 
 _NAMES: Final = ("lightning.pytorch", "pytorch_lightning")
 """Lightning goes by two names, whose classes are not each other's."""
+_STRATEGIES: Final = ("SingleDeviceStrategy", "DDPStrategy")
+"""Those under which each process has the whole model, and no part of it or of the optimizer is kept elsewhere."""
 
 
 def lightning_callback(
@@ -50,7 +52,8 @@ def lightning_callback(
         `restored` is the step from which `fit` has resumed.
 
     Raises:
-        InvalidArgumentError: `every_n_train_steps` is not a number of steps.
+        InvalidArgumentError: `every_n_train_steps` is not a number of steps. Later, by `fit`: the Trainer's strategy is
+            neither that of one process nor DistributedDataParallel.
         ModuleNotFoundError: Lightning is not installed.
     """
     if every_n_train_steps is not None and every_n_train_steps < 1:
@@ -94,7 +97,13 @@ class _Saving:
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore, now that there are optimizers."""
-        self.restored = self._rng = None
+        self.restored = self._rng = self._saved = None
+        strategy = type(trainer.strategy).__name__
+        if strategy not in _STRATEGIES:
+            raise InvalidArgumentError(
+                f"This Trainer uses {strategy}, and lightning_callback saves trainings of one process and of "
+                "DistributedDataParallel: use strategy='ddp', or train without the callback."
+            )
         if self.resume is False:
             return
         state = _training_state(trainer, self)
@@ -115,9 +124,9 @@ class _Saving:
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save, if so many steps are done."""
-        step = trainer.global_step
-        if self.every_n_train_steps is not None and step != self._saved and step % self.every_n_train_steps == 0:
-            self._save(trainer, step)
+        step, every = trainer.global_step, self.every_n_train_steps
+        if every is not None and step // every > (self._saved or 0) // every:
+            self._save(trainer, step)  # with several optimizers, a batch may pass over a multiple
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save, if each epoch is to be saved."""
