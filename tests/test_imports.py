@@ -164,7 +164,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "planning readers",
         "resuming",
     ),
-    "training.foreign.directories": ("data_position files", "rng_states", "accelerate trainer"),
+    "training.foreign.directories": ("data_position files", "rng_states", "accelerate trainer", "runs"),
     "training.foreign.pickles": ("inert_pickle", "data_types described_tensors", "plain_values", "plain_files"),
     "training.integrations": (
         "rank_batches trainer_files trainer_places trainer_settings trainer_weights",

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint, ForeignRequest
 from hfshard.training.foreign.directories.accelerate import is_accelerate_directory, read_accelerate_directory
+from hfshard.training.foreign.directories.runs import is_run_directory, refuse_run_directory
 from hfshard.training.foreign.directories.trainer import is_trainer_directory, read_trainer_directory
 from hfshard.training.foreign.torch_file import is_torch_file, read_torch_file
 
@@ -14,6 +15,7 @@ Reader = Callable[[str, ForeignRequest], ForeignCheckpoint]
 
 _READERS: Final[tuple[tuple[Callable[[Any], bool], Reader], ...]] = (
     (is_torch_file, read_torch_file),
+    (is_run_directory, refuse_run_directory),
     (is_trainer_directory, read_trainer_directory),
     (is_accelerate_directory, read_accelerate_directory),
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import hfshard
 from hfshard.errors import (
@@ -62,6 +63,58 @@ def test_it_is_resumed_as_trainer_resumes_it(saved: Path, tmp_path: Path) -> Non
     assert position == (1, 2)
     parts = (state.components[name] for name in ("model", "optimizer", "scheduler"))
     assert everything(*parts) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"optim": "adafactor"},
+        {"optim": "adamw_torch", "lr_scheduler_type": "polynomial"},
+        {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 3}},
+    ],
+    ids=str,
+)
+def test_other_optimizers_and_schedulers_are_resumed_as_trainer_resumes_them(
+    arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    new_trainer(tmp_path, max_steps=10, **arguments).train()
+    checkpoint = tmp_path / "run" / f"checkpoint-{SAVED_AT}"
+    stock = new_trainer(tmp_path / "stock", save_strategy="no", **arguments)
+    stock.train(resume_from_checkpoint=str(checkpoint))
+
+    state = parts_of(tmp_path / "ours", arguments)
+    train(state, restore(state, checkpoint))
+
+    parts = (state.components[name] for name in ("model", "optimizer", "scheduler"))
+    assert everything(*parts) == everything(stock.model, stock.optimizer, stock.lr_scheduler)
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    saved, model = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    data: Any = [{"input_ids": [1, 2], "labels": [1, 2]}]
+    arguments: dict[str, Any] = {
+        "save_steps": 1,
+        "max_steps": 1,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    made = Trainer(saved, TrainingArguments(str(tmp_path / "run"), **arguments), train_dataset=data)
+    made.train()
+
+    fresh = Trainer(model, TrainingArguments(str(tmp_path / "run"), **arguments))
+    fresh.create_optimizer_and_scheduler(1)
+    state = TrainingState(model=model, optimizer=fresh.optimizer, scheduler=fresh.lr_scheduler)
+    restore(state, tmp_path / "run" / "checkpoint-1")
+
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert everything(model, fresh.optimizer, fresh.lr_scheduler) == everything(
+        saved, made.optimizer, made.lr_scheduler
+    )
 
 
 def test_half_a_directory_is_refused_and_its_rest_is_restored_if_asked_for(checkpoint: Path, tmp_path: Path) -> None:
@@ -192,6 +245,13 @@ def test_a_damaged_checkpoint_of_ours_is_not_taken_for_trainers(checkpoint: Path
 
     with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint\.json"):
         restore(parts_of(tmp_path), checkpoint)
+
+
+def test_a_run_of_trainers_is_refused_with_the_name_of_its_last_checkpoint(saved: Path, tmp_path: Path) -> None:
+    state = parts_of(tmp_path)
+
+    with pytest.raises(CheckpointNotFoundError, match=r"give one of them, such as '.*run/checkpoint-12'"):
+        hfshard.CheckpointManager(tmp_path / "ours").restore(state, saved.parent)
 
 
 @pytest.mark.parametrize("name", ["global_step9", "pytorch_model_fsdp_0"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ def new_trainer(place: Path, **arguments: Any) -> Trainer:
     return made
 
 
-def parts_of(place: Path, **loading: Any) -> TrainingState:
+def parts_of(place: Path, arguments: Mapping[str, Any] | None = None, **loading: Any) -> TrainingState:
     """The parts of such a training, fresh, for a loop of one's own; with other arguments for its loader."""
-    made = new_trainer(place)
+    made = new_trainer(place, **(arguments or {}))
     made.create_optimizer_and_scheduler(STEPS)
     known = {"batch_size": 4, "collate_fn": trainer_child.collated, **loading}
     loader = ResumableDataLoader(Sentences(augmented=False, seed=1), **known)
