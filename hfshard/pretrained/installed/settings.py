@@ -57,6 +57,8 @@ class Installation:
 
 _installations: Final[list[Installation]] = []
 """Those that count, the last one most: blocks, and beside them the last call of `install`, and the one before it."""
+_is_forgotten = False
+"""Whether they have ever been forgotten in this process."""
 _changing: Final = ProcessLock()
 _began_with: Final[ContextVar[Settings | None]] = ContextVar("hfshard_installed", default=None)
 """The settings of the call under way in this thread."""
@@ -71,10 +73,19 @@ def add_installation(settings: Settings) -> Installation:
     return installation
 
 
+def add_first_installation(settings: Settings) -> None:
+    """Let these settings count as if that had been said when the process began: what was said since counts more."""
+    with _changing.held():
+        if not _is_forgotten:
+            _installations.insert(0, Installation(settings))
+
+
 def forget_installations() -> None:
     """Let none count; those of blocks that are still open neither."""
+    global _is_forgotten
     with _changing.held():
         _installations.clear()
+        _is_forgotten = True
 
 
 def current_settings() -> Settings | None:

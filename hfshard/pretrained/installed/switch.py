@@ -10,6 +10,7 @@ from hfshard._util.import_hook import when_imported
 from hfshard.pretrained.installed.settings import (
     Installation,
     Settings,
+    add_first_installation,
     add_installation,
     current_settings,
     forget_installations,
@@ -52,11 +53,19 @@ def install(*, verify: Verify = "structure", checksum: Checksum | None = "sha256
             bert = transformers.AutoModel.from_pretrained("bert")
     """
     installation = add_installation(Settings(verify=verify, checksum=checksum))
-    stand_in_for_all(_stand_in)
-    when_imported(_MODELS, _wrap_models)
+    _put_in_place()
     if not quiet:
         announce()
     return installation
+
+
+def install_first(*, verify: Verify = "structure", checksum: Checksum | None = "sha256") -> None:
+    """Do quietly what `install` would have done when the process began, for a program that `hfshard run` has started.
+
+    What the program has called by now, `install` or `uninstall`, counts more.
+    """
+    add_first_installation(Settings(verify=verify, checksum=checksum))
+    _put_in_place()
 
 
 def uninstall() -> None:
@@ -69,6 +78,11 @@ def uninstall() -> None:
         hfshard.uninstall()
     """
     forget_installations()
+
+
+def _put_in_place() -> None:
+    stand_in_for_all(_stand_in)
+    when_imported(_MODELS, _wrap_models)
 
 
 def _wrap_models(module: ModuleType) -> None:

@@ -90,3 +90,35 @@ def test_checkout_that_is_not_installed_is_found(tmp_path: Path, environment: di
 
     home = Path(startup_folder()).parents[2] / "__init__.py"
     assert (done.returncode, done.stdout, done.stderr) == (0, f"done\n{home}\n", "")
+
+
+OWN_CALLS = {
+    "": "structure",
+    "hfshard.install(verify='none')": "none",
+    "hfshard.install(); hfshard.uninstall()": None,
+    "hfshard.uninstall(); hfshard.install(verify='none')": "none",
+    "with hfshard.install(verify='none'): look()": "none structure",
+}
+
+
+@pytest.mark.parametrize(("calls", "verify"), OWN_CALLS.items())
+def test_what_the_program_calls_before_transformers_comes_counts_more(
+    calls: str, verify: str | None, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "program.py").write_text(f"""
+import hfshard
+from importlib.util import find_spec
+from hfshard.pretrained.installed.settings import current_settings
+
+def look():
+    find_spec("transformers")
+    settings = current_settings()
+    print(settings and settings.verify, end=" ")
+
+{calls}
+look()
+""")
+
+    done = by_hfshard(["--quiet", "program.py"], tmp_path, environment)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{verify} ", "")

@@ -46,15 +46,15 @@ def _turn_on():  # type: () -> None
     settings = json.loads(os.environ.get(_SETTINGS, "{}"))
     prefix = settings.pop("prefix", None)
     try:
-        hfshard = __import__("hfshard")  # its public face: it may be another version than that of this file
+        from hfshard.pretrained.installed.switch import install_first
     except ImportError as error:
         if error.name != "hfshard":
             raise
         if prefix != sys.prefix:
             return  # another environment, which has no hfshard
         sys.path.append(_package_parent())  # `python -m hfshard run` in a checkout that is not installed
-        hfshard = __import__("hfshard")
-    hfshard.install(quiet=True, **settings)
+        from hfshard.pretrained.installed.switch import install_first
+    install_first(**settings)
 
 
 def _package_parent():  # type: () -> str
