@@ -147,7 +147,8 @@ class ShardedModelMixin(PyTorchModelHubMixin):
             save_through(below_mixin(self), self, save_directory, {**kwargs, **given}, options)  # type: ignore[arg-type]
             return None
         refuse_other_model(type(self), ShardedModelMixin)
-        return save_plain(self, save_directory, options, given, kwargs)
+        is_own = is_overridden(self, "_save_pretrained", ShardedModelMixin)
+        return save_plain(self, save_directory, options, given, kwargs, is_overridden=is_own)
 
     def _save_pretrained(self, save_directory: Path) -> None:
         """Save the weights of a plain module, and what `save_pretrained` adds to them; an override may call it."""

@@ -104,6 +104,8 @@ def save_plain(
     options: SaveOptions,
     given: Mapping[str, Any],
     kwargs: dict[str, Any],
+    *,
+    is_overridden: bool,
 ) -> Any:
     """Do what `ShardedModelMixin.save_pretrained` says, for a plain module.
 
@@ -113,6 +115,7 @@ def save_plain(
         options: hfshard's own.
         given: Arguments of transformers' `save_pretrained`.
         kwargs: All others.
+        is_overridden: Whether its class, or the model, has a `_save_pretrained` of its own.
 
     Returns:
         What `push_to_hub` returns, if it is called; or None.
@@ -134,7 +137,7 @@ def save_plain(
         card=None if os.path.lexists(os.path.join(directory, README)) else extras.card_of(model),
         config_before=_identity_of_config(directory),
     )
-    _run(save)
+    _run(save, is_overridden=is_overridden)
     if not given["push_to_hub"]:
         return None
     token = {} if given["token"] is None else {"token": given["token"]}
@@ -189,9 +192,10 @@ def _check_arguments(given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
     )
 
 
-def _run(save: _ModuleSave) -> None:
+def _run(save: _ModuleSave, *, is_overridden: bool) -> None:
     """Call `_save_pretrained`, and finish what an override of it that saves by itself has left to do."""
-    os.makedirs(save.directory, exist_ok=True)
+    if is_overridden and not os.path.isdir(save.directory):
+        os.makedirs(save.directory)
     with _being(save):
         save.model._save_pretrained(Path(save.directory))
     if save.is_answered or not save.is_main_process:

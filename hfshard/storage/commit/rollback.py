@@ -83,7 +83,8 @@ class Rollback:
         """What takes a step back, where `now` is the file that will have its target's name when it comes."""
         target = os.path.join(self.directory, step.target)
         if step.kind == "link":
-            return lambda: None if os.path.lexists(now) else unlink_if_there(target)
+            is_new = not os.path.lexists(now)
+            return lambda: unlink_if_there(target) if is_new else None
         if step.kind == "remove":
             return self._undo_of_removal(target, kept_name)
         if step.kind != "rename":

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.crash.saves.plain_net import PlainNet
+
 ACTIVATIONS = ("gelu", "relu", "gelu_new", "silu", "gelu_fast", "tanh")
 """`hidden_act` by generation where configs differ: it changes no tensor's name or shape."""
 
@@ -23,10 +25,11 @@ class Content:
 
     Attributes:
         generation: Counts saves from 1; the value that fills the tensors.
-        arch: "bert" (an encoder) or "gpt2" (tied weights, and a generation_config.json).
+        arch: "bert" (an encoder), "gpt2" (tied weights, and a generation_config.json) or "net" (a plain module).
         own_config: The config differs from that of other generations.
         layers: More layers are more keys (and another config).
         hidden: Another width is other shapes (and another config).
+        no_config: A plain module that has none: a config.json that is there goes.
         half: Cast to float16, as one does for a variant: the config's dtype changes with it.
     """
 
@@ -36,6 +39,7 @@ class Content:
     layers: int = 1
     hidden: int = 8
     half: bool = False
+    no_config: bool = False
 
     @property
     def activation(self) -> str:
@@ -72,15 +76,22 @@ def _config(content: Content) -> Any:
 
 
 def model_class(arch: str) -> Any:
-    """The stock class of an architecture."""
+    """The stock class of an architecture; of a plain module, the one without a mixin."""
     import transformers
 
+    if arch == "net":
+        return PlainNet
     return {"bert": transformers.BertModel, "gpt2": transformers.GPT2LMHeadModel}[arch]
 
 
 def build_model(content: Content, cls: Any) -> Any:
     """A model of class `cls` with every tensor filled by its generation and its place in the sorted names."""
-    model = cls(_config(content))
+    if content.arch == "net":
+        model = cls(content.activation, content.layers, content.hidden)
+        if content.no_config:
+            model._hub_mixin_config = None
+    else:
+        model = cls(_config(content))
     with torch.no_grad():
         for place, (_, parameter) in enumerate(sorted(model.named_parameters())):
             parameter.fill_(2 * content.generation + 0.5 + place * OFFSET_STEP)
@@ -113,7 +124,7 @@ def expected(content: Content) -> Expected:
     generation_config = getattr(model, "generation_config", None)
     return Expected(
         full=full,
-        stored=frozenset(full) - {"lm_head.weight"},
+        stored=frozenset(full) - {"lm_head.weight", "tied.weight"},
         marks=config_marks(model.config),
         new_tokens=getattr(generation_config, "max_new_tokens", None),
     )

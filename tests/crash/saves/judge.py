@@ -18,10 +18,11 @@ from tests.crash.tracer import Run
 FAILURES = ("wrong", "unloadable", "litter", "unrestored", "silent", "hung", "missed")
 """Categories that fail the sweep, the worst first."""
 
-FORGIVEN = {"hub-bin": "", "hfshard-full": "generation_config.json"}
+FORGIVEN = {"hub-bin": "", "hub-mixin": "", "hfshard-full": "generation_config.json"}
 """Readers that may meet an error (with this word) between old and new, never a mixture. huggingface_hub's `safe=False`
 takes the one `*.safetensors` of a directory before any pickle, and names come one at a time; its default reads no
-pickle at all. The checksum of generation_config.json is wrong between the rename that commits and its own."""
+pickle at all. Its mixin looks for two files by their names, which no rename switches together. The checksum of
+generation_config.json is wrong between the rename that commits and its own."""
 
 FINE = ("ok-old", "ok-new", "ok-split", "clear-error")
 """Categories that do not: all readers find the old checkpoint, the new one, some this and some that, or there was none

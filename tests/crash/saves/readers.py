@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from tests.crash.saves.generations import Content, config_marks, expected, matches, model_class, plain_module
+from tests.crash.saves.plain_net import stock_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,13 @@ def _by_hfshard(directory: Path, variant: str | None, contents: Sequence[Content
     return _model_verdict(model, contents)
 
 
+def _by_hub_mixin(directory: Path, variant: str | None, contents: Sequence[Content]) -> Verdict:
+    """huggingface_hub's mixin, which reads config.json and `model.safetensors`, and nothing else."""
+    del variant  # it knows none
+    with redirect_stdout(StringIO()):  # it prints
+        return _model_verdict(stock_class().from_pretrained(directory, strict=True), contents)
+
+
 def _by_hfshard_weights(directory: Path, variant: str | None, contents: Sequence[Content]) -> Verdict:
     import hfshard
 
@@ -155,6 +165,7 @@ READERS: Mapping[str, Callable[[Path, str | None, Sequence[Content]], Verdict]] 
     "transformers": _by_transformers,
     "hub": _by_hub,
     "hub-bin": _by_hub_unsafe,
+    "hub-mixin": _by_hub_mixin,
 }
 
 

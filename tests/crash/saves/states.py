@@ -161,10 +161,12 @@ def litter(directory: Path, transition: Transition) -> str:
     here = snapshot(directory)
     want = _directories(transition.bystanders if transition.before or transition.is_made else ())
     saves = (*transition.before, transition.new)
-    if not transition.new.bare:
+    if not (transition.new.bare or transition.new.content.no_config):
         want.add("config.json")
     if transition.new.content.arch == "gpt2":
         want.add("generation_config.json")
+    if transition.new.content.arch == "net":
+        want.add("README.md")
     for variant in dict.fromkeys(save.variant for save in saves):
         infix = f".{variant}" if variant else ""
         index = f"model.safetensors.index{infix}.json"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tests.crash.saves.generations import Content, build_model, model_class
+from tests.crash.saves.plain_net import stock_class
 
 ALIGNED_HEADER = 4096
 """Bytes of the smallest header that hfshard writes; a limit counts it."""
@@ -83,7 +84,10 @@ class TransformersTarget:
     name = "transformers"
 
     def save(self, content: Content, directory: Path, layout: str, variant: str | None) -> None:
-        """`PreTrainedModel.save_pretrained`."""
+        """`PreTrainedModel.save_pretrained`, or that of huggingface_hub's mixin, which does not shard."""
+        if content.arch == "net":
+            build_model(content, stock_class()).save_pretrained(directory)
+            return
         _model(content, False).save_pretrained(directory, max_shard_size=limit_of(content, layout), variant=variant)
 
     def save_weights(self, content: Content, directory: Path, layout: str) -> None:

@@ -37,6 +37,11 @@ SELECTION = (
     "strays-beside-sharded->single+config",
     "strays-beside-single->sharded",
     "bare-sharded->single",
+    "net-single->single+config",
+    "net-single->sharded+config",
+    "net-upstream-single->single+config",
+    "net-single->single-config",
+    "net-wreck-single-60",
     "reshard-single->sharded",
     "reshard-sharded->many",
     "reshard-over-sharded",
@@ -45,8 +50,8 @@ SELECTION = (
     "convert-sharded-bin->sharded",
 )
 
-POINTS = 190
-"""Of the selection's 4,000 or so: a quarter minute for 100."""
+POINTS = 215
+"""Of the selection's 4,400 or so: a quarter minute for 100."""
 
 needs_strace = pytest.mark.skipif(not has_strace(), reason="NO STRACE: NO SAVE IS STOPPED HERE. Install strace.")
 

@@ -64,6 +64,11 @@ class Transition:
         return replace(self.new, content=content, by="target" if is_reshard else self.new.by)
 
     @property
+    def needs_shards_of_a_plain_module(self) -> bool:
+        """Whether huggingface_hub's mixin can't do it."""
+        return self.new.content.arch == "net" and any(save.layout != "single" for save in (*self.before, self.new))
+
+    @property
     def contents(self) -> tuple[Content, ...]:
         """All that a reader might see, each once."""
         saves = (*self.before, self.new, self.next)
@@ -72,7 +77,8 @@ class Transition:
     @property
     def readers(self) -> tuple[Reader, ...]:
         """Who judges; the default and the variant are judged apart."""
-        names = ["hfshard-weights", "hub"] if self.new.bare else ["hfshard", "hfshard-weights", "transformers", "hub"]
+        stock = "hub-mixin" if self.new.content.arch == "net" else "transformers"
+        names = ["hfshard-weights", "hub"] if self.new.bare else ["hfshard", "hfshard-weights", stock, "hub"]
         if any(save.by == "bin" for save in self.before):
             names.append("hub-bin")
         if not any(save.variant for save in (*self.before, self.new)):
@@ -197,6 +203,31 @@ def _with_generation_config() -> Iterator[Transition]:
     yield Transition("strangers", (Save(BERT, "three"),), Save(replace(BERT, generation=2), "three"), strangers)
 
 
+def _plain_modules() -> Iterator[Transition]:
+    """Modules with the mixin that are not of transformers; huggingface_hub's own mixin reads them, too."""
+    one, other = Content(1, arch="net"), Content(1, arch="net", own_config=True)
+    words = {"single": "single", "three": "sharded"}
+    for new, word in words.items():
+        yield Transition(f"net-fresh->{word}", (), Save(other, new), bystanders=())
+        for by, writer in (("target", ""), ("transformers", "upstream-")):
+            for old in words if by == "target" else ("single",):
+                name = f"net-{writer}{words[old]}->{word}"
+                same, changed = Save(one, old, by=by), Save(other, old, by=by)
+                yield Transition(name, (same,), Save(replace(one, generation=2), new))
+                yield Transition(f"{name}+config", (changed,), Save(replace(other, generation=2), new))
+        without = replace(one, generation=2, no_config=True)
+        for old, old_word in words.items():
+            yield Transition(f"net-{old_word}->{word}-config", (Save(other, old),), Save(without, new))
+        wider = replace(other, generation=2, hidden=12)
+        yield Transition(f"net-single->{word}+shapes", (Save(other, "single"),), Save(wider, new))
+        for percent in (30, 40, 50, 60, 70, 80, 90, 95):
+            killed = Save(replace(other, generation=2), new, killed_at=percent / 100)
+            last = Save(replace(other, generation=3), "single")
+            yield Transition(f"net-wreck-{word}-{percent}", (Save(other, "single"), killed), last)
+    no_links = Save(replace(other, generation=2), "single", without_links=True)
+    yield Transition("net-no-links", (Save(other, "three"),), no_links, lost_readers=("hub-mixin",))
+
+
 def _strays() -> Iterator[Transition]:
     """Shards that a stock save left which was killed: it writes them one by one, and the index last."""
     words = {"single": "single", "three": "sharded"}
@@ -244,5 +275,6 @@ def _reshards() -> Iterator[Transition]:
 def all_transitions() -> tuple[Transition, ...]:
     """Every transition, in the order of the table."""
     plain = (_fresh, _with_configs, _identical, _other_keys)
-    makers = (*plain, _variants, _wrecks, _strays, _bare, _without_links, _with_generation_config, _reshards)
+    special = (_variants, _wrecks, _strays, _bare, _without_links, _with_generation_config, _plain_modules)
+    makers = (*plain, *special, _reshards)
     return tuple(transition for make in makers for transition in make())
