@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,11 @@ def test_its_checkpoints_are_ours_and_load_anywhere(tmp_path: Path) -> None:
     assert set(checkpoints.manager.verify()) == {6, 12}
     assert checkpoints.manager.best_step() in (6, 12)
 
+    checkpoints.manager.push(tmp_path / "hub", 6)
+    elsewhere = module(1)
+    assert fit(elsewhere, tmp_path / "elsewhere", resume=f"{tmp_path}/hub").restored == 6
+    assert_same(elsewhere, trained)
+
     raw = bytearray((newest / "optimizer.safetensors").read_bytes())
     raw[-2] ^= 4
     (newest / "optimizer.safetensors").write_bytes(raw)
@@ -120,6 +126,16 @@ def test_a_strategy_that_keeps_parts_elsewhere_is_refused_by_name(tmp_path: Path
     with pytest.raises(InvalidArgumentError, match="This Trainer uses ShardedStrategy"):
         fit(module(0), tmp_path, strategy=ShardedStrategy("cpu"))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_lightning_that_is_imported_is_the_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other: Any = pytest.importorskip("pytorch_lightning", reason="pip install pytorch-lightning")
+    manager = CheckpointManager(tmp_path / "run")
+    assert isinstance(lightning_callback(manager), lightning.callbacks.Checkpoint)
+    monkeypatch.delitem(sys.modules, "lightning.pytorch")
+    callback = lightning_callback(manager)
+    assert isinstance(callback, other.callbacks.Checkpoint)
+    assert not isinstance(callback, lightning.callbacks.Checkpoint)
 
 
 def test_a_fresh_run_is_no_error_and_a_wrong_number_is(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ trl: Any = pytest.importorskip("trl", reason="pip install trl")
 datasets: Any = pytest.importorskip("datasets", reason="pip install datasets")
 
 
-def trainer(model: Any, directory: Path, **arguments: Any) -> Any:
+def trainer(model: Any, directory: Path, peft_config: Any = None, **arguments: Any) -> Any:
     settings = {
         "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 0.01, "bf16": False,
         "use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "max_length": 8, "seed": 3,
@@ -30,6 +30,7 @@ def trainer(model: Any, directory: Path, **arguments: Any) -> Any:
         args=trl.SFTConfig(output_dir=str(directory), **{**settings, **arguments}),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer(),
+        peft_config=peft_config,
     )
 
 
@@ -65,3 +66,22 @@ def test_under_install_its_checkpoints_and_models_are_ours(tmp_path: Path) -> No
         assert_ours(tmp_path / "run" / name)
     assert_ours(tmp_path / "out")
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), trained.model)
+
+
+def test_under_install_adapters_are_trained_over_a_base_of_ours(tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft", reason="pip install peft")
+    llama(Llama).save_pretrained(tmp_path / "base", max_shard_size="6KB")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with hfshard.install():
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        trained = trainer(base, tmp_path / "run", config)
+        trained.train()
+        trained.save_model(str(tmp_path / "adapter"))
+        loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+        again = trainer(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "run", config, max_steps=5)
+        again.train(resume_from_checkpoint=True)
+
+    assert not list((tmp_path / "run" / "checkpoint-4").glob("model*")), "only the adapter is saved"
+    assert_same(peft.get_peft_model_state_dict(loaded), peft.get_peft_model_state_dict(trained.model))
+    assert again.state.global_step == 5
+    assert_ours(tmp_path / "base", shards=4)

@@ -79,9 +79,14 @@ def test_a_commit_of_a_directory_hub_is_resumed_exactly(
         assert saved.name == "checkpoint-00000009", place
 
 
-def test_true_is_what_was_pushed_where_the_run_has_nothing(pushed: Pushed, tmp_path: Path) -> None:
-    callback: dict[str, Any] = {"push_to_hub": f"{pushed.hub}@{pushed.middle}"}
-    trained = resumed(tmp_path, True, callback, save_strategy="no")
+def test_true_is_what_was_pushed_where_the_run_has_nothing(
+    pushed: Pushed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(pushed.hub.parent)
+    trained = trainer(CASE, tmp_path, save_strategy="no")
+    CheckpointCallback(push_to_hub=f"./hub@{pushed.middle}").attach(trained)
+    monkeypatch.chdir(tmp_path)
+    trained.train(resume_from_checkpoint=True)
     assert everything(trained) == pushed.everything
 
     hub = DirectoryHub.open(pushed.hub)
@@ -89,7 +94,7 @@ def test_true_is_what_was_pushed_where_the_run_has_nothing(pushed: Pushed, tmp_p
     steps = Steps()
     trained = trainer(CASE, tmp_path, max_steps=11, save_strategy="no")
     trained.add_callback(steps)
-    CheckpointCallback(**callback).attach(trained)
+    CheckpointCallback(push_to_hub=f"{pushed.hub}@{pushed.middle}").attach(trained)
     trained.train(resume_from_checkpoint=True)
     assert steps.begun == [9, 10]
 
