@@ -159,10 +159,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "external_loader plain_loader",
     ),
     "training.foreign": (
-        "checkpoint optimizers pickles schedulers torch_keys",
-        "directories torch_file",
+        "checkpoint optimizers pickles torch_keys",
+        "directories positions torch_file",
         "planning readers",
-        "resuming",
+        "converting resuming",
     ),
     "training.foreign.directories": ("data_position files", "rng_states", "accelerate trainer", "runs"),
     "training.foreign.pickles": ("inert_pickle", "data_types described_tensors", "plain_values", "plain_files"),

@@ -52,6 +52,20 @@ def match_prefixes(names: Iterable[str], expected: Collection[str]) -> dict[str,
     return result
 
 
+def without_common_wrappers(names: Collection[str]) -> dict[str, str]:
+    """Strip what wrappers around a whole model have put before its names, where the model itself is not known.
+
+    Returns:
+        Name -> the same without the `module.` and `_orig_mod.` that all of them begin with.
+
+    Example:
+        >>> without_common_wrappers(["module.0.weight", "module.module.bias"])
+        {'module.0.weight': '0.weight', 'module.module.bias': 'module.bias'}
+    """
+    depth = min((_wrappers_before(name) for name in names), default=0)
+    return {name: _without_first(name, depth) for name in names}
+
+
 def strip_wrappers(name: str) -> str:
     """Strip from a name all that wrappers around the model and torch.compile put into it."""
     return strip_compiled(_without_first(name, _wrappers_before(name)))

@@ -156,6 +156,7 @@ def collect(
     ranks: Sequence[RankState],
     extra: Any,
     options: SaveOptions,
+    lacking: Sequence[str] = (),
 ) -> SavePayload:
     """Collect every part of a training state; nothing is changed, drawn or copied.
 
@@ -165,6 +166,7 @@ def collect(
         ranks: What belongs to each rank alone.
         extra: More to store: anything that `nested.encode` takes.
         options: Of each set of tensors.
+        lacking: What another program's checkpoint did not hold that this one is made of.
 
     Raises:
         UnstorableTensorError: A value can't be stored; the message says where it is. (Tensors are checked later.)
@@ -174,9 +176,8 @@ def collect(
         tensors |= rank.tensors
     extras = encode(extra, "extra", tensors)
     nested_ranks = [rank.nested for rank in ranks]
-    raw = padded_json(
-        {"format": TRAINING_STATE_FORMAT, "components": components.encoded, "ranks": nested_ranks, "extra": extras}
-    )
+    state = {"format": TRAINING_STATE_FORMAT, "components": components.encoded, "ranks": nested_ranks, "extra": extras}
+    raw = padded_json({**state, "lacking": list(lacking)} if lacking else state)
     requests = {}
     if model is not None:
         requests[MODEL_BASE] = _model_request(model, options)

@@ -64,6 +64,8 @@ class ForeignCheckpoint:
     """What else it holds: epoch, loss, arguments."""
     rng: dict[str, Any] | None = None
     """This rank's random number generators, in the form of `parts.rng.rng_state`; None where it has none."""
+    companions: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files that belong to the model, such as config.json: a conversion takes them along."""
     lacking: tuple[str, ...] = ()
     """What it does not hold, in words that follow on "lacks": "the position in the data"."""
     differences: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -13,16 +13,9 @@ from hfshard.errors import StateDictMismatchError
 from hfshard.state_dicts.wrappers import match_prefixes
 from hfshard.training.parts.optimizer import group_names
 from hfshard.training.parts.positions.holders import Names
+from hfshard.training.parts.same_class import check_options
 
-_LATER: Final = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"})
-"""Options that torch's optimizers did not always have; torch adds them to a state that lacks them."""
-
-_OF_SCHEDULERS: Final = frozenset(
-    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "max_beta1", "swa_lr", "param_names", "params"}
-)
-"""Options that schedulers put into groups."""
-
-_LIKE_THEIR_PARAMETER: Final = frozenset(
+LIKE_THEIR_PARAMETER: Final = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
     + ("sum", "prev", "ax")
 )
@@ -54,8 +47,8 @@ def named_optimizer_state(
     """
     built = group_names(optimizer, names, component)
     groups = saved["param_groups"]
-    _check_options(optimizer, groups, component, path)
-    stated = _stated_names(groups, built)
+    check_options(optimizer, groups, component, path)
+    stated = stated_names(groups, [name for group in built for name in group])
     if stated is None:
         _check_counts(groups, built, component, path)
         in_model = list(dict.fromkeys(names.values()))
@@ -64,7 +57,7 @@ def named_optimizer_state(
     state = {by_position[key]: value for key, value in saved["state"].items() if key in by_position}
     _check_shapes(state, {names[id(one)]: one for one in _parameters(optimizer)}, component, path)
     return {
-        "class": type(optimizer).__qualname__,
+        "class": None,
         "groups": [
             {"params": own, "options": {key: one for key, one in group.items() if key not in ("params", "param_names")}}
             for group, own in zip(groups, stated)
@@ -80,27 +73,13 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _check_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], component: str, path: str) -> None:
-    """Refuse the state of another class: such a file does not name its own, but each class has options of its own."""
-    own = set(optimizer.defaults)
-    known = own.union(_OF_SCHEDULERS, _LATER, *optimizer.param_groups)
-    for group in groups:
-        missing = sorted(own - group.keys() - _LATER)
-        unexpected = sorted(str(key) for key in group.keys() - known)
-        if missing:
-            more = f", and has {list_some(unexpected, _SHOWN, quote=True)}" if unexpected else ""
-            raise StateDictMismatchError(
-                f"'{component}' is a {type(optimizer).__qualname__}, and the state in '{path}' is another optimizer's: "
-                f"it lacks {list_some(missing, _SHOWN, quote=True)}{more}. Build the optimizer of that run, or pass "
-                "strict=False to let this one start afresh.",
-                path=path,
-                missing_keys=tuple(missing),
-                unexpected_keys=tuple(unexpected),
-            )
+def stated_names(groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> list[list[str]] | None:
+    """The names that the groups say themselves, without wrappers; None where not all of them do.
 
-
-def _stated_names(groups: Sequence[Mapping[str, Any]], built: Sequence[Sequence[str]]) -> list[list[str]] | None:
-    """The names that the groups say themselves; None where not all of them do."""
+    Args:
+        groups: The `param_groups` of a state.
+        known: The names of the model's parameters.
+    """
     told = [group.get("param_names") for group in groups]
     is_told = [
         isinstance(own, list) and len(own) == len(group["params"]) and all(isinstance(one, str) for one in own)
@@ -108,7 +87,7 @@ def _stated_names(groups: Sequence[Mapping[str, Any]], built: Sequence[Sequence[
     ]
     if not all(is_told):
         return None
-    matched = match_prefixes([one for own in told for one in own or ()], {one for own in built for one in own})
+    matched = match_prefixes([one for own in told for one in own or ()], known)
     return [[matched[one] for one in own or ()] for own in told]
 
 
@@ -155,7 +134,7 @@ def _check_shapes(state: Mapping[str, Any], parameters: Mapping[str, torch.Tenso
             if shape is None or not isinstance(value, torch.Tensor) or tuple(value.shape) == shape:
                 continue
             is_made_of_it = all(size == 1 or size in shape for size in value.shape)  # as Adafactor's rows are
-            if slot in _LIKE_THEIR_PARAMETER or not is_made_of_it or sorted(value.shape) == sorted(shape):
+            if slot in LIKE_THEIR_PARAMETER or not is_made_of_it or sorted(value.shape) == sorted(shape):
                 raise StateDictMismatchError(
                     f"'{slot}' of '{name}' has the shape {list(value.shape)} in '{path}', and the parameter "
                     f"{list(shape)}: '{component}' had its parameters in another order, or had other ones. Build it as "

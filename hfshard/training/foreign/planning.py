@@ -13,12 +13,11 @@ from hfshard.state_dicts.wrappers import match_prefixes
 from hfshard.training.data.external_loader import LoaderTracker
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint
 from hfshard.training.foreign.optimizers import named_optimizer_state
-from hfshard.training.foreign.schedulers import scheduler_entry
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.nested_types import NotStored
 from hfshard.training.parts.positions.ordered_state import find_in
 from hfshard.training.parts.rng import check_rng_state, set_rng_state
-from hfshard.training.restoring.components import check_components
+from hfshard.training.restoring.components import check_components, never_held
 from hfshard.training.restoring.part_planner import PART_ORDER, PartPlanner, Restoration
 from hfshard.training.state import TrainingState
 
@@ -37,7 +36,13 @@ def plan_foreign(state: TrainingState, foreign: ForeignCheckpoint, *, strict: bo
         StateDictMismatchError: strict, and something differs.
         DamagedCheckpointError: The state of a part is not what such a part saves.
     """
-    restoration = Restoration(directory=foreign.path, extra=foreign.extra, differences=list(foreign.differences))
+    absent = never_held(state) - foreign.components.keys()
+    restoration = Restoration(
+        directory=foreign.path,
+        extra=foreign.extra,
+        differences=list(foreign.differences),
+        lacking=foreign.lacking + tuple(f"the state of '{name}'" for name in state.components if name in absent),
+    )
     kinds: dict[str, Any] = dict(state.kinds)
     saved = {name: {"kind": kinds.get(name), "state": value} for name, value in foreign.components.items()}
     check_components(state, saved, foreign.path, restoration.differences, (), strict=strict, may_lack=never_held(state))
@@ -56,12 +61,6 @@ def plan_foreign(state: TrainingState, foreign: ForeignCheckpoint, *, strict: bo
     return restoration
 
 
-def never_held(state: TrainingState) -> frozenset[str]:
-    """The parts of a state that other programs do not save: positions of loaders, gradients between micro-batches."""
-    gradients = {name for name, part in state.components.items() if isinstance(part, Gradients)}
-    return frozenset(gradients.union(state.of_kind("loader")))
-
-
 def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
     """Bring the state of one part into the form that ours has, and plan it."""
     part = planner.state.components[name]
@@ -77,7 +76,7 @@ def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
             in_file = list(_names_in_file(planner.state, foreign)) if foreign.has_order else []
             value = named_optimizer_state(part, value, planner.parameter_names, in_file, name, foreign.path)
         elif kind == "scheduler":
-            value = scheduler_entry(part, value, name, foreign.path)
+            value = {"class": None, "state": dict(value)}
         planner.saved[name]["state"] = value
         planner.plan(name, value)
     except HfshardError as error:

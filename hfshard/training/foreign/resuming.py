@@ -12,7 +12,7 @@ from hfshard._util.text import list_some
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint, ForeignRequest
 from hfshard.training.foreign.directories.data_position import with_positions
-from hfshard.training.foreign.planning import never_held, plan_foreign
+from hfshard.training.foreign.planning import plan_foreign
 from hfshard.training.foreign.readers import Reader, reader_of
 from hfshard.training.ranks import Ranks
 from hfshard.training.restoring.part_planner import Restoration
@@ -96,22 +96,19 @@ def _resume(
             f"The ranks see different files in '{path}', and nothing was restored. Let all ranks see the same ones.",
             path=path,
         )
-    lacking = foreign.lacking + tuple(
-        f"the state of '{name}'" for name in state.components if name in never_held(state) - foreign.components.keys()
-    )
     for difference in restoration.differences:
         logger.warning("%s", difference)
-    if lacking:
-        logger.warning("'%s' lacks %s.", path, list_some(lacking, _SHOWN))
+    if restoration.lacking:
+        logger.warning("'%s' lacks %s.", path, list_some(restoration.lacking, _SHOWN))
     restoration.apply(ranks)
-    return _restored(foreign, restoration, lacking)
+    return _restored(foreign, restoration)
 
 
-def _restored(foreign: ForeignCheckpoint, restoration: Restoration, lacking: tuple[str, ...]) -> RestoredStep:
+def _restored(foreign: ForeignCheckpoint, restoration: Restoration) -> RestoredStep:
     restored = RestoredStep(foreign.step or 0)
     restored.path = foreign.path
     restored.extra = foreign.extra
     restored.metrics = {}
     restored.differences = tuple(restoration.differences)
-    restored.lacking = lacking
+    restored.lacking = restoration.lacking
     return restored

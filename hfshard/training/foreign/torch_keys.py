@@ -20,6 +20,15 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Part -> keys under which tutorials and much used programs save it, besides those of its own name."""
 
+_USUAL: Final[Mapping[str, PartKind]] = {
+    "model": "module",
+    "optimizer": "optimizer",
+    "scheduler": "scheduler",
+    "scaler": "stateful",
+    "ema": "module",
+}
+"""The parts that are looked for where there is no state to say which."""
+
 _FORMS: Final = ("{}", "{}_state_dict", "{}_state", "{}_dict", "state_dict_{}")
 """How a key is made of a part's own name."""
 
@@ -62,11 +71,11 @@ def sort_entries(
         raise InvalidArgumentError(
             f"keys names '{next(iter(unknown))}', which is no part of the TrainingState: {', '.join(kinds)}."
         )
-    if _is_weights(value) and not keys:
+    if is_weights(value) and not keys:
         return SortedEntries({"model": ("", value)}, {})
     entries = dict(_entries(value))
     found: dict[str, tuple[str, Any]] = {}
-    for name, kind in (kinds or _usual_kinds()).items():
+    for name, kind in (kinds or _USUAL).items():
         at = keys[name] if name in keys else _only_candidate(name, kind, entries, keys, path)
         if at is not None:
             found[name] = at, _at(value, at, path)
@@ -96,16 +105,12 @@ def is_optimizer_state(value: Any) -> bool:
     )
 
 
-def _is_weights(value: Any) -> bool:
+def is_weights(value: Any) -> bool:
     """Whether a value is the state dict of a module: names with tensors, and maybe states that are none."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
         return False
     others = [key for key, one in value.items() if not isinstance(one, torch.Tensor)]
     return len(others) < len(value) and all(key.endswith("_extra_state") for key in others)
-
-
-def _usual_kinds() -> dict[str, PartKind]:
-    return {"model": "module", "optimizer": "optimizer", "scheduler": "scheduler", "scaler": "stateful"}
 
 
 def _entries(value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -153,21 +158,21 @@ def _in_order(keys: list[str], entries: Mapping[str, Any]) -> list[str]:
 def _fits(value: Any, kind: PartKind) -> bool:
     """Whether an entry has the form of a part's state."""
     if kind == "module":
-        return _is_weights(value) or _is_nested(value, kind)
+        return is_weights(value) or _is_nested(value, kind)
     if kind == "optimizer":
         return is_optimizer_state(value)
     return isinstance(value, Mapping)
 
 
 def _is_nested(value: Any, kind: PartKind) -> bool:
-    return kind == "module" and isinstance(value, Mapping) and _is_weights(value.get("state_dict"))
+    return kind == "module" and isinstance(value, Mapping) and is_weights(value.get("state_dict"))
 
 
 def _is_part(at: str, value: Any) -> bool:
     """Whether an entry that nobody asked for is the state of a part, which a restore would leave out."""
     usual = {key for name in ("scheduler", "scaler") for key in _keys_of(name)}
     is_state = at.split(".")[0] in usual and isinstance(value, Mapping) and len(value) > 0
-    return is_state or is_optimizer_state(value) or _is_weights(value) or _is_nested(value, "module")
+    return is_state or is_optimizer_state(value) or is_weights(value) or _is_nested(value, "module")
 
 
 def _is_taken(at: str, taken: set[str]) -> bool:

@@ -17,7 +17,7 @@ from hfshard.training.parts.pending_loads import PendingLoad
 from hfshard.training.parts.positions.holders import Names
 from hfshard.training.parts.positions.ordered_state import find_in, find_ordered_state, one_per_parameter
 from hfshard.training.parts.positions.reordering import Reordering, matched_positions
-from hfshard.training.parts.same_class import check_class
+from hfshard.training.parts.same_class import check_class, check_options
 
 _SHOWN = 5
 """How many names a message lists."""
@@ -72,7 +72,8 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
     Args:
         optimizer: Built as for the run that was saved; parameters and groups may be in another order. It is not changed
             before the load.
-        saved: What `encode_optimizer` returned, decoded.
+        saved: What `encode_optimizer` returned, decoded. Of another program's its class is None; and `by_position` is
+            true if its parameters got their names by their order.
         names: The names of the parameters that it has now.
         component: Its name in the training state, for messages.
         path: The checkpoint's, for messages.
@@ -83,6 +84,8 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
     """
     _check_form(saved)
     check_class(saved["class"], optimizer, "optimizer", component, path)
+    if saved["class"] is None:
+        check_options(optimizer, [group["options"] for group in saved["groups"]], component, path)
     current = optimizer.state_dict()
     position_names = _position_names(optimizer, current, names, component)
     matched = _matched_groups(optimizer, saved["groups"], names, component, path)
@@ -212,6 +215,8 @@ def _refuse_ordered_state(optimizer: Optimizer, saved: dict[str, Any], names: Na
     before = [group["params"] for group in saved["groups"]]
     if group_names(optimizer, names, component) == before:
         return
+    if saved.get("by_position"):
+        raise _ordered("state", optimizer, [name for group in before for name in group], component, path)
     parameters = {names[id(one)]: one for one in _all_parameters(optimizer)}
     place = find_ordered_state(saved, parameters)
     if isinstance(optimizer, LBFGS) and saved["state"]:

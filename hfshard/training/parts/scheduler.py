@@ -19,7 +19,7 @@ from hfshard.training.parts.nested import encode
 from hfshard.training.parts.nested_types import NOT_STORED, NotStored, ObjectState
 from hfshard.training.parts.pending_loads import PendingLoad
 from hfshard.training.parts.positions.reordering import Reordering
-from hfshard.training.parts.same_class import check_class
+from hfshard.training.parts.same_class import check_class, check_entries
 
 _NEVER_STORED: Final = (
     types.FunctionType,
@@ -90,6 +90,8 @@ def plan_scheduler(
     if not isinstance(saved["state"], dict):
         raise TypeError("the state of a scheduler is not a dict")
     check_class(saved["class"], scheduler, "scheduler", name, path)
+    if saved["class"] is None:
+        check_entries(scheduler, saved["state"], name, path)
     parts = _part_classes(scheduler)
     if saved.get("parts", parts) != parts:
         raise _differs("_schedulers", name, path, str(saved["parts"]), str(parts))

@@ -89,6 +89,12 @@ def check_components(
         )
 
 
+def never_held(state: TrainingState) -> frozenset[str]:
+    """The parts of a state that other programs do not save: positions of loaders, gradients between micro-batches."""
+    gradients = {name for name, part in state.components.items() if isinstance(part, Gradients)}
+    return frozenset(gradients.union(state.of_kind("loader")))
+
+
 def check_object(name: str, part: Any, value: Any, directory: str) -> None:
     """Ask an object whether it would take its state.
 

@@ -34,6 +34,8 @@ class Restoration:
     objects: list[StatefulLoad] = field(default_factory=list)
     """The user's own objects, each of which may refuse its state."""
     extra: Any = None
+    lacking: tuple[str, ...] = ()
+    """What another program's checkpoint did not hold, see `RestoredStep.lacking`."""
     set_rng: Callable[[], None] = lambda: None
     directory: str = ""
     without_gradients: list[nn.Parameter] = field(default_factory=list)

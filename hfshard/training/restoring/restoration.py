@@ -25,6 +25,7 @@ from hfshard.training.parts.rng import check_rng_state, seed_from_state, set_rng
 from hfshard.training.ranks import ALONE, Ranks
 from hfshard.training.restoring.components import (
     check_components,
+    never_held,
     parts_of_other_stages,
     take_gradients,
 )
@@ -69,9 +70,10 @@ def plan_restoration(
     own = saved_ranks[ranks.rank if ranks.rank < len(saved_ranks) else 0]
     saved = {**saved_state["components"], **own["components"]}
     take_gradients(state, saved, 1 if "stage" in own else len(saved_ranks), 1 if stage else ranks.world_size)
-    restoration = Restoration(directory=directory)
+    restoration = Restoration(directory=directory, lacking=tuple(saved_state.get("lacking", ())))
     elsewhere = parts_of_other_stages(state, own)
-    check_components(state, saved, directory, restoration.differences, elsewhere, strict=strict)
+    may_lack = never_held(state) if restoration.lacking else frozenset[str]()
+    check_components(state, saved, directory, restoration.differences, elsewhere, strict=strict, may_lack=may_lack)
     read = part_reader(state, directory, manifest, ranks.rank if ranks.rank < len(saved_ranks) else 0)
     wanted = None
     if stage is not None:
@@ -88,12 +90,13 @@ def plan_restoration(
     for name in sorted(common, key=lambda name: PART_ORDER[state.kinds[name]]):
         planner.plan(name)
     rng, restoration.extra = decode([own["rng"], saved_state["extra"]], tensors, path)
-    check_rng_state(rng, path)
     restoration.trackers = [one for name in common if isinstance(one := state.components[name], LoaderTracker)]
     if not any(isinstance(part, Gradients) for part in state.components.values()):
         modules = [state.components[name] for name in common if state.kinds[name] == "module"]
         restoration.without_gradients = [parameter for module in modules for parameter in module.parameters()]
-    restoration.set_rng = _rng_update(rng, len(saved_ranks), ranks, directory)
+    if rng is not None or not restoration.lacking:
+        check_rng_state(rng, path)
+        restoration.set_rng = _rng_update(rng, len(saved_ranks), ranks, directory)
     return restoration
 
 
@@ -184,6 +187,8 @@ def _read_training_state(path: str, directory: str) -> dict[str, Any]:
         components = part.get("components") if isinstance(part, dict) else None
         is_whole = is_whole and isinstance(components, dict) and (part is saved_state or "rng" in part)
         is_whole = is_whole and all(isinstance(one, dict) and "state" in one for one in (components or {}).values())
+    lacking = saved_state.get("lacking", [])
+    is_whole = is_whole and isinstance(lacking, list) and all(isinstance(words, str) for words in lacking)
     if not is_whole:
         raise DamagedCheckpointError(f"'{path}' is damaged: it lacks a component's state. {_REMEDY}", path=path)
     return saved_state

@@ -128,6 +128,7 @@ def _resume_on_ranks(
     restored.extra = restoration.extra
     restored.metrics = manifest.metrics
     restored.differences = tuple(restoration.differences)
+    restored.lacking = restoration.lacking
     if ranks.is_first:
         logger.info("Restored the checkpoint of step %d from '%s'.", manifest.step, checkpoint.path)
     return restored

@@ -14,6 +14,8 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from tests.training.fingerprint import flatten
+
 
 class WithItsOwnMethod(lr_scheduler.CyclicLR):
     """Scales by a method of its own, which its state holds."""
@@ -279,3 +281,13 @@ PROGRAMS = {
         differs=("'scheduler.fn' in",),
     ),
 }  # fmt: skip
+
+
+def built(program: Program, seed: int) -> Parts:
+    torch.manual_seed(seed)
+    return program.build(net())
+
+
+def result(parts: Parts) -> dict[str, Any]:
+    """All weights, buffers and optimizer states, and the learning rates."""
+    return dict(flatten({name: part.state_dict() for name, part in parts.named.items() if name != "scheduler"}, ""))

@@ -97,8 +97,8 @@ def test_a_name_of_an_architecture_is_no_model(tmp_path: Path, manager: Checkpoi
     ("build", "match"),
     [
         (lambda model: SGD(model[0].parameters(), lr=0.1, momentum=0.9), r"had \[6\] parameters.*and have \[2\]"),
-        (lambda model: two_groups(model).optimizer, r"is a AdamW.*another optimizer's: it lacks 'amsgrad', 'betas'"),
-        (lambda model: Adam(model.parameters()), r"is a Adam.*has 'dampening', 'momentum', 'nesterov'"),
+        (lambda model: two_groups(model).optimizer, r"is an AdamW.*another optimizer's: it lacks 'amsgrad', 'betas'"),
+        (lambda model: Adam(model.parameters()), r"is an Adam.*has 'dampening', 'momentum', 'nesterov'"),
         (
             lambda model: SGD([*model.parameters()][::-1], lr=0.1, momentum=0.9),
             r"'momentum_buffer' of '2.bias' has the shape \[3, 4\].*and the parameter \[2\]",
@@ -121,7 +121,7 @@ def test_other_optimizers_are_refused(build: Any, match: str, tmp_path: Path, ma
 def test_another_scheduler_is_refused(tmp_path: Path, manager: CheckpointManager) -> None:
     path = tutorial(tmp_path)
     for make, match in (
-        (lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5), "is a ExponentialLR.*it has 'step_size'"),
+        (lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5), "is an ExponentialLR.*it has 'step_size'"),
         (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 5), "it lacks 'T_max', 'eta_min', and it has"),
     ):
         parts = stepped(net())
@@ -192,7 +192,7 @@ def test_ours_lack_nothing_and_know_no_keys(tmp_path: Path, manager: CheckpointM
     state = TrainingState(net())
     manager.save(1, state)
     assert manager.restore(state, 1).lacking == ()
-    with pytest.raises(InvalidArgumentError, match="keys is for files of"):
+    with pytest.raises(InvalidArgumentError, match="keys is for what other programs have saved"):
         manager.restore(state, 1, keys={"model": "ema"})
     with pytest.raises(InvalidArgumentError, match="keys names 'ema', which is no part of the TrainingState: model"):
         manager.restore(state, tutorial(tmp_path), keys={"ema": "ema"})

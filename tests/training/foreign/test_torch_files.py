@@ -10,17 +10,7 @@ import torch
 
 from hfshard.training import CheckpointManager, TrainingState
 from tests.training.fingerprint import flatten
-from tests.training.foreign.programs import PROGRAMS, Parts, Program, net, train
-
-
-def build(program: Program, seed: int) -> Parts:
-    torch.manual_seed(seed)
-    return program.build(net())
-
-
-def result(parts: Parts) -> dict[str, Any]:
-    """All weights, buffers and optimizer states, and the learning rates."""
-    return dict(flatten({name: part.state_dict() for name, part in parts.named.items() if name != "scheduler"}, ""))
+from tests.training.foreign.programs import PROGRAMS, built, result, train
 
 
 def save(value: Any, path: Path, **options: Any) -> str:
@@ -36,10 +26,10 @@ def manager(tmp_path: Path) -> CheckpointManager:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_runs_of_programs_go_on_as_by_their_own_resume(name: str, tmp_path: Path, manager: CheckpointManager) -> None:
     program = PROGRAMS[name]
-    saved = build(program, seed=1)
+    saved = built(program, seed=1)
     train(saved, 0, 4)
     path = save(program.save(saved), tmp_path / "checkpoint.pth.tar", **program.options)
-    theirs, ours = build(program, seed=2), build(program, seed=2)
+    theirs, ours = built(program, seed=2), built(program, seed=2)
     program.load(theirs, torch.load(path, weights_only=False))
 
     restored = manager.restore(TrainingState(**ours.named), path, strict=not program.differs, keys=program.keys)

@@ -1,0 +1,194 @@
+"""Makes a checkpoint of ours of another program's, without the model: what is by position gets names, or is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hfshard._util.file_errors import names_files
+from hfshard._util.paths import absolute_path
+from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.saving.request import request_from_state_dict
+from hfshard.state_dicts.wrappers import strip_compiled, without_common_wrappers
+from hfshard.storage.format.integrity import Checksum
+from hfshard.storage.format.names import MODEL_BASE
+from hfshard.training.collecting import Components, RankState, SavePayload, collect, rank_prefix, save_options
+from hfshard.training.foreign.checkpoint import ForeignCheckpoint, ForeignRequest
+from hfshard.training.foreign.optimizers import stated_names
+from hfshard.training.foreign.positions import names_by_order, unknown_owners
+from hfshard.training.foreign.readers import reader_of
+from hfshard.training.foreign.torch_keys import is_optimizer_state, is_weights
+from hfshard.training.parts.nested import encode
+from hfshard.training.parts.nested_types import NotStored
+from hfshard.training.run.directory import checkpoint_path
+from hfshard.training.run.rotation import Rotation
+from hfshard.training.run.writing import check_names
+from hfshard.training.run_writer import RunWriter
+from hfshard.training.step import checked_step
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedRun:
+    """A checkpoint that was made of another program's."""
+
+    path: str
+    """Its directory."""
+    step: int
+    parts: tuple[str, ...]
+    """The names of its parts."""
+    lacking: tuple[str, ...]
+    """As in `RestoredStep`."""
+    differences: tuple[str, ...]
+    """What was left out. Always empty with strict."""
+
+
+def is_foreign_run(place: str) -> bool:
+    """Whether a place has the state of an optimizer that another program has saved.
+
+    Raises:
+        UnsafePickleError, DamagedCheckpointError: It is one, and can't be read.
+    """
+    reader = reader_of(place)
+    if reader is None:
+        return False
+    found = reader(place, ForeignRequest(strict=False, verify="structure"))
+    return any(is_optimizer_state(value) for value in found.components.values())
+
+
+@names_files("root")
+def convert_foreign(
+    path: str,
+    root: str | os.PathLike[str],
+    *,
+    keys: Mapping[str, str] | None = None,
+    step: int | None = None,
+    strict: bool = True,
+    max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+    checksum: Checksum = "xxh3",
+    progress: bool | None = None,
+) -> ConvertedRun:
+    """Make a checkpoint of a run of what another program has saved.
+
+        convert_foreign("checkpoint.pth.tar", "run")
+        CheckpointManager("run").restore_latest(state)
+
+    Args:
+        path: The file or directory.
+        root: The run's directory, made if it is missing.
+        keys, strict: As in `CheckpointManager.restore`.
+        step: Of the checkpoint; None: the step that the file has, else its epoch, else 0.
+        max_shard_size, checksum, progress: As in `CheckpointManager`.
+
+    Raises:
+        CheckpointNotFoundError: It is no checkpoint of another program.
+        InvalidArgumentError: It has no weights; it is not known whose state is whose in its optimizer; or the run has a
+            checkpoint of this step. Nothing was written.
+        UnsafePickleError, DamagedCheckpointError: It can't be read.
+    """
+    root = absolute_path(root, "root")
+    reader = reader_of(path)
+    if reader is None:
+        raise CheckpointNotFoundError(f"'{path}' is no checkpoint of another program. Check the path.", path=path)
+    foreign = reader(path, ForeignRequest(keys=keys or {}, strict=strict))
+    number = checked_step(foreign.step or 0 if step is None else step)
+    foreign = replace(foreign, lacking=(*foreign.lacking, "the position in the data"))
+    payload = _payload(foreign, max_shard_size, checksum, progress).of_one_process()
+    check_names(foreign.companions, payload)
+    writer = RunWriter(root, Rotation(), None, progress)
+    try:
+        with writer.turn("convert"):
+            if os.path.lexists(checkpoint_path(root, number)):
+                raise InvalidArgumentError(
+                    f"'{checkpoint_path(root, number)}' is there already. Give another run, or another step.", path=root
+                )
+            writer.begin()
+            foreign.confirm()
+            saved = writer.write(number, payload, {}, dict(foreign.companions), blocking=True)
+    finally:
+        writer.close()
+    return ConvertedRun(saved.path, number, tuple(foreign.components), foreign.lacking, foreign.differences)
+
+
+def _payload(
+    foreign: ForeignCheckpoint, max_shard_size: int | str, checksum: Checksum, progress: bool | None
+) -> SavePayload:
+    stored: Mapping[str, Any] = foreign.components.get("model", {})
+    if not is_weights(stored):
+        raise InvalidArgumentError(
+            f"'{foreign.path}' has no weights under a usual key, and nothing was written. Say where they are: "
+            "keys={'model': ...}.",
+            path=foreign.path,
+        )
+    names = {name: strip_compiled(short) for name, short in without_common_wrappers(stored).items()}
+    weights = {names[name]: value for name, value in stored.items()}
+    components = Components({}, {}, {})
+    for name, value in foreign.components.items():
+        kind, encoded = _encoded(name, value, foreign, weights, components)
+        components.encoded[name] = {"kind": kind, "state": encoded}
+    tensors: dict[str, torch.Tensor] = {}
+    nested = {"rng": encode(foreign.rng, f"{rank_prefix(0)}rng", tensors), "components": {}}
+    options = save_options(max_shard_size, checksum, progress)
+    payload = collect(components, None, [RankState(nested, tensors)], foreign.extra, options, foreign.lacking)
+    only_tensors = {key: one for key, one in weights.items() if isinstance(one, torch.Tensor)}
+    return replace(payload, requests={MODEL_BASE: request_from_state_dict(only_tensors, options), **payload.requests})
+
+
+def _encoded(
+    name: str, value: Any, foreign: ForeignCheckpoint, weights: Mapping[str, Any], components: Components
+) -> tuple[str, Any]:
+    """The kind of a part, and its state in the form that ours has."""
+    if name == "model":
+        others = {key: one for key, one in weights.items() if not isinstance(one, torch.Tensor)}
+        return "module", encode(others, name, components.tensors)
+    if is_optimizer_state(value):
+        stated = stated_names(value["param_groups"], weights.keys())
+        by_order = stated is None
+        names = _names_by_order(name, value, foreign, weights) if stated is None else stated
+        own = name == "optimizer"
+        tensors = components.optimizer_tensors if own else components.tensors
+        encoded = _encoded_optimizer(value, names, tensors, "" if own else f"{name}/")
+        return "optimizer", {**encoded, "by_position": by_order}
+    if name == "scheduler":
+        state = encode(dict(value), name, components.tensors, lambda one: one if isinstance(one, NotStored) else None)
+        return "scheduler", {"class": None, "state": state}
+    return "module" if is_weights(value) else "stateful", encode(value, name, components.tensors)
+
+
+def _names_by_order(
+    component: str, saved: Mapping[str, Any], foreign: ForeignCheckpoint, weights: Mapping[str, Any]
+) -> list[list[str]]:
+    if not foreign.has_order:
+        raise unknown_owners(component, foreign.path, "its weights, in safetensors, do not stand in the model's order")
+    return [names_by_order(saved, weights, component, foreign.path)]
+
+
+def _encoded_optimizer(
+    saved: Mapping[str, Any], names: Sequence[Sequence[str]], tensors: dict[str, torch.Tensor], prefix: str
+) -> dict[str, Any]:
+    groups = saved["param_groups"]
+    by_position = {key: name for group, own in zip(groups, names) for key, name in zip(group["params"], own)}
+    others = {key: value for key, value in saved["state"].items() if key not in by_position}
+    more = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+    return {
+        "class": None,
+        "groups": [
+            {"params": own, "options": encode(_options(group), f"{prefix}param_groups/{number}", tensors)}
+            for number, (group, own) in enumerate(zip(groups, names))
+        ],
+        "state": {
+            by_position[key]: encode(value, f"{prefix}{by_position[key]}", tensors)
+            for key, value in saved["state"].items()
+            if key in by_position
+        },
+        "others": encode(others, f"{prefix}others", tensors),
+        "more": encode(more, f"{prefix}more", tensors),
+    }
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
