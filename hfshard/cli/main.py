@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments without the program's name; None takes those of the process.
 
     Returns:
-        The exit code: 0 done and whole, 1 damaged or failed, 2 bad usage.
+        The exit code: 0 done and whole, 1 damaged or failed, 2 bad usage. Of `run`, nothing: the process becomes the
+        program.
     """
     replace_closed_streams()
     use_any_encoding()

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Final, NoReturn
@@ -54,6 +55,8 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         name = " ".join(target[:2]) if target[0] == "-m" else target[0]
         announce(f" in {printable(name)} and the Python processes that it starts")
     environment = _environment(os.environ, arguments)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what is ignored stays so in the program
+        signal.signal(number, signal.SIG_DFL)
     os.execve(path, command, environment)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -145,6 +146,16 @@ def test_command_of_the_environment_is_run(tmp_path: Path, environment: dict[str
     for first_line in (f"#!{sys.executable} -sE", "#!/usr/bin/env -S python3 -sE"):
         command.write_text(f"{first_line}\n")
         assert "started with -E" in by_hfshard(["launch", "again"], tmp_path, environment).stderr
+
+
+def test_pipes_of_a_shell_script_end_as_without_it(tmp_path: Path, environment: dict[str, str]) -> None:
+    job = tmp_path / "job.sh"
+    job.write_text("#!/usr/bin/env bash\nyes | head -n 1\nexit ${PIPESTATUS[0]}\n")
+    job.chmod(0o755)
+
+    done = by_hfshard(["--quiet", "./job.sh"], tmp_path, environment)
+
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGPIPE, "y\n", "")
 
 
 @pytest.mark.slow
