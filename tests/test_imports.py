@@ -135,7 +135,13 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "read_ahead",
         "tensor_reader",
     ),
-    "storage.weights.pickles": ("choosing nested other_formats refusals", "zip_check", "reading", "pickle_file"),
+    "storage.weights.pickles": (
+        "choosing nested other_formats",
+        "zip_check",
+        "opcode_scan refusals",
+        "reading",
+        "pickle_file",
+    ),
     "training": (
         "parts ranks step",
         "data",

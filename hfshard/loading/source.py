@@ -99,6 +99,12 @@ class CheckpointSource:
         if os.path.exists(path):
             return self._find_file(path)
         if is_weights_name(os.path.basename(path)) and os.path.isdir(os.path.dirname(path) or os.curdir):
+            if os.path.exists(f"{path}.index"):
+                raise CheckpointNotFoundError(
+                    f"There is no file '{path}', but '{path}.index', of a checkpoint of TensorFlow. Convert it "
+                    "with the program that it is for.",
+                    path=path,
+                )
             raise CheckpointNotFoundError(f"There is no file '{path}'. Check the path.", path=path)
         if path != self.path or _is_a_path(path):
             raise directory_not_found(path)

@@ -156,6 +156,14 @@ def in_the_magic_number(place: Place) -> Expected:
     return BIN
 
 
+META = call(
+    "torch._utils", "_rebuild_meta_tensor_no_storage", named("torch", "float32"), several(integer(4)),
+    several(integer(1)), b"\x89",
+)  # fmt: skip
+SPARSE = call(
+    "torch._utils", "_rebuild_sparse_tensor", call("torch.serialization", "_get_layout", text("torch.sparse_coo")),
+    several(tensor("2", (1, 1), kind="LongStorage"), tensor("1", (1,), numel=4), several(integer(4)), b"\x89"),
+)  # fmt: skip
 OBJECTS: dict[str, bytes] = {
     "none": b"N",
     "number": integer(7),
@@ -175,6 +183,13 @@ OBJECTS: dict[str, bytes] = {
     "state-dict-in-itself": b"}q\x00(" + text("state_dict") + b"h\x00u",
     "deep-tuples": b"N" + b"\x85" * 200_000,
     "deep-lists": b"]" * 20_000 + b"a" * 19_999,
+    "deep-tuples-for-a-name": b"}(" + b")" + b"\x85" * 200_000 + tensor("0", (8, 4)) + b"u",
+    "deep-tuples-in-a-set": mapping({**state()[0], "a": call("builtins", "set", b"])" + b"\x85" * 200_000 + b"a")}),
+    "bytearray-of-a-terabyte": mapping({**state()[0], "a": call("builtins", "bytearray", integer(1 << 40))}),
+    "circle": b"}q\x00(" + text("model") + b"h\x00" + text("ema") + b"h\x00u",
+    "tensor-without-data": mapping({**state()[0], "block.bias": META}),
+    "sparse-tensor": mapping({**state()[0], "block.bias": SPARSE}),
+    "memory-that-nobody-filled": mapping({**state()[0], "block.bias": call("torch", "FloatTensor", integer(4))}),
     "endless-memo": b"]q\x00" + b"h\x00a" * 1000,
     "text-of-4-gigabytes": b"X\xff\xff\xff\xffabc",
     "bytes-of-2-to-62": b"\x8e" + (2**62).to_bytes(8, "little"),
@@ -216,6 +231,14 @@ def object_empty_dict(place: Place) -> Expected:
     """Whole, and no key of the model is in it."""
     _object(b"}", "zip", place)
     return Expected("", "missing")
+
+
+@attack("pickle", entries=("state_dict", "module", "pretrained"))
+def two_sets_of_weights(place: Place) -> Expected:
+    """Both whole, and none is the weights by itself."""
+    weights = mapping(state()[0])
+    _object(mapping({"model": weights, "model_ema": weights}), "zip", place)
+    return Expected(raw.BIN, "several sets of weights")
 
 
 @attack("pickle")

@@ -92,7 +92,7 @@ def _only_candidate(value: Mapping[Any, Any], path: str) -> str | None:
             keys = list_some([key for key in value if isinstance(key, str)], _SHOWN, quote=True)
             raise DamagedCheckpointError(
                 f"'{path}' holds no weights that are known as such: its entries are {keys}. If one of them holds "
-                "weights, say which: key=, or --key on the command line.",
+                "weights, pass it: key=, or --key on the command line.",
                 path=path,
             )
         return None  # a state dict with something else in it, which is named
@@ -100,7 +100,7 @@ def _only_candidate(value: Mapping[Any, Any], path: str) -> str | None:
         return next(iter(candidates))
     first = next(iter(named or candidates))
     raise AmbiguousWeightsError(
-        f"'{path}' holds several sets of weights, and nothing was loaded: {_described(candidates)}. Say which: "
+        f"'{path}' holds several sets of weights, and nothing was loaded: {_described(candidates)}. Pass one: "
         f"key={first!r}, or --key {first} on the command line.",
         path=path,
         keys=tuple(candidates),

@@ -16,6 +16,8 @@ _TAR_MARK: Final = slice(257, 262)
 """Where a tar of today says that it is one."""
 _TABLE_MARK: Final = b"\x57\xfb\x80\x8b\x24\x75\x47\xdb"
 """The end of a checkpoint of TensorFlow 1: LevelDB's magic number for tables."""
+_PROTOCOLS: Final = (b"\x02", b"\x03", b"\x04", b"\x05")
+"""Of pickles that begin with their protocol."""
 _OLD_TORCH: Final = frozenset((b"sys_info", b"pickle", b"tensors", b"storages"))
 """The files in a tar of torch before 0.1.10."""
 
@@ -108,10 +110,10 @@ def _tensorflow(fd: int, first: bytes, path: str) -> tuple[str, str] | None:
 
 
 def _bare_pickle(fd: int, first: bytes, path: str) -> tuple[str, str] | None:
-    if first[:1] != b"\x80" or not 2 <= first[1] <= 5:
+    if first[:1] != b"\x80" or first[1:2] not in _PROTOCOLS:
         return None
     return (
-        "a pickle, but not one of torch.save",
+        "a pickle that torch.save did not write",
         "It may run code when it is loaded. If you made it, load it with pickle.load, and save a dict of tensors.",
     )
 

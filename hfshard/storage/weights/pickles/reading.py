@@ -18,6 +18,7 @@ import torch
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError
 from hfshard.storage.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.storage.weights.pickles.nested import iter_storages
+from hfshard.storage.weights.pickles.opcode_scan import scan_old_format, scan_zip
 from hfshard.storage.weights.pickles.other_formats import refuse_other_format
 from hfshard.storage.weights.pickles.refusals import unsafe_pickle
 from hfshard.storage.weights.pickles.zip_check import (
@@ -97,6 +98,7 @@ def read_pickle(path: str, root: str) -> PickleContents:
         is_zip = _is_zip(fd, path)
         if is_zip:
             check_archive(fd, path)
+        (scan_zip if is_zip else scan_old_format)(fd, path)
         value = _load(fd, path, mapped=is_zip)
         if is_zip:
             _check_sizes(value, data_records(fd, path), path)

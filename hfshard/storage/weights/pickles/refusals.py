@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickletools
 import shlex
-import zipfile
 from typing import IO, Final
 
 from hfshard.errors import UnsafePickleError
+from hfshard.storage.weights.pickles.zip_check import pickle_record
 
 _BEFORE_THE_OBJECT: Final = 3
 """Pickles before the object in torch's older format: a magic number, the version, the machine."""
@@ -28,7 +29,7 @@ def unsafe_pickle(fd: int, path: str, asked: str | None, *, is_zip: bool) -> Uns
         is_zip: Which format it has.
     """
     what = f"'{asked}'" if asked else "something"
-    if asked is not None and _root_global(fd, is_zip=is_zip) == asked:
+    if asked is not None and _root_global(fd, path, is_zip=is_zip) == asked:
         kind = f"it is an object of {what} that was saved whole, and a checkpoint needs only tensors"
         taken, where = ".state_dict()", f", where {what} can be imported"
     else:
@@ -43,22 +44,19 @@ def unsafe_pickle(fd: int, path: str, asked: str | None, *, is_zip: bool) -> Uns
     )
 
 
-def _root_global(fd: int, *, is_zip: bool) -> str | None:
+def _root_global(fd: int, path: str, *, is_zip: bool) -> str | None:
     """The class of the object that was saved; None for a dict, or where it can't be told. Nothing is unpickled."""
-    with os.fdopen(os.dup(fd), "rb") as file:
-        file.seek(0)
-        try:
-            if not is_zip:
-                for _ in range(_BEFORE_THE_OBJECT):
-                    for _ in pickletools.genops(file):
-                        pass
-                return _first_global(file)
-            with zipfile.ZipFile(file) as archive:
-                name = next(one for one in archive.namelist() if one.endswith("data.pkl"))
-                with archive.open(name) as opened:
-                    return _first_global(opened)
-        except (ValueError, EOFError, OSError, UnicodeError, zipfile.BadZipFile):  # torch has said that it is no pickle
-            return None
+    try:
+        if is_zip:
+            return _first_global(io.BytesIO(pickle_record(fd, path)))
+        with os.fdopen(os.dup(fd), "rb") as file:
+            file.seek(0)
+            for _ in range(_BEFORE_THE_OBJECT):
+                for _ in pickletools.genops(file):
+                    pass
+            return _first_global(file)
+    except (ValueError, EOFError, OSError):  # torch has found fault with it, too
+        return None
 
 
 def _first_global(file: IO[bytes]) -> str | None:

@@ -69,16 +69,31 @@ def data_records(fd: int, path: str) -> dict[int, int]:
     Raises:
         DamagedCheckpointError: A record has no header.
     """
-    found = {}
     with _opened(fd, path) as archive:
-        for record in archive.infolist():
-            if _DATA in record.filename:
-                head = os.pread(fd, _LOCAL_HEADER_BYTES, record.header_offset)
-                if not head.startswith(_RECORD_MARK):
-                    raise damaged_pickle(path, f"there is no record '{record.filename}' where its directory says")
-                skipped = sum(int.from_bytes(head[at : at + 2], "little") for at in (26, 28))  # name, extra field
-                found[record.header_offset + _LOCAL_HEADER_BYTES + skipped] = record.file_size
-    return found
+        records = [record for record in archive.infolist() if _DATA in record.filename]
+    return {_data_offset(fd, path, record): record.file_size for record in records}
+
+
+def pickle_record(fd: int, path: str) -> bytes:
+    """The bytes of the pickle in such a zip, whether they have a checksum or not.
+
+    Raises:
+        DamagedCheckpointError: There are two.
+    """
+    with _opened(fd, path) as archive:
+        records = [record for record in archive.infolist() if record.filename.endswith("data.pkl")]
+    if len(records) != 1:
+        raise damaged_pickle(path, f"it holds {len(records)} pickles")
+    return os.pread(fd, records[0].file_size, _data_offset(fd, path, records[0]))
+
+
+def _data_offset(fd: int, path: str, record: zipfile.ZipInfo) -> int:
+    """Where a record's bytes begin."""
+    head = os.pread(fd, _LOCAL_HEADER_BYTES, record.header_offset)
+    if not head.startswith(_RECORD_MARK):
+        raise damaged_pickle(path, f"there is no record '{record.filename}' where its directory says")
+    skipped = sum(int.from_bytes(head[at : at + 2], "little") for at in (26, 28))  # name, extra field
+    return record.header_offset + _LOCAL_HEADER_BYTES + skipped
 
 
 @contextmanager
