@@ -101,11 +101,25 @@ def _add_convert(commands: Any) -> None:
     convert = commands.add_parser(
         "convert",
         help="write pytorch_model.bin, .pt, .pth.tar ... as safetensors; the same directory twice: in place",
-        description="Write pickled weights as safetensors, of a directory or of one file. A pickle that asks for more "
-        "than tensors is refused. In place, the pickles are removed when the safetensors are whole.",
+        description="Write pickled weights as safetensors, of a directory or of one file; of what another program has "
+        "saved with an optimizer, make a checkpoint of the run DST. A pickle that asks for more than plain data is "
+        "refused. In place, the pickles are removed when the safetensors are whole.",
     )
     _add_source_and_target(convert)
     convert.set_defaults(dtype=None)
+    convert.add_argument("--weights", action="store_true", help="write the weights alone, though SRC has an optimizer")
+    convert.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint's step (default: SRC's own)")
+    convert.add_argument(
+        "--part",
+        action="append",
+        type=_part,
+        default=[],
+        metavar="NAME=KEY",
+        help='of a run: where SRC has a part, such as model=ema.state_dict or optimizer="optim.0"; may be repeated',
+    )
+    convert.add_argument(
+        "--not-strict", dest="strict", action="store_false", help="of a run: leave out what can't be read, and say so"
+    )
 
 
 def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
@@ -136,6 +150,14 @@ def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
     _add_token(parser)
     _add_format(parser)
     _add_no_progress(parser)
+
+
+def _part(text: str) -> tuple[str, str]:
+    """Split the name of a part from its key in a file."""
+    name, equals, key = text.partition("=")
+    if not name or not equals or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=KEY")
+    return name, key
 
 
 def _shard_size(text: str) -> int | str:

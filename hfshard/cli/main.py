@@ -81,7 +81,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
         "verify": commands.verify,
         "checkpoints": training_commands.checkpoints,
         "reshard": reshard_commands.reshard,
-        "convert": reshard_commands.convert,
+        "convert": training_commands.convert,
         "push": hub_commands.push,
         "pull": hub_commands.pull,
         "revisions": hub_commands.revisions,

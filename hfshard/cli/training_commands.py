@@ -1,20 +1,23 @@
-"""The command that shows the checkpoints of a training run: checkpoints."""
+"""The commands for checkpoints of training runs: checkpoints, and convert where it makes one."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from hfshard.cli import reshard_commands
 from hfshard.cli.commands import print_problems
-from hfshard.cli.output import print_json, print_message, print_text, table
+from hfshard.cli.output import print_json, print_message, print_text, printable, table
 from hfshard.cli.training_reports import as_problems, is_checkpoint, report_of
-from hfshard.errors import CheckpointNotFoundError
+from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.planning.size import format_size
 from hfshard.storage.checkpoint.report import Problem
+from hfshard.training.foreign.converting import ConvertedRun, convert_foreign, is_foreign_run
 from hfshard.training.run.directory import RunCheckpoint, checkpoints_in
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.rotation import best_of
@@ -134,3 +137,46 @@ def _listed_as_json(entry: _ListedCheckpoint) -> dict[str, Any]:
     saved = None if entry.saved is None else entry.saved.isoformat()
     metrics = {name: value if abs(value) < float("inf") else str(value) for name, value in entry.metrics.items()}
     return {**asdict(entry), "saved": saved, "metrics": metrics, "is_damaged": bool(entry.problems)}
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Make a checkpoint of a run, where the source has an optimizer; else write its weights as safetensors."""
+    source = os.path.expanduser(arguments.source)
+    is_weights = arguments.weights or arguments.key is not None or _is_in_place(source, arguments.target)
+    if is_weights or not is_foreign_run(source):
+        return reshard_commands.convert(arguments)
+    if arguments.checksum == "none":
+        raise InvalidArgumentError("A checkpoint of a run always has checksums: --checksum xxh3 or sha256.")
+    converted = convert_foreign(
+        source,
+        arguments.target,
+        keys=dict(arguments.part),
+        step=arguments.step,
+        strict=arguments.strict,
+        max_shard_size=arguments.max_shard_size,
+        checksum=arguments.checksum,
+        progress=arguments.progress,
+    )
+    if arguments.format == "json":
+        print_json({"source": source, **asdict(converted)})
+    else:
+        print_text(_converted_text(source, converted))
+    for difference in converted.differences:
+        print_message(f"note: {difference}")
+    return 0
+
+
+def _is_in_place(source: str, target: str) -> bool:
+    return os.path.exists(target) and os.path.exists(source) and os.path.samefile(source, target)
+
+
+def _converted_text(source: str, converted: ConvertedRun) -> str:
+    rows = [
+        ["read", source],
+        ["written", converted.path],
+        ["step", str(converted.step)],
+        ["parts", ", ".join(converted.parts)],
+        *(["lacking", words] for words in converted.lacking),
+    ]
+    command = printable(f"To check it at any time, run: {shlex.join(['hfshard', 'verify', converted.path])}")
+    return "\n\n".join([table(["", ""], rows).lstrip("\n"), command])

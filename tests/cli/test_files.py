@@ -66,3 +66,50 @@ def test_a_safetensors_file_is_shown_and_written_again(tmp_path: Path, run: Run)
     assert hfshard.verify_checkpoint(tmp_path / "new").ok
     done = run("inspect", tmp_path / "adapter.safetensors", "--key", "a")
     assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """What a program has saved of a run, with the arguments that it was called with."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    path = tmp_path / "trained.pt"
+    value = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7, "object": slice(1)}
+    torch.save(value, path)
+    return path
+
+
+def test_a_run_is_made_of_a_file_with_an_optimizer(trained: Path, tmp_path: Path, run: Run) -> None:
+    made = tmp_path / "run" / "checkpoint-00000007"
+    refused = run("convert", trained, tmp_path / "run")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "has objects of 'builtins.slice', which can't be read without running code (object)" in refused.stderr
+    assert not (tmp_path / "run").exists()
+
+    done = run("convert", trained, tmp_path / "run", "--not-strict")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[:4] == [
+        f"read     {trained}",
+        f"written  {made}",
+        "step     7",
+        "parts    model, optimizer",
+    ]
+    assert done.stderr.startswith(f"hfshard: note: 'object' in '{trained}' is of 'builtins.slice'")
+    assert run("verify", tmp_path / "run").returncode == 0
+    again = run("convert", trained, tmp_path / "run", "--not-strict")
+    assert (again.returncode, again.stdout) == (2, "")
+    assert f"'{made}' is there already" in again.stderr
+
+    found = run("convert", trained, tmp_path / "run", "--not-strict", "--step", "8", "--format", "json").stdout
+    assert json.loads(found)["step"] == 8
+    bad = run("convert", trained, tmp_path / "run", "--part", "model")
+    assert (bad.returncode, "'model' is not NAME=KEY" in bad.stderr) == (2, True)
+
+
+def test_the_weights_of_a_run_are_taken_alone(trained: Path, tmp_path: Path, run: Run) -> None:
+    value = torch.load(trained, weights_only=False)
+    del value["object"]
+    torch.save(value, trained)
+    done = run("convert", trained, tmp_path / "weights", "--weights")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["model.safetensors"]

@@ -12,7 +12,7 @@ import torch
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
-from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.saving.request import request_from_state_dict
 from hfshard.state_dicts.wrappers import strip_compiled, without_common_wrappers
 from hfshard.storage.format.integrity import Checksum
@@ -48,15 +48,19 @@ class ConvertedRun:
 
 
 def is_foreign_run(place: str) -> bool:
-    """Whether a place has the state of an optimizer that another program has saved.
+    """Whether a place has the state of an optimizer that another program has saved; False where it can't be read.
 
-    Raises:
-        UnsafePickleError, DamagedCheckpointError: It is one, and can't be read.
+    Example:
+        if is_foreign_run("checkpoint.pth.tar"):
+            convert_foreign("checkpoint.pth.tar", "run")
     """
     reader = reader_of(place)
     if reader is None:
         return False
-    found = reader(place, ForeignRequest(strict=False, verify="structure"))
+    try:
+        found = reader(place, ForeignRequest(strict=False, verify="structure"))
+    except HfshardError:  # whoever reads it next says what is wrong
+        return False
     return any(is_optimizer_state(value) for value in found.components.values())
 
 
