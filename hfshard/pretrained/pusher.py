@@ -18,7 +18,7 @@ from hfshard.pretrained.arguments import PUSH_ARGUMENTS
 from hfshard.pretrained.fallback import needs_transformers_saver
 from hfshard.pretrained.overrides.override_chain import has_override
 from hfshard.pretrained.pushing.model_card import tagged_card
-from hfshard.pretrained.pushing.push import push_by_directory, push_model, tags_of
+from hfshard.pretrained.pushing.push import push_by_directory, push_model, tags_of, with_message
 from hfshard.pretrained.ranks.stages import is_part_of_push
 from hfshard.pretrained.request import request_from_model
 from hfshard.pretrained.saver import without_defaults
@@ -57,7 +57,7 @@ def push_pretrained_model(
             raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
         refuse_unknown(rest, PUSH_ARGUMENTS - rest.keys(), "push_to_hub")
         options = SaveOptions(**saving)
-        push_options = PushOptions(**pushing)
+        push_options = with_message(model, PushOptions(**pushing))
         make_card = partial(tagged_card, tags=tags_of(model, tags))
         together.agree_on(repo_id)
         if needs_transformers_saver(model, distributed_checkpoint=False) or has_override(

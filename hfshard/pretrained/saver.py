@@ -27,7 +27,7 @@ from hfshard.pretrained.fallback import has_adapters, is_offloaded_by_map, needs
 from hfshard.pretrained.overrides.bottom import ChainCall, call_under_way, upstream
 from hfshard.pretrained.overrides.override_chain import has_override, run_chain
 from hfshard.pretrained.pushing.model_card import tagged_card
-from hfshard.pretrained.pushing.push import default_repo_id, push_saved_files, tags_of
+from hfshard.pretrained.pushing.push import default_repo_id, push_saved_files, tags_of, with_message
 from hfshard.pretrained.ranks.stages import is_part, is_part_of_push, refuse_ungathered
 from hfshard.pretrained.request import request_from_model
 from hfshard.saving.options import SaveOptions
@@ -236,4 +236,5 @@ def _push_files(
     repo_id = arguments.pop("repo_id", None) or default_repo_id(directory)
     together.agree_on(absolute_address(repo_id))
     make_card = partial(tagged_card, tags=tags_of(model, arguments.pop("tags", None)))
-    push_saved_files(request, index, directory, repo_id, make_card, PushOptions(**arguments), together)
+    options = with_message(model, PushOptions(**arguments))
+    push_saved_files(request, index, directory, repo_id, make_card, options, together)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import WeightNames
 
 DEFAULT_MESSAGE: Final = "Upload model"
-"""As in transformers."""
+"""Of a model whose class has "Model" in its name, as in transformers."""
 
 
 def push_model(
@@ -182,6 +183,14 @@ def _answer(result: PushResult, repo_id: str | os.PathLike[str], options: PushOp
         oid=result.commit,
         pr_url=result.pr_url,
     )
+
+
+def with_message(model: Any, options: PushOptions) -> PushOptions:
+    """The same options, with transformers' message for a model of this class where none is given."""
+    name = type(model).__name__
+    if options.commit_message:
+        return options
+    return replace(options, commit_message=DEFAULT_MESSAGE if "Model" in name else f"Upload {name}")
 
 
 def default_repo_id(directory: str) -> str:

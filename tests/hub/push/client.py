@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file
-from transformers import BertModel
+from transformers import AutoModel, BertModel
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 import hfshard
@@ -47,6 +47,22 @@ def push_stock(seed: int, repo_id: str, **options: Any) -> str:
     constants.HF_HUB_DISABLE_XET = True
     model: Any = make_model(seed, stock=True)
     return str(model.push_to_hub(repo_id, **options).oid)
+
+
+def push_installed(seed: int, repo_id: str, directory: str | None = None, **options: Any) -> str:
+    """`push_to_hub` of a stock model where hfshard is installed; or its `save_pretrained(push_to_hub=True)`."""
+    constants.HF_HUB_DISABLE_XET = True  # of what is left to transformers
+    model: Any = make_model(seed, stock=True)
+    with hfshard.install(quiet=True):
+        if directory is not None:
+            return str(model.save_pretrained(directory, push_to_hub=True, repo_id=repo_id, **options))
+        return str(model.push_to_hub(repo_id, **options).oid)
+
+
+def load_installed(repo_id: str, cache: str, **options: Any) -> str:
+    """The digest of what an Auto class loads where hfshard is installed, with a cache of its own."""
+    with hfshard.install(quiet=True):
+        return digest_of(AutoModel.from_pretrained(repo_id, cache_dir=cache, **options).state_dict())
 
 
 def load_stock(repo_id: str, cache: str, **options: Any) -> str:
@@ -88,7 +104,18 @@ def read_stock(repo_id: str, cache: str, **options: Any) -> float:
 
 TASKS: dict[str, Callable[..., Any]] = {
     task.__name__: task
-    for task in (push, push_model, save_and_push, push_stock, load_stock, load_ours, read_ours, read_stock)
+    for task in (
+        push,
+        push_model,
+        save_and_push,
+        push_stock,
+        push_installed,
+        load_stock,
+        load_installed,
+        load_ours,
+        read_ours,
+        read_stock,
+    )
 }
 
 
@@ -107,7 +134,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     if order["open_files"] is not None:
         set_limit(resource.RLIMIT_NOFILE, order["open_files"])
     waits = note_waits()
-    if order["task"] in ("push", "push_model", "save_and_push"):
+    if order["task"] in ("push", "push_model", "save_and_push", "push_installed"):
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)  # huggingface_hub's own, of httpx
     read, written = moved()
