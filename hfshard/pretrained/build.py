@@ -35,7 +35,7 @@ from hfshard.pretrained.arguments import (
 )
 from hfshard.pretrained.class_alias import alias_class, restore_class
 from hfshard.pretrained.fallback import is_adapter, needs_transformers_loader
-from hfshard.pretrained.model_builder import ModelBuilder
+from hfshard.pretrained.model_builder import ModelBuilder, building_lock
 from hfshard.pretrained.overrides.bottom import ChainCall, call_under_way, upstream
 from hfshard.pretrained.overrides.override_chain import has_override, run_chain
 from hfshard.pretrained.ranks.joint_load import load_on_ranks
@@ -180,10 +180,15 @@ def answer_load(
     Args, raises: As `load_through`, below all overrides.
     """
     alias = alias_class(model_class)
-    build = partial(upstream("from_pretrained", alias), alias)
+    build = partial(_call_alone, upstream("from_pretrained", alias), alias)
     built = _build(build, alias, path, model_args, kwargs, options, local)
     restore_class(built[0] if isinstance(built, tuple) else built, model_class)
     return built
+
+
+def _call_alone(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with building_lock.held():
+        return method(*args, **kwargs)
 
 
 def _build(

@@ -16,7 +16,7 @@ from hfshard.storage.checkpoint.locate import read_config, weights_bytes
 
 _TRANSFORMERS_ONLY: Final = {
     "offload_folder", "tp_plan", "tp_size", "device_mesh",
-    "quantization_config", "adapter_kwargs",
+    "quantization_config",
 }  # fmt: skip
 """Arguments with which transformers reads the files itself, after hfshard has checked them."""
 
@@ -25,7 +25,7 @@ _AUTO_DEVICE_MAPS: Final = {"auto", "balanced", "balanced_low_0", "sequential"}
 
 def needs_transformers_loader(directory: str, model_class: type, kwargs: Mapping[str, Any]) -> bool:
     """Whether transformers has to read the files itself, because of the arguments or of what the directory holds."""
-    if any(kwargs.get(name) for name in _TRANSFORMERS_ONLY):
+    if any(kwargs.get(name) for name in _TRANSFORMERS_ONLY) or _seeks_adapter_elsewhere(kwargs):
         return True
     device_map = kwargs.get("device_map")
     if isinstance(device_map, dict) and "disk" in device_map.values():
@@ -41,6 +41,15 @@ def needs_transformers_loader(directory: str, model_class: type, kwargs: Mapping
     return (
         _is_quantized(directory) or is_deepspeed_zero3_enabled() or os.path.isfile(os.path.join(directory, ".metadata"))
     )
+
+
+def _seeks_adapter_elsewhere(kwargs: Mapping[str, Any]) -> bool:
+    """Whether an adapter is sought in another place than beside the weights, which is what Auto classes name."""
+    places = dict(kwargs.get("adapter_kwargs") or {})
+    places.pop("token", None)
+    if places.get("revision") == kwargs.get("revision"):
+        places.pop("revision", None)
+    return any(value is not None for value in places.values())
 
 
 def needs_transformers_saver(model: Any, *, distributed_checkpoint: bool) -> bool:

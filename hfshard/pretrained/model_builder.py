@@ -34,7 +34,7 @@ from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, str
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.locate import check_generation_config, read_config
 
-_building_lock: Final = ProcessLock()
+building_lock: Final = ProcessLock()
 """transformers builds models under settings of the whole process (default dtype and device, no initialisation): two
 threads that load at once would lose ties. Re-entrant, for models that load a part of themselves."""
 
@@ -87,7 +87,7 @@ class ModelBuilder:
         if agreement.is_collective:
             agreement.confirm(self.checkpoint, read_config(self.local.directory))
         try:
-            with _building_lock.held(), _load_report_names(self.name), _configs_named(self.local.path):
+            with building_lock.held(), _load_report_names(self.name), _configs_named(self.local.path):
                 model, info = self._call(parallel)(None, *model_args, **arguments, **model_kwargs)
         except RuntimeError as error:
             if "ignore_mismatched_sizes" in str(error):

@@ -154,7 +154,7 @@ def test_a_process_that_is_forked_beside_a_load_does_not_wait_for_it() -> None:
     is_held, is_over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with class_alias._alias_lock.held(), model_builder._building_lock.held():
+        with class_alias._alias_lock.held(), model_builder.building_lock.held():
             is_held.set()
             is_over.wait(60)
 
@@ -165,7 +165,7 @@ def test_a_process_that_is_forked_beside_a_load_does_not_wait_for_it() -> None:
     if pid == 0:
         signal.alarm(30)
         class_alias.alias_class(with_mixin(BertModel))
-        with model_builder._building_lock.held():
+        with model_builder.building_lock.held():
             os._exit(0)
     status = os.waitpid(pid, 0)[1]
     is_over.set()

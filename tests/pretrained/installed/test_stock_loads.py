@@ -192,3 +192,15 @@ def test_verify_full_finds_a_flipped_bit(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(raw)
         with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors"):
             AutoModel.from_pretrained(tmp_path)
+
+
+def test_an_auto_class_loads_by_way_of_hfshard_too(tmp_path: Path, installed: None) -> None:
+    model = bert(1, cls=BertModel)
+    model.pooler.dense.bias = model.embeddings.LayerNorm.bias  # a tie that the config does not declare
+    model.save_pretrained(tmp_path)
+
+    for loaded in (
+        AutoModel.from_pretrained(tmp_path),
+        AutoModel.from_pretrained(tmp_path, token="x", revision="main"),
+    ):
+        assert loaded.pooler.dense.bias is loaded.embeddings.LayerNorm.bias
