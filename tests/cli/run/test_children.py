@@ -16,13 +16,22 @@ from tests.cli.run.programs import by_hfshard
 from tests.helpers import forkserver
 
 SPAWNS = """
-import multiprocessing, sys
+import glob, multiprocessing, sys
 
-def save(value):
+def save(directory):
     from transformers import BertConfig, BertModel
     config = BertConfig(vocab_size=10, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16)
-    BertModel(config).save_pretrained(value, max_shard_size="5KB")
-    BertModel.from_pretrained(value)
+    BertModel(config).save_pretrained(directory, max_shard_size="5KB")
+    BertModel.from_pretrained(directory)
+    with open(min(glob.glob(f"{directory}/*.safetensors")), "r+b") as file:
+        file.seek(-1, 2)
+        last = file.read()
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    try:
+        BertModel.from_pretrained(directory)
+    except ValueError as error:
+        print(type(error).__name__)
 
 if __name__ == "__main__":
     worker = multiprocessing.get_context("spawn").Process(target=save, args=sys.argv[1:])
@@ -68,12 +77,12 @@ LINE = "hfshard 0.1.0 is on in "
 
 
 @pytest.mark.compat
-def test_spawned_worker_saves_by_way_of_hfshard(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_spawned_worker_saves_and_loads_by_way_of_hfshard(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "spawn.py").write_text(SPAWNS)
 
-    done = by_hfshard(["--checksum", "xxh3", "spawn.py", "out"], tmp_path, environment)
+    done = by_hfshard(["--checksum", "xxh3", "--verify", "full", "spawn.py", "out"], tmp_path, environment)
 
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stdout) == (0, "IntegrityError\n"), done.stderr
     assert done.stderr.startswith(LINE)
     assert done.stderr.count("hfshard") == 2  # twice in the line
     found = inspect_checkpoint(str(tmp_path / "out"))
