@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
+from typing import Final
 
 from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from hfshard.errors import CheckpointNotFoundError
+from hfshard.hub.address import directory_of, split_address
+from hfshard.hub.repo_tree import RepoTree
 from hfshard.storage.disk.hub_place import has_hub_marker
+from hfshard.training.integrations.trainer_files import STATE_FILE
 from hfshard.training.manager import CheckpointManager
 from hfshard.training.pushing.hubs import checked_at
 from hfshard.training.ranks import Ranks
+
+_STOCK_FOLDER: Final = re.compile(r"|last-checkpoint|checkpoint-\d+")
+"""Where Trainer pushes checkpoints, by `hub_strategy`; or at the top, if somebody has uploaded one."""
 
 Place = str | os.PathLike[str] | bool
 """What `Trainer.train` takes as `resume_from_checkpoint`; True: the newest checkpoint."""
@@ -19,7 +28,8 @@ Place = str | os.PathLike[str] | bool
 def bring_here(place: Place, manager: CheckpointManager, args: TrainingArguments) -> str | None:
     """Download a checkpoint, and compare every byte with its checksum; every rank must call.
 
-    The first rank does both, and so does each other one that does not see the directory which it used.
+    The first rank does both, and so does each other one that does not see the directory which it used. What Trainer
+    alone has pushed has the Hub's checksums only.
 
     Args:
         place: A directory, "org/name" on the Hub, or a directory hub, these two with "@revision" for one other than
@@ -47,8 +57,51 @@ def _fetched(place: Place, manager: CheckpointManager, args: TrainingArguments) 
     address = _newest(manager, args) if isinstance(place, bool) else place
     if address is None or (os.path.isdir(address) and not has_hub_marker(os.fspath(address))):
         return None
-    checkpoint, _ = checked_at(address, "full", token=args.hub_token, progress=manager.progress)
+    try:
+        checkpoint, _ = checked_at(address, "full", token=args.hub_token, progress=manager.progress)
+    except CheckpointNotFoundError:
+        stock = _fetched_from_trainer(address, args.hub_token, manager.progress)
+        if stock is None:
+            raise
+        return stock
     return checkpoint.path
+
+
+def _fetched_from_trainer(address: str | os.PathLike[str], token: str | None, progress: bool | None) -> str | None:
+    """Download what Trainer alone has pushed, which it then resumes as it always does; None where there is no such."""
+    repo_id, revision = split_address(address)
+    tree = _tree(repo_id, revision, token)
+    if tree is None:
+        return None
+    folders = [path.rpartition("/")[0] for path in tree.files if os.path.basename(path) == STATE_FILE]
+    found = [folder for folder in folders if _STOCK_FOLDER.fullmatch(folder)]
+    if not found:
+        return None
+    from hfshard.hub.pull import pull_checkpoint
+
+    newest = max(found, key=_order)
+    return pull_checkpoint(
+        repo_id, revision=tree.commit, subfolder=newest, token=token, allow_patterns="*", progress=progress
+    )
+
+
+def _tree(repo_id: str, revision: str | None, token: str | None) -> RepoTree | None:
+    """Ask a hub for its files; None where it can't be asked."""
+    from hfshard.hub.remote.fetching import fetch_tree_for_reading, is_offline  # huggingface_hub's import takes time
+
+    if has_hub_marker(repo_id):
+        from hfshard.hub.directory.hub import DirectoryHub
+
+        return DirectoryHub.open(repo_id).tree(revision)
+    if directory_of(repo_id) is not None or is_offline(local_files_only=False):
+        return None
+    return fetch_tree_for_reading(repo_id, revision, token)
+
+
+def _order(folder: str) -> tuple[bool, bool, int]:
+    """What is at the top comes before `last-checkpoint`, and that before those with numbers."""
+    number = folder.rpartition("-")[2]
+    return not folder, folder == "last-checkpoint", int(number) if number.isdecimal() else 0
 
 
 def _newest(manager: CheckpointManager, args: TrainingArguments) -> str | None:

@@ -117,6 +117,26 @@ def test_the_hub_is_resumed_exactly_and_each_file_comes_once(
     assert len(downloads) == len(set(downloads)) == 3  # of the model, the optimizer, the rest
 
 
+def test_what_trainer_alone_has_pushed_is_resumed_as_ever(hub_server: HubServer, tmp_path: Path) -> None:
+    alone = trainer(CASE, tmp_path / "alone")
+    alone.train()
+    run = tmp_path / "alone" / "run"
+    repo = hub_server.create_repo("org/stock")
+    for name, numbers in (("checkpoint-3 checkpoint-6", "all"), ("last-checkpoint", "newest")):
+        files = {
+            f"{folder}/{path.name}": path.read_bytes()
+            for folder in name.split()
+            for path in (run / folder.replace("last-checkpoint", "checkpoint-6")).iterdir()
+        }
+        repo.commit({"config.json": b"{}", **files}, numbers)
+
+        with talking_to(hub_server.endpoint, tmp_path / numbers):
+            trained = resumed(tmp_path / f"resumed {numbers}", "org/stock", save_strategy="no")
+            assert everything(trained) == everything(alone)
+            with pytest.raises(CheckpointNotFoundError, match="holds no training checkpoint"):
+                resumed(tmp_path / "none", f"org/stock@{repo.commits()[-1].oid}", save_strategy="no")
+
+
 def test_a_best_model_that_was_downloaded_is_loaded_in_the_end(tmp_path: Path) -> None:
     best = {
         "eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "loss", "load_best_model_at_end": True,
@@ -140,6 +160,7 @@ def test_what_is_damaged_or_not_there_is_refused_by_name(pushed: Pushed, tmp_pat
     before = weights(trained)
     with pytest.raises(CheckpointNotFoundError, match=r"There is no directory '.*/none'"):
         trained.train(resume_from_checkpoint=True)
+    assert not (tmp_path / "none").exists()
     with pytest.raises(HubNotFoundError, match="has no revision 'v2'"):
         trained.train(resume_from_checkpoint=f"{pushed.hub}@v2")
     with pytest.raises(CheckpointNotFoundError, match=r"There is no file or directory 'run/checkpoint-3' either"):
