@@ -109,6 +109,8 @@ def test_each_program_in_the_table_names_its_test_and_the_version_that_is_instal
     assert {pin.strip().replace("==", " ") for pin in pins} <= versions
     [oldest] = re.findall(r'OLDEST="transformers==(\d+\.\d+)', (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8"))
     assert f"transformers {oldest} and 5.23" in versions
+    both = [path for [(version, path)] in tested if " and " in version]
+    assert [path for path in both if "mark.compat" not in (REPOSITORY / path).read_text(encoding="utf-8")] == []
 
 
 @pytest.mark.parametrize("command", ["quickstart.py", "test"])

@@ -56,7 +56,7 @@ def test_under_install_what_scripts_write_is_ours(tmp_path: Path) -> None:
         model = accelerator.unwrap_model(accelerator.prepare(llama(LlamaForCausalLM)))
         model.save_pretrained(
             tmp_path, is_main_process=accelerator.is_main_process, save_function=accelerator.save,
-            state_dict=accelerator.get_state_dict(model), max_shard_size="6KB",
+            state_dict=accelerator.get_state_dict(model), max_shard_size="2KB",
         )  # fmt: skip
         loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     assert_ours(tmp_path, shards=4)

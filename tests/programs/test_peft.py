@@ -54,12 +54,12 @@ def test_a_merged_model_is_saved_as_ours_and_loaded_by_all(tmp_path: Path) -> No
 
 def test_under_install_peft_saves_and_loads_through_hfshard(tmp_path: Path) -> None:
     with hfshard.install():
-        llama(LlamaForCausalLM).save_pretrained(tmp_path / "base", max_shard_size="6KB")
+        llama(LlamaForCausalLM).save_pretrained(tmp_path / "base", max_shard_size="2KB")
         model = adapted(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
         model.save_pretrained(tmp_path / "adapter")
         auto = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
         merged = auto.merge_and_unload()
-        merged.save_pretrained(tmp_path / "merged", max_shard_size="6KB")
+        merged.save_pretrained(tmp_path / "merged", max_shard_size="2KB")
 
     assert_ours(tmp_path / "base", shards=4)
     assert_ours(tmp_path / "merged", shards=4)
