@@ -173,7 +173,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "training.foreign.directories": ("data_position files", "rng_states", "accelerate trainer", "runs"),
     "training.foreign.pickles": ("inert_pickle", "data_types described_tensors", "plain_values", "plain_files"),
     "training.integrations": (
-        "rank_batches trainer_files trainer_settings trainer_weights",
+        "rank_batches trainer_files trainer_names trainer_settings trainer_weights",
         "accelerate lightning trainer_data trainer_places",
         "trainer_callback",
     ),

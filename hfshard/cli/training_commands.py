@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -17,7 +17,9 @@ from hfshard.cli.training_reports import as_problems, is_checkpoint, report_of
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.planning.size import format_size
 from hfshard.storage.checkpoint.report import Problem
+from hfshard.training.foreign.checkpoint import ForeignCheckpoint
 from hfshard.training.foreign.converting import ConvertedRun, convert_foreign, is_foreign_run
+from hfshard.training.foreign.directories.trainer import is_trainer_directory
 from hfshard.training.run.directory import RunCheckpoint, checkpoints_in
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.rotation import best_of
@@ -151,6 +153,7 @@ def convert(arguments: argparse.Namespace) -> int:
         source,
         arguments.target,
         keys=dict(arguments.part),
+        in_order=_order_of_model(source),
         step=arguments.step,
         strict=arguments.strict,
         max_shard_size=arguments.max_shard_size,
@@ -164,6 +167,15 @@ def convert(arguments: argparse.Namespace) -> int:
     for difference in converted.differences:
         print_message(f"note: {difference}")
     return 0
+
+
+def _order_of_model(source: str) -> Callable[[ForeignCheckpoint], ForeignCheckpoint]:
+    """What puts a checkpoint into the order of its model, where config.json says which that is."""
+    if not is_trainer_directory(source):
+        return lambda foreign: foreign
+    from hfshard.training.integrations.trainer_names import in_order_of_model  # imports transformers: that takes time
+
+    return in_order_of_model
 
 
 def _is_in_place(source: str, target: str) -> bool:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
-from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, GENERATION_CONFIG_NAME
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.saving.request import request_from_state_dict
 from hfshard.state_dicts.wrappers import strip_compiled, without_common_wrappers
@@ -30,6 +30,9 @@ from hfshard.training.run.rotation import Rotation
 from hfshard.training.run.writing import check_names
 from hfshard.training.run_writer import RunWriter
 from hfshard.training.step import checked_step
+
+_OF_MODEL: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME)
+"""Companions that belong to the model, as in its own saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ def convert_foreign(
     root: str | os.PathLike[str],
     *,
     keys: Mapping[str, str] | None = None,
+    in_order: Callable[[ForeignCheckpoint], ForeignCheckpoint] = lambda foreign: foreign,
     step: int | None = None,
     strict: bool = True,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
@@ -85,6 +89,7 @@ def convert_foreign(
         path: The file or directory.
         root: The run's directory, made if it is missing.
         keys, strict: As in `CheckpointManager.restore`.
+        in_order: Puts what was read into the order of its model, as `trainer_names.in_order_of_model` does.
         step: Of the checkpoint; None: the step that the file has, else its epoch, else 0.
         max_shard_size, checksum, progress: As in `CheckpointManager`.
 
@@ -98,11 +103,12 @@ def convert_foreign(
     reader = reader_of(path)
     if reader is None:
         raise CheckpointNotFoundError(f"'{path}' is no checkpoint of another program. Check the path.", path=path)
-    foreign = reader(path, ForeignRequest(keys=keys or {}, strict=strict))
+    foreign = in_order(reader(path, ForeignRequest(keys=keys or {}, strict=strict)))
     number = checked_step(foreign.step or 0 if step is None else step)
     foreign = replace(foreign, lacking=(*foreign.lacking, "the position in the data"))
     payload = _payload(foreign, max_shard_size, checksum, progress).of_one_process()
-    check_names(foreign.companions, payload)
+    files = {name: raw for name, raw in foreign.companions.items() if name not in _OF_MODEL}
+    check_names(files, payload)
     writer = RunWriter(root, Rotation(), None, progress)
     try:
         with writer.turn("convert"):
@@ -112,7 +118,7 @@ def convert_foreign(
                 )
             writer.begin()
             foreign.confirm()
-            saved = writer.write(number, payload, {}, dict(foreign.companions), blocking=True)
+            saved = writer.write(number, payload, {}, files, blocking=True)
     finally:
         writer.close()
     return ConvertedRun(saved.path, number, tuple(foreign.components), foreign.lacking, foreign.differences)
@@ -139,7 +145,10 @@ def _payload(
     options = save_options(max_shard_size, checksum, progress)
     payload = collect(components, None, [RankState(nested, tensors)], foreign.extra, options, foreign.lacking)
     only_tensors = {key: one for key, one in weights.items() if isinstance(one, torch.Tensor)}
-    return replace(payload, requests={MODEL_BASE: request_from_state_dict(only_tensors, options), **payload.requests})
+    of_model = {name: foreign.companions[name] for name in _OF_MODEL if name in foreign.companions}
+    request = request_from_state_dict(only_tensors, options)
+    request = replace(request, config=of_model.pop(CONFIG_NAME, None), model_files=of_model)
+    return replace(payload, requests={MODEL_BASE: request, **payload.requests})
 
 
 def _encoded(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from hfshard.constants import MAX_INDEX_BYTES
@@ -12,7 +12,8 @@ from hfshard.errors import CheckpointNotFoundError, StateDictMismatchError, reme
 from hfshard.loading.reading import read_tensors
 from hfshard.storage.checkpoint.checkpoint import open_checkpoint
 from hfshard.storage.checkpoint.checks import check_checksums, compare_pickles
-from hfshard.storage.disk.safe_open import Identity, read_small
+from hfshard.storage.disk.companions import find_companion_files
+from hfshard.storage.disk.safe_open import Identity, open_regular, read_small
 from hfshard.storage.format.strict_json import parse_json_object
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
@@ -114,6 +115,23 @@ class ForeignDirectory:
         path = os.path.join(self.path, name)
         raw, self.files[path] = read_small(path, self.path, MAX_INDEX_BYTES)
         return parse_json_object(raw, path=path, what="Training state", remedy=remedy(path), takes_constants=True)
+
+    def companions(self, but: Collection[str]) -> dict[str, bytes]:
+        """Read the small files beside the weights, such as config.json and the tokenizer's, for a conversion alone.
+
+        Args:
+            but: Names to leave out.
+
+        Raises:
+            DamagedCheckpointError: One can't be read.
+        """
+        if self.request.kinds:
+            return {}
+        read = {}
+        for name, file in find_companion_files(self.path, but).items():
+            with os.fdopen(open_regular(file.path, file.root), "rb") as opened:
+                read[name] = opened.read()
+        return read
 
     def components(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """The parts that are there, by the names that the request has for them.

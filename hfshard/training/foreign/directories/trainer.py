@@ -51,6 +51,7 @@ def read_trainer_directory(path: str, request: ForeignRequest) -> ForeignCheckpo
         has_order=directory.has_order,
         step=step,
         components=directory.components(parts),
+        companions=directory.companions({_STATE}),
         extra=progress,
         rng=states.rng,
         epochs=_checked(progress, "epoch", float, path),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +22,9 @@ from hfshard.errors import (
 from hfshard.training import TrainingState
 from hfshard.training.foreign.checkpoint import NO_RNG
 from tests.training.foreign.directories.accelerate_runs import RunsCode
-from tests.training.foreign.directories.trainer_runs import SAVED_AT, everything, new_trainer, parts_of, train
+from tests.training.foreign.directories.trainer_runs import SAVED_AT, everything, new_trainer, parts_of, restore, train
 
 pytestmark = pytest.mark.compat
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint amid the second epoch."""
-    place = tmp_path_factory.mktemp("trainer")
-    new_trainer(place).train()
-    return place / "run" / f"checkpoint-{SAVED_AT}"
-
-
-@pytest.fixture
-def checkpoint(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be spoilt."""
-    return Path(shutil.copytree(saved, tmp_path / "checkpoint-9"))
-
-
-def restore(state: TrainingState, checkpoint: Path, **options: Any) -> Any:
-    return hfshard.CheckpointManager(checkpoint.parent / "ours").restore(state, checkpoint, **options)
 
 
 def test_it_is_resumed_as_trainer_resumes_it(saved: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+import hfshard
 from hfshard.training import ResumableDataLoader, TrainingState
 from tests.training.fingerprint import of_model, of_optimizer, of_rngs, of_scheduler
 from tests.training.foreign.directories.accelerate_runs import OPTIMIZER_OF_SCHEDULER
@@ -41,6 +42,10 @@ def parts_of(place: Path, arguments: Mapping[str, Any] | None = None, **loading:
     known = {"batch_size": 4, "collate_fn": trainer_child.collated, **loading}
     loader = ResumableDataLoader(Sentences(augmented=False, seed=1), **known)
     return TrainingState(model=made.model, optimizer=made.optimizer, scheduler=made.lr_scheduler, loader=loader)
+
+
+def restore(state: TrainingState, checkpoint: Path, **options: Any) -> Any:
+    return hfshard.CheckpointManager(checkpoint.parent / "ours").restore(state, checkpoint, **options)
 
 
 def train(state: TrainingState, first: int) -> None:

@@ -1,0 +1,114 @@
+"""The names of the parameters that Trainer's optimizer has by position, from a model that is built without memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, cast
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer
+
+from hfshard.constants import CONFIG_NAME
+from hfshard.training.foreign.checkpoint import ForeignCheckpoint
+from hfshard.training.foreign.optimizers import LIKE_THEIR_PARAMETER
+from hfshard.training.foreign.torch_keys import is_optimizer_state
+
+logger = logging.getLogger(__name__)
+
+_LAYERS: Final = re.compile(r"(?:num_|n_)?(?:hidden_|encoder_|decoder_)?layers?")
+"""Keys of configs with a number of layers."""
+
+_MOST_EXPERTS: Final = 65_536
+"""Of a layer; they may share a tensor."""
+
+
+def in_order_of_model(foreign: ForeignCheckpoint) -> ForeignCheckpoint:
+    """Put the weights of a Trainer's checkpoint into the order of its model, and name its optimizer's parameters.
+
+    The model is the one of transformers that config.json names; it is built without memory, and without code from
+    elsewhere. Names are given where the optimizer has the two groups that Trainer makes, of as many parameters.
+
+    Args:
+        foreign: It is not changed.
+
+    Returns:
+        The checkpoint in that order; or as it is, where it is no Trainer's, or its model is not transformers'.
+    """
+    weights = foreign.components.get("model")
+    model = _built_model(foreign.path, len(weights)) if isinstance(weights, Mapping) else None
+    if model is None or weights is None:
+        return foreign
+    order = {name: number for number, name in enumerate(model.state_dict())}
+    if not weights.keys() <= order.keys():
+        return foreign
+    components = {**foreign.components, "model": dict(sorted(weights.items(), key=lambda one: order[one[0]]))}
+    optimizer: Any = foreign.components.get("optimizer")
+    if is_optimizer_state(optimizer) and _are_trainers(optimizer, names := _trainers_groups(model), weights):
+        named = [{**group, "param_names": own} for group, own in zip(optimizer["param_groups"], names)]
+        components["optimizer"] = {**optimizer, "param_groups": named}
+    return replace(foreign, components=components, has_order=True)
+
+
+def _are_trainers(
+    optimizer: Mapping[str, Any], names: Sequence[Sequence[str]], weights: Mapping[str, torch.Tensor]
+) -> bool:
+    """Whether the groups of an optimizer are those that Trainer makes, by their numbers and the states' shapes."""
+    groups = optimizer["param_groups"]
+    if [len(group["params"]) for group in groups] != [len(own) for own in names]:
+        return False
+    owners = {position: name for group, own in zip(groups, names) for position, name in zip(group["params"], own)}
+    return all(
+        tuple(value.shape) == tuple(weights[owners[position]].shape)
+        for position, slots in optimizer["state"].items()
+        for slot, value in slots.items()
+        if slot in LIKE_THEIR_PARAMETER and position in owners and owners[position] in weights
+    )
+
+
+def _trainers_groups(model: PreTrainedModel) -> list[list[str]]:
+    """The names of the parameters in the groups that Trainer makes."""
+    # It is a method that uses nothing of its Trainer.
+    with_decay = set(Trainer.get_decay_parameter_names(cast(Any, None), model))
+    names = [name for name, _ in model.named_parameters()]
+    return [[name for name in names if name in with_decay], [name for name in names if name not in with_decay]]
+
+
+def _built_model(path: str, most_layers: int) -> PreTrainedModel | None:
+    """Build the model of a directory on the device meta; None where it is none of transformers' own.
+
+    Args:
+        path: The directory.
+        most_layers: Each has a tensor at least: a config that asks for more is not that of these weights.
+    """
+    if not os.path.isfile(os.path.join(path, CONFIG_NAME)):
+        return None
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        architecture: Any = getattr(transformers, (config.architectures or [""])[0], None)
+        is_own = isinstance(architecture, type) and issubclass(architecture, PreTrainedModel)
+        if not is_own or _is_too_large(config, most_layers):
+            return None
+        with torch.device("meta"):
+            return cast(PreTrainedModel, architecture(config))
+    except Exception as error:  # noqa: BLE001 - of any class or library; the names are an extra, and it is told
+        logger.warning("The model of '%s' can't be built, so its parameters have no names: %s", path, error)
+        return None
+
+
+def _is_too_large(config: PreTrainedConfig, most_layers: int) -> bool:
+    """Whether a config asks for more modules than a model with these weights has."""
+    waiting: list[Any] = [config.to_dict()]
+    while waiting:
+        for key, value in waiting.pop().items():
+            if isinstance(value, dict):
+                waiting.append(value)
+            elif type(value) is int and (
+                (_LAYERS.fullmatch(key) and value > most_layers) or (key.endswith("experts") and value > _MOST_EXPERTS)
+            ):
+                return True
+    return False

@@ -1,0 +1,24 @@
+"""Checkpoints of Trainer for the tests of this folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.training.foreign.directories.trainer_runs import SAVED_AT, new_trainer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint amid the second epoch."""
+    place = tmp_path_factory.mktemp("trainer")
+    new_trainer(place).train()
+    return place / "run" / f"checkpoint-{SAVED_AT}"
+
+
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be spoilt."""
+    return Path(shutil.copytree(saved, tmp_path / "checkpoint-9"))

@@ -1,0 +1,75 @@
+"""Directories of Trainer, converted into runs without building the model in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertForSequenceClassification
+
+import hfshard
+from hfshard.cli.main import main
+from hfshard.errors import InvalidArgumentError
+from hfshard.training.foreign.checkpoint import ForeignRequest
+from hfshard.training.foreign.converting import convert_foreign
+from hfshard.training.foreign.directories.trainer import read_trainer_directory
+from hfshard.training.integrations.trainer_names import in_order_of_model
+from tests.training.foreign.directories.trainer_runs import SAVED_AT, everything, parts_of, restore, train
+
+pytestmark = pytest.mark.compat
+
+
+def test_it_is_converted_with_the_names_of_its_parameters(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = parts_of(tmp_path)
+    restore(expected, saved)
+    place = expected.components["loader"].state_dict()
+    train(expected, SAVED_AT)
+
+    assert main(["convert", str(saved), str(tmp_path / "run"), "--format", "json"]) == 0
+    converted = json.loads(capsys.readouterr().out)
+    state = parts_of(tmp_path)
+    torch.manual_seed(99)
+    manager = hfshard.CheckpointManager(tmp_path / "run")
+    restored = manager.restore_latest(state)
+    state.components["loader"].load_state_dict(place)
+    train(state, SAVED_AT)
+
+    assert (converted["step"], restored, converted["differences"]) == (9, 9, [])
+    assert converted["lacking"] == ["the position in the data"]
+    assert manager.verify() == {9: []}
+    names = ("model", "optimizer", "scheduler")
+    resumed, direct = ([one.components[name] for name in names] for one in (state, expected))
+    assert everything(*resumed) == everything(*direct)
+    assert BertForSequenceClassification.from_pretrained(converted["path"]).config.vocab_size == 30
+
+
+def test_without_a_config_it_is_not_known_whose_state_is_whose(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "config.json").unlink()
+
+    with pytest.raises(InvalidArgumentError, match="whose state is whose"):
+        convert_foreign(str(checkpoint), tmp_path / "run", in_order=in_order_of_model)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 10**9},
+        {"architectures": ["Trainer"]},
+        {"architectures": ["BertModel"]},
+        {"hidden_size": "many"},
+        {"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "unheard of"},
+    ],
+    ids=str,
+)
+def test_a_config_of_another_model_names_nothing(change: dict[str, Any], checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, **change}))
+    foreign = read_trainer_directory(str(checkpoint), ForeignRequest())
+
+    assert in_order_of_model(foreign) is foreign
