@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -124,7 +125,7 @@ def _model_files(model: PreTrainedModel) -> dict[str, bytes]:
     config = cast(Any, model.config)
     config.dtype = str(model.dtype).split(".")[1]
     config.architectures = [architecture.__name__.removeprefix("FSDP")]
-    with tempfile.TemporaryDirectory(prefix="hfshard-") as folder:
+    with tempfile.TemporaryDirectory(prefix="hfshard-") as folder, _unsaid(folder):
         if model.is_remote_code():
             custom_object_save(empty_custom_object(type(model)), folder, config=config)
         config.save_pretrained(folder)
@@ -136,6 +137,23 @@ def _model_files(model: PreTrainedModel) -> dict[str, bytes]:
                 files[name] = file.read()
     files[CONFIG_NAME] = _under_usual_names(files[CONFIG_NAME])
     return files
+
+
+@contextmanager
+def _unsaid(folder: str) -> Iterator[None]:
+    """Keep transformers from saying, at its level INFO, that something was saved in a folder that nobody will see."""
+    loggers = [logging.getLogger(f"transformers.{name}configuration_utils") for name in ("", "generation.")]
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return folder not in record.getMessage()
+
+    for one in loggers:
+        one.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        for one in loggers:
+            one.removeFilter(is_of_others)
 
 
 def _under_usual_names(config: bytes) -> bytes:

@@ -74,7 +74,7 @@ def put_in_place(base: Any, method: Method) -> None:
         if hasattr(function, _MARK) or theirs.get(method, function) is not function:
             return
         theirs[method] = function
-        ours = _answering(method, function)
+        ours = _answering(base, method, function)
         setattr(base, method, classmethod(ours) if isinstance(current, classmethod) else ours)
 
 
@@ -90,18 +90,20 @@ def upstream(method: Method, model_class: type) -> Answer:
     return function
 
 
-def _standing_in(method: Method, target: Any) -> Answer | None:
+def _standing_in(base: type, method: Method, target: Any) -> Answer | None:
     stand_in = _find_stand_in[0]() if _find_stand_in else None
-    return None if stand_in is None else functools.partial(stand_in, method, target)
+    if stand_in is None or not issubclass(target if isinstance(target, type) else type(target), base):
+        return None  # or somebody has called the function with an object that is no model
+    return functools.partial(stand_in, method, target)
 
 
-def _answering(method: Method, theirs: Answer) -> Answer:
+def _answering(base: type, method: Method, theirs: Answer) -> Answer:
     """Wrap transformers' function: it is called, but for the call under way, and where something stands in for all."""
 
     @functools.wraps(theirs)
     def answered(target: Any, *args: Any, **kwargs: Any) -> Any:
         call = call_under_way(method, target)
-        answer = _standing_in(method, target) if call is None else call.answer
+        answer = _standing_in(base, method, target) if call is None else call.answer
         if answer is None:
             return theirs(target, *args, **kwargs)
         token = current_call.set(None)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertModel
+from transformers import BertModel, PreTrainedModel
 
 import hfshard
 from hfshard.errors import InvalidSizeError, SaveDirectoryError
@@ -99,6 +100,27 @@ def test_a_save_writes_what_stock_writes(
         assert differences(*found) == []
         found = [facts_of_model(getattr(model, "_orig_mod", model)) for model in (ours, theirs)]
         assert differences(*found) == []
+
+
+def test_no_place_is_named_where_nothing_stays(
+    tmp_path: Path, installed: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with caplog.at_level("INFO", "transformers"):
+        plain().save_pretrained(tmp_path)
+        plain().config.save_pretrained(tmp_path / "config")
+
+    assert {record.getMessage() for record in caplog.records if "saved in" in record.getMessage()} == {
+        f"Configuration saved in {tmp_path / 'config' / 'config.json'}"
+    }
+
+
+def test_an_object_that_is_no_model_is_stocks(tmp_path: Path, installed: None) -> None:
+    class NoModel:
+        pass
+
+    with pytest.raises(AttributeError, match="'NoModel' object has no attribute"):
+        PreTrainedModel.save_pretrained(NoModel(), tmp_path)  # type: ignore[arg-type]
 
 
 def test_a_file_in_the_way_is_an_error_and_no_save_that_did_nothing(tmp_path: Path, installed: None) -> None:

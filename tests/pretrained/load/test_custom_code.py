@@ -132,6 +132,23 @@ def test_stock_loads_the_custom_class_that_hfshard_saved(saved: tuple[Path, Path
     assert differences(facts[0], facts[1]) == []
 
 
+def test_custom_code_is_saved_and_loaded_by_its_own_methods_where_hfshard_is_installed(
+    code: ModuleType, saved: tuple[Path, Path], tmp_path: Path
+) -> None:
+    theirs = facts_of_load(load(AutoModel, saved[1], trust_remote_code=True), saved[1])
+
+    with hfshard.install(quiet=True):
+        _build(code.ZooModel, code).save_pretrained(tmp_path / "installed")
+        loaded = load(AutoModel, tmp_path / "installed", trust_remote_code=True)
+        loaded.model.save_pretrained(tmp_path / "again")
+
+    assert differences(facts_of_load(loaded, tmp_path / "installed"), theirs) == []
+    for name in ("installed", "again"):
+        assert small_files(tmp_path / name).keys() == small_files(saved[1]).keys()
+        assert differences(raw_tensors(tmp_path / name), raw_tensors(saved[1])) == []
+    assert small_files(tmp_path / "installed") == small_files(saved[1])
+
+
 @pytest.mark.parametrize("who", ["ours", "theirs"])
 def test_load_model_builds_the_custom_class_as_the_auto_class_does(who: str, tmp_path: Path, saved: Any) -> None:
     path = tmp_path / who
