@@ -80,7 +80,7 @@ def source_of(name: str, kwargs: Mapping[str, Any]) -> CheckpointSource:
         subfolder=kwargs.get("subfolder") or "",
         variant=kwargs.get("variant"),
         use_safetensors=kwargs.get("use_safetensors"),
-        revision=kwargs.get("revision"),
+        revision=_resolved(name, kwargs.get("revision")),
         token=kwargs.get("token"),
         cache_dir=kwargs.get("cache_dir"),
         local_files_only=bool(kwargs.get("local_files_only")),
@@ -89,6 +89,16 @@ def source_of(name: str, kwargs: Mapping[str, Any]) -> CheckpointSource:
         accepts_adapter=bool(is_peft_available()),
     )
     return CheckpointSource(name, query, takes_files=True)
+
+
+def _resolved(name: str, revision: Any) -> str | None:
+    """The commit, where a caller has found it for this repo: Auto classes have, and have read the config of it.
+
+    Source: huggingface_hub 2 `ResolvedRevision`, a text that equals the branch.
+    """
+    commit: str | None = getattr(revision, "resolved", None)
+    is_of_this_repo = getattr(revision, "repo_id", None) in (None, name)
+    return commit if commit is not None and is_of_this_repo else revision
 
 
 def pin_to_commit(kwargs: Mapping[str, Any], local: LocalCheckpoint) -> dict[str, Any]:

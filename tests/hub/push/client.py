@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file
 from transformers import AutoModel, BertModel
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
@@ -65,6 +65,13 @@ def load_installed(repo_id: str, cache: str, **options: Any) -> str:
         return digest_of(AutoModel.from_pretrained(repo_id, cache_dir=cache, **options).state_dict())
 
 
+def load_after_push(seed: int, repo_id: str, cache: str) -> str:
+    """The digest of what is loaded of a revision that was resolved before another model was pushed."""
+    revision: Any = HfApi().resolve_revision(repo_id)
+    push_installed(seed, repo_id)
+    return load_installed(repo_id, cache, revision=revision)
+
+
 def load_stock(repo_id: str, cache: str, **options: Any) -> str:
     """The digest of what transformers loads, with a cache of its own."""
     found: Any = BertModel.from_pretrained(repo_id, cache_dir=cache, output_loading_info=True, **options)
@@ -112,6 +119,7 @@ TASKS: dict[str, Callable[..., Any]] = {
         push_installed,
         load_stock,
         load_installed,
+        load_after_push,
         load_ours,
         read_ours,
         read_stock,

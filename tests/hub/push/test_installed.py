@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from huggingface_hub import HfApi
 
 from tests.hub.models import digest_of, make_model
 from tests.hub.push.push_hub import PushHub
@@ -31,6 +32,15 @@ def test_a_push_makes_stocks_commit(hub: PushHub, repo: str) -> None:
 
     hub.call("push_installed", 2, repo)
     assert hub.files(repo) == {"README.md", "config.json", "model.safetensors"}
+
+
+@pytest.mark.skipif(not hasattr(HfApi, "resolve_revision"), reason="huggingface_hub 1 does not resolve revisions")
+def test_a_revision_that_was_resolved_stays_what_it_was(hub: PushHub, repo: str) -> None:
+    hub.call("push_installed", 1, repo)
+
+    loaded = hub.call("load_after_push", 2, repo, hub.root / f"{repo}-cache").result
+
+    assert loaded == digest_of(make_model(1, stock=True).state_dict()) != hub.loads(repo)
 
 
 def test_a_save_that_pushes_makes_stocks_commit(hub: PushHub, repo: str, tmp_path: Path) -> None:
