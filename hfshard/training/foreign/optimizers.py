@@ -133,8 +133,7 @@ def _check_shapes(state: Mapping[str, Any], parameters: Mapping[str, torch.Tenso
         for slot, value in slots.items() if isinstance(slots, Mapping) else ():
             if shape is None or not isinstance(value, torch.Tensor) or tuple(value.shape) == shape:
                 continue
-            is_made_of_it = all(size == 1 or size in shape for size in value.shape)  # as Adafactor's rows are
-            if slot in LIKE_THEIR_PARAMETER or not is_made_of_it or sorted(value.shape) == sorted(shape):
+            if slot in LIKE_THEIR_PARAMETER or sorted(value.shape) == sorted(shape):
                 raise StateDictMismatchError(
                     f"'{slot}' of '{name}' has the shape {list(value.shape)} in '{path}', and the parameter "
                     f"{list(shape)}: '{component}' had its parameters in another order, or had other ones. Build it as "

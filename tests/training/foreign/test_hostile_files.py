@@ -221,6 +221,24 @@ def test_a_described_tensor_must_have_its_bytes(tmp_path: Path, manager: Checkpo
     assert is_untouched(model)
 
 
+@pytest.mark.parametrize(
+    ("opcodes", "why"),
+    [
+        (b"}ccollections\nOrderedDict\n)RK\x01s.", "what such a value can't have .*unhashable"),
+        (b"ctorch._utils\n_rebuild_tensor_v2\n(K\x01K\x02K\x03K\x04tR.", "a tensor that it does not have"),
+        (b"ctorch._utils\n_rebuild_parameter\n)R.", "what such a value can't have"),
+        (b"cnumpy\ndtype\n)R.", "is not what numpy.dtype is saved as"),
+        (b"cnumpy\nnothing\n.", "not a dict of states"),
+    ],
+)
+def test_what_is_described_and_can_not_be_is_damaged(
+    opcodes: bytes, why: str, tmp_path: Path, manager: CheckpointManager
+) -> None:
+    path = with_pickle(saved(tmp_path), b"\x80\x02cnumpy\nother\n0" + opcodes)
+    with pytest.raises(DamagedCheckpointError, match=why):
+        manager.restore(TrainingState(linear()), path, strict=False)
+
+
 def test_numpy_values_are_numbers_and_nothing_else(tmp_path: Path, manager: CheckpointManager) -> None:
     import numpy as np
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import mmap
 import os
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any, Final
+from typing import IO, Any, Final, cast
 
 import torch
 
@@ -67,7 +69,7 @@ class DescribedFile:
             return self._made(*described.arguments[:4])
         except zipfile.BadZipFile as error:
             raise damaged_pickle(self.path, f"a record does not match its checksum: {error}") from error
-        except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
+        except (TypeError, ValueError, LookupError, RuntimeError, OverflowError, AttributeError) as error:
             raise damaged_pickle(self.path, f"it describes a tensor that it does not have: {error!r:.200}") from error
 
     def _made(self, storage: Any, offset: int, size: Any, stride: Any) -> torch.Tensor:
@@ -99,8 +101,9 @@ def described_file(path: str, root: str) -> Iterator[DescribedFile]:
         is_zip = file.read(len(_ZIP_MARK)) == _ZIP_MARK
         file.seek(0)
         if not is_zip:
-            described, read = _describe_old_format(file, path)
-            yield DescribedFile(path, identity, described, read)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:  # which never gives more than it has
+                described, read = _describe_old_format(mapped, path)
+                yield DescribedFile(path, identity, described, read)
             return
         check_archive(file.fileno(), path)
         with zipfile.ZipFile(file) as archive:
@@ -111,24 +114,23 @@ def described_file(path: str, root: str) -> Iterator[DescribedFile]:
             order = f"{folder}/byteorder"
             if order in archive.namelist() and archive.read(order) != b"little":
                 raise damaged_pickle(path, "its numbers are big-endian")
-            with archive.open(pickled[0]) as stream:
-                described = describe_pickle(stream, path)
+            described = describe_pickle(io.BytesIO(archive.read(pickled[0])), path)
             yield DescribedFile(path, identity, described, lambda key: archive.read(f"{folder}/data/{key}"))
 
 
-def _describe_old_format(file: IO[bytes], path: str) -> tuple[PickleDescription, Callable[[str], bytes]]:
+def _describe_old_format(file: mmap.mmap, path: str) -> tuple[PickleDescription, Callable[[str], bytes]]:
     """Describe a file older than the zip format: pickles of a mark, a version, the machine, the value and its keys."""
-    _mark, _version, machine = (describe_pickle(file, path).value for _ in range(3))
-    described = describe_pickle(file, path)
-    keys = describe_pickle(file, path).value
+    stream = cast("IO[bytes]", file)
+    _mark, _version, machine = (describe_pickle(stream, path).value for _ in range(3))
+    described = describe_pickle(stream, path)
+    keys = describe_pickle(stream, path).value
     places: dict[str, tuple[int, int]] = {}
     try:
         sizes = {one.arguments[2]: _STORAGES[one.arguments[1].name].itemsize for one in described.storages}
         is_little = machine["little_endian"] is True
         at = file.tell()
         for key in keys:
-            file.seek(at)
-            (count,) = struct.unpack("<q", file.read(8))
+            (count,) = struct.unpack_from("<q", file, at)
             places[key] = at + 8, count * sizes[key]
             at += 8 + count * sizes[key]
     except (LookupError, TypeError, ValueError, AttributeError, OSError, struct.error) as error:
@@ -138,8 +140,7 @@ def _describe_old_format(file: IO[bytes], path: str) -> tuple[PickleDescription,
 
     def read(key: str) -> bytes:
         begin, count = places[key]
-        file.seek(begin)
-        return file.read(min(count, os.fstat(file.fileno()).st_size))
+        return file[begin : begin + max(count, 0)]
 
     return described, read
 

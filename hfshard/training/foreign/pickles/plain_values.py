@@ -69,7 +69,12 @@ class PlainValues:
         if id(value) in self._above or len(self._above) > _MAX_DEPTH:
             raise self._damaged(at, f"contains itself, or is nested deeper than {_MAX_DEPTH} levels")
         self._above.add(id(value))
-        copied, entries = make(value, at)
+        try:
+            copied, entries = make(value, at)
+        except DamagedCheckpointError:
+            raise
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise self._damaged(at, f"has what such a value can't have ({error!r:.100})") from error
         self._above.discard(id(value))
         if entries > _MOST_ENTRIES:
             raise self._damaged(at, "has more entries than any state of a run")
