@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainingArg
 
 import hfshard
 from tests.programs.models import Llama, assert_ours, assert_same, llama
+from tests.training import processes
 
 pytestmark = [pytest.mark.compat, pytest.mark.filterwarnings("ignore")]
 
@@ -42,3 +45,20 @@ def test_its_own_checkpoints_and_models_are_ours(way: str, tmp_path: Path) -> No
     for directory in ("run/checkpoint-2", "run/checkpoint-3", "out"):
         assert_ours(tmp_path / directory)
     assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "out"), straight.model)
+
+
+def save_twice_and_die(directory: Path, call: str) -> None:
+    """Be killed amid the second save of other weights, at the first call of a function of the system."""
+    with hfshard.install(quiet=True):
+        trainer(llama(LlamaForCausalLM, seed=0), directory / "run").save_model(str(directory / "out"))
+        second = trainer(llama(LlamaForCausalLM, seed=1), directory / "run")
+        setattr(os, call, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
+        second.save_model(str(directory / "out"))
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_a_kill_amid_a_save_leaves_the_old_model(call: str, tmp_path: Path) -> None:
+    end = processes.run(tmp_path / "said.txt", save_twice_and_die, tmp_path, call)
+    assert end.status == -signal.SIGKILL, end.words
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "out"), llama(LlamaForCausalLM, seed=0))
+    assert hfshard.verify_checkpoint(tmp_path / "out").ok
