@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from torch import nn
 
-from hfshard._util.file_errors import names_files
 from hfshard._util.paths import path_text
 from hfshard._util.text import list_some
 from hfshard.constants import CHANGED_RETRIES, CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
@@ -54,6 +53,10 @@ class _ModuleLoad:
     options: LoadOptions
     query: CheckpointQuery
     checkpoint: OpenCheckpoint | None = None
+    config: bytes | None = None
+    """Of a directory, where the class loads by itself: what was there before."""
+    is_under_way: bool = True
+    """Whether huggingface_hub's `from_pretrained` has been called for it."""
     is_answered: bool = False
     """Whether the mixin's `_from_pretrained` has loaded it."""
 
@@ -61,7 +64,6 @@ class _ModuleLoad:
 _under_way: ContextVar[_ModuleLoad | None] = ContextVar("hfshard_module_load", default=None)
 
 
-@names_files("path")
 def load_plain(
     model_class: Any,
     start: Any,
@@ -98,17 +100,7 @@ def load_plain(
     call = _ModuleLoad(model_class, options, query)
     source = CheckpointSource(name, query)
     if is_overridden:
-        place = (
-            source.fetch(options.progress).path if has_hub_marker(directory_of(source.path) or source.path) else path
-        )
-        with _being(call):
-            built = start.from_pretrained(place, **kwargs)
-        if not call.is_answered and (options.strict is not None or options.verify != LoadOptions().verify):
-            raise InvalidArgumentError(
-                f"{model_class.__name__} has a _from_pretrained of its own, which loaded the weights by itself, so "
-                "that strict and verify had no effect. Leave them out."
-            )
-        return built
+        return _build_by_override(call, start, source, path, kwargs)
     return _build_unchanged(call, start, source, kwargs)
 
 
@@ -131,9 +123,10 @@ def build_module(
         Everything that `open_source` and `load_into_module` raise.
     """
     checked_device(map_location)
+    model_kwargs = _without_override(model_kwargs)
     call = _under_way.get()
     if call is None or call.model_class is not model_class:
-        call = _ModuleLoad(model_class, LoadOptions(), source.query)
+        call = _ModuleLoad(model_class, LoadOptions(), source.query, is_under_way=False)
     token = _under_way.set(None)  # a constructor may load others
     try:
         if call.checkpoint is not None:
@@ -141,13 +134,27 @@ def build_module(
                 raise _ChangedMeanwhile
             model = _build(model_class, call.checkpoint, model_kwargs, replace(call.options, strict=strict))
         else:
-            query = replace(source.query, variant=call.query.variant, subfolder=call.query.subfolder)
-            with open_source(replace(source, query=query), call.options) as checkpoint:
+            with open_source(_chosen(source, call), call.options) as checkpoint:
+                if call.is_under_way and os.path.isdir(source.path):
+                    is_same = _config_in(source.path) == call.config
+                    if not (is_same and checkpoint.is_unchanged()):
+                        raise _ChangedMeanwhile
                 model = _build(model_class, checkpoint, model_kwargs, replace(call.options, strict=strict))
     finally:
         _under_way.reset(token)
     call.is_answered = True
     return model
+
+
+def _chosen(source: CheckpointSource, call: _ModuleLoad) -> CheckpointSource:
+    """What an override's `super()` loads: of a repo, the commit whose config was read just now."""
+    query = replace(source.query, variant=call.query.variant, subfolder=call.query.subfolder)
+    if call.is_under_way and source.find_local() is None:
+        from hfshard.hub.remote.cache import RepoCache
+
+        commit = RepoCache(source.path, query.cache_dir).commit_of(query.revision)
+        query = replace(query, revision=commit or query.revision)
+    return replace(source, query=query)
 
 
 def _split(
@@ -172,6 +179,49 @@ def _split(
     return options, CheckpointQuery(**chosen, **hub), rest
 
 
+def _build_by_override(
+    call: _ModuleLoad, start: Any, source: CheckpointSource, path: str | os.PathLike[str], kwargs: Mapping[str, Any]
+) -> Any:
+    """Let a class load by its own `_from_pretrained`, which may call the mixin's."""
+    options = call.options
+    is_hub = has_hub_marker(directory_of(source.path) or source.path)
+    place = source.fetch(options.progress).path if is_hub else path
+    for _ in range(CHANGED_RETRIES):
+        call.config = _config_in(os.fspath(place))
+        try:
+            with _being(call):
+                built = start.from_pretrained(place, **kwargs)
+            break
+        except _ChangedMeanwhile:
+            continue
+    else:
+        raise _kept_changing(source.path)
+    if not call.is_answered and (options.strict is not None or options.verify != LoadOptions().verify):
+        raise InvalidArgumentError(
+            f"{call.model_class.__name__} has a _from_pretrained of its own, which loaded the weights by itself, so "
+            "that strict and verify had no effect. Leave them out."
+        )
+    return built
+
+
+def _config_in(directory: str) -> bytes | None:
+    return read_config(directory) if os.path.isdir(directory) else None
+
+
+def _kept_changing(path: str) -> CheckpointChangedError:
+    return CheckpointChangedError(
+        f"The checkpoint in '{path}' kept changing. Load it when the save is done.", path=path
+    )
+
+
+def _without_override(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments without the key that a commit under way puts into a config."""
+    kept = {name: value for name, value in model_kwargs.items() if name != WEIGHTS_OVERRIDE_KEY}
+    if isinstance(kept.get("config"), dict):
+        kept["config"].pop(WEIGHTS_OVERRIDE_KEY, None)  # the one that the model is going to keep
+    return kept
+
+
 def _build_unchanged(call: _ModuleLoad, start: Any, source: CheckpointSource, kwargs: Mapping[str, Any]) -> Any:
     """Build from a config and weights between which no save has come."""
     options = call.options
@@ -187,9 +237,7 @@ def _build_unchanged(call: _ModuleLoad, start: Any, source: CheckpointSource, kw
                     return start.from_pretrained(place, **kwargs)
             except _ChangedMeanwhile:
                 continue
-    raise CheckpointChangedError(
-        f"The checkpoint in '{source.path}' kept changing. Load it when the save is done.", path=source.path
-    )
+    raise _kept_changing(source.path)
 
 
 @contextmanager

@@ -15,11 +15,10 @@ from huggingface_hub import PyTorchModelHubMixin
 from torch import nn
 
 from hfshard._util.arguments import refuse_unknown
-from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, README
 from hfshard.errors import InvalidArgumentError
-from hfshard.modules.upstream import config_json, noted_config
+from hfshard.modules.upstream import as_dict, config_json, noted_config
 from hfshard.modules.weights import save_module
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_module
@@ -97,7 +96,6 @@ class _ModuleSave:
 _under_way: ContextVar[_ModuleSave | None] = ContextVar("hfshard_module_save", default=None)
 
 
-@names_files("save_directory")
 def save_plain(
     model: Any,
     save_directory: str | os.PathLike[str],
@@ -141,7 +139,7 @@ def save_plain(
     if not given["push_to_hub"]:
         return None
     token = {} if given["token"] is None else {"token": given["token"]}
-    config = noted_config(model) if extras.config is None else extras.config
+    config = as_dict(noted_config(model) if extras.config is None else extras.config)
     return _push(model, directory, options, {**kwargs, **token}, replace(extras, config=config))
 
 

@@ -33,7 +33,7 @@ def config_json(config: Any) -> bytes:
 
     Source: huggingface_hub `ModelHubMixin.save_pretrained`.
     """
-    value = asdict(config) if is_dataclass(config) and not isinstance(config, type) else config
+    value = as_dict(config)
     if not isinstance(value, dict):
         raise InvalidArgumentError(f"config must be a dict or a dataclass, got a {type(config).__name__}.")
     try:
@@ -42,6 +42,11 @@ def config_json(config: Any) -> bytes:
         raise InvalidArgumentError(
             f"The config can't be written as JSON: {error}. Give the class coders= for types of your own."
         ) from error
+
+
+def as_dict(config: Any) -> Any:
+    """A dataclass as a dict; anything else as it is."""
+    return asdict(config) if is_dataclass(config) and not isinstance(config, type) else config
 
 
 def constructor_names(model_class: type) -> frozenset[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from hfshard._util.file_errors import names_files
 from hfshard.distributed.saving import decline_save, save_anywhere, telling_other_ranks
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.saving.options import SaveOptions
@@ -16,6 +17,7 @@ from hfshard.state_dicts.dtensors import refuse_sharded_tensors
 from hfshard.storage.format.index import CheckpointIndex
 
 
+@names_files("directory")
 def save_module(
     model: nn.Module,
     directory: str,

@@ -60,11 +60,17 @@ def test_strict_refuses_and_without_it_a_warning_names_them(tmp_path: Path, capl
         Net.from_pretrained(tmp_path, width=5)
 
 
-def test_config_and_weights_are_of_one_save_though_another_comes_between(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_overridden", [False, True])
+def test_config_and_weights_are_of_one_save_though_another_comes_between(is_overridden: bool, tmp_path: Path) -> None:
     saved(tmp_path, 4)
     seen: list[Any] = []
 
-    class Slow(hfshard.ShardedModelMixin, Simple):
+    class Asking(hfshard.ShardedModelMixin, Simple):
+        @classmethod
+        def _from_pretrained(cls, **kwargs: Any) -> Any:
+            return super()._from_pretrained(**kwargs)
+
+    class Slow(Asking if is_overridden else Net):  # type: ignore[misc]
         @classmethod
         def _decode_arg(cls, expected_type: Any, value: Any) -> Any:
             if not seen:
@@ -90,14 +96,23 @@ def test_a_checkpoint_that_keeps_changing_is_an_error(tmp_path: Path, monkeypatc
         Restless.from_pretrained(tmp_path)
 
 
-def test_the_key_of_a_commit_under_way_reaches_no_constructor(tmp_path: Path) -> None:
+class AskingAny(Any_):
+    """With an override."""
+
+    @classmethod
+    def _from_pretrained(cls, **kwargs: Any) -> Any:
+        return super()._from_pretrained(**kwargs)
+
+
+@pytest.mark.parametrize("model_class", [Any_, AskingAny])
+def test_the_key_of_a_commit_under_way_reaches_no_constructor(model_class: Any, tmp_path: Path) -> None:
     model: Any = Any_(3, config={"a": 1}, b=2)
     model.save_pretrained(tmp_path)
     weights = "model-hfshard-0123456789abcdef.safetensors"
     (tmp_path / "model.safetensors").rename(tmp_path / weights)
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace("{\n", f'{{\n  "transformers_weights": "{weights}",\n', 1))
-    loaded = Any_.from_pretrained(tmp_path)
+    loaded = model_class.from_pretrained(tmp_path)
     assert loaded.seen == (3, [("a", 1), ("b", 2), ("width", 3)], [("a", 1), ("b", 2)])
     assert torch.equal(loaded.layer.weight, model.layer.weight)
 
@@ -178,3 +193,21 @@ def test_what_is_not_there_is_said_so(tmp_path: Path) -> None:
         Net.from_pretrained(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match="There is no directory"):
         Net.from_pretrained(tmp_path / "nowhere")
+
+
+def test_errors_of_an_override_and_of_a_constructor_come_through_as_they_are(tmp_path: Path) -> None:
+    saved(tmp_path)
+
+    class Failing(hfshard.ShardedModelMixin, nn.Module):
+        def __init__(self, width: int = 1) -> None:
+            raise FileNotFoundError("mine")
+
+    class Overriding(hfshard.ShardedModelMixin, Simple):
+        @classmethod
+        def _from_pretrained(cls, **kwargs: Any) -> Any:
+            raise FileNotFoundError("mine")
+
+    for model_class in (Failing, Overriding):
+        with pytest.raises(FileNotFoundError, match="mine") as caught:
+            model_class.from_pretrained(tmp_path)
+        assert caught.type is FileNotFoundError

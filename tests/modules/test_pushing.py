@@ -76,6 +76,22 @@ def test_one_commit_with_its_config_shards_and_no_stale_files(hub_server: HubSer
         assert Net.from_pretrained("org/net", revision="refs/pr/1").seen[0] == 7
 
 
+def test_an_override_that_calls_super_gets_the_weights_of_its_configs_commit(
+    hub_server: HubServer, tmp_path: Path
+) -> None:
+    class Asking(hfshard.ShardedModelMixin, Simple):
+        @classmethod
+        def _from_pretrained(cls, **kwargs: Any) -> Any:
+            if kwargs["width"] == 4:
+                net(6).push_to_hub("org/net")  # between config and weights
+            return super()._from_pretrained(**kwargs)
+
+    with talking_to(hub_server.endpoint, tmp_path / "cache"):
+        net(4).push_to_hub("org/net")
+        assert Asking.from_pretrained("org/net", strict=True).layer.weight.shape == (4, 4)
+        assert Asking.from_pretrained("org/net", strict=True).layer.weight.shape == (6, 6)
+
+
 def test_a_directory_hub_with_branches_and_an_override(tmp_path: Path) -> None:
     class Adding(hfshard.ShardedModelMixin, Simple):
         def _save_pretrained(self, save_directory: Path) -> None:

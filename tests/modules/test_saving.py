@@ -14,7 +14,7 @@ from torch import nn
 
 import hfshard
 from hfshard.errors import InvalidArgumentError, SaveDirectoryError, UnknownArgumentError
-from tests.modules.nets import Bare, Simple, ours, theirs
+from tests.modules.nets import Bare, Configured, Outer, Simple, ours, theirs
 
 
 class Net(hfshard.ShardedModelMixin, Simple):
@@ -188,16 +188,17 @@ def test_methods_of_a_library_behind_the_mixin_are_not_passed_over(tmp_path: Pat
 def test_save_with_push_calls_push_to_hub_as_the_stock_mixin_does(tmp_path: Path) -> None:
     calls: list[dict[str, Any]] = []
 
-    class Pushed(hfshard.ShardedModelMixin, Bare):
+    class Pushed(hfshard.ShardedModelMixin, Configured):
         def push_to_hub(self, **kwargs: Any) -> Any:  # type: ignore[override]
             calls.append(kwargs)
             return "done"
 
-    model: Any = Pushed()
+    model: Any = Pushed(Outer(2))
     assert model.save_pretrained(tmp_path / "name") is None
     assert model.save_pretrained(tmp_path / "name", push_to_hub=True, config={"a": 1}) == "done"
     model.save_pretrained(tmp_path / "name", push_to_hub=True, repo_id="org/x", token="t", max_shard_size="1KB")
+    noted = {"width": 2, "inner": {"heads": 2, "act": "relu"}}
     assert calls == [
         {"repo_id": "name", "config": {"a": 1}, "model_card_kwargs": {}},
-        {"repo_id": "org/x", "model_card_kwargs": {}, "max_shard_size": "1KB", "token": "t"},
+        {"repo_id": "org/x", "config": noted, "model_card_kwargs": {}, "max_shard_size": "1KB", "token": "t"},
     ]
