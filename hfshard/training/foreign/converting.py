@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -33,6 +34,9 @@ from hfshard.training.step import checked_step
 
 _OF_MODEL: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME)
 """Companions that belong to the model, as in its own saves."""
+
+_NO_POSITION: Final = "the position in the data"
+_SCHEDULER: Final = re.compile(r"scheduler(?:_\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,8 @@ def convert_foreign(
         raise CheckpointNotFoundError(f"'{path}' is no checkpoint of another program. Check the path.", path=path)
     foreign = in_order(reader(path, ForeignRequest(keys=keys or {}, strict=strict)))
     number = checked_step(foreign.step or 0 if step is None else step)
-    foreign = replace(foreign, lacking=(*foreign.lacking, "the position in the data"))
+    if not any(words.startswith(_NO_POSITION) for words in foreign.lacking):
+        foreign = replace(foreign, lacking=(*foreign.lacking, _NO_POSITION))
     payload = _payload(foreign, max_shard_size, checksum, progress).of_one_process()
     files = {name: raw for name, raw in foreign.companions.items() if name not in _OF_MODEL}
     check_names(files, payload)
@@ -166,7 +171,7 @@ def _encoded(
         tensors = components.optimizer_tensors if own else components.tensors
         encoded = _encoded_optimizer(value, names, tensors, "" if own else f"{name}/")
         return "optimizer", {**encoded, "by_position": by_order}
-    if name == "scheduler":
+    if _SCHEDULER.fullmatch(name):
         state = encode(dict(value), name, components.tensors, lambda one: one if isinstance(one, NotStored) else None)
         return "scheduler", {"class": None, "state": state}
     return "module" if is_weights(value) else "stateful", encode(value, name, components.tensors)
@@ -175,6 +180,9 @@ def _encoded(
 def _names_by_order(
     component: str, saved: Mapping[str, Any], foreign: ForeignCheckpoint, weights: Mapping[str, Any]
 ) -> list[list[str]]:
+    optimizers = [one for one in foreign.components.values() if is_optimizer_state(one)]
+    if len(optimizers) > 1 and sum(map(is_weights, foreign.components.values())) > 1:
+        raise unknown_owners(component, foreign.path, "there are several optimizers and models")
     if not foreign.has_order:
         raise unknown_owners(component, foreign.path, "its weights, in safetensors, do not stand in the model's order")
     return [names_by_order(saved, weights, component, foreign.path)]

@@ -23,6 +23,14 @@ def take_gradients(state: TrainingState, saved: dict[str, Any], saved_ranks: int
                 saved[name] = {**saved[name], "kind": state.kinds[name]}
 
 
+def take_converted(state: TrainingState, saved: dict[str, Any]) -> None:
+    """Take a dict of tensors for a module's, and the other way round: a conversion of an old file can't tell them."""
+    alike = ("module", "stateful")
+    for name, kind in state.kinds.items():
+        if name != "model" and kind in alike and saved.get(name, {}).get("kind") in alike:
+            saved[name] = {**saved[name], "kind": kind}
+
+
 def parts_of_other_stages(state: TrainingState, own: Mapping[str, Any]) -> set[str]:
     """What each stage of a pipeline has saved for itself, where this rank has another stage, or the whole model."""
     alone = {name for name, entry in own["components"].items() if entry.get("kind") != "loader"}

@@ -27,6 +27,7 @@ from hfshard.training.restoring.components import (
     check_components,
     never_held,
     parts_of_other_stages,
+    take_converted,
     take_gradients,
 )
 from hfshard.training.restoring.part_files import ReadPart, part_reader
@@ -71,6 +72,8 @@ def plan_restoration(
     saved = {**saved_state["components"], **own["components"]}
     take_gradients(state, saved, 1 if "stage" in own else len(saved_ranks), 1 if stage else ranks.world_size)
     restoration = Restoration(directory=directory, lacking=tuple(saved_state.get("lacking", ())))
+    if restoration.lacking:
+        take_converted(state, saved)
     elsewhere = parts_of_other_stages(state, own)
     may_lack = never_held(state) if restoration.lacking else frozenset[str]()
     check_components(state, saved, directory, restoration.differences, elsewhere, strict=strict, may_lack=may_lack)

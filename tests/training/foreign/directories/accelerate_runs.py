@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
+from hfshard.training import TrainingState
 from hfshard.training.state import unwrapped
 from tests.training.fingerprint import of_model, of_optimizer, of_rngs, of_scheduler
 
@@ -44,19 +46,30 @@ class Count:
 class Parts:
     """Two models, each with an optimizer and a scheduler, as a GAN has them; dropout draws random numbers."""
 
-    def __init__(self, accelerator: Accelerator | None = None) -> None:
+    def __init__(self, accelerator: Accelerator | None = None, models: int = 2) -> None:
         torch.manual_seed(5)
         self.models: list[Any] = [nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1)) for _ in range(2)]
         self.optimizers: list[Any] = [torch.optim.AdamW(self.models[0].parameters(), lr=0.01)]
         self.optimizers.append(torch.optim.SGD(self.models[1].parameters(), lr=0.1, momentum=0.9))
         self.schedulers: list[Any] = [torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizers[0], 20)]
         self.schedulers.append(torch.optim.lr_scheduler.CyclicLR(self.optimizers[1], 0.01, 0.1, step_size_up=3))
+        for parts in (self.models, self.optimizers, self.schedulers):
+            del parts[models:]
         self.count = Count()
         if accelerator is not None:
             self.models = [accelerator.prepare(one) for one in self.models]
             self.optimizers = [accelerator.prepare(one) for one in self.optimizers]
             self.schedulers = [accelerator.prepare(one) for one in self.schedulers]
             accelerator.register_for_checkpointing(self.count)
+
+    def state(self) -> TrainingState:
+        """The parts, under the names of their files."""
+        named = {
+            f"{name}_{number}" if number else name: part
+            for name, parts in (("model", self.models), ("optimizer", self.optimizers), ("scheduler", self.schedulers))
+            for number, part in enumerate(parts)
+        }
+        return TrainingState(**named, count=self.count)
 
     def train(self, first: int, last: int) -> None:
         """Train from a step to another."""
@@ -86,6 +99,12 @@ class Parts:
                     yield f"{number} {path}", value
         yield from of_rngs()
         yield "count", str(self.count.seen.tolist())
+
+
+def forget_accelerate() -> None:
+    """What Accelerate keeps in its classes is gone."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def save_by_accelerate(place: Path, **options: Any) -> Path:

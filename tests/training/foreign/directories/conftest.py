@@ -1,13 +1,22 @@
-"""Checkpoints of Trainer for the tests of this folder."""
+"""Checkpoints of Trainer, and an Accelerate that remembers nothing, for the tests of this folder."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.training.foreign.directories.accelerate_runs import forget_accelerate
 from tests.training.foreign.directories.trainer_runs import SAVED_AT, new_trainer
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What Accelerate keeps in its classes is gone after each test."""
+    yield
+    forget_accelerate()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader
@@ -20,23 +18,18 @@ from torch.utils.data import DataLoader
 import hfshard
 from hfshard.errors import DamagedCheckpointError, StateDictMismatchError, UnsafePickleError
 from hfshard.training import TrainingState, prepared_state
-from tests.training.foreign.directories.accelerate_runs import SAVED_AT, STEPS, Parts, RunsCode, save_by_accelerate
+from tests.training.foreign.directories.accelerate_runs import (
+    SAVED_AT,
+    STEPS,
+    Parts,
+    RunsCode,
+    forget_accelerate,
+    save_by_accelerate,
+)
 
 pytestmark = pytest.mark.compat
 
 LACKING = ("the number of steps (0 is taken)", "the position in the data")
-
-
-@pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    """What Accelerate keeps in its classes is gone after each test."""
-    yield
-    forget()
-
-
-def forget() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture(scope="module", params=["safetensors", "pickles"])
@@ -50,18 +43,6 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def checkpoint(saved: Path, tmp_path: Path) -> Path:
     """A copy of it, to be spoilt."""
     return Path(shutil.copytree(saved, tmp_path / "checkpoint_0"))
-
-
-def state_of(parts: Parts) -> TrainingState:
-    return TrainingState(
-        model=parts.models[0],
-        optimizer=parts.optimizers[0],
-        scheduler=parts.schedulers[0],
-        model_1=parts.models[1],
-        optimizer_1=parts.optimizers[1],
-        scheduler_1=parts.schedulers[1],
-        count=parts.count,
-    )
 
 
 def restore(state: TrainingState, checkpoint: Path, **options: Any) -> Any:
@@ -79,7 +60,7 @@ def test_it_is_resumed_as_accelerate_resumes_it(saved: Path) -> None:
     parts = Parts()
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(99)
-    restored = restore(state_of(parts), saved)
+    restored = restore(parts.state(), saved)
     parts.train(SAVED_AT, STEPS)
 
     assert (restored, restored.differences, restored.lacking) == (0, (), LACKING)
@@ -94,7 +75,7 @@ def test_prepared_objects_and_the_count_of_batches_are_restored(tmp_path: Path) 
         with saving.accumulate(prepared):
             pass
     saving.save_state(str(tmp_path / "saved"))
-    forget()
+    forget_accelerate()
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     state = prepared_state(accelerator, model=accelerator.prepare(nn.Linear(2, 2)))
@@ -116,7 +97,7 @@ def test_the_state_of_a_stateful_loader_is_handed_over(tmp_path: Path) -> None:
     saving, batches = new_loader()
     next(iter(batches))
     saving.save_state(str(tmp_path / "saved"))
-    forget()
+    forget_accelerate()
 
     _, loader = new_loader()
     restored = restore(TrainingState(), tmp_path / "saved", keys=None)
@@ -134,9 +115,9 @@ def test_what_is_missing_is_named(checkpoint: Path) -> None:
     before = parts.everything()
 
     with pytest.raises(StateDictMismatchError, match="has no 'optimizer_1'"):
-        restore(state_of(parts), checkpoint)
+        restore(parts.state(), checkpoint)
     unchanged = parts.everything()
-    restored = restore(state_of(parts), checkpoint, strict=False)
+    restored = restore(parts.state(), checkpoint, strict=False)
 
     assert unchanged == before
     assert len(restored.differences) == 1 and "has no 'optimizer_1'" in restored.differences[0]
@@ -159,7 +140,7 @@ def test_parts_that_the_state_lacks_are_refused(saved: Path) -> None:
 
 def test_a_name_that_is_not_there_is_refused(saved: Path) -> None:
     with pytest.raises(StateDictMismatchError, match="has no 'custom_checkpoint_7', which keys names for 'count'"):
-        restore(state_of(Parts()), saved, keys={"count": "custom_checkpoint_7"})
+        restore(Parts().state(), saved, keys={"count": "custom_checkpoint_7"})
 
 
 @pytest.mark.parametrize("name", ["optimizer.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl"])
@@ -169,7 +150,7 @@ def test_a_pickle_that_asks_for_code_is_refused_and_nothing_runs(name: str, chec
     before = parts.everything()
 
     with pytest.raises(UnsafePickleError, match=name):
-        restore(state_of(parts), checkpoint)
+        restore(parts.state(), checkpoint)
 
     assert not (tmp_path / "ran").exists()
     assert parts.everything() == before
@@ -181,12 +162,12 @@ def test_a_generator_that_would_read_beyond_its_buffer_is_refused(checkpoint: Pa
     torch.save({**states, "numpy_random_seed": (kind, key, 10**9, *rest)}, checkpoint / "random_states_0.pkl")
 
     with pytest.raises(DamagedCheckpointError, match=r"random_states_0\.pkl.*at 1000000000"):
-        restore(state_of(Parts()), checkpoint)
+        restore(Parts().state(), checkpoint)
 
 
 def test_the_generators_of_other_processes_are_lacking(checkpoint: Path) -> None:
     shutil.copy(checkpoint / "random_states_0.pkl", checkpoint / "random_states_1.pkl")
 
-    restored = restore(state_of(Parts()), checkpoint)
+    restored = restore(Parts().state(), checkpoint)
 
     assert restored.lacking[-1].endswith("(it has those of 2 processes, and here is 1)")

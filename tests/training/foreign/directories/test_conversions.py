@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import BertForSequenceClassification
 
 import hfshard
@@ -17,6 +18,7 @@ from hfshard.training.foreign.checkpoint import ForeignRequest
 from hfshard.training.foreign.converting import convert_foreign
 from hfshard.training.foreign.directories.trainer import read_trainer_directory
 from hfshard.training.integrations.trainer_names import in_order_of_model
+from tests.training.foreign.directories.accelerate_runs import Parts, save_by_accelerate
 from tests.training.foreign.directories.trainer_runs import SAVED_AT, everything, parts_of, restore, train
 
 pytestmark = pytest.mark.compat
@@ -46,6 +48,29 @@ def test_it_is_converted_with_the_names_of_its_parameters(
     resumed, direct = ([one.components[name] for name in names] for one in (state, expected))
     assert everything(*resumed) == everything(*direct)
     assert BertForSequenceClassification.from_pretrained(converted["path"]).config.vocab_size == 30
+
+
+def test_states_of_accelerate_are_converted_where_one_model_is_trained(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    parts = Parts(accelerator, models=1)
+    parts.train(0, SAVED_AT)
+    accelerator.save_state(str(tmp_path / "saved"), safe_serialization=False)
+
+    part = {"count": "custom_checkpoint_0"}
+    converted = convert_foreign(str(tmp_path / "saved"), tmp_path / "run", step=9, keys=part)
+    fresh = Parts(models=1)
+    restored = hfshard.CheckpointManager(tmp_path / "run").restore(fresh.state(), 9)
+
+    assert restored.lacking == converted.lacking == ("the number of steps (0 is taken)", "the position in the data")
+    assert fresh.everything() == parts.everything()
+
+
+def test_states_of_several_models_are_not_converted(tmp_path: Path) -> None:
+    place = save_by_accelerate(tmp_path / "saved", safe_serialization=False)
+
+    with pytest.raises(InvalidArgumentError, match=r"'optimizer' it is not known.* several optimizers and models"):
+        convert_foreign(str(place), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_a_config_it_is_not_known_whose_state_is_whose(checkpoint: Path, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import hfshard
 from hfshard.training import TrainingState
 from tests.distributed.gloo import check_ranks
 from tests.training.foreign.directories.accelerate_runs import Parts
-from tests.training.foreign.directories.test_accelerate import state_of
 from tests.training.foreign.directories.trainer_runs import everything, new_trainer, parts_of
 from tests.training.integrations.accelerate_ranks import as_launched
 
@@ -64,7 +63,7 @@ def resume_accelerates(rank: int, place: Path) -> None:
     parts = Parts()
     torch.manual_seed(99)
     restored = hfshard.CheckpointManager(place / "ours").restore(
-        state_of(parts), place / "accelerate", keys={"count": "custom_checkpoint_0"}
+        parts.state(), place / "accelerate", keys={"count": "custom_checkpoint_0"}
     )
 
     assert (restored.differences, len(restored.lacking)) == ((), 2)
