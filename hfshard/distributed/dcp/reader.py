@@ -50,7 +50,7 @@ class StorageReader(dcp_storage.StorageReader):
     `failures` have the errors themselves. Then some tensors may have been filled already.
 
     Args:
-        path: As in `hfshard.load_state_dict`, and so are variant, use_safetensors, subfolder, revision, token,
+        path: As in `hfshard.load_state_dict`, and so are key, variant, use_safetensors, subfolder, revision, token,
             cache_dir, local_files_only, verify and progress; `checkpoint_id` of `dcp.load` takes its place. What
             verify asks for is checked by every rank.
 
@@ -64,6 +64,7 @@ class StorageReader(dcp_storage.StorageReader):
         self,
         path: str | os.PathLike[str] | None = None,
         *,
+        key: str | None = None,
         variant: str | None = None,
         use_safetensors: bool | None = None,
         subfolder: str = "",
@@ -83,7 +84,7 @@ class StorageReader(dcp_storage.StorageReader):
             cache_dir=cache_dir,
             local_files_only=local_files_only,
         )
-        self._options = LoadOptions(verify=verify, progress=progress)
+        self._options = LoadOptions(verify=verify, progress=progress, key=key)
         self._source = None if path is None else self._source_of(path)
         self._opened = ExitStack()
         self._checkpoint: OpenCheckpoint | None = None

@@ -137,6 +137,11 @@ def test_pickled_checkpoints_are_loaded(tmp_path: Path) -> None:
 
     assert state["a"].tolist() == [0, 1, 2]
 
+    torch.save({"model": {"a": torch.zeros(3)}, "ema": {"a": torch.arange(3) + 1}}, tmp_path / "last.pt")
+    load(state, storage_reader=StorageReader(tmp_path / "last.pt", key="ema"))
+
+    assert state["a"].tolist() == [1, 2, 3]
+
 
 def test_metadata_describes_the_tensors(tmp_path: Path) -> None:
     shared = torch.zeros(2, 3, dtype=torch.complex128)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hfshard.storage.tensors.tensor_bytes import is_plain_type
+
 
 def iter_leaves(value: Any) -> Iterator[Any]:
     """Find all that nested dicts, lists, tuples and sets hold, each container once; names of dicts too.
@@ -33,16 +35,18 @@ def iter_storages(value: Any) -> Iterator[torch.UntypedStorage]:
     Tensors without memory, on the device meta, have none.
 
     Raises:
-        TypeError: There is a tensor of a kind whose memory can't be told, or memory that is no tensor's.
+        TypeError: There is a tensor of a kind whose memory can't be told, or memory that is no tensor's; it names it.
     """
     for leaf in iter_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield from (part.untyped_storage() for part in _dense_parts(leaf) if part.device.type != "meta")
         elif isinstance(leaf, torch.UntypedStorage | torch.TypedStorage):
-            raise TypeError("a storage without a tensor")
+            raise TypeError(type(leaf).__name__)
 
 
 def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if not is_plain_type(tensor) or tensor.is_nested:
+        raise TypeError(type(tensor).__name__ if not tensor.is_nested else "nested tensor")
     if tensor.layout == torch.strided:
         return (tensor,)
     if tensor.layout == torch.sparse_coo:
@@ -51,4 +55,4 @@ def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    raise TypeError(f"a tensor of the layout {tensor.layout}")
+    raise TypeError(f"tensor of the layout {tensor.layout}")

@@ -15,12 +15,12 @@ from typing import Any, Final
 
 import torch
 
-from hfshard.errors import CheckpointChangedError, DamagedCheckpointError
+from hfshard.errors import CheckpointChangedError, HfshardError
 from hfshard.storage.disk.safe_open import Identity, identity_of, open_regular
 from hfshard.storage.weights.pickles.nested import iter_storages
 from hfshard.storage.weights.pickles.opcode_scan import scan_old_format, scan_zip
 from hfshard.storage.weights.pickles.other_formats import refuse_other_format
-from hfshard.storage.weights.pickles.refusals import unsafe_pickle
+from hfshard.storage.weights.pickles.refusals import other_tensors, unsafe_pickle
 from hfshard.storage.weights.pickles.zip_check import (
     check_archive,
     check_every_record,
@@ -90,7 +90,7 @@ def read_pickle(path: str, root: str) -> PickleContents:
         root: The directory in which it, and what it links to, must lie.
 
     Raises:
-        UnsafePickleError: It asks for anything but tensors and plain containers.
+        UnsafePickleError: It asks for anything but plain tensors and containers.
         DamagedCheckpointError: It is not whole, or no file of torch.save.
     """
     fd = open_regular(path, root)
@@ -121,9 +121,11 @@ def _load(fd: int, path: str, *, mapped: bool) -> Any:
             source = f"/proc/self/fd/{fd}" if os.path.exists(f"/proc/self/fd/{fd}") else path
             return torch.load(source, map_location="cpu", weights_only=True, mmap=True)
         return _load_old_format(fd, path)
-    except DamagedCheckpointError:
+    except HfshardError:
         raise
     except pickle.UnpicklingError as error:
+        if "DTensor" in str(error):
+            raise other_tensors(path, "DTensor") from error
         found = _GLOBAL.search(str(error))
         if found is None and "Unsupported" not in str(error):
             raise damaged_pickle(path, _reason(error)) from error
@@ -204,8 +206,10 @@ def _check_made(value: Any, marks: list[tuple[torch.Tensor, torch.Tensor]], path
 def _storages_of(value: Any, path: str) -> list[torch.UntypedStorage]:
     try:
         return list(iter_storages(value))
-    except (TypeError, RuntimeError, NotImplementedError) as error:  # a kind of tensor without memory of its own
-        raise damaged_pickle(path, f"it holds {_reason(error)}") from error
+    except TypeError as error:
+        raise other_tensors(path, str(error)) from error
+    except (RuntimeError, NotImplementedError) as error:
+        raise damaged_pickle(path, _reason(error)) from error
 
 
 def _reason(error: Exception) -> str:

@@ -44,6 +44,26 @@ def unsafe_pickle(fd: int, path: str, asked: str | None, *, is_zip: bool) -> Uns
     )
 
 
+def other_tensors(path: str, kind: str) -> UnsafePickleError:
+    """The error for tensors that are not plain, such as DTensors of a model that is spread over ranks.
+
+    Args:
+        path: The file.
+        kind: Their class, or what they are called.
+    """
+    todo = "Load it with torch.load(path, weights_only=True) in the program that made it, and save plain tensors"
+    if kind == "DTensor":
+        todo = (
+            "Each rank saved only its part: load it there, make the tensors whole on every rank (full_tensor), and "
+            "save them again, or save the model with hfshard.save_model"
+        )
+    return UnsafePickleError(
+        f"'{path}' was not loaded: it holds a {kind}, and a checkpoint needs plain tensors. {todo}.",
+        path=path,
+        actual=kind,
+    )
+
+
 def _root_global(fd: int, path: str, *, is_zip: bool) -> str | None:
     """The class of the object that was saved; None for a dict, or where it can't be told. Nothing is unpickled."""
     try:

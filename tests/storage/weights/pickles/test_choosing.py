@@ -125,6 +125,7 @@ def test_several_are_listed_and_not_guessed(tmp_path: Path, name: str) -> None:
     assert torch.equal(model.state_dict()["0.weight"], before)
     hfshard.load_model(model, path, key=keys[1])
     assert torch.equal(model.state_dict()["0.weight"], AVERAGE["0.weight"])
+    assert list(hfshard.load_state_dict(path, key=keys[0], like={"0.bias": torch.empty(4)})) == ["0.bias"]
     assert hfshard.verify_checkpoint(path).ok
 
 

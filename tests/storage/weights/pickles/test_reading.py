@@ -101,3 +101,19 @@ def test_what_is_more_than_tensors_is_named(tmp_path: Path) -> None:
         read(save({"model": {}, "out": tmp_path}, tmp_path / "paths.pt"))
 
     assert str(caught.value.actual).startswith("pathlib.")
+
+
+@FORMATS
+def test_parts_of_tensors_are_not_taken_for_tensors(tmp_path: Path, is_zip: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        save({"weight": DTensor.from_local(torch.ones(2), mesh)}, tmp_path / "rank0.pt", is_zip)
+    finally:
+        torch.distributed.destroy_process_group()
+
+    with pytest.raises(UnsafePickleError, match=r"it holds a DTensor, .*Each rank saved only its part"):
+        read(tmp_path / "rank0.pt")
