@@ -25,6 +25,7 @@ from hfshard.loading.into_module import load_into_module
 from hfshard.loading.options import LoadOptions, checked_device
 from hfshard.loading.reading import files_holding, read_tensors, stored_names
 from hfshard.loading.source import CheckpointSource, open_source, open_source_by_ranges
+from hfshard.pretrained.request import is_plain_class
 from hfshard.state_dicts.keys import KeySelection
 from hfshard.storage.checkpoint.checkpoint import FilesOf, Verify
 from hfshard.storage.weights.tensor_reader import ReadMode
@@ -144,9 +145,10 @@ def load_model(
     """Load a checkpoint into a module, or build a transformers model from it.
 
     Args:
-        model: An `nn.Module` to load into, in place (wrappers are looked through); or a transformers class, concrete
-            or Auto, to build. Of a module with DTensors (fully_shard, parallelize_module) each rank reads its part:
-            every rank of the default process group must call, and all load or none.
+        model: An `nn.Module` to load into, in place (wrappers are looked through); or a class to build: of
+            transformers, concrete or Auto, or a plain module's with the mixin. Of a module with DTensors (fully_shard,
+            parallelize_module) each rank reads its part: every rank of the default process group must call, and all
+            load or none.
         path: A directory, or a repo of the Hub; or one file, as in `load_state_dict`. A class takes its config from the
             directory of the file, or from `config=`.
         key: As in `load_state_dict`.
@@ -176,6 +178,14 @@ def load_model(
         hfshard.load_model(model, "out")
         bert = hfshard.load_model(transformers.AutoModel, "bert")
     """
+    if is_plain_class(model):
+        if output_loading_info or key is not None:
+            raise InvalidArgumentError(
+                f"output_loading_info and key are not for {model.__name__}, a plain module: build it, and load the "
+                "weights into it, hfshard.load_model(module, path)."
+            )
+        given = {"strict": strict, "verify": verify, "read": read, "progress": progress, "parallelize": parallelize}
+        return model.from_pretrained(path, *model_args, **given, **kwargs)
     if not isinstance(model, nn.Module):
         from hfshard.pretrained.build import load_class
 

@@ -98,7 +98,7 @@ def load_plain(
     name = path_text(path, "pretrained_model_name_or_path")
     options, query, kwargs = _split(model_class, kwargs, own)
     call = _ModuleLoad(model_class, options, query)
-    source = CheckpointSource(name, query)
+    source = CheckpointSource(name, query, takes_files=True)
     if is_overridden:
         return _build_by_override(call, start, source, path, kwargs)
     return _build_unchanged(call, start, source, kwargs)

@@ -239,7 +239,8 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         """Build the model from a checkpoint that is checked first; with the arguments of transformers, and a few more.
 
         Args:
-            pretrained_model_name_or_path: A directory, or a repo of the Hub; None with `config` and `state_dict`.
+            pretrained_model_name_or_path: A directory, a repo of the Hub, or one file of weights, beside which the
+                config is; None with `config` and `state_dict`.
             model_args: For the constructor of a transformers model.
             strict: True refuses missing, unexpected and mismatched names; None reports them, as transformers does.
                 It is an error in either case if no name fits, or, for a plain module, if a shape differs.

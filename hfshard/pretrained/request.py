@@ -25,6 +25,11 @@ def is_pretrained_class(model_class: type) -> bool:
     return base is not None and issubclass(model_class, base)
 
 
+def is_plain_class(model_class: object) -> bool:
+    """Whether it is a class with `ShardedModelMixin` that is not of transformers."""
+    return isinstance(model_class, type) and hasattr(model_class, MIXIN_MARK) and not is_pretrained_class(model_class)
+
+
 def request_from_model(model: nn.Module, state_dict: Mapping[str, Any] | None, options: SaveOptions) -> SaveRequest:
     """Request the save of a model; of a transformers model with its config, generation config and custom code.
 

@@ -211,3 +211,11 @@ def test_errors_of_an_override_and_of_a_constructor_come_through_as_they_are(tmp
         with pytest.raises(FileNotFoundError, match="mine") as caught:
             model_class.from_pretrained(tmp_path)
         assert caught.type is FileNotFoundError
+
+
+def test_load_model_builds_the_class_as_from_pretrained_does(tmp_path: Path) -> None:
+    model = saved(tmp_path, 5)
+    assert torch.equal(hfshard.load_model(Net, tmp_path, verify="full").layer.weight, model.layer.weight)
+    assert torch.equal(Net.from_pretrained(tmp_path / "model.safetensors").layer.weight, model.layer.weight)
+    with pytest.raises(InvalidArgumentError, match="a plain module: build it"):
+        hfshard.load_model(Net, tmp_path, output_loading_info=True)
