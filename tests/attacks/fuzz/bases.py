@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ WEIGHTS = ("structure", "full", "pread", "verify", "some")
 RUN = ("restore", "run-verify", "run-load")
 HUB = ("hub-load", "hub-pull", "hub-revisions")
 TRAINING_STEP = 7
+OLD_RUN = "old.pt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,13 @@ def _run(folder: Path) -> None:
         manager.save(TRAINING_STEP, training_state(1.0), metric={"loss": 0.5}, extra={"note": [1, "x", None]})
 
 
+def _old_run(folder: Path, *, is_zip: bool) -> None:
+    """What another program has saved, with an object that is more than data."""
+    state = {name: part.state_dict() for name, part in training_state(1.0).components.items()}
+    value = {**state, "step": TRAINING_STEP, "object": slice(1), "names": (Counter, OrderedDict)}
+    torch.save(value, folder / OLD_RUN, _use_new_zipfile_serialization=is_zip)
+
+
 def _hub(folder: Path) -> None:
     source = folder.parent / f"{folder.name}-source"
     with tempfile.TemporaryDirectory() as source_name:
@@ -113,6 +123,8 @@ def all_bases() -> dict[str, Base]:
         Base("bin-sharded", bases.stock_bin_sharded(), original=tensors),
         Base("run", run, RUN),
         Base("run-sealed", run, RUN, sealed=True),
+        Base("old-run", _made(partial(_old_run, is_zip=True)), ("restore-old",)),
+        Base("old-run-legacy", _made(partial(_old_run, is_zip=False)), ("restore-old",)),
         Base("hub", hub, HUB, truth=tensors),
         Base("hub-sealed", hub, HUB, sealed=True),
     ]

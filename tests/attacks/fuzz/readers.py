@@ -16,7 +16,7 @@ import hfshard
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.training import CheckpointManager
 from tests.attacks.files import raw
-from tests.attacks.fuzz.bases import TRAINING_STEP, Base, training_state
+from tests.attacks.fuzz.bases import OLD_RUN, TRAINING_STEP, Base, training_state
 
 Tensors = dict[str, torch.Tensor]
 
@@ -59,6 +59,13 @@ def _restore(directory: Path, base: Base) -> str | None:
     return None
 
 
+def _restore_old(directory: Path, base: Base) -> str | None:
+    """The file's checksums are put right too, so any numbers may come of it; but no error that is not ours."""
+    manager = CheckpointManager(directory / "run", progress=False)
+    manager.restore(training_state(), directory / OLD_RUN, strict=False)
+    return None
+
+
 def _run_verify(directory: Path, base: Base) -> str | None:
     manager = CheckpointManager(directory, progress=False)
     manager.all_steps()
@@ -96,6 +103,7 @@ READERS: Mapping[str, Callable[[Path, Base], str | None]] = {
     "some": _some,
     "verify": _verify,
     "restore": _restore,
+    "restore-old": _restore_old,
     "run-verify": _run_verify,
     "run-load": _run_load,
     "hub-load": _hub_load,

@@ -133,7 +133,7 @@ def _describe_old_format(file: mmap.mmap, path: str) -> tuple[PickleDescription,
             (count,) = struct.unpack_from("<q", file, at)
             places[key] = at + 8, count * sizes[key]
             at += 8 + count * sizes[key]
-    except (LookupError, TypeError, ValueError, AttributeError, OSError, struct.error) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error) as error:
         raise damaged_pickle(path, f"it does not hold the bytes of all its tensors ({error!r:.200})") from error
     if not is_little:
         raise damaged_pickle(path, "its numbers are big-endian")
