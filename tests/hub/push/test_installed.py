@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from huggingface_hub import HfApi
+from transformers.utils import hub as transformers_hub
 
 from tests.hub.models import digest_of, make_model
 from tests.hub.push.push_hub import PushHub
@@ -34,7 +34,7 @@ def test_a_push_makes_stocks_commit(hub: PushHub, repo: str) -> None:
     assert hub.files(repo) == {"README.md", "config.json", "model.safetensors"}
 
 
-@pytest.mark.skipif(not hasattr(HfApi, "resolve_revision"), reason="huggingface_hub 1 does not resolve revisions")
+@pytest.mark.skipif(not hasattr(transformers_hub, "resolve_revision"), reason="this transformers resolves no revision")
 def test_a_revision_that_was_resolved_stays_what_it_was(hub: PushHub, repo: str) -> None:
     hub.call("push_installed", 1, repo)
 

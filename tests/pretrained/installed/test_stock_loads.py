@@ -96,7 +96,6 @@ CASES: list[tuple[Any, str | None, Options]] = [
     (BertModel, "config", {}),
     (BertModel, "flax", {}),
     (BertModel, "flax", {"from_flax": True}),
-    (BertModel, "good/model.safetensors", {}),
     (BertModel, "good/config.json", {}),
     (BertModel, None, {}),
     (BertModel, None, {"config": BertConfig(hidden_size=12)}),
