@@ -67,10 +67,12 @@ def test_it_is_resumed_as_accelerate_resumes_it(saved: Path) -> None:
     assert parts.everything() == expected
 
 
-def test_prepared_objects_and_the_count_of_batches_are_restored(tmp_path: Path) -> None:
+def test_prepared_objects_the_scaler_and_the_count_of_batches_are_restored(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     saving = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    saving.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     prepared = saving.prepare(model)
+    saving.scaler.scale(prepared(torch.ones(2)).sum()).backward()  # which begins the scale
     for _ in range(3):
         with saving.accumulate(prepared):
             pass
@@ -78,10 +80,11 @@ def test_prepared_objects_and_the_count_of_batches_are_restored(tmp_path: Path) 
     forget_accelerate()
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator.scaler = torch.amp.GradScaler("cpu")
     state = prepared_state(accelerator, model=accelerator.prepare(nn.Linear(2, 2)))
     restore(state, tmp_path / "saved", keys=None)
 
-    assert accelerator.step == 3
+    assert accelerator.step == 3 and accelerator.scaler.state_dict()["scale"] == 4.0
     assert torch.equal(accelerator.unwrap_model(state.components["model"]).weight, model.weight)
 
 

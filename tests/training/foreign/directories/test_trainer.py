@@ -98,6 +98,34 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_adapter_is_loaded_by_peft_and_the_rest_is_restored(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    base = LlamaForCausalLM(config).state_dict()
+
+    def trainer_of(make: Any) -> Trainer:
+        model = LlamaForCausalLM(config)
+        model.load_state_dict(base)
+        data: Any = [{"input_ids": [1, 2], "labels": [1, 2]}]
+        arguments: dict[str, Any] = {"save_steps": 1, "max_steps": 1, "use_cpu": True, "report_to": []}
+        return Trainer(make(model), TrainingArguments(str(tmp_path / "run"), **arguments), train_dataset=data)
+
+    saved = trainer_of(lambda model: peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])))
+    saved.train()
+    place = tmp_path / "run" / "checkpoint-1"
+    fresh = trainer_of(lambda model: peft.PeftModel.from_pretrained(model, place, is_trainable=True))
+    fresh.create_optimizer_and_scheduler(1)
+    state = TrainingState(model=fresh.model, optimizer=fresh.optimizer, scheduler=fresh.lr_scheduler)
+
+    with pytest.raises(StateDictMismatchError, match="has no 'model'"):
+        restore(state, place)
+    assert len(restore(state, place, strict=False).differences) == 1
+    assert everything(fresh.model, fresh.optimizer, fresh.lr_scheduler) == everything(
+        saved.model, saved.optimizer, saved.lr_scheduler
+    )
+
+
 def test_half_a_directory_is_refused_and_its_rest_is_restored_if_asked_for(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "optimizer.pt").unlink()
     (checkpoint / "rng_state.pth").unlink()
