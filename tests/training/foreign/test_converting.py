@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW
+from torch.utils.data import TensorDataset
 
 from hfshard import load_state_dict
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError, UnsafePickleError
-from hfshard.training import CheckpointManager, TrainingState
+from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
 from hfshard.training.foreign.converting import convert_foreign, is_foreign_run
 from tests.training.fingerprint import flatten
 from tests.training.foreign.programs import PROGRAMS, adamw, built, net, result, save_of, train
@@ -123,3 +124,22 @@ def test_what_is_there_stays_and_what_has_no_weights_is_refused(tmp_path: Path) 
     torch.save({"model": parts.model.state_dict(), "object": parts}, path)
     with pytest.raises(UnsafePickleError, match=r"programs\.Parts"):
         convert_foreign(path, tmp_path / "run")
+
+
+def test_a_converted_run_goes_on_with_a_loader_of_its_own(tmp_path: Path) -> None:
+    parts = adamw(net())
+    train(parts, 0, 2)
+    convert_foreign(old(tmp_path, parts.model, parts.optimizer, step=2), tmp_path / "run")
+    loader: Any = ResumableDataLoader(TensorDataset(torch.arange(8)), batch_size=2, seed=1)
+    state = TrainingState(parts.model, parts.optimizer, loader=loader)
+
+    with CheckpointManager(tmp_path / "run") as manager:
+        first = manager.restore_latest(state)
+        manager.save(3, state)
+        second = manager.restore_latest(state)
+
+    assert first is not None and second is not None
+    assert (first, first.lacking[-1]) == (2, "the position in the data")
+    assert (second, second.lacking) == (3, ())
+    with pytest.raises(StateDictMismatchError, match=r"the state in .* is another optimizer's"):
+        manager.restore(TrainingState(parts.model, SGD(parts.model.parameters(), momentum=0.9), loader=loader), 2)
