@@ -124,6 +124,9 @@ def config_of(
     if isinstance(config, PreTrainedConfig):
         model_kwargs = {key: value for key, value in rest.items() if key not in CONFIG_ATTRIBUTES}
         _refuse_unknown_model_arguments(model_class, config, model_kwargs)
+        if hasattr(config, WEIGHTS_OVERRIDE_KEY):  # an Auto class has read it while a commit was under way
+            config = copy.deepcopy(config)
+            _forget_weights_override(config)
         return config, model_kwargs
     config_class = cast(Any, model_class).config_class
     config, model_kwargs = config_class.from_pretrained(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers import (
 
 import hfshard
 from hfshard.errors import DamagedCheckpointError, UnsafePickleError
-from tests.helpers.tiny_bert import bert
+from tests.helpers.tiny_bert import bert, value_of
 from tests.zoo.compare import differences, facts_of_load, load
 from tests.zoo.models import scramble
 
@@ -203,3 +204,16 @@ def test_an_auto_class_loads_by_way_of_hfshard_too(tmp_path: Path, installed: No
         AutoModel.from_pretrained(tmp_path, token="x", revision="main"),
     ):
         assert loaded.pooler.dense.bias is loaded.embeddings.LayerNorm.bias
+
+
+def test_a_config_that_was_read_amid_a_commit_keeps_nothing_of_it(tmp_path: Path, installed: None) -> None:
+    bert(1, cls=BertModel).save_pretrained(tmp_path)
+    unique = "model-hfshard-0123456789abcdef.safetensors"
+    (tmp_path / "model.safetensors").rename(tmp_path / unique)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "transformers_weights": unique}))
+
+    loaded = AutoModel.from_pretrained(tmp_path)
+
+    assert value_of(loaded) == 1
+    assert "transformers_weights" not in loaded.config.to_dict()
