@@ -221,6 +221,9 @@ def test_a_described_tensor_must_have_its_bytes(tmp_path: Path, manager: Checkpo
     assert is_untouched(model)
 
 
+NESTED_PARAMETERS = b"ctorch._utils\n_rebuild_parameter\n" * 5000 + b"K\x01" + b"\x85R" * 5000 + b"."
+
+
 @pytest.mark.parametrize(
     ("opcodes", "why"),
     [
@@ -228,6 +231,8 @@ def test_a_described_tensor_must_have_its_bytes(tmp_path: Path, manager: Checkpo
         (b"ctorch._utils\n_rebuild_tensor_v2\n(K\x01K\x02K\x03K\x04tR.", "a tensor that it does not have"),
         (b"ctorch._utils\n_rebuild_parameter\n)R.", "what such a value can't have"),
         (b"cnumpy\ndtype\n)R.", "is not what numpy.dtype is saved as"),
+        (b"ctorch\ndevice\n(X\x03\x00\x00\x00abctR.", "is not what torch.device is saved as"),
+        (NESTED_PARAMETERS, "RecursionError"),
         (b"cnumpy\nnothing\n.", "not a dict of states"),
     ],
 )

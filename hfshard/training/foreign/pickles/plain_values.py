@@ -73,7 +73,7 @@ class PlainValues:
             copied, entries = make(value, at)
         except DamagedCheckpointError:
             raise
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
             raise self._damaged(at, f"has what such a value can't have ({error!r:.100})") from error
         self._above.discard(id(value))
         if entries > _MOST_ENTRIES:
@@ -106,7 +106,7 @@ class PlainValues:
                 return self._tensor(tensor, at)
         try:
             found = meaning(value)
-        except (TypeError, ValueError, LookupError, OverflowError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, OverflowError, AttributeError, RuntimeError) as error:
             raise self._damaged(at, f"is not what {value.name} is saved as ({error!r:.100})") from error
         if found is OTHER:
             self.unread[at] = value.name
