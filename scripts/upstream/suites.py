@@ -109,7 +109,7 @@ SUITES: Final = {
             name="modeling",
             title="what transformers' tests of `PreTrainedModel` check, written anew",
             package=None,
-            files=("own/modeling_files.py", "own/modeling_models.py"),
+            files=("own/modeling_files.py", "own/modeling_models.py", "own/modeling_reports.py"),
         ),
         Suite(
             name="hub",
