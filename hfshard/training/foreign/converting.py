@@ -20,7 +20,7 @@ from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.format.names import MODEL_BASE
 from hfshard.training.collecting import Components, RankState, SavePayload, collect, rank_prefix, save_options
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint, ForeignRequest
-from hfshard.training.foreign.optimizers import stated_names
+from hfshard.training.foreign.optimizers import check_positions, stated_names
 from hfshard.training.foreign.positions import names_by_order, unknown_owners
 from hfshard.training.foreign.readers import reader_of
 from hfshard.training.foreign.torch_keys import is_optimizer_state, is_weights
@@ -164,6 +164,7 @@ def _encoded(
         others = {key: one for key, one in weights.items() if not isinstance(one, torch.Tensor)}
         return "module", encode(others, name, components.tensors)
     if is_optimizer_state(value):
+        check_positions(value, name, foreign.path)
         stated = stated_names(value["param_groups"], weights.keys())
         by_order = stated is None
         names = _names_by_order(name, value, foreign, weights) if stated is None else stated

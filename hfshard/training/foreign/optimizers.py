@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from hfshard._util.text import list_some
-from hfshard.errors import StateDictMismatchError
+from hfshard.errors import DamagedCheckpointError, StateDictMismatchError
 from hfshard.state_dicts.wrappers import match_prefixes
 from hfshard.training.parts.optimizer import group_names
 from hfshard.training.parts.positions.holders import Names
@@ -42,9 +42,11 @@ def named_optimizer_state(
         path: The file's, for messages.
 
     Raises:
+        DamagedCheckpointError: It is not what an optimizer saves.
         StateDictMismatchError: It is the state of another optimizer, of other groups, or of parameters in another
             order, so that it is not known which is whose.
     """
+    check_positions(saved, component, path)
     built = group_names(optimizer, names, component)
     groups = saved["param_groups"]
     check_options(optimizer, groups, component, path)
@@ -71,6 +73,25 @@ def named_optimizer_state(
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def check_positions(saved: Mapping[str, Any], component: str, path: str) -> None:
+    """Refuse a state in which parameters have no numbers, or share one, or have something else than a dict of slots.
+
+    Raises:
+        DamagedCheckpointError: It is one.
+    """
+    positions = [position for group in saved["param_groups"] for position in group["params"]]
+    if not all(type(position) in (int, str) for position in positions) or len(set(positions)) < len(positions):
+        what = "its groups do not have a number for each parameter"
+    elif not all(isinstance(saved["state"].get(position, {}), Mapping) for position in positions):
+        what = "a parameter's state is no dict"
+    else:
+        return
+    raise DamagedCheckpointError(
+        f"'{path}' is damaged: its '{component}' is not what an optimizer saves ({what}). Use another checkpoint.",
+        path=path,
+    )
 
 
 def stated_names(groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> list[list[str]] | None:

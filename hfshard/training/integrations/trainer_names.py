@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer
 
 from hfshard.constants import CONFIG_NAME
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint
-from hfshard.training.foreign.optimizers import LIKE_THEIR_PARAMETER
+from hfshard.training.foreign.optimizers import LIKE_THEIR_PARAMETER, check_positions
 from hfshard.training.foreign.torch_keys import is_optimizer_state
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,9 @@ def in_order_of_model(foreign: ForeignCheckpoint) -> ForeignCheckpoint:
     Args:
         foreign: It is not changed.
 
+    Raises:
+        DamagedCheckpointError: The state of its optimizer is not one.
+
     Returns:
         The checkpoint in that order; or as it is, where it is no Trainer's, or its model is not transformers'.
     """
@@ -48,7 +51,11 @@ def in_order_of_model(foreign: ForeignCheckpoint) -> ForeignCheckpoint:
         return foreign
     components = {**foreign.components, "model": dict(sorted(weights.items(), key=lambda one: order[one[0]]))}
     optimizer: Any = foreign.components.get("optimizer")
-    if is_optimizer_state(optimizer) and _are_trainers(optimizer, names := _trainers_groups(model), weights):
+    if not is_optimizer_state(optimizer):
+        return replace(foreign, components=components, has_order=True)
+    check_positions(optimizer, "optimizer", foreign.path)
+    names = _trainers_groups(model)
+    if _are_trainers(optimizer, names, weights):
         named = [{**group, "param_names": own} for group, own in zip(optimizer["param_groups"], names)]
         components["optimizer"] = {**optimizer, "param_groups": named}
     return replace(foreign, components=components, has_order=True)
@@ -62,11 +69,12 @@ def _are_trainers(
     if [len(group["params"]) for group in groups] != [len(own) for own in names]:
         return False
     owners = {position: name for group, own in zip(groups, names) for position, name in zip(group["params"], own)}
+    known = {position: tuple(weights[name].shape) for position, name in owners.items() if name in weights}
     return all(
-        tuple(value.shape) == tuple(weights[owners[position]].shape)
-        for position, slots in optimizer["state"].items()
-        for slot, value in slots.items()
-        if slot in LIKE_THEIR_PARAMETER and position in owners and owners[position] in weights
+        tuple(value.shape) == known[position]
+        for position in known.keys() & optimizer["state"].keys()
+        for slot, value in optimizer["state"][position].items()
+        if slot in LIKE_THEIR_PARAMETER and isinstance(value, torch.Tensor)
     )
 
 

@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import TensorDataset
 
 from hfshard import load_state_dict
-from hfshard.errors import InvalidArgumentError, StateDictMismatchError, UnsafePickleError
+from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, StateDictMismatchError, UnsafePickleError
 from hfshard.training import CheckpointManager, ResumableDataLoader, TrainingState
 from hfshard.training.foreign.converting import convert_foreign, is_foreign_run
 from tests.training.fingerprint import flatten
@@ -143,3 +143,29 @@ def test_a_converted_run_goes_on_with_a_loader_of_its_own(tmp_path: Path) -> Non
     assert (second, second.lacking) == (3, ())
     with pytest.raises(StateDictMismatchError, match=r"the state in .* is another optimizer's"):
         manager.restore(TrainingState(parts.model, SGD(parts.model.parameters(), momentum=0.9), loader=loader), 2)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "state", "why"),
+    [
+        ([[1], [2]], {}, "do not have a number for each parameter"),
+        ([0, 0], {}, "do not have a number for each parameter"),
+        ([0, 1], {0: 5}, "a parameter's state is no dict"),
+    ],
+    ids=str,
+)
+def test_an_optimizer_without_numbers_or_states_is_damaged(
+    numbers: list[Any], state: dict[int, Any], why: str, tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = AdamW(model.parameters())
+    path = tmp_path / "old.pt"
+    groups = [{**optimizer.state_dict()["param_groups"][0], "params": numbers}]
+    torch.save({"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}, path)
+    manager = CheckpointManager(tmp_path / "run")
+
+    with pytest.raises(DamagedCheckpointError, match=why):
+        convert_foreign(str(path), manager.root)
+    with pytest.raises(DamagedCheckpointError, match=why):
+        manager.restore(TrainingState(model=model, optimizer=optimizer), path)
+    assert not Path(manager.root).exists()

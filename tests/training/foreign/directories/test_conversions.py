@@ -13,7 +13,7 @@ from transformers import BertForSequenceClassification
 
 import hfshard
 from hfshard.cli.main import main
-from hfshard.errors import InvalidArgumentError
+from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
 from hfshard.training.foreign.checkpoint import ForeignRequest
 from hfshard.training.foreign.converting import convert_foreign
 from hfshard.training.foreign.directories.trainer import read_trainer_directory
@@ -79,6 +79,19 @@ def test_without_a_config_it_is_not_known_whose_state_is_whose(checkpoint: Path,
     with pytest.raises(InvalidArgumentError, match="whose state is whose"):
         convert_foreign(str(checkpoint), tmp_path / "run", in_order=in_order_of_model)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_optimizer_of_other_shapes_gets_no_names(checkpoint: Path) -> None:
+    optimizer = torch.load(checkpoint / "optimizer.pt")
+    optimizer["state"][0]["exp_avg"] = torch.zeros(3)
+    torch.save(optimizer, checkpoint / "optimizer.pt")
+
+    foreign = in_order_of_model(read_trainer_directory(str(checkpoint), ForeignRequest()))
+    assert foreign.has_order and "param_names" not in foreign.components["optimizer"]["param_groups"][0]
+
+    torch.save({**optimizer, "state": {0: 5}}, checkpoint / "optimizer.pt")
+    with pytest.raises(DamagedCheckpointError, match="a parameter's state is no dict"):
+        in_order_of_model(read_trainer_directory(str(checkpoint), ForeignRequest()))
 
 
 @pytest.mark.parametrize(
