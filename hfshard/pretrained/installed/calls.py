@@ -87,7 +87,7 @@ def _push(
     **kwargs: Any,
 ) -> Any:
     """Push in the place of PreTrainedModel's `push_to_hub`."""
-    saving = {"max_shard_size": max_shard_size, "checksum": settings.checksum, "headers_count": False}
+    saving = {"max_shard_size": _size(max_shard_size), "checksum": settings.checksum, "headers_count": False}
     pushing = {name: value for name, value in kwargs.items() if name in _PUSHING}
     unknown = {name: value for name, value in kwargs.items() if name not in _PUSHING | _IGNORED}
     return push_pretrained_model(model, repo_id, tags, saving, pushing, unknown)
