@@ -20,7 +20,7 @@ from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.format.names import MODEL_BASE
 from hfshard.training.collecting import Components, RankState, SavePayload, collect, rank_prefix, save_options
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint, ForeignRequest
-from hfshard.training.foreign.optimizers import check_positions, stated_names
+from hfshard.training.foreign.optimizers import are_sorted_by_name, check_positions, stated_names
 from hfshard.training.foreign.positions import names_by_order, unknown_owners
 from hfshard.training.foreign.readers import reader_of
 from hfshard.training.foreign.torch_keys import is_optimizer_state, is_weights
@@ -165,6 +165,7 @@ def _encoded(
         return "module", encode(others, name, components.tensors)
     if is_optimizer_state(value):
         check_positions(value, name, foreign.path)
+        _check_one_owner(name, foreign)
         stated = stated_names(value["param_groups"], weights.keys())
         by_order = stated is None
         names = _names_by_order(name, value, foreign, weights) if stated is None else stated
@@ -178,14 +179,19 @@ def _encoded(
     return "module" if is_weights(value) else "stateful", encode(value, name, components.tensors)
 
 
-def _names_by_order(
-    component: str, saved: Mapping[str, Any], foreign: ForeignCheckpoint, weights: Mapping[str, Any]
-) -> list[list[str]]:
+def _check_one_owner(component: str, foreign: ForeignCheckpoint) -> None:
     optimizers = [one for one in foreign.components.values() if is_optimizer_state(one)]
     if len(optimizers) > 1 and sum(map(is_weights, foreign.components.values())) > 1:
         raise unknown_owners(component, foreign.path, "there are several optimizers and models")
+
+
+def _names_by_order(
+    component: str, saved: Mapping[str, Any], foreign: ForeignCheckpoint, weights: Mapping[str, Any]
+) -> list[list[str]]:
     if not foreign.has_order:
         raise unknown_owners(component, foreign.path, "its weights, in safetensors, do not stand in the model's order")
+    if are_sorted_by_name(list(weights)):
+        raise unknown_owners(component, foreign.path, "its weights were sorted by name, and their order is not told")
     return [names_by_order(saved, weights, component, foreign.path)]
 
 

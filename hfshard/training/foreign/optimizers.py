@@ -31,7 +31,7 @@ def named_optimizer_state(
 
     Names come from `param_names`, where the groups have them. Otherwise torch has the parameters by position: those of
     each group are taken to be those of the group that was built. If the weights beside the state stand in another order
-    than the model's, a group that was built in the model's order was so in the file, too.
+    than the model's, and not sorted by names, a group that was built in the model's order was so in the file, too.
 
     Args:
         optimizer: The one that was built; it is not changed.
@@ -108,7 +108,12 @@ def stated_names(groups: Sequence[Mapping[str, Any]], known: Collection[str]) ->
     ]
     if not all(is_told):
         return None
-    matched = match_prefixes([one for own in told for one in own or ()], known)
+    flat = [one for own in told for one in own or ()]
+    matched = match_prefixes(flat, known)
+    if not set(matched.values()) <= set(known):  # of `model.generator.named_parameters()`, maybe
+        prefixes = {name.removesuffix(flat[0]) for name in known if name.endswith((f".{flat[0]}", f":{flat[0]}"))}
+        fitting = [one for one in prefixes if {f"{one}{name}" for name in flat} == set(known)]
+        matched = {name: f"{one}{name}" for one in fitting for name in flat} or matched
     return [[matched[one] for one in own or ()] for own in told]
 
 
@@ -134,9 +139,9 @@ def _names_of_group(
     own = set(built)
     now = [name for name in in_model if name in own]
     before = [name for name in in_file if name in own]
-    if before == now or len(before) < len(now):
+    if before == now or len(before) < len(now) or are_sorted_by_name(in_file):
         return list(built)
-    if list(built) == now:
+    if list(built) == now and before != sorted(before):
         return before
     raise StateDictMismatchError(
         f"'{path}' has the parameters of '{component}' by position, and its weights stand in another order than those "
@@ -145,6 +150,18 @@ def _names_of_group(
         "strict=False to let the optimizer start afresh.",
         path=path,
     )
+
+
+def are_sorted_by_name(names: Sequence[str]) -> bool:
+    """Whether weights were sorted by their names, so that their order does not tell that of the model.
+
+    In the order of a model the weight of a layer comes before its bias.
+
+        assert are_sorted_by_name(["0.bias", "0.weight"])
+    """
+    known = set(names)
+    is_told = any(name.endswith("bias") and f"{name.removesuffix('bias')}weight" in known for name in names)
+    return is_told and list(names) == sorted(names)
 
 
 def _check_shapes(state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], component: str, path: str) -> None:

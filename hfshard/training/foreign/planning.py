@@ -73,7 +73,7 @@ def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
                 path=foreign.path,
             )
         if kind == "optimizer":
-            in_file = list(_names_in_file(planner.state, foreign)) if foreign.has_order else []
+            in_file = list(dict.fromkeys(_names_in_file(planner.state, foreign))) if foreign.has_order else []
             value = named_optimizer_state(part, value, planner.parameter_names, in_file, name, foreign.path)
         elif kind == "scheduler":
             value = {"class": None, "state": dict(value)}

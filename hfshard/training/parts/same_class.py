@@ -24,6 +24,12 @@ _OF_VERSIONS: Final = frozenset(
 )
 """Entries that torch's schedulers have in some versions, or at some times."""
 
+_OF_OPTIMIZERS: Final = frozenset(
+    ("amsgrad", "momentum", "dampening", "nesterov", "betas", "alpha", "centered", "rho", "etas", "step_sizes")
+    + ("momentum_decay", "lr_decay", "initial_accumulator_value", "lambd", "t0", "ns_steps", "beta2_decay")
+)
+"""Options of torch's optimizers that others of them do not have."""
+
 _SHOWN: Final = 5
 """How many names a message lists."""
 
@@ -62,13 +68,14 @@ def check_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], nam
         path: The checkpoint's.
 
     Raises:
-        StateDictMismatchError: Options of its class are missing.
+        StateDictMismatchError: Options of its class are missing; or it is one of torch's, and there are another one's.
     """
     own = set(optimizer.defaults)
     known = own.union(_OF_SCHEDULERS, _LATER, *optimizer.param_groups)
     for group in groups:
         missing = sorted(own - group.keys() - _LATER)
-        if missing:
+        others = _OF_OPTIMIZERS & (group.keys() - known) if type(optimizer).__module__.startswith("torch.optim") else ()
+        if missing or others:
             raise _other_class(optimizer, "optimizer", missing, group.keys() - known, name, path)
 
 
@@ -89,6 +96,8 @@ def check_entries(scheduler: Any, saved: Mapping[str, Any], name: str, path: str
     unexpected = saved.keys() - fresh.keys() - _OF_VERSIONS
     if missing or (unexpected and type(scheduler).__module__.startswith("torch.optim.")):
         raise _other_class(scheduler, "scheduler", missing, unexpected, name, path)
+    for part, its_own in zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ())):
+        check_entries(part, its_own, name, path)
 
 
 def _other_class(

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, lr_scheduler
+from torch.optim import SGD, Adam, Adamax, AdamW, RAdam, lr_scheduler
 from torch.utils.data import TensorDataset
 
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, StateDictMismatchError
 from hfshard.training import CheckpointManager, Gradients, ResumableDataLoader, TrainingState
+from hfshard.training.foreign.converting import convert_foreign
 from tests.training.foreign.programs import adamw, net, save_of, stepped, train, two_groups
 
 
@@ -209,3 +210,79 @@ def test_a_restored_run_does_not_hold_the_file(tmp_path: Path, manager: Checkpoi
 
     train(parts, 3, 4)
     assert manager.save(4, TrainingState(**parts.named))
+
+
+class Vectors(nn.Module):
+    """Vectors of one shape, of which two are tied, before others; in the file they may be sorted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.z = nn.Parameter(torch.randn(2))
+        self.y = self.z
+        self.norm = nn.LayerNorm(2)
+        self.a = nn.Parameter(torch.randn(2))
+
+
+def vectors(seed: int) -> tuple[nn.Module, Adam]:
+    torch.manual_seed(seed)
+    model = Vectors()
+    return model, Adam(model.parameters())
+
+
+@pytest.mark.parametrize("sort", [list, sorted], ids=["tied", "sorted"])
+def test_positions_are_those_of_parameters_not_of_names(sort: Any, tmp_path: Path, manager: CheckpointManager) -> None:
+    model, optimizer = vectors(0)
+    for number, one in enumerate(model.parameters()):
+        one.grad = torch.full_like(one, float(number))
+    optimizer.step()
+    path = tmp_path / "old.pt"
+    torch.save({"model": dict(sort(model.state_dict().items())), "optimizer": optimizer.state_dict()}, path)
+
+    other, its_own = vectors(1)
+    manager.restore(TrainingState(other, its_own), path)
+
+    slots = [float(its_own.state[one]["exp_avg"][0]) for one in other.parameters()]
+    assert slots == pytest.approx([0.0, 0.1, 0.2, 0.3])
+
+
+def test_weights_sorted_by_name_do_not_tell_the_order(tmp_path: Path, manager: CheckpointManager) -> None:
+    model = nn.LayerNorm(2)
+    path = tmp_path / "old.pt"
+    value = {"model": dict(sorted(model.state_dict().items())), "optimizer": Adam(model.parameters()).state_dict()}
+    torch.save(value, path)
+    with pytest.raises(InvalidArgumentError, match="its weights were sorted by name"):
+        convert_foreign(str(path), tmp_path / "new")
+
+
+def test_names_of_a_part_of_the_model_are_found(tmp_path: Path, manager: CheckpointManager) -> None:
+    parts: dict[str, Any] = {"model": net(), "other": net()}
+    for name in ("model", "other"):
+        parts[f"of_{name}"] = Adam(parts[name].named_parameters(), lr=0.1 if name == "model" else 0.2)
+    path = tmp_path / "old.pt"
+    torch.save({name: part.state_dict() for name, part in parts.items()}, path)
+    before = {name: repr(part.state_dict()) for name, part in parts.items()}
+
+    manager.restore(TrainingState(**parts), path)
+
+    assert before == {name: repr(part.state_dict()) for name, part in parts.items()}
+    with pytest.raises(InvalidArgumentError, match="there are several optimizers and models"):
+        convert_foreign(str(path), tmp_path / "new")
+
+
+def test_the_state_of_a_like_class_is_refused(tmp_path: Path, manager: CheckpointManager) -> None:
+    model = net()
+    optimizer = Adam(model.parameters())
+
+    def sequence(optimizer: Any, then: Any) -> Any:
+        return lr_scheduler.SequentialLR(optimizer, [lr_scheduler.ConstantLR(optimizer), then(optimizer)], [2])
+
+    scheduler = sequence(optimizer, lambda one: lr_scheduler.StepLR(one, 2))
+    path = str(tmp_path / "old.pt")
+    value = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    torch.save(value, path)
+    for kind in (RAdam, Adamax):
+        of_it = kind(model.parameters())
+        of_step = sequence(of_it, lambda one: lr_scheduler.StepLR(one, 2))
+        refused(manager, TrainingState(model, of_it, of_step), path, rf"{kind.__name__}, and .* it has 'amsgrad'")
+    built = sequence(optimizer, lambda one: lr_scheduler.ExponentialLR(one, 0.9))
+    refused(manager, TrainingState(model, optimizer, built), path, r"is an ExponentialLR, .* it has 'step_size'")
