@@ -121,7 +121,7 @@ def test_several_are_listed_and_not_guessed(tmp_path: Path, name: str) -> None:
 
     assert caught.value.keys == tuple(keys)
     assert f"'{keys[0]}' (7 tensors, 136 bytes), '{keys[1]}' (7 tensors, 136 bytes)" in str(caught.value)
-    assert f"key='{keys[0]}', or --key {keys[0]} on the command line" in str(caught.value)
+    assert f"load_state_dict(..., key='{keys[0]}'), or by --key {keys[0]} on the command line" in str(caught.value)
     assert torch.equal(model.state_dict()["0.weight"], before)
     hfshard.load_model(model, path, key=keys[1])
     assert torch.equal(model.state_dict()["0.weight"], AVERAGE["0.weight"])
