@@ -9,10 +9,14 @@ from typing import Any, Final
 
 import torch
 
-from hfshard.training.foreign.pickles.inert_pickle import Described, Named
+from hfshard.training.foreign.pickles.inert_pickle import Described, Named, checked_key
 
 OTHER: Final = object()
 """What is returned for an object that is more than data."""
+
+_SIZED: Final = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
+_BYTES: Final = ("_codecs.encode",)
+"""What protocol 2 makes the bytes of arrays from."""
 
 _NUMPY_DTYPE: Final = re.compile(r"[<>|=]?[biufc]\d{1,2}")
 """numpy's numbers. Other dtypes hold objects, or fields that may lie outside of the bytes."""
@@ -23,6 +27,16 @@ _PATH: Final = re.compile(r"pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path")
 _NAMESPACES: Final = ("argparse.Namespace", "types.SimpleNamespace")
 _DICTS: Final = ("collections.defaultdict", "builtins.dict")
 _LISTS: Final = ("collections.deque", "builtins.list")
+
+
+def size_of(value: Named | Described) -> int:
+    """How much is copied of the parts of an object that is only data: entries, bytes, or characters."""
+    if isinstance(value, Named):
+        return 0
+    parts = [value.arguments, value.state, value.items, value.pairs]
+    inner = [one for part in parts[:2] if isinstance(part, tuple | list) for one in part]
+    sizes = [len(one) for one in [*parts, *inner] if isinstance(one, _SIZED)]
+    return sum(sizes) + sum(size_of(one) for one in inner if isinstance(one, Described) and one.name in _BYTES)
 
 
 def meaning(value: Named | Described) -> Any:
@@ -41,6 +55,7 @@ def meaning(value: Named | Described) -> Any:
     if name in ("collections.OrderedDict", "collections.Counter"):
         first = value.arguments[0] if value.arguments else {}
         pairs = [*(first.items() if isinstance(first, dict) else first), *value.pairs]
+        pairs = [(checked_key(key), one) for key, one in pairs]
         return OrderedDict(pairs) if name.endswith("OrderedDict") else Counter(dict(pairs))
     if name in _DICTS:
         return dict(value.pairs)
@@ -59,6 +74,8 @@ def _number(value: Described) -> Any:
     arguments = value.arguments
     if _ARRAY.fullmatch(name):
         _version, shape, dtype, is_fortran, raw = value.state
+        if not isinstance(shape, tuple) or not all(type(size) is int for size in shape):
+            raise TypeError("a shape of more than numbers")
         flat = _from_bytes(raw, _numpy_dtype(dtype), math.prod(shape))
         return flat.reshape(shape, order="F" if is_fortran else "C")
     if _SCALAR.fullmatch(name):
@@ -74,7 +91,8 @@ def _number(value: Described) -> Any:
     if name == "builtins.complex":
         return complex(*arguments)
     if name in ("builtins.set", "builtins.frozenset"):
-        return set(arguments[0]) if name == "builtins.set" else frozenset(arguments[0])
+        items = map(checked_key, arguments[0])
+        return set(items) if name == "builtins.set" else frozenset(items)
     return OTHER
 
 
@@ -83,9 +101,9 @@ def _bytes_of(value: Any) -> bytes:
     if isinstance(value, bytes):
         return value
     text, encoding = value.arguments
-    if value.name != "_codecs.encode" or encoding not in ("latin1", "latin-1"):
+    if value.name != "_codecs.encode" or encoding not in ("latin1", "latin-1") or not isinstance(text, str):
         raise TypeError(value.name)
-    return str(text).encode("latin-1")
+    return text.encode("latin-1")
 
 
 def _numpy_dtype(value: Any) -> Any:
@@ -101,7 +119,7 @@ def _numpy_dtype(value: Any) -> Any:
     code = value.arguments[0]
     order = value.state[1] if value.state is not None else "="
     if not (isinstance(code, str) and isinstance(order, str) and _NUMPY_DTYPE.fullmatch(order + code)):
-        raise TypeError(f"the dtype {code!r:.50}")
+        raise TypeError("a dtype of more than numbers")
     return numpy.dtype(order + code)
 
 

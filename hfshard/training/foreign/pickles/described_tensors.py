@@ -49,6 +49,7 @@ class DescribedFile:
     ) -> None:
         self.path = path
         self.identity = identity
+        self.size = os.path.getsize(path)
         self.value = described.value
         self.names = described.names
         self._read = read
@@ -75,9 +76,13 @@ class DescribedFile:
     def _made(self, storage: Any, offset: int, size: Any, stride: Any) -> torch.Tensor:
         _word, kind, key, _device, count, *_ = storage.arguments
         dtype = _STORAGES[kind.name if isinstance(kind, Named) else ""]
+        if not isinstance(key, str):
+            raise TypeError("the name of a storage is not text")
         if key not in self._storages:
             self._storages[key] = bytearray(self._read(key))
         raw = self._storages[key]
+        if type(count) is not int:
+            raise TypeError("a number of elements that is none")
         if len(raw) != count * dtype.itemsize:
             raise ValueError(f"{len(raw)} bytes for {count} elements")
         flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
@@ -112,10 +117,30 @@ def described_file(path: str, root: str) -> Iterator[DescribedFile]:
                 raise damaged_pickle(path, "it has no data.pkl, or several")
             folder = pickled[0].removesuffix(_PICKLE)
             order = f"{folder}/byteorder"
-            if order in archive.namelist() and archive.read(order) != b"little":
+            if order in archive.namelist() and _record(archive, order, path) != b"little":
                 raise damaged_pickle(path, "its numbers are big-endian")
-            described = describe_pickle(io.BytesIO(archive.read(pickled[0])), path)
+            described = describe_pickle(io.BytesIO(_record(archive, pickled[0], path)), path)
             yield DescribedFile(path, identity, described, lambda key: archive.read(f"{folder}/data/{key}"))
+
+
+def _record(archive: zipfile.ZipFile, name: str, path: str) -> bytes:
+    try:
+        return archive.read(name)
+    except (zipfile.BadZipFile, RuntimeError) as error:  # an encrypted one, or without a checksum
+        raise damaged_pickle(path, f"its record '{name}' can't be read ({error})") from error
+
+
+class _Bounded:
+    """A file of which no more is read than it has: room for what a pickle only says that it has is not made."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._size = os.fstat(file.fileno()).st_size
+        self.readline = file.readline
+        self.tell = file.tell
+
+    def read(self, count: int) -> bytes:
+        return self._file.read(min(count, self._size))
 
 
 def _describe_old_format(file: mmap.mmap, path: str) -> tuple[PickleDescription, Callable[[str], bytes]]:
@@ -131,6 +156,8 @@ def _describe_old_format(file: mmap.mmap, path: str) -> tuple[PickleDescription,
         at = file.tell()
         for key in keys:
             (count,) = struct.unpack_from("<q", file, at)
+            if count < 0:
+                raise ValueError("a storage of fewer bytes than none")
             places[key] = at + 8, count * sizes[key]
             at += 8 + count * sizes[key]
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error) as error:

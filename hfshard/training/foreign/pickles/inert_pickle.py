@@ -21,7 +21,7 @@ class Named:
     """With its module: "collections.OrderedDict"."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Described:
     """An object that was not made."""
 
@@ -35,9 +35,14 @@ class Described:
     """What would be set by key."""
 
 
-class _Unreadable(Exception):
+class _Unreadable(ValueError):
     """The pickle does something that no file of torch.save does."""
 
+
+_LONGEST_KEY: Final = 100
+"""Items of a tuple that is a name in a dict; nested ones are hashed as often as they occur, which may take forever."""
+_KEY_BITS: Final = 64
+"""Larger numbers all can have the same hash."""
 
 _RENAMED: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 """Modules that protocol 2 calls by their old names."""
@@ -87,7 +92,7 @@ def describe_pickle(stream: IO[bytes], path: str) -> PickleDescription:
         for opcode, argument, _position in pickletools.genops(stream):
             machine.do(opcode.name, argument)
         return PickleDescription(machine.stack[-1], frozenset(machine.names), tuple(machine.storages))
-    except (_Unreadable, LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, MemoryError) as error:
         raise UnsafePickleError(
             f"'{path}' was not loaded: its pickle does what no state of a run needs ({error!r:.200}). It may have been "
             "made to do harm. Use another file.",
@@ -140,12 +145,12 @@ class _Machine:
 
     def dict_of(self, _argument: Any) -> None:
         items = self.since_mark()
-        self.stack.append(dict(zip(items[::2], items[1::2], strict=True)))
+        self.stack.append(dict(zip(map(checked_key, items[::2]), items[1::2], strict=True)))
 
     def extend(self, items: list[Any]) -> None:
         owner = self.stack[-1]
         if isinstance(owner, set):
-            owner.update(items)
+            owner.update(map(checked_key, items))
         else:
             _list_of(owner).extend(items)
 
@@ -154,7 +159,7 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         owner = self.stack[-1]
-        pairs = list(zip(items[::2], items[1::2], strict=True))
+        pairs = list(zip(map(checked_key, items[::2]), items[1::2], strict=True))
         if isinstance(owner, dict):
             owner.update(pairs)
         elif isinstance(owner, Described):
@@ -213,6 +218,18 @@ class _Machine:
         self.stack.append(described)
 
 
+def checked_key(key: Any, *, is_inner: bool = False) -> Any:
+    """A name in a dict, or an item of a set, that is hashed in no time."""
+    if isinstance(key, tuple):
+        if is_inner or len(key) > _LONGEST_KEY:
+            raise _Unreadable("a tuple in a tuple, or a long one, as a name")
+        for one in key:
+            checked_key(one, is_inner=True)
+    elif isinstance(key, int) and key.bit_length() > _KEY_BITS:
+        raise _Unreadable("a number as a name that is larger than any")
+    return key
+
+
 def _list_of(owner: Any) -> list[Any]:
     if isinstance(owner, Described):
         return owner.items
@@ -233,7 +250,7 @@ _OPCODES: Final[dict[str, Callable[[_Machine, Any], None]]] = {
     "TUPLE2": lambda machine, _: machine.tuple_of(2),
     "TUPLE3": lambda machine, _: machine.tuple_of(3),
     "LIST": lambda machine, _: _push(machine, machine.since_mark()),
-    "FROZENSET": lambda machine, _: _push(machine, frozenset(machine.since_mark())),
+    "FROZENSET": lambda machine, _: _push(machine, frozenset(map(checked_key, machine.since_mark()))),
     "DICT": _Machine.dict_of,
     "APPEND": _Machine.append,
     "APPENDS": lambda machine, _: machine.extend(machine.since_mark()),

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from hfshard.errors import DamagedCheckpointError
-from hfshard.training.foreign.pickles.data_types import OTHER, meaning
+from hfshard.training.foreign.pickles.data_types import OTHER, meaning, size_of
 from hfshard.training.foreign.pickles.described_tensors import DescribedFile
 from hfshard.training.foreign.pickles.inert_pickle import Described, Named
 from hfshard.training.parts.nested_types import NOT_STORED
@@ -19,6 +19,9 @@ _MAX_DEPTH: Final = 100
 
 _MOST_ENTRIES: Final = 100_000_000
 """Entries of all containers, those that occur several times counted each time: an optimizer has a few per parameter."""
+
+_AT_ONCE: Final = 1 << 20
+"""Entries, bytes and characters that the objects of any small file may have."""
 
 _KINDS: Final = (dict, OrderedDict, Counter, list, tuple, set, frozenset, torch.Size)
 """Containers that are copied as what they are."""
@@ -40,6 +43,9 @@ class PlainValues:
         """Where an object was that is not read -> which class or function it is of."""
         self._copies: dict[int, tuple[Any, int, Any]] = {}
         self._above: set[int] = set()
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._left = _AT_ONCE + 4 * described.size if described is not None else 0
+        """How much of described objects may still be copied: they may have the same parts, each of which is copied."""
 
     def of(self, value: Any, at: str = "") -> Any:
         """Copy a value: tensors get memory of their own.
@@ -86,7 +92,7 @@ class PlainValues:
         kind: Any = type(value) if type(value) in _KINDS else None
         if isinstance(value, dict):
             pairs = [
-                (self._copied(key, f"{prefix}{str(key)[:100]}")[0], *self._copied(one, f"{prefix}{str(key)[:100]}"))
+                (self._copied(key, f"{prefix}{_shown(key)}")[0], *self._copied(one, f"{prefix}{_shown(key)}"))
                 for key, one in value.items()
             ]
             return (kind or dict)({key: one for key, one, _ in pairs}), 1 + sum(count for *_, count in pairs)
@@ -97,13 +103,27 @@ class PlainValues:
         is_plain = value.layout is torch.strided and value.device.type != "meta"
         if is_plain and value.numel() * value.element_size() > value.untyped_storage().nbytes():
             raise self._damaged(at, "is a tensor with more elements than the file has bytes for")
-        return value.detach().clone() if self.described is None else value, 1
+        return self._clone(value) if self.described is None else value, 1
+
+    def _clone(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy; several views of one memory stay that."""
+        if value.layout is not torch.strided or value.device.type == "meta" or value.is_conj() or value.is_neg():
+            return value.detach().clone()
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in self._storages:
+            self._storages[storage.data_ptr()] = storage.clone(), storage
+        copied, _ = self._storages[storage.data_ptr()]
+        made = torch.empty(0, dtype=value.dtype)
+        return made.set_(copied, value.storage_offset(), value.shape, value.stride())
 
     def _object(self, value: Named | Described, at: str) -> tuple[Any, int]:
         if isinstance(value, Described) and self.described is not None:
             tensor = self.described.tensor(value)
             if tensor is not None:
                 return self._tensor(tensor, at)
+        self._left -= size_of(value)
+        if self._left < 0:
+            raise self._damaged(at, "has more in all its objects than the file")
         try:
             found = meaning(value)
         except (TypeError, ValueError, LookupError, OverflowError, AttributeError, RuntimeError) as error:
@@ -117,3 +137,7 @@ class PlainValues:
         return DamagedCheckpointError(
             f"'{self.path}' is damaged, or was made to do harm: its '{at}' {what}. Use another file.", path=self.path
         )
+
+
+def _shown(key: Any) -> str:
+    return str(key)[:100] if isinstance(key, str | int | float) else type(key).__name__
