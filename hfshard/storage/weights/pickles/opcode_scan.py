@@ -1,9 +1,10 @@
 """Walks through the opcodes of a pickle before torch does: what would end the process, or fill its memory, is refused.
 
-`torch.load(weights_only=True)` runs no code of a stranger, but builds what the opcodes say. Two things that it builds
+`torch.load(weights_only=True)` runs no code of a stranger, but builds what the opcodes say. Three things that it builds
 can't be caught as errors: tuples in tuples, a hundred thousand deep, overflow the stack of the processor when one is
-hashed as a name; and a bytearray of any length is filled with zeros. Nothing is built here: of each value on the stack,
-only its depth in tuples is known.
+hashed as a name; two that are one, in two that are one, 60 deep, are hashed forever; and a bytearray of any length is
+filled with zeros. Nothing is built here: of each value on the stack, only its depth in
+tuples is known.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import os
 from collections.abc import Callable
 from typing import IO, Final
 
+from hfshard.errors import DamagedCheckpointError
 from hfshard.storage.weights.pickles.zip_check import damaged_pickle, pickle_record
 
 _DEEPEST: Final = 1000
 """Tuples in tuples: torch.save's own are three deep. A processor's stack of 8 MB takes some 50,000."""
-_FEW_TUPLES: Final = 10_000
-"""A pickle with fewer bytes that could be tuples is not walked through: they are too few to overflow a stack, and 1,000
-tensors have as many."""
+_DEEPEST_NAME: Final = 3
+"""Tuples in tuples that are a name: 60 of two that are one are 2**60, and each is hashed."""
+_DEEPEST_ITEM: Final = 10
+"""The same for all tuples in a file that makes sets, or other containers that hash, of lists."""
+_LONG_NAME: Final = 8
+"""Bytes of a number that is a name: longer ones all can have the same hash."""
 _SHORT: Final = 4096
 """Bytes that are read faster than they are passed over."""
 _OLD_PICKLES: Final = 5
@@ -31,8 +36,14 @@ _TEXTS: Final = -2
 _BYTEARRAY: Final = -3
 """The class."""
 _ENCODE: Final = -4
-"""The function that makes bytes of text. These four are beside the depths on the stack."""
-_GLOBALS: Final = {b"bytearray": _BYTEARRAY, b"encode": _ENCODE}
+"""The function that makes bytes of text."""
+_HASHING: Final = -5
+"""A class that hashes what it is made from."""
+_LARGE: Final = -6
+"""A number of many bytes. These six are beside the depths on the stack."""
+_GLOBALS: Final = {b"bytearray": _BYTEARRAY, b"encode": _ENCODE} | dict.fromkeys(
+    (b"set", b"frozenset", b"OrderedDict", b"Counter"), _HASHING
+)
 
 _SKIPPED: Final = {  # opcodes that push a plain value -> bytes of their argument
     b"N": 0, b"\x88": 0, b"\x89": 0, b"]": 0, b"}": 0, b"\x8f": 0, b"J": 4, b"K": 1, b"M": 2, b"G": 8,
@@ -40,8 +51,8 @@ _SKIPPED: Final = {  # opcodes that push a plain value -> bytes of their argumen
 _MEMO: Final = {b"q": 1, b"r": 4, b"h": 1, b"j": 4}
 """BINPUT, LONG_BINPUT, BINGET, LONG_BINGET -> bytes of their number."""
 _TUPLES: Final = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
-_POPS: Final = {b"b": 1, b"a": 1, b"s": 2}
-"""BUILD, APPEND, SETITEM: what they take from the stack; what they change stays."""
+_POPS: Final = {b"b": 1, b"a": 1}
+"""BUILD, APPEND: what they take from the stack; what they change stays."""
 
 
 def scan_zip(fd: int, path: str) -> None:
@@ -51,9 +62,7 @@ def scan_zip(fd: int, path: str) -> None:
         DamagedCheckpointError: It has what no file of torch.save has, and what would end the process.
     """
     raw = pickle_record(fd, path)
-    tuples = sum(raw.count(opcode) for opcode in (*_TUPLES, b"t"))
-    if tuples > _FEW_TUPLES or b"bytearray" in raw:
-        _Scan(io.BytesIO(raw), path).run()
+    _Scan(io.BytesIO(raw), path).run()
 
 
 def scan_old_format(fd: int, path: str) -> None:
@@ -74,8 +83,10 @@ class _Scan:
         self.stack: list[int] = []
         self.marked: list[list[int]] = []
         self.memo: dict[int, int] = {}
+        self.deepest = 0
         self.others: dict[bytes, Callable[[], object]] = {
-            b"(": self._mark, b"t": self._tuple, b"u": self._close, b"e": self._close, b")": self._empty_tuple,
+            b"(": self._mark, b"t": self._tuple, b"u": self._set_items, b"s": self._set_item,
+            b"e": self._close, b")": self._empty_tuple,
             b"c": self._global, b"R": self._call, b"\x81": self._call, b"X": self._text, b"U": self._short_text,
             b"Q": self._persistent, b"\x8a": self._long, b"\x80": self._protocol,
         }  # fmt: skip
@@ -113,6 +124,7 @@ class _Scan:
         depth = 1 + max(map(_depth, items), default=0)
         if depth > _DEEPEST:
             raise damaged_pickle(self.path, f"it has tuples in tuples, more than {_DEEPEST} deep")
+        self.deepest = max(self.deepest, depth)
         self.stack.append(_TEXTS if depth == 1 and items and items[0] == _TEXT else depth)
 
     def _call(self) -> None:
@@ -120,7 +132,25 @@ class _Scan:
         function = self.stack.pop()
         if function == _BYTEARRAY and arguments != _TEXTS:
             raise damaged_pickle(self.path, "it makes a bytearray from a number, which may fill the memory")
+        if function == _HASHING and arguments != _TEXTS and self.deepest > _DEEPEST_ITEM:
+            raise self._endless()
         self.stack.append(_TEXT if function == _ENCODE else _depth(arguments))
+
+    def _set_item(self) -> None:
+        key, _value = self.stack[-2:]
+        del self.stack[-2:]
+        self._check_name(key)
+
+    def _set_items(self) -> None:
+        for key in self._close()[::2]:
+            self._check_name(key)
+
+    def _check_name(self, key: int) -> None:
+        if key > _DEEPEST_NAME or key == _LARGE:
+            raise self._endless()
+
+    def _endless(self) -> DamagedCheckpointError:
+        return damaged_pickle(self.path, "it has names that take forever to be hashed")
 
     def _mark(self) -> None:
         self.marked.append(self.stack)
@@ -150,8 +180,9 @@ class _Scan:
         self.stack.append(_TEXT)
 
     def _long(self) -> None:
-        self._skip(self.file.read(1)[0])
-        self.stack.append(0)
+        count = self.file.read(1)[0]
+        self._skip(count)
+        self.stack.append(_LARGE if count > _LONG_NAME else 0)
 
     def _persistent(self) -> None:
         self.stack[-1] = 0

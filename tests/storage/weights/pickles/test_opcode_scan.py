@@ -79,3 +79,24 @@ def test_what_torch_finds_fault_with_is_left_to_torch(tmp_path: Path) -> None:
         path.write_bytes(zipped(body + b"\x85" * 10_001, {}))
         with path.open("rb") as file:
             scan_zip(file.fileno(), str(path))
+
+
+DOUBLED = b")" + b"".join(b"q%ch%c\x86" % (number, number) for number in range(60))
+"""A tuple of two tuples, which are one, of two, 60 deep: torch would hash 2**60."""
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"}" + DOUBLED + b"Ns",
+        b"}(" + DOUBLED + b"Nu",
+        call("builtins", "set", b"]" + DOUBLED + b"a"),
+        b"}(" + b"".join(b"\x8a\x0a" + (at * (2**61 - 1)).to_bytes(10, "little") + b"N" for at in range(9, 99)) + b"u",
+    ],
+    ids=["a name", "one of several", "in a set", "numbers of one hash"],
+)
+def test_names_that_are_hashed_forever_are_refused(tmp_path: Path, body: bytes, wrap: Wrap) -> None:
+    (tmp_path / "endless.pt").write_bytes(wrap(body, {}))
+    with pytest.raises(DamagedCheckpointError, match="names that take forever to be hashed"):
+        read_pickle(str(tmp_path / "endless.pt"), str(tmp_path))
