@@ -28,7 +28,7 @@ def test_several_sets_of_weights_are_listed_and_one_is_asked_for(old: Path, tmp_
     for command in (["inspect", old], ["convert", old, tmp_path / "new"]):
         done = run(*command)
         assert (done.returncode, done.stdout) == (2, "")
-        assert "'model' (2 tensors, 440 bytes), 'model_ema' (2 tensors, 440 bytes). Choose one, " in done.stderr
+        assert "'model' (2 tensors, 440 bytes), 'model_ema' (2 tensors, 440 bytes). Pass one " in done.stderr
         assert "--key model on the command line" in done.stderr
     assert not (tmp_path / "new").exists()
 

@@ -100,7 +100,7 @@ def _only_candidate(value: Mapping[Any, Any], path: str) -> str | None:
         return next(iter(candidates))
     first = next(iter(named or candidates))
     raise AmbiguousWeightsError(
-        f"'{path}' holds several sets of weights, and nothing was loaded: {_described(candidates)}. Choose one, "
+        f"'{path}' holds several sets of weights, and nothing was loaded: {_described(candidates)}. Pass one "
         f"by hfshard.load_model or load_state_dict(..., key={first!r}), or by --key {first} on the command line.",
         path=path,
         keys=tuple(candidates),
