@@ -15,6 +15,7 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.pretrained.arguments import PUSH_ARGUMENTS
+from hfshard.pretrained.class_alias import class_before_fsdp
 from hfshard.pretrained.fallback import needs_transformers_saver
 from hfshard.pretrained.overrides.override_chain import has_override
 from hfshard.pretrained.pushing.model_card import tagged_card
@@ -57,7 +58,7 @@ def push_pretrained_model(
             raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
         refuse_unknown(rest, PUSH_ARGUMENTS - rest.keys(), "push_to_hub")
         options = SaveOptions(**saving)
-        push_options = with_message(model, PushOptions(**pushing))
+        push_options = with_message(class_before_fsdp(type(model)), PushOptions(**pushing))
         make_card = partial(tagged_card, tags=tags_of(model, tags))
         together.agree_on(repo_id)
         if needs_transformers_saver(model, distributed_checkpoint=False) or has_override(

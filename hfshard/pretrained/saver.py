@@ -22,7 +22,7 @@ from hfshard.errors import InvalidArgumentError
 from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.pretrained.arguments import SAVE_ARGUMENTS
-from hfshard.pretrained.class_alias import is_registered_with_mixin, view_as_alias
+from hfshard.pretrained.class_alias import class_before_fsdp, is_registered_with_mixin, view_as_alias
 from hfshard.pretrained.fallback import has_adapters, is_offloaded_by_map, needs_transformers_saver
 from hfshard.pretrained.overrides.bottom import ChainCall, call_under_way, upstream
 from hfshard.pretrained.overrides.override_chain import has_override, run_chain
@@ -236,5 +236,5 @@ def _push_files(
     repo_id = arguments.pop("repo_id", None) or default_repo_id(directory)
     together.agree_on(absolute_address(repo_id))
     make_card = partial(tagged_card, tags=tags_of(model, arguments.pop("tags", None)))
-    options = with_message(model, PushOptions(**arguments))
+    options = with_message(class_before_fsdp(type(model)), PushOptions(**arguments))
     push_saved_files(request, index, directory, repo_id, make_card, options, together)

@@ -185,11 +185,11 @@ def _answer(result: PushResult, repo_id: str | os.PathLike[str], options: PushOp
     )
 
 
-def with_message(model: Any, options: PushOptions) -> PushOptions:
-    """The same options, with transformers' message for a model of this class where none is given."""
-    name = type(model).__name__
+def with_message(model_class: type, options: PushOptions) -> PushOptions:
+    """The same options, with transformers' message for a model of a class where none is given."""
     if options.commit_message:
         return options
+    name = model_class.__name__
     return replace(options, commit_message=DEFAULT_MESSAGE if "Model" in name else f"Upload {name}")
 
 

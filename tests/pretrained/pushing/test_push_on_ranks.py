@@ -109,7 +109,7 @@ def test_two_ranks_make_the_commits_of_one_process_by_as_many_requests(hub_serve
         assert mine.branches["main"] == said["pushed"][0][0]
         assert files_of(hub_server, f"org/two-{name}") == files_of(hub_server, f"org/one-{name}")
     tied = two["llama_tied"]["pushed"]
-    assert [message for _, _, message, _ in tied] == ["First", "Upload model", "Changed", "Unchanged"]
+    assert [message for _, _, message, _ in tied] == ["First", "Upload LlamaForCausalLM", "Changed", "Unchanged"]
     assert [pr_url is not None for *_, pr_url in tied] == [False, True, False, False]
     assert tied[3][0] == tied[2][0] == hub_server.repo("org/two-llama_tied").branches["dev"]
     for revision in ("dev", "refs/pr/1"):
