@@ -60,6 +60,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = pytest.mark.skip(reason="slow: runs with --slow")
     gpu = pytest.mark.skip(reason="gpu: no CUDA device here")
     for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid} is called otherwise in each process of scripts/test: give it ids=.")
         if item.nodeid.startswith(_RANKS) or item.path.stem.endswith("_on_ranks"):
             item.add_marker(pytest.mark.ranks)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):

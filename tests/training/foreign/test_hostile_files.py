@@ -106,7 +106,9 @@ def test_a_file_that_asks_for_code_is_refused(
 
 
 @pytest.mark.parametrize(
-    "value", [Reduced(run, 1), Stateful(), Indexed(a=1), [Reduced(Reduced, run)], Reduced(torch.load, "x")], ids=repr
+    "value",
+    [Reduced(run, 1), Stateful(), Indexed(a=1), [Reduced(Reduced, run)], Reduced(torch.load, "x")],
+    ids=["reduced", "stateful", "indexed", "nested", "loading"],
 )
 def test_objects_are_named_and_left_out(value: Any, tmp_path: Path, manager: CheckpointManager) -> None:
     model = linear()
