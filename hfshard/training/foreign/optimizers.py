@@ -31,7 +31,8 @@ def named_optimizer_state(
 
     Names come from `param_names`, where the groups have them. Otherwise torch has the parameters by position: those of
     each group are taken to be those of the group that was built. If the weights beside the state stand in another order
-    than the model's, and not sorted by names, a group that was built in the model's order was so in the file, too.
+    than the model's, and not sorted by names, a group that was built in the model's order may have been so in the file,
+    too: the shapes of the states must tell.
 
     Args:
         optimizer: The one that was built; it is not changed.
@@ -50,14 +51,18 @@ def named_optimizer_state(
     built = group_names(optimizer, names, component)
     groups = saved["param_groups"]
     check_options(optimizer, groups, component, path)
-    stated = stated_names(groups, [name for group in built for name in group])
+    shapes = {names[id(one)]: tuple(one.shape) for one in _parameters(optimizer)}
+    stated = stated_names(groups, shapes)
     if stated is None:
         _check_counts(groups, built, component, path)
         in_model = list(dict.fromkeys(names.values()))
-        stated = [_names_of_group(group, in_model, in_file, component, path) for group in built]
+        stated = []
+        for group, own in zip(groups, built):
+            states = [saved["state"].get(position, {}) for position in group["params"]]
+            stated.append(_names_of_group(own, states, shapes, in_model, in_file, component, path))
     by_position = {position: name for group, own in zip(groups, stated) for position, name in zip(group["params"], own)}
     state = {by_position[key]: value for key, value in saved["state"].items() if key in by_position}
-    _check_shapes(state, {names[id(one)]: one for one in _parameters(optimizer)}, component, path)
+    _check_shapes(state, shapes, component, path)
     return {
         "class": None,
         "groups": [
@@ -133,23 +138,41 @@ def _check_counts(
 
 
 def _names_of_group(
-    built: Sequence[str], in_model: Sequence[str], in_file: Sequence[str], component: str, path: str
+    built: Sequence[str],
+    states: Sequence[Mapping[str, Any]],
+    shapes: Mapping[str, tuple[int, ...]],
+    in_model: Sequence[str],
+    in_file: Sequence[str],
+    component: str,
+    path: str,
 ) -> list[str]:
-    """The names that the positions of a group had in the file."""
+    """The names that the positions of a group had in the file, where its states are by position."""
     own = set(built)
-    now = [name for name in in_model if name in own]
     before = [name for name in in_file if name in own]
-    if before == now or len(before) < len(now) or are_sorted_by_name(in_file):
+    in_both = set(before)
+    now = [name for name in in_model if name in in_both]
+    is_told_nothing = len(before) < len(built) and not _owners(built, states)
+    if before == now or are_sorted_by_name(in_file) or is_told_nothing:
         return list(built)
+    why = ""
     if list(built) == now and before != sorted(before):
-        return before
+        fitting = [one for one in (before, now) if _misfit(dict(zip(one, states)), shapes) is None] or [before]
+        if len(fitting) == 1 or _owners(before, states) == _owners(now, states):
+            return fitting[0]
+        why = ", and the states fit both orders"
     raise StateDictMismatchError(
         f"'{path}' has the parameters of '{component}' by position, and its weights stand in another order than those "
-        f"of the model ({list_some(before, _SHOWN, quote=True)}; now {list_some(now, _SHOWN, quote=True)}): it is not "
-        "known which state is whose. Build the model with its parameters in the order of that run, or pass "
-        "strict=False to let the optimizer start afresh.",
+        f"of the model ({list_some(before, _SHOWN, quote=True)}; now {list_some(now, _SHOWN, quote=True)}){why}: it is "
+        "not known which state is whose. Build the model and the groups of its optimizer in the order of that run. Or "
+        "pass strict=False, which leaves the optimizer's state out and reports it; where its groups have the order "
+        "that they had, its own load_state_dict takes that state by position then.",
         path=path,
     )
+
+
+def _owners(names: Sequence[str], states: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of those whose states hold anything."""
+    return [name for name, slots in zip(names, states) if any(value is not None for value in slots.values())]
 
 
 def are_sorted_by_name(names: Sequence[str]) -> bool:
@@ -164,18 +187,26 @@ def are_sorted_by_name(names: Sequence[str]) -> bool:
     return is_told and list(names) == sorted(names)
 
 
-def _check_shapes(state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], component: str, path: str) -> None:
+def _check_shapes(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], component: str, path: str) -> None:
     """Refuse a state that has another parameter's shape."""
+    if (found := _misfit(state, shapes)) is not None:
+        name, slot, shape = found
+        raise StateDictMismatchError(
+            f"'{slot}' of '{name}' has the shape {shape} in '{path}', and the parameter {list(shapes[name])}: "
+            f"'{component}' had its parameters in another order, or had other ones. Build it as in that run, or pass "
+            "strict=False to let it start afresh.",
+            path=path,
+            fqn=name,
+        )
+
+
+def _misfit(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, str, list[int]] | None:
+    """A parameter, and a slot of its state that has another parameter's shape; None where all fit."""
     for name, slots in state.items():
-        shape = tuple(parameters[name].shape) if name in parameters else None
+        shape = shapes.get(name)
         for slot, value in slots.items() if isinstance(slots, Mapping) else ():
             if shape is None or not isinstance(value, torch.Tensor) or tuple(value.shape) == shape:
                 continue
             if slot in LIKE_THEIR_PARAMETER or sorted(value.shape) == sorted(shape):
-                raise StateDictMismatchError(
-                    f"'{slot}' of '{name}' has the shape {list(value.shape)} in '{path}', and the parameter "
-                    f"{list(shape)}: '{component}' had its parameters in another order, or had other ones. Build it as "
-                    "in that run, or pass strict=False to let it start afresh.",
-                    path=path,
-                    fqn=name,
-                )
+                return name, slot, list(value.shape)
+    return None

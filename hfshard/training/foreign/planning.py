@@ -94,7 +94,8 @@ def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
 def _names_in_file(state: TrainingState, foreign: ForeignCheckpoint) -> Iterator[str]:
     """The names of parameters, as optimizers know them, in the order in which the file has the weights."""
     known = set(state.parameter_names().values())
-    first_of = {name: names[0] for names in state.tied_parameters() for name in names}
+    ties = state.tied_parameters()
+    kept_of = {name: min(known.intersection(names), default=name) for names in ties for name in names}
     for component, module in state.of_kind("module").items():
         tensors = foreign.components.get(component)
         if not isinstance(tensors, Mapping):
@@ -104,6 +105,6 @@ def _names_in_file(state: TrainingState, foreign: ForeignCheckpoint) -> Iterator
         prefix = "" if component == "model" else f"{component}:"
         for name in names:
             own = f"{prefix}{matched[name]}"
-            own = own if own in known else first_of.get(own, own)
+            own = own if own in known else kept_of.get(own, own)
             if own in known:
                 yield own

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, Adamax, AdamW, RAdam, lr_scheduler
+from torch.optim import SGD, Adam, Adamax, RAdam, lr_scheduler
 from torch.utils.data import TensorDataset
 
-from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, StateDictMismatchError
+from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.training import CheckpointManager, Gradients, ResumableDataLoader, TrainingState
 from hfshard.training.foreign.converting import convert_foreign
 from tests.training.foreign.programs import adamw, net, save_of, stepped, train, two_groups
+from tests.training.foreign.refusing import refused
 
 
 @pytest.fixture
@@ -31,15 +32,6 @@ def tutorial(tmp_path: Path, *left_out: str, **more: Any) -> str:
     path = tmp_path / "old.pt"
     torch.save({key: one for key, one in value.items() if key not in left_out}, path)
     return str(path)
-
-
-def refused(manager: CheckpointManager, state: TrainingState, path: str, match: str, **options: Any) -> None:
-    """Restore what does not fit, and compare the state with what it was before."""
-    before = {name: repr(part.state_dict()) for name, part in state.components.items() if name != "loader"}
-    with pytest.raises(StateDictMismatchError, match=match) as caught:
-        manager.restore(state, path, **options)
-    assert before == {name: repr(part.state_dict()) for name, part in state.components.items() if name != "loader"}
-    assert caught.value.path == path
 
 
 def test_half_a_dict_is_refused_and_its_half_restored(tmp_path: Path, manager: CheckpointManager) -> None:
@@ -130,46 +122,6 @@ def test_another_scheduler_is_refused(tmp_path: Path, manager: CheckpointManager
         refused(manager, state, path, match)
 
 
-class Ordered(nn.Module):
-    """Two layers of equal shapes, in an order of choice."""
-
-    a: nn.Linear
-    b: nn.Linear
-
-    def __init__(self, names: str) -> None:
-        super().__init__()
-        for name in names:
-            self.add_module(name, nn.Linear(3, 3))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.b(self.a(x).relu())
-
-
-def test_the_state_follows_its_parameters_into_another_order(tmp_path: Path, manager: CheckpointManager) -> None:
-    torch.manual_seed(3)
-    straight = Ordered("ab")
-    optimizer = AdamW(straight.parameters(), lr=0.1)
-
-    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for number in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(1, 3) * number).square().sum().backward()
-            optimizer.step()
-
-    steps(straight, optimizer)
-    torch.save({"model": straight.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "old.pt")
-    other = Ordered("ba")
-    its_optimizer = AdamW(other.parameters(), lr=0.5)
-    manager.restore(TrainingState(other, its_optimizer), tmp_path / "old.pt")
-    steps(straight, optimizer)
-    steps(other, its_optimizer)
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in straight.state_dict().items())
-
-    of_its_own = AdamW([other.a.weight, other.b.weight, other.a.bias, other.b.bias])
-    path = str(tmp_path / "old.pt")
-    refused(manager, TrainingState(other, of_its_own), path, r"stand in another order .*not known which state is whose")
-
-
 def test_what_a_file_never_holds_is_reported(tmp_path: Path, manager: CheckpointManager) -> None:
     path = tutorial(tmp_path)
     parts = stepped(net())
@@ -210,39 +162,6 @@ def test_a_restored_run_does_not_hold_the_file(tmp_path: Path, manager: Checkpoi
 
     train(parts, 3, 4)
     assert manager.save(4, TrainingState(**parts.named))
-
-
-class Vectors(nn.Module):
-    """Vectors of one shape, of which two are tied, before others; in the file they may be sorted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.z = nn.Parameter(torch.randn(2))
-        self.y = self.z
-        self.norm = nn.LayerNorm(2)
-        self.a = nn.Parameter(torch.randn(2))
-
-
-def vectors(seed: int) -> tuple[nn.Module, Adam]:
-    torch.manual_seed(seed)
-    model = Vectors()
-    return model, Adam(model.parameters())
-
-
-@pytest.mark.parametrize("sort", [list, sorted], ids=["tied", "sorted"])
-def test_positions_are_those_of_parameters_not_of_names(sort: Any, tmp_path: Path, manager: CheckpointManager) -> None:
-    model, optimizer = vectors(0)
-    for number, one in enumerate(model.parameters()):
-        one.grad = torch.full_like(one, float(number))
-    optimizer.step()
-    path = tmp_path / "old.pt"
-    torch.save({"model": dict(sort(model.state_dict().items())), "optimizer": optimizer.state_dict()}, path)
-
-    other, its_own = vectors(1)
-    manager.restore(TrainingState(other, its_own), path)
-
-    slots = [float(its_own.state[one]["exp_avg"][0]) for one in other.parameters()]
-    assert slots == pytest.approx([0.0, 0.1, 0.2, 0.3])
 
 
 def test_weights_sorted_by_name_do_not_tell_the_order(tmp_path: Path, manager: CheckpointManager) -> None:
