@@ -104,6 +104,8 @@ def test_a_run_is_made_of_a_file_with_an_optimizer(trained: Path, tmp_path: Path
     assert json.loads(found)["step"] == 8
     bad = run("convert", trained, tmp_path / "run", "--part", "model")
     assert (bad.returncode, "'model' is not NAME=KEY" in bad.stderr) == (2, True)
+    bad = run("convert", trained, tmp_path / "run", "--not-strict", "--part", "optimiser=optimizer")
+    assert (bad.returncode, "keys names 'optimiser', which is none of the parts" in bad.stderr) == (2, True)
 
 
 def test_the_weights_of_a_run_are_taken_alone(trained: Path, tmp_path: Path, run: Run) -> None:

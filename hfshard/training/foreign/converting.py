@@ -15,6 +15,7 @@ from hfshard._util.paths import absolute_path
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, GENERATION_CONFIG_NAME
 from hfshard.errors import CheckpointNotFoundError, HfshardError, InvalidArgumentError
 from hfshard.saving.request import request_from_state_dict
+from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.state_dicts.wrappers import strip_compiled, without_common_wrappers
 from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.format.names import MODEL_BASE
@@ -107,7 +108,9 @@ def convert_foreign(
     reader = reader_of(path)
     if reader is None:
         raise CheckpointNotFoundError(f"'{path}' is no checkpoint of another program. Check the path.", path=path)
-    foreign = in_order(reader(path, ForeignRequest(keys=keys or {}, strict=strict)))
+    read = reader(path, ForeignRequest(keys=keys or {}, strict=strict))
+    _refuse_unknown_names(read)
+    foreign = in_order(read)
     number = checked_step(foreign.step or 0 if step is None else step)
     if not any(words.startswith(_NO_POSITION) for words in foreign.lacking):
         foreign = replace(foreign, lacking=(*foreign.lacking, _NO_POSITION))
@@ -132,15 +135,7 @@ def convert_foreign(
 def _payload(
     foreign: ForeignCheckpoint, max_shard_size: int | str, checksum: Checksum, progress: bool | None
 ) -> SavePayload:
-    stored: Mapping[str, Any] = foreign.components.get("model", {})
-    if not is_weights(stored):
-        raise InvalidArgumentError(
-            f"'{foreign.path}' has no weights under a usual key, and nothing was written. Say where they are: "
-            "keys={'model': ...}.",
-            path=foreign.path,
-        )
-    names = {name: strip_compiled(short) for name, short in without_common_wrappers(stored).items()}
-    weights = {names[name]: value for name, value in stored.items()}
+    weights = _weights_of(foreign)
     components = Components({}, {}, {})
     for name, value in foreign.components.items():
         kind, encoded = _encoded(name, value, foreign, weights, components)
@@ -156,6 +151,31 @@ def _payload(
     return replace(payload, requests={MODEL_BASE: request, **payload.requests})
 
 
+def _weights_of(foreign: ForeignCheckpoint) -> dict[str, Any]:
+    """The model's state by names without wrappers."""
+    stored: Mapping[str, Any] = foreign.components.get("model", {})
+    if not is_weights(stored):
+        raise InvalidArgumentError(
+            f"'{foreign.path}' has no weights under a usual key, and nothing was written. Say where they are: "
+            "keys={'model': ...}.",
+            path=foreign.path,
+        )
+    names = {name: strip_compiled(short) for name, short in without_common_wrappers(stored).items()}
+    return {names[name]: value for name, value in stored.items()}
+
+
+def _refuse_unknown_names(foreign: ForeignCheckpoint) -> None:
+    """Refuse an optimizer whose groups state names that the weights do not have: no restore would know them."""
+    weights = _weights_of(foreign)
+    for component, value in foreign.components.items():
+        groups = value["param_groups"] if is_optimizer_state(value) else []
+        unknown = [one for own in stated_names(groups, weights, {}) or () for one in own if one not in weights]
+        if unknown:
+            raise unknown_owners(
+                component, foreign.path, f"its groups name '{unknown[0]}', which is none of the weights"
+            )
+
+
 def _encoded(
     name: str, value: Any, foreign: ForeignCheckpoint, weights: Mapping[str, Any], components: Components
 ) -> tuple[str, Any]:
@@ -166,7 +186,7 @@ def _encoded(
     if is_optimizer_state(value):
         check_positions(value, name, foreign.path)
         _check_one_owner(name, foreign)
-        stated = stated_names(value["param_groups"], weights.keys())
+        stated = stated_names(value["param_groups"], weights, find_shared_tensors(weights))
         by_order = stated is None
         names = _names_by_order(name, value, foreign, weights) if stated is None else stated
         own = name == "optimizer"

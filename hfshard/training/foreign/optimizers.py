@@ -25,7 +25,13 @@ _SHOWN: Final = 5
 
 
 def named_optimizer_state(
-    optimizer: Optimizer, saved: Mapping[str, Any], names: Names, in_file: Sequence[str], component: str, path: str
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    names: Names,
+    kept_of: Mapping[str, str],
+    in_file: Sequence[str],
+    component: str,
+    path: str,
 ) -> dict[str, Any]:
     """Bring the state of an optimizer into the form that `encode_optimizer` writes, decoded: by name.
 
@@ -38,6 +44,7 @@ def named_optimizer_state(
         optimizer: The one that was built; it is not changed.
         saved: What the `state_dict()` of the other one returned.
         names: The names of the parameters that the optimizer has now.
+        kept_of: Each name of a tied parameter -> the one that is among `names`.
         in_file: These names in the order in which the file has the weights; empty if it has none.
         component: The optimizer's name in the training state, for messages.
         path: The file's, for messages.
@@ -52,7 +59,7 @@ def named_optimizer_state(
     groups = saved["param_groups"]
     check_options(optimizer, groups, component, path)
     shapes = {names[id(one)]: tuple(one.shape) for one in _parameters(optimizer)}
-    stated = stated_names(groups, shapes)
+    stated = stated_names(groups, shapes, kept_of)
     if stated is None:
         _check_counts(groups, built, component, path)
         in_model = list(dict.fromkeys(names.values()))
@@ -99,12 +106,15 @@ def check_positions(saved: Mapping[str, Any], component: str, path: str) -> None
     )
 
 
-def stated_names(groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> list[list[str]] | None:
+def stated_names(
+    groups: Sequence[Mapping[str, Any]], known: Collection[str], kept_of: Mapping[str, str]
+) -> list[list[str]] | None:
     """The names that the groups say themselves, without wrappers; None where not all of them do.
 
     Args:
         groups: The `param_groups` of a state.
         known: The names of the model's parameters.
+        kept_of: Each name of a tied parameter -> the one by which it is known.
     """
     told = [group.get("param_names") for group in groups]
     is_told = [
@@ -114,12 +124,13 @@ def stated_names(groups: Sequence[Mapping[str, Any]], known: Collection[str]) ->
     if not all(is_told):
         return None
     flat = [one for own in told for one in own or ()]
-    matched = match_prefixes(flat, known)
-    if not set(matched.values()) <= set(known):  # of `model.generator.named_parameters()`, maybe
-        prefixes = {name.removesuffix(flat[0]) for name in known if name.endswith((f".{flat[0]}", f":{flat[0]}"))}
-        fitting = [one for one in prefixes if {f"{one}{name}" for name in flat} == set(known)]
+    all_names = {**{name: name for name in known}, **kept_of}
+    matched = match_prefixes(flat, all_names)
+    if not all_names.keys() >= set(matched.values()):  # of `model.generator.named_parameters()`, maybe
+        prefixes = {name.removesuffix(flat[0]) for name in all_names if name.endswith((f".{flat[0]}", f":{flat[0]}"))}
+        fitting = [one for one in prefixes if {all_names.get(f"{one}{name}") for name in flat} == set(known)]
         matched = {name: f"{one}{name}" for one in fitting for name in flat} or matched
-    return [[matched[one] for one in own or ()] for own in told]
+    return [[all_names.get(matched[one], matched[one]) for one in own or ()] for own in told]
 
 
 def _check_counts(

@@ -73,8 +73,9 @@ def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
                 path=foreign.path,
             )
         if kind == "optimizer":
-            in_file = list(dict.fromkeys(_names_in_file(planner.state, foreign))) if foreign.has_order else []
-            value = named_optimizer_state(part, value, planner.parameter_names, in_file, name, foreign.path)
+            kept_of = _kept_names(planner.state)
+            in_file = list(dict.fromkeys(_names_in_file(planner.state, foreign, kept_of))) if foreign.has_order else []
+            value = named_optimizer_state(part, value, planner.parameter_names, kept_of, in_file, name, foreign.path)
         elif kind == "scheduler":
             value = {"class": None, "state": dict(value)}
         planner.saved[name]["state"] = value
@@ -91,11 +92,15 @@ def _plan(planner: PartPlanner, name: str, foreign: ForeignCheckpoint) -> None:
         ) from error
 
 
-def _names_in_file(state: TrainingState, foreign: ForeignCheckpoint) -> Iterator[str]:
+def _kept_names(state: TrainingState) -> dict[str, str]:
+    """Each name of a tied parameter -> the one by which optimizers know it."""
+    known = set(state.parameter_names().values())
+    return {name: kept for names in state.tied_parameters() for kept in known.intersection(names) for name in names}
+
+
+def _names_in_file(state: TrainingState, foreign: ForeignCheckpoint, kept_of: Mapping[str, str]) -> Iterator[str]:
     """The names of parameters, as optimizers know them, in the order in which the file has the weights."""
     known = set(state.parameter_names().values())
-    ties = state.tied_parameters()
-    kept_of = {name: min(known.intersection(names), default=name) for names in ties for name in names}
     for component, module in state.of_kind("module").items():
         tensors = foreign.components.get(component)
         if not isinstance(tensors, Mapping):
@@ -104,7 +109,6 @@ def _names_in_file(state: TrainingState, foreign: ForeignCheckpoint) -> Iterator
         matched = match_prefixes(names, collect_state_dict(module).keys())
         prefix = "" if component == "model" else f"{component}:"
         for name in names:
-            own = f"{prefix}{matched[name]}"
-            own = own if own in known else kept_of.get(own, own)
+            own = kept_of.get(f"{prefix}{matched[name]}", f"{prefix}{matched[name]}")
             if own in known:
                 yield own

@@ -45,16 +45,12 @@ def names_by_order(saved: Mapping[str, Any], weights: Mapping[str, Any], compone
 
 
 def _possible_parameters(weights: Mapping[str, Any]) -> list[str]:
-    """Weights that can be trained, of several names for one tensor the first."""
+    """Weights that can be trained; of several names for one tensor that by which a run knows it, where the first is."""
     tensors = {name: one for name, one in weights.items() if isinstance(one, torch.Tensor)}
-    shared = find_shared_tensors(tensors)
-    kept = {name: shared.get(name, name) for name in tensors}
-    first: dict[str, str] = {}
-    for name, one in kept.items():
-        first.setdefault(one, name)
+    kept_of = find_shared_tensors(tensors)
     return [
         name
-        for name in first.values()
+        for name in dict.fromkeys(kept_of.get(name, name) for name in tensors)
         if (tensors[name].is_floating_point() or tensors[name].is_complex()) and not _is_statistic(name, tensors)
     ]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from hfshard.errors import DamagedCheckpointError
 from hfshard.training.foreign.checkpoint import NO_RNG, NO_STEP, ForeignCheckpoint, ForeignRequest
 from hfshard.training.foreign.pickles.plain_files import read_plain_file
-from hfshard.training.foreign.torch_keys import sort_entries, step_of
+from hfshard.training.foreign.torch_keys import is_generators, sort_entries, step_of
 from hfshard.training.parts.nested_types import NotStored
 
 
@@ -44,6 +44,8 @@ def read_torch_file(path: str, request: ForeignRequest) -> ForeignCheckpoint:
     extra = {key: file.copied(one, key) for key, one in found.extra.items() if not isinstance(one, NotStored)}
     step, key = step_of(extra)
     lacking = [NO_RNG]
+    if held := [f"'{name}'" for name in extra if is_generators(name)]:
+        lacking = [f"{NO_RNG[:-1]}; the file holds {', '.join(held)}, left in restored.extra and not set)"]
     if key in ("", "epoch"):
         lacking.append(f"the number of steps (that of the epoch, {step}, is taken)" if key else NO_STEP)
     return ForeignCheckpoint(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -38,6 +39,12 @@ _LISTS: Final = frozenset({"optimizer_states", "optimizers", "lr_schedulers", "s
 _STEPS: Final = ("global_step", "step", "iteration", "iter", "num_updates", "steps")
 """Keys of the number of optimizer steps, the surest first."""
 
+_GENERATORS: Final = re.compile(
+    r"(?:\w+_)?(?:rng(?:_?states?)?|random_?states?)(?:_(?:all|dict|cpu|cuda|gpu|torch|numpy|np|python))?",
+    re.IGNORECASE,
+)
+"""Keys of the states of random number generators, which are in as many forms as there are programs."""
+
 
 @dataclass(frozen=True, slots=True)
 class SortedEntries:
@@ -64,18 +71,17 @@ def sort_entries(
 
     Raises:
         StateDictMismatchError: A part may be one of several entries; or `keys` names one that is not there.
-        InvalidArgumentError: `keys` names a part that is not wanted.
+        InvalidArgumentError: `keys` names a part that is not wanted, or not known.
     """
-    unknown = keys.keys() - kinds.keys() if kinds else ()
+    kinds, known = (kinds, "no part of the TrainingState") if kinds else (_USUAL, "none of the parts that are known")
+    unknown = [name for name in keys if name not in kinds]
     if unknown:
-        raise InvalidArgumentError(
-            f"keys names '{next(iter(unknown))}', which is no part of the TrainingState: {', '.join(kinds)}."
-        )
+        raise InvalidArgumentError(f"keys names '{unknown[0]}', which is {known}: {', '.join(kinds)}.")
     if is_weights(value) and not keys:
         return SortedEntries({"model": ("", value)}, {})
     entries = dict(_entries(value))
     found: dict[str, tuple[str, Any]] = {}
-    for name, kind in (kinds or _USUAL).items():
+    for name, kind in kinds.items():
         at = keys[name] if name in keys else _only_candidate(name, kind, entries, keys, path)
         if at is not None:
             found[name] = at, _at(value, at, path)
@@ -84,6 +90,11 @@ def sort_entries(
     parts = {at: one for at, one in rest.items() if _is_part(at, one)}
     extra = {at: one for at, one in rest.items() if at not in parts and one is not None}
     return SortedEntries(found | {at: (at, one) for at, one in parts.items()}, extra)
+
+
+def is_generators(key: str) -> bool:
+    """Whether a key is one of those under which programs save random number generators: "rng_state", "cuda_rng"."""
+    return _GENERATORS.fullmatch(key) is not None
 
 
 def step_of(extra: Mapping[str, Any]) -> tuple[int | None, str]:
@@ -170,6 +181,8 @@ def _is_nested(value: Any, kind: PartKind) -> bool:
 
 def _is_part(at: str, value: Any) -> bool:
     """Whether an entry that nobody asked for is the state of a part, which a restore would leave out."""
+    if is_generators(at):
+        return False
     usual = {key for name in ("scheduler", "scaler") for key in _keys_of(name)}
     is_state = at.split(".")[0] in usual and isinstance(value, Mapping) and len(value) > 0
     return is_state or is_optimizer_state(value) or is_weights(value) or _is_nested(value, "module")

@@ -14,6 +14,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer
 
 from hfshard.constants import CONFIG_NAME
+from hfshard.state_dicts.state_dict import parameter_names
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint
 from hfshard.training.foreign.optimizers import LIKE_THEIR_PARAMETER, check_positions
 from hfshard.training.foreign.torch_keys import is_optimizer_state
@@ -82,8 +83,9 @@ def _trainers_groups(model: PreTrainedModel) -> list[list[str]]:
     """The names of the parameters in the groups that Trainer makes."""
     # It is a method that uses nothing of its Trainer.
     with_decay = set(Trainer.get_decay_parameter_names(cast(Any, None), model))
-    names = [name for name, _ in model.named_parameters()]
-    return [[name for name in names if name in with_decay], [name for name in names if name not in with_decay]]
+    kept = parameter_names(model)
+    names = [(name in with_decay, kept[id(one)]) for name, one in model.named_parameters()]
+    return [[name for is_decayed, name in names if is_decayed], [name for is_decayed, name in names if not is_decayed]]
 
 
 def _built_model(path: str, most_layers: int) -> PreTrainedModel | None:

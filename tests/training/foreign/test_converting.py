@@ -93,6 +93,27 @@ def test_an_order_that_was_only_assumed_is_not_trusted(tmp_path: Path) -> None:
         CheckpointManager(tmp_path / "run").restore_latest(TrainingState(model, of_its_own))
 
 
+def test_names_that_are_none_of_the_weights_are_refused(tmp_path: Path) -> None:
+    both = nn.ModuleDict({"generator": net(), "discriminator": net()})
+    optimizer = AdamW(both["generator"].named_parameters())
+    trained(both, optimizer)
+    with pytest.raises(
+        InvalidArgumentError, match=r"of 'optimizer' .*its groups name '0.weight', which is none of the"
+    ):
+        convert_foreign(old(tmp_path, nn.DataParallel(both), optimizer), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_key_for_a_part_that_nobody_looks_for_is_refused(tmp_path: Path) -> None:
+    parts = adamw(net())
+    path = old(tmp_path, parts.model, parts.optimizer, teacher=net().state_dict())
+    words = r"keys names 'optimiser', which is none of the parts that are known: model, .*, scaler, ema\."
+    with pytest.raises(InvalidArgumentError, match=words):
+        convert_foreign(path, tmp_path / "run", keys={"optimiser": "optimizer"})
+    assert not (tmp_path / "run").exists()
+    assert convert_foreign(path, tmp_path / "run", keys={"ema": "teacher"}).parts == ("model", "optimizer", "ema")
+
+
 def test_ties_and_wrappers_are_those_of_the_model(tmp_path: Path) -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False), "c": nn.Linear(2, 1)})
     model["b"].weight = model["a"].weight

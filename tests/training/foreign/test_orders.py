@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from hfshard.training import CheckpointManager, TrainingState
+from hfshard.training.foreign.converting import convert_foreign
 from tests.training.foreign.refusing import refused
 
 
@@ -177,3 +178,22 @@ def test_positions_are_those_of_parameters_not_of_names(sort: Any, tmp_path: Pat
         [float(its_own.state[one]["exp_avg"][0]) for one in its.parameters()] for its, its_own in (by_torch, other)
     ]
     assert slots[0] == slots[1] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["by number", "by name"])
+def test_tied_parameters_are_known_by_any_of_their_names(
+    named: bool, tmp_path: Path, manager: CheckpointManager
+) -> None:
+    model, _ = vectors(0)
+    optimizer = Adam(nn.DataParallel(model).named_parameters() if named else model.parameters())
+    for number, one in enumerate(model.parameters()):
+        one.grad = torch.full_like(one, float(number))
+    optimizer.step()
+    path = str(tmp_path / "old.pt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
+    for place in (path, convert_foreign(path, manager.root).step):
+        other, its_own = vectors(1)
+        manager.restore(TrainingState(other, its_own), place)
+        slots = [float(its_own.state[one]["exp_avg"][0]) for one in other.parameters()]
+        assert slots == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])

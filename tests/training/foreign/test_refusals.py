@@ -141,6 +141,23 @@ def test_what_a_file_never_holds_is_reported(tmp_path: Path, manager: Checkpoint
     assert torch.initial_seed() == 5
 
 
+@pytest.mark.parametrize("key", ["rng_state", "torch_rng_state", "cuda_rng_state_all", "random_state", "RNG", "rng"])
+def test_generators_that_a_file_holds_are_reported_too(key: str, tmp_path: Path, manager: CheckpointManager) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    torch.rand(1)
+    path = tutorial(tmp_path, **{key: {"torch": before}})
+    torch.manual_seed(5)
+
+    restored = manager.restore(TrainingState(**stepped(net()).named), path)
+
+    assert restored.lacking == (
+        "the random number generators (dropout and shuffling go on from those of this process; the file holds "
+        f"'{key}', left in restored.extra and not set)",
+    )
+    assert torch.equal(restored.extra[key]["torch"], before)
+
+
 def test_ours_lack_nothing_and_know_no_keys(tmp_path: Path, manager: CheckpointManager) -> None:
     state = TrainingState(net())
     manager.save(1, state)

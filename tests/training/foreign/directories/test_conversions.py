@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, Trainer
 
 import hfshard
 from hfshard.cli.main import main
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError
+from hfshard.training import TrainingState
 from hfshard.training.foreign.checkpoint import ForeignRequest
 from hfshard.training.foreign.converting import convert_foreign
 from hfshard.training.foreign.directories.trainer import read_trainer_directory
@@ -48,6 +49,31 @@ def test_it_is_converted_with_the_names_of_its_parameters(
     resumed, direct = ([one.components[name] for name in names] for one in (state, expected))
     assert everything(*resumed) == everything(*direct)
     assert BertForSequenceClassification.from_pretrained(converted["path"]).config.vocab_size == 30
+
+
+def test_tied_weights_have_the_name_by_which_a_run_knows_them(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True))  # type: ignore[arg-type]
+    with_decay = Trainer.get_decay_parameter_names(cast(Any, None), model)
+    named = [*model.named_parameters()]
+    groups = [{"params": [one for name, one in named if (name in with_decay) is is_in]} for is_in in (True, False)]
+    optimizer = torch.optim.AdamW(groups)
+    for number, (_, one) in enumerate(named):
+        one.grad = torch.full_like(one, float(number))
+    optimizer.step()
+    saved = tmp_path / "checkpoint-3"
+    model.save_pretrained(saved)
+    torch.save(optimizer.state_dict(), saved / "optimizer.pt")
+    (saved / "trainer_state.json").write_text('{"global_step": 3}')
+    before = optimizer.state_dict()
+
+    convert_foreign(str(saved), tmp_path / "run", in_order=in_order_of_model)
+    optimizer.load_state_dict({**before, "state": {}})
+    hfshard.CheckpointManager(tmp_path / "run").restore(TrainingState(model, optimizer), 3)
+
+    assert [slots["exp_avg"].tolist() for slots in optimizer.state_dict()["state"].values()] == [
+        slots["exp_avg"].tolist() for slots in before["state"].values()
+    ]
 
 
 def test_states_of_accelerate_are_converted_where_one_model_is_trained(tmp_path: Path) -> None:
