@@ -63,9 +63,11 @@ def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     hfshard.save_model(model, "out")
     bert(1.0).save_pretrained("bert")
     hfshard.push_checkpoint("bert", "./hub/model")
+    torch.save({"state_dict": model.state_dict(), "model_ema": model.state_dict()}, "checkpoint.pth.tar")
     hfshard.hub.DirectoryHub.open("./hub/model").tag("v1")
     return {
         "hfshard": hfshard,
+        "nn": nn,
         "model": model,
         "state_dict": model.state_dict(),
         **transformers_names(),

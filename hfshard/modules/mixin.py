@@ -66,7 +66,9 @@ class ShardedModelMixin(PyTorchModelHubMixin):
     it is one file, which is all that the stock one reads:
 
         class Net(ShardedModelMixin, nn.Module, license="mit"):
-            def __init__(self, width: int = 8): ...
+            def __init__(self, width: int = 8):
+                super().__init__()
+                self.layer = nn.Linear(width, width)
 
         Net(width=16).save_pretrained("net", max_shard_size="5GB")
         net = Net.from_pretrained("net")
