@@ -38,8 +38,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hfshard._util.lazy import lazy_exports
+from hfshard.constants import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 # Public name -> the module that defines it. Imported when it is first used: `import hfshard` takes no time, and none
 # of them imports transformers, but in a call with a model or a class of it.

@@ -1,8 +1,11 @@
-"""Names and numbers of the checkpoint format, each with its reason."""
+"""Names and numbers of the package and of the checkpoint format, each with its reason."""
 
 from __future__ import annotations
 
 from typing import Final
+
+VERSION: Final = "0.1.0"
+"""Of hfshard."""
 
 FORMAT_VERSION: Final = 1
 """The version of what hfshard adds to an index or to a file's metadata."""

@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from typing import Final
 
-from hfshard import __version__
+from hfshard.constants import VERSION
 
 ANNOUNCED: Final = "HFSHARD_ANNOUNCED"
 """The environment variable by which a process tells those that it starts that the line has been shown."""
@@ -27,7 +27,7 @@ def announce(where: str = "") -> None:
     os.environ[ANNOUNCED] = "1"
     with suppress(OSError, ValueError):  # a stream that is closed
         sys.stderr.write(
-            f"hfshard {__version__} is on{where}: save_pretrained, push_to_hub and from_pretrained of transformers "
+            f"hfshard {VERSION} is on{where}: save_pretrained, push_to_hub and from_pretrained of transformers "
             "models are crash-safe and checked (hfshard.uninstall() turns it off)\n"
         )
         sys.stderr.flush()

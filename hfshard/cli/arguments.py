@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hfshard import __version__
 from hfshard.cli.run.words import COMMAND
-from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
+from hfshard.constants import DEFAULT_MAX_SHARD_SIZE, VERSION
 from hfshard.planning.size import parse_size
 
 _REPO = "org/name on the Hub, or a path or file:// URL of a directory that serves as a hub"
@@ -20,7 +19,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Look at sharded checkpoints, verify, re-shard, convert, push and pull them; "
         "run programs with hfshard on.",
     )
-    parser.add_argument("--version", action="version", version=f"hfshard {__version__}")
+    parser.add_argument("--version", action="version", version=f"hfshard {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_inspect(commands)
     _add_verify(commands)
