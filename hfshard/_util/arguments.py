@@ -1,9 +1,10 @@
-"""Refuses unknown keyword arguments, and names the one that was probably meant."""
+"""Refuses keyword arguments: unknown ones, with the one that was probably meant, and those that can't be done."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, MutableMapping
+from typing import Any
 
 from hfshard.errors import InvalidArgumentError, UnknownArgumentError
 
@@ -24,6 +25,16 @@ def refuse_unknown(names: Iterable[str], known: Collection[str], function: str) 
             nearest = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean '{nearest[0]}'?" if nearest else f" It takes: {', '.join(sorted(known))}."
             raise UnknownArgumentError(f"{function}() got an unexpected keyword argument '{name}'.{hint}")
+
+
+def refuse_pickles(kwargs: MutableMapping[str, Any]) -> None:
+    """Take `safe_serialization` of older code out of keyword arguments; False asks for a pickle, and is refused.
+
+    Raises:
+        InvalidArgumentError: It is False.
+    """
+    if kwargs.pop("safe_serialization", True) is False:
+        raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
 
 
 def check_texts(**values: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from hfshard._util.arguments import refuse_unknown
+from hfshard._util.arguments import refuse_pickles, refuse_unknown
 from hfshard.distributed.pushing.together import push_together
 from hfshard.distributed.spread_tensor import has_spread
 from hfshard.errors import InvalidArgumentError
@@ -80,8 +80,7 @@ def _revision_of(revision: str | None, branch: str | None) -> str | None:
 
 
 def _refuse_others(kwargs: dict[str, Any]) -> None:
-    if kwargs.pop("safe_serialization", True) is False:
-        raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
+    refuse_pickles(kwargs)
     for name in _PATTERNS:
         if kwargs.pop(name, None) is not None:
             raise InvalidArgumentError(

@@ -14,7 +14,7 @@ from typing import Any, Final
 from huggingface_hub import PyTorchModelHubMixin
 from torch import nn
 
-from hfshard._util.arguments import refuse_unknown
+from hfshard._util.arguments import refuse_pickles, refuse_unknown
 from hfshard._util.paths import absolute_path
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, README
 from hfshard.errors import InvalidArgumentError
@@ -179,8 +179,7 @@ def told_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_arguments(given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
-    if kwargs.pop("safe_serialization", True) is False:
-        raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
+    refuse_pickles(kwargs)
     kwargs.pop("save_function", None)
     for name, default in _UNTAKEN.items():
         if given[name] != default:

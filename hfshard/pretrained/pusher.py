@@ -9,9 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hfshard._util.arguments import refuse_unknown
+from hfshard._util.arguments import refuse_pickles, refuse_unknown
 from hfshard.distributed.pushing.together import push_together
-from hfshard.errors import InvalidArgumentError
 from hfshard.hub.address import absolute_address
 from hfshard.hub.pushing.request import PushOptions
 from hfshard.pretrained.arguments import PUSH_ARGUMENTS
@@ -54,8 +53,7 @@ def push_pretrained_model(
     with push_together(is_collective=is_part_of_push(model)) as together:
         repo_id = absolute_address(repo_id)
         rest = dict(unknown)
-        if rest.pop("safe_serialization", True) is False:
-            raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
+        refuse_pickles(rest)
         refuse_unknown(rest, PUSH_ARGUMENTS - rest.keys(), "push_to_hub")
         options = SaveOptions(**saving)
         push_options = with_message(class_before_fsdp(type(model)), PushOptions(**pushing))

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
-from hfshard._util.arguments import refuse_unknown
+from hfshard._util.arguments import refuse_pickles, refuse_unknown
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.participants import has_other_ranks
@@ -159,8 +159,7 @@ def answer_save(
     **kwargs: Any,
 ) -> CheckpointIndex | None:
     """Do what PreTrainedModel's own `save_pretrained` does, which has these arguments, below all overrides."""
-    if kwargs.pop("safe_serialization", True) is False:
-        raise InvalidArgumentError("hfshard does not write pickles: leave out safe_serialization=False.")
+    refuse_pickles(kwargs)
     kwargs.pop("save_function", None)  # of accelerate's older examples; transformers ignores it too
     refuse_unknown(kwargs, SAVE_ARGUMENTS, "save_pretrained")
     options = replace(
