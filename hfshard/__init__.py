@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hfshard._util.lazy import lazy_exports
+from hfshard._util.importing.lazy import lazy_exports
 from hfshard.constants import VERSION
 
 __version__ = VERSION

@@ -21,7 +21,12 @@ HfshardError
 │   ├── HubAccessError (PermissionError)       the token is wrong, missing, or may not do that
 │   ├── HubNotFoundError (FileNotFoundError)   no such repo, revision or file for this token
 │   ├── HubConnectionError (ConnectionError)   it can't be reached, or stopped answering
-│   └── RemoteChangedError                     somebody else pushed to the same files
+│   └── RemoteChangedError                     somebody else pushed, or saved, there first
+├── StoreError (OSError)                       an object store or bucket refused, or failed
+│   ├── StoreAccessError (PermissionError)     no credentials, or they do not permit it
+│   ├── StoreNotFoundError (FileNotFoundError)  no such bucket
+│   ├── StoreConnectionError (ConnectionError)  it can't be reached, or stopped answering
+│   └── StaleObjectError                       a conditional put came too late
 ├── CheckpointChangedError (RuntimeError)      it kept changing while it was being read
 ├── DamagedCheckpointError (ValueError)        a file is not valid
 │   ├── MissingShardError (FileNotFoundError)  a file that the index names is missing
@@ -205,7 +210,27 @@ class HubConnectionError(HubError, ConnectionError):
 
 
 class RemoteChangedError(HubError):
-    """Somebody else pushed to the same files in the meantime; nothing was pushed."""
+    """Somebody else pushed to, or saved into, the same files in the meantime; nothing was changed."""
+
+
+class StoreError(HfshardError, OSError):
+    """An object store or a bucket refused a request or failed."""
+
+
+class StoreAccessError(StoreError, PermissionError):
+    """There are no credentials for the store, or they do not permit the request."""
+
+
+class StoreNotFoundError(StoreError, FileNotFoundError):
+    """The store has no such bucket, or does not say so to these credentials."""
+
+
+class StoreConnectionError(StoreError, ConnectionError):
+    """The store can't be reached, or stopped answering."""
+
+
+class StaleObjectError(StoreError):
+    """An object is not the one that a conditional put was to replace; nothing was put."""
 
 
 class CheckpointChangedError(HfshardError, RuntimeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from hfshard._util.addresses import is_address, parse_address
 from hfshard.errors import InvalidPathError
 
 
@@ -18,13 +19,17 @@ def absolute_path(path: str | os.PathLike[str], argument: str = "path") -> str:
         argument: Its name, for the message.
 
     Raises:
-        InvalidPathError: It is no path, or it is relative and the working directory is gone.
+        InvalidPathError: It is no path, or it is relative and the working directory is gone; or it is an address of an
+            unknown kind, or without a bucket.
 
     Example:
         >>> absolute_path("/srv//models/./bert/")
         '/srv/models/bert'
     """
-    text = os.path.expanduser(path_text(path, argument))
+    text = path_text(path, argument)
+    if is_address(text):
+        return str(parse_address(text, argument))
+    text = os.path.expanduser(text)
     if not os.path.isabs(text):
         try:
             text = os.path.join(os.getcwd(), text)

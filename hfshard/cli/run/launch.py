@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final, NoReturn
 
-from hfshard._util.announcement import ANNOUNCED, announce
+from hfshard._util.importing.announcement import ANNOUNCED, announce
 from hfshard.cli.output import printable
 from hfshard.cli.run.words import split_python_options
 from hfshard.errors import InvalidArgumentError, InvalidPathError, readable

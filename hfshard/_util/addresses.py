@@ -1,0 +1,99 @@
+"""Addresses of stores, such as "s3://bucket/prefix": told apart from paths, checked and split; nothing is asked."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from hfshard.errors import InvalidPathError
+
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+_FORMS: Final = {
+    "s3": "s3://bucket/prefix",
+    "gs": "gs://bucket/prefix",
+    "az": "az://container/prefix",
+    "hf": "hf://buckets/org/name/prefix",
+}
+"""Scheme -> what an address looks like."""
+
+_BUCKETS: Final = "buckets"
+
+_SECRETS: Final = re.compile(r"(?<=://)[^/]*@|\?.*", re.DOTALL)
+"""Where credentials and signed queries stand in a URL."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where in a store: a bucket, and the beginning of the names of the objects in it."""
+
+    scheme: str
+    """"s3", "gs", "az" or "hf"."""
+    bucket: str
+    """For "hf" with its owner: "org/name"."""
+    prefix: str
+    """Without slashes at its ends; empty for the bucket itself."""
+
+    def __str__(self) -> str:
+        """The address as users write it."""
+        owner = f"{_BUCKETS}/" if self.scheme == "hf" else ""
+        below = f"/{self.prefix}" if self.prefix else ""
+        return f"{self.scheme}://{owner}{self.bucket}{below}"
+
+    def joined(self, name: str) -> StoreAddress:
+        """The address of what is below this one."""
+        return replace(self, prefix=f"{self.prefix}/{name}" if self.prefix else name)
+
+
+def is_address(place: Any) -> bool:
+    """Whether something is the text of an address of a store, valid or not, and no path or repo_id."""
+    return isinstance(place, str) and _URL.match(place) is not None and not place.startswith("file:")
+
+
+def parse_address(text: str, argument: str = "path") -> StoreAddress:
+    """Check and split an address.
+
+    Args:
+        text: Such as "s3://bucket/prefix".
+        argument: Its name, for the message.
+
+    Raises:
+        InvalidPathError: An unknown scheme, no bucket, or a prefix that could lead elsewhere.
+
+    Example:
+        >>> parse_address("s3://models//bert/")
+        StoreAddress(scheme='s3', bucket='models', prefix='bert')
+    """
+    shown = _SECRETS.sub("***", text)
+    scheme, _, rest = text.partition("://")
+    scheme = scheme.lower()
+    if scheme not in _FORMS:
+        raise InvalidPathError(
+            f"{argument}={shown!r} begins with a scheme that hfshard does not know. Give a directory, or one of "
+            f"{', '.join(_FORMS.values())}.",
+            path=shown,
+        )
+    parts = [part for part in rest.split("/") if part]
+    if scheme == "hf":
+        if parts[:1] != [_BUCKETS]:
+            raise InvalidPathError(
+                f"{argument}={shown!r} is not the address of a bucket, which is {_FORMS['hf']}. For a repo, write "
+                "org/name.",
+                path=shown,
+            )
+        parts = ["/".join(parts[1:3]), *parts[3:]] if len(parts) > 2 else []
+    if not parts or not rest[:1].strip("/"):
+        raise InvalidPathError(
+            f"{argument}={shown!r} names no {'container' if scheme == 'az' else 'bucket'}: write {_FORMS[scheme]}.",
+            path=shown,
+        )
+    odd = next((part for part in parts if part in (os.curdir, os.pardir) or not part.isprintable()), None)
+    if odd is not None or "?" in parts[0] or "@" in parts[0]:
+        raise InvalidPathError(
+            f"{argument}={shown!r} is no plain address: write {_FORMS[scheme]}, without '.', '..', credentials, queries "
+            "and control characters.",
+            path=shown,
+        )
+    return StoreAddress(scheme, parts[0], "/".join(parts[1:]))

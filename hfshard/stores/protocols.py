@@ -1,0 +1,121 @@
+"""What a checkpoint asks of a store: put a small object whole, stream a large one, read ranges, list, delete, copy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from hfshard._util.addresses import StoreAddress
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object as it was listed or put: later reads are of these very bytes, or an error."""
+
+    name: str
+    """Below the store's prefix, with "/" between its parts."""
+    size: int
+    """Bytes."""
+    etag: str
+    """Another one for other bytes; what it is made of is the service's own matter."""
+
+
+class Anything:
+    """The type of `ANYTHING`."""
+
+
+ANYTHING: Final = Anything()
+"""A condition of `put` that always holds."""
+
+
+class ObjectWriter(Protocol):
+    """A large object that is sent in parts; nobody sees it before `finish`."""
+
+    def write(self, block: memoryview) -> None:
+        """Send the next bytes, which may change when this returns. It waits while too much is under way.
+
+        Raises:
+            StoreError: The service refused or failed, after retries.
+        """
+
+    def finish(self) -> StoredObject:
+        """Make the object of the bytes that were written, replacing one of its name.
+
+        Raises:
+            StoreError: It was not made; or nobody can tell, which the message says.
+        """
+
+    def abort(self) -> None:
+        """Give up, and remove what was sent. May be called at any time, more than once, and after an error."""
+
+
+class Store(Protocol):
+    """The objects below one prefix of a bucket. Used by several threads at once.
+
+    All names are those below the prefix. What fails for a while is tried again in here, with backoff and as long as the
+    service's Retry-After says; what is raised is final.
+
+    Raises (all of them):
+        StoreAccessError: No credentials, or they do not permit it.
+        StoreNotFoundError: There is no such bucket.
+        StoreConnectionError: The service can't be reached, or stopped answering.
+        StoreError: It refused or failed in another way.
+    """
+
+    @property
+    def address(self) -> StoreAddress:
+        """Where it is."""
+
+    @property
+    def has_conditional_put(self) -> bool:
+        """Whether `put` can be made to fail if somebody else was faster. Without it, a put overwrites."""
+
+    @property
+    def has_content_etags(self) -> bool:
+        """Whether an object that gets its old bytes again gets its old ETag again."""
+
+    def list_objects(self, folder: str = "") -> dict[str, StoredObject]:
+        """List all objects below a folder by name, as deep as they lie; empty where there are none."""
+
+    def folders(self) -> list[str]:
+        """Name the folders directly below the prefix, sorted; what is in them is not listed."""
+
+    def find(self, name: str) -> StoredObject | None:
+        """Ask for one object."""
+
+    def read_into(self, found: StoredObject, begin: int, target: memoryview) -> None:
+        """Fill memory with the bytes of an object from `begin` on.
+
+        Raises:
+            CheckpointChangedError: The object has other bytes now, or is gone.
+        """
+
+    def read(self, found: StoredObject) -> bytes:
+        """The bytes of a small object; raises as `read_into`."""
+
+    def put(self, name: str, raw: bytes, condition: StoredObject | Anything | None = ANYTHING) -> StoredObject:
+        """Put a small object, whole or not at all.
+
+        Where an answer is lost, this finds out whether it was put: it returns only if it was, by this call.
+
+        Args:
+            name: Of the object.
+            raw: Its bytes.
+            condition: The object that must still be there; None: there must be none.
+
+        Raises:
+            StaleObjectError: The condition does not hold: somebody else was faster. Nothing was put.
+        """
+
+    def open_writer(self, name: str, size: int) -> ObjectWriter:
+        """Begin a large object of so many bytes."""
+
+    def copy(self, source: StoredObject, target: str) -> None:
+        """Copy an object on the server, replacing one of that name; raises as `read_into`."""
+
+    def delete(self, names: Collection[str]) -> None:
+        """Delete objects; those that are missing already are no error."""
+
+    def sweep_uploads(self) -> int:
+        """Remove what unfinished uploads below the prefix have left, where the service keeps it; return how many."""
