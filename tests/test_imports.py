@@ -25,7 +25,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "constants errors",
         "_util",
         "storage",
-        "hub state_dicts stores",
+        "stores",
+        "hub state_dicts",
         "planning",
         "saving loading",
         "distributed",
@@ -144,7 +145,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "reading",
         "pickle_file",
     ),
-    "stores": ("protocols",),
+    "stores": ("protocols", "buckets"),
+    "stores.buckets": ("hub_calls",),
     "training": (
         "parts ranks step",
         "data",
@@ -229,7 +231,7 @@ FOREIGN = {
     "transformers": {"pretrained", "training"},
     "accelerate": {"training"},
     "filelock": {"hub"},
-    "huggingface_hub": {"hub", "modules", "pretrained"},
+    "huggingface_hub": {"hub", "modules", "pretrained", "stores"},
 }
 
 

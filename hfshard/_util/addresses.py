@@ -92,8 +92,8 @@ def parse_address(text: str, argument: str = "path") -> StoreAddress:
     odd = next((part for part in parts if part in (os.curdir, os.pardir) or not part.isprintable()), None)
     if odd is not None or "?" in parts[0] or "@" in parts[0]:
         raise InvalidPathError(
-            f"{argument}={shown!r} is no plain address: write {_FORMS[scheme]}, without '.', '..', credentials, queries "
-            "and control characters.",
+            f"{argument}={shown!r} is no plain address: write {_FORMS[scheme]}, without '.', '..', credentials, "
+            "queries and control characters.",
             path=shown,
         )
     return StoreAddress(scheme, parts[0], "/".join(parts[1:]))

@@ -13,17 +13,11 @@ from hfshard._util.threads import pools_take_work
 from hfshard.constants import BIN_SUFFIX, CONFIG_NAME, SAFETENSORS_SUFFIX
 from hfshard.errors import HfshardError, HubConnectionError, HubError
 from hfshard.hub.protocols import CommitRequest
-from hfshard.hub.remote.client import (
-    ATTEMPTS,
-    is_passing,
-    status_of,
-    translate_hub_errors,
-    transport_errors,
-    wait_before,
-)
+from hfshard.hub.remote.client import translate_hub_errors
 from hfshard.hub.remote.uploads import close_readers, operations_for, rewind_readers
 from hfshard.hub.repo_tree import PushResult, RepoTree, StaleParentError
 from hfshard.storage.format.names import INDEX_FILE
+from hfshard.stores.buckets.hub_calls import ATTEMPTS, is_passing, status_of, transport_errors, wait_before
 
 logger = logging.getLogger(__name__)
 

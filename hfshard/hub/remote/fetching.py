@@ -11,11 +11,12 @@ from huggingface_hub.utils import validate_repo_id
 
 from hfshard.errors import CheckpointNotFoundError, HubConnectionError, HubNotFoundError
 from hfshard.hub.remote.cache import RepoCache, is_commit
-from hfshard.hub.remote.client import offline_variable, retry_after, translate_hub_errors, tree_of
+from hfshard.hub.remote.client import translate_hub_errors, tree_of
 from hfshard.hub.remote.commit_files import CachedFiles, NotCachedError, RemoteFiles
 from hfshard.hub.remote.transport import RETRY_SECONDS, HubReader, RetryPolicy
 from hfshard.hub.repo_tree import RepoTree
 from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, Resolver, companion_files
+from hfshard.stores.buckets.hub_calls import offline_variable, retry_after
 
 logger = logging.getLogger(__name__)
 

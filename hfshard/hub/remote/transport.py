@@ -13,8 +13,9 @@ from huggingface_hub import constants, get_session, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from hfshard.errors import HubConnectionError, HubError
-from hfshard.hub.remote.client import retry_after, translate_hub_errors, transport_errors
+from hfshard.hub.remote.client import translate_hub_errors
 from hfshard.hub.repo_tree import RepoTree
+from hfshard.stores.buckets.hub_calls import retry_after, transport_errors
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from transformers import AutoModel, AutoModelForCausalLM, BertModel
 
 import hfshard
 from hfshard.hub.pull import pull_checkpoint
-from hfshard.hub.remote import client, transport
+from hfshard.hub.remote import transport
+from hfshard.stores.buckets import hub_calls
 from tests.hub.client_process import do_task, prepare
 from tests.hub.models import Bert, digest_of
 
@@ -39,7 +40,7 @@ def load_hastily(repo_id: str, cache: str) -> dict[str, Any]:
     shorter = tuple(seconds / 20 for seconds in transport.RETRY_SECONDS)
     for module, name, value in (
         (transport, "RETRY_SECONDS", shorter),
-        (client, "_FIRST_WAIT_SECONDS", client._FIRST_WAIT_SECONDS / 20),
+        (hub_calls, "_FIRST_WAIT_SECONDS", hub_calls._FIRST_WAIT_SECONDS / 20),
     ):
         setattr(module, name, value)
     return load(repo_id, cache)

@@ -11,7 +11,8 @@ import pytest
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, HubAccessError
-from hfshard.hub.remote.client import describe_token, translate_hub_errors, without_token
+from hfshard.hub.remote.client import translate_hub_errors
+from hfshard.stores.buckets.hub_calls import describe_token, without_token
 
 REFUSAL = r"run: hf models ls no-such-model \(There is no file or directory 'no-such-model' either\.\)$"
 
