@@ -29,6 +29,7 @@ from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
 from hfshard.storage.checkpoint.raw_tensors import is_compared
+from hfshard.storage.disk.byte_source import ByteSource, FileSource, file_source
 from hfshard.storage.disk.companions import find_companion_files, refuse_conflicts
 from hfshard.storage.format.index import CheckpointIndex
 
@@ -118,8 +119,16 @@ def reshard_source(
 def _with_companion_files(request: SaveRequest, directory: str, dst: str) -> SaveRequest:
     """Add the files beside the checkpoint, which `dst` must not have with other contents."""
     companions = find_companion_files(directory, {CONFIG_NAME, *request.model_files})
-    refuse_conflicts(companions, dst)
+    taken = {name: os.path.join(dst, name) for name in companions}
+    refuse_conflicts(
+        companions, dst, {name: _contents_of(path) for name, path in taken.items() if os.path.lexists(path)}
+    )
     return replace(request, companion_files=companions)
+
+
+def _contents_of(path: str) -> ByteSource:
+    """The contents of what is in the way; a folder or a broken link has none."""
+    return file_source(path) if os.path.isfile(path) else FileSource(path, size=-1)
 
 
 def _floating_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

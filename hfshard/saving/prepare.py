@@ -9,17 +9,18 @@ from typing import Any, Final
 
 from hfshard._util.progress import ProgressCallback
 from hfshard.constants import README
-from hfshard.planning.plan import ShardPlan, plan_specs, with_one_more_shard
+from hfshard.planning.plan import PlannedShard, ShardPlan, plan_specs, with_one_more_shard
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.writing import ShardWriter
 from hfshard.storage.commit.commit import SaveSession
 from hfshard.storage.commit.commit_plan import NewCheckpoint, content_digest, needs_links
+from hfshard.storage.disk.companions import copy_companion
 from hfshard.storage.disk.fsops import can_link
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata
 from hfshard.storage.format.integrity import TENSOR_DIGEST_HEX
 from hfshard.storage.format.names import WeightNames
 from hfshard.storage.tensors.tensor_layout import parameter_count
-from hfshard.storage.tensors.tensor_spec import tensor_specs
+from hfshard.storage.tensors.tensor_spec import TensorSpec, tensor_specs
 from hfshard.storage.weights.safetensors_writer import WriteJob, file_order, shard_metadata
 
 _OWN_DIGEST_BYTES: Final = 256
@@ -38,6 +39,8 @@ def plan_request(request: SaveRequest) -> ShardPlan:
     digests = _OWN_DIGEST_BYTES + TENSOR_DIGEST_HEX * len(specs)
     single_metadata_bytes = room + digests + _json_bytes(hfshard_metadata)
     single_metadata_bytes += _json_bytes(dict(request.options.metadata))
+    if request.kept_files:
+        return _plan_of_files(request, specs)
     return plan_specs(
         specs,
         request.options.max_shard_bytes,
@@ -49,6 +52,17 @@ def plan_request(request: SaveRequest) -> ShardPlan:
         separate_names=request.separate_names,
         headers_count=request.options.headers_count,
     )
+
+
+def _plan_of_files(request: SaveRequest, specs: Sequence[TensorSpec]) -> ShardPlan:
+    """The plan of the files that a request keeps, whatever their sizes are."""
+    spec_of = {spec.name: spec for spec in specs}
+    names, files = request.options.names, request.kept_files
+    file_names = [names.single] if len(files) == 1 else names.shards(len(files))
+    shards = tuple(
+        PlannedShard(file, tuple(spec_of[name] for name in held)) for file, held in zip(file_names, files, strict=True)
+    )
+    return ShardPlan(shards, dict(request.tied_names), request.options.max_shard_bytes)
 
 
 def shard_room(request: SaveRequest) -> int:
@@ -159,7 +173,7 @@ def _stage_companion_files(
         if name == README and name in session.state.listing:
             continue  # the user's own
         staged[name] = f"{number:05d}.companion"
-        file.copy_to(os.path.join(session.staging, staged[name]), session.like(name), progress_callback)
+        copy_companion(file, os.path.join(session.staging, staged[name]), session.like(name), progress_callback)
     return staged
 
 

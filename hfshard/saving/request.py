@@ -14,7 +14,7 @@ from hfshard.saving.options import SaveOptions
 from hfshard.state_dicts.dtensors import refuse_sharded_tensors
 from hfshard.state_dicts.state_dict import collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
-from hfshard.storage.disk.companions import CompanionFile
+from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.tensors.tensor_layout import TensorLike
@@ -51,8 +51,10 @@ class SaveRequest:
     """As in `NewCheckpoint`."""
     model_files: Mapping[str, bytes] = field(default_factory=dict)
     """Other small files that belong to the checkpoint: generation config, custom code."""
-    companion_files: Mapping[str, CompanionFile] = field(default_factory=dict)
-    """Files of another directory that are copied along, and are not part of the checkpoint."""
+    companion_files: Mapping[str, ByteSource] = field(default_factory=dict)
+    """Files of another place that are copied along, and are not part of the checkpoint."""
+    kept_files: tuple[tuple[str, ...], ...] = ()
+    """The names in each file, where it is to hold what that of another checkpoint does; empty: by their sizes."""
     separate_names: frozenset[str] = frozenset()
     """Tensors that get files of their own, because they change more or less often than the rest."""
     name_order: tuple[str, ...] = ()

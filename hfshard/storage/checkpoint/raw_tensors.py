@@ -38,7 +38,8 @@ def raw_tensors(checkpoint: OpenCheckpoint) -> dict[str, TensorLike]:
         digests = _digests(shard, checkpoint.index.files.get(file, FileDigest()))
         for info in shard.header.tensors.values():
             layout = TensorLayout(info.dtype, info.shape, info.nbytes, info.name in shard.complex_as_real)
-            found[info.name] = RawTensor(layout, partial(_checked_blocks, shard, info, digests.get(info.name)))
+            digest = digests.get(info.name)
+            found[info.name] = RawTensor(layout, partial(_checked_blocks, shard, info, digest), digest)
     for pickled in checkpoint.pickles.values():
         found.update(pickled.tensors)
     return found

@@ -102,6 +102,17 @@ def sha256_of_reader(reader: io.BufferedIOBase, cancelled: threading.Event | Non
     return hasher.hexdigest()
 
 
+def has_same_bytes(one: ByteSource, other: ByteSource) -> bool:
+    """Whether two contents are equal; they are read only where their sizes are."""
+    if one.size != other.size:
+        return False
+    with one.open() as reader, other.open() as other_reader:
+        while block := reader.read(COPY_BYTES):
+            if block != other_reader.read(COPY_BYTES):
+                return False
+        return not other_reader.read(1)
+
+
 class SeekableReader(io.BufferedIOBase):
     """A file for reading whose bytes are made when they are read; subclasses give it `read`."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import filecmp
+import io
 import logging
 import os
 from collections.abc import Collection, Mapping
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hfshard._util.progress import ProgressCallback
 from hfshard.constants import ADAPTER_CONFIG_NAME, COPY_BYTES, MAX_COMPANION_BYTES, README, WEIGHTS_SUFFIXES
 from hfshard.errors import SaveDirectoryError
+from hfshard.storage.disk.byte_source import ByteSource, has_same_bytes
 from hfshard.storage.disk.fsops import copy_mode, sync
 from hfshard.storage.disk.safe_open import link_to_outside, open_regular
 from hfshard.storage.format.names import INDEX_FILE
@@ -26,24 +27,32 @@ class CompanionFile:
     root: str
     size: int
 
-    def copy_to(self, target: str, like: os.stat_result | None, progress_callback: ProgressCallback | None) -> None:
-        """Copy it into a new file, durably.
+    @property
+    def sha256(self) -> None:
+        """Not known without reading."""
+        return
+
+    def open(self) -> io.BufferedIOBase:
+        """Open it for reading.
 
         Raises:
             DamagedCheckpointError: It is not a regular file now.
         """
-        fd = open_regular(self.path, self.root)
-        try:
-            with open(target, "xb") as writing:
-                while block := os.read(fd, COPY_BYTES):
-                    writing.write(block)
-                    if progress_callback is not None:
-                        progress_callback(len(block))
-                writing.flush()
-                copy_mode(writing.fileno(), like)
-                sync(writing.fileno(), target)
-        finally:
-            os.close(fd)
+        return os.fdopen(open_regular(self.path, self.root), "rb")
+
+
+def copy_companion(
+    file: ByteSource, target: str, like: os.stat_result | None, progress_callback: ProgressCallback | None
+) -> None:
+    """Copy a file, wherever it is, into a new file on the disk, durably; mode and group are those of `like`."""
+    with file.open() as reading, open(target, "xb") as writing:
+        while block := reading.read(COPY_BYTES):
+            writing.write(block)
+            if progress_callback is not None:
+                progress_callback(len(block))
+        writing.flush()
+        copy_mode(writing.fileno(), like)
+        sync(writing.fileno(), target)
 
 
 def find_companion_files(directory: str, but: Collection[str]) -> dict[str, CompanionFile]:
@@ -85,19 +94,21 @@ def find_companion_files(directory: str, but: Collection[str]) -> dict[str, Comp
     return found
 
 
-def refuse_conflicts(files: Mapping[str, CompanionFile], directory: str) -> None:
+def refuse_conflicts(files: Mapping[str, ByteSource], directory: str, taken: Mapping[str, ByteSource]) -> None:
     """Refuse to replace a file of a directory by a different one; a README there is kept, and no conflict.
+
+    Args:
+        files: What is to be copied, by name.
+        directory: Where to, for the message.
+        taken: What is there under these names.
 
     Raises:
         SaveDirectoryError: A name is taken.
     """
     for name, file in files.items():
-        target = os.path.join(directory, name)
-        if name == README or not os.path.lexists(target):
-            continue
-        if not os.path.isfile(target) or not filecmp.cmp(file.path, target, shallow=False):
+        if name != README and name in taken and not has_same_bytes(file, taken[name]):
             raise SaveDirectoryError(
-                f"'{target}' exists already, and differs from the '{name}' beside the checkpoint, "
+                f"'{directory}/{name}' exists already, and differs from the '{name}' beside the checkpoint, "
                 "which would replace it. Move it away, or pass another directory.",
-                path=target,
+                path=f"{directory}/{name}",
             )

@@ -46,6 +46,8 @@ class RawTensor:
     layout: TensorLayout
     blocks: Callable[[int], Iterator[memoryview]]
     """Yields its bytes in blocks of at most the given size; each is valid until the next one is asked for."""
+    digest: str | None = None
+    """The xxh3 of its bytes, where it was recorded; then `blocks` compares them with it, and raises at their end."""
 
 
 TensorLike = torch.Tensor | RawTensor

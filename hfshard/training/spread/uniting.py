@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from hfshard._util.progress import ProgressCallback
@@ -39,7 +39,7 @@ class HeldParts:
 class _KeyedTensor(RawTensor):
     """A tensor that owners write, with the key by which all ranks know it."""
 
-    key: str
+    key: str = field(kw_only=True)
 
 
 def key_of(base: str, name: str) -> str:
@@ -123,7 +123,7 @@ def united_payload(payload: SavePayload, holders: Holders) -> SavePayload:
     by_base: dict[str, dict[str, RawTensor]] = {}
     for key, layout in holders.layouts.items():
         base = key.partition("/")[0]
-        by_base.setdefault(base, {})[name_of_key(key)] = _KeyedTensor(layout, _no_bytes(key, layout), key)
+        by_base.setdefault(base, {})[name_of_key(key)] = _KeyedTensor(layout, _no_bytes(key, layout), key=key)
     requests = {}
     for base in dict.fromkeys([*payload.requests, *by_base]):
         request = payload.requests.get(base) or SaveRequest(options=replace(some_options, base=base, progress=None))
