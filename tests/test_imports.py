@@ -200,7 +200,14 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "resume",
     ),
     "training.spread": ("layouts states uniting", "part_reading stages", "merging"),
-    "training.run": ("manifest background host_copy lock root turns", "directory rotation writing", "finding"),
+    "training.run": (
+        "manifest background host_copy lock root turns",
+        "rotation run_checkpoint writing",
+        "directory",
+        "places",
+        "finding",
+    ),
+    "training.run.places": ("protocols", "directory_place", "opening"),
 }
 
 # At most so many rooms, and arrows between them, at the package's own level; and so many files in one folder.

@@ -20,9 +20,10 @@ from hfshard.storage.checkpoint.report import Problem
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint
 from hfshard.training.foreign.converting import ConvertedRun, convert_foreign, is_foreign_run
 from hfshard.training.foreign.directories.trainer import is_trainer_directory
-from hfshard.training.run.directory import RunCheckpoint, checkpoints_in
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
+from hfshard.training.run.places.opening import run_place
 from hfshard.training.run.rotation import best_of
+from hfshard.training.run.run_checkpoint import RunCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def _list_checkpoints(arguments: argparse.Namespace) -> list[_ListedCheckpoint]:
         raise CheckpointNotFoundError(
             f"'{root}' is one checkpoint, not a run. To check it, run: hfshard verify {root}", path=root
         )
-    found = checkpoints_in(root)[::-1]
+    found = run_place(root).checkpoints()[::-1]
     if not found:
         raise CheckpointNotFoundError(f"There is no training checkpoint in '{root}'. Check the path.", path=root)
     problems = {one.path: _problems_of(one, arguments) for one in found}

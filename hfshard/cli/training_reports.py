@@ -11,10 +11,11 @@ from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames
-from hfshard.training.run.directory import RunCheckpoint, checkpoints_in
 from hfshard.training.run.finding import Level, checkpoint_problems
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, read_checkpoint_manifest
+from hfshard.training.run.places.opening import run_place
 from hfshard.training.run.root import names_in
+from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.training.run.writing import TRAINING_STATE
 from hfshard.verify import verify_checkpoint
 
@@ -26,7 +27,7 @@ def is_checkpoint(directory: str) -> bool:
 
 def is_training(directory: str) -> bool:
     """Whether a directory is a training checkpoint, or a run that has one."""
-    return is_checkpoint(directory) or any(is_checkpoint(one.path) for one in checkpoints_in(directory))
+    return is_checkpoint(directory) or any(is_checkpoint(one.path) for one in run_place(directory).checkpoints())
 
 
 def reports(arguments: argparse.Namespace) -> Iterator[VerifyReport]:
@@ -36,7 +37,7 @@ def reports(arguments: argparse.Namespace) -> Iterator[VerifyReport]:
     if is_checkpoint(arguments.directory):
         yield report_of(arguments.directory, level, progress=progress)
         return
-    for one in checkpoints_in(arguments.directory)[::-1]:
+    for one in run_place(arguments.directory).checkpoints()[::-1]:
         if one.problem is not None:
             yield VerifyReport(one.path, (MANIFEST,), tuple(as_problems([one.problem], one.path)), (), 0)
         else:

@@ -21,10 +21,11 @@ from hfshard.training.foreign.resuming import resume_foreign
 from hfshard.training.pushing.pusher import BackgroundPusher
 from hfshard.training.ranks import ALONE, Ranks
 from hfshard.training.restoring.resume import absolute_place, choose_checkpoint, resume
-from hfshard.training.run.directory import RunCheckpoint, checkpoint_path
 from hfshard.training.run.finding import Level, newest_whole
 from hfshard.training.run.manifest import CheckpointManifest, plain_metrics
+from hfshard.training.run.places.opening import run_place
 from hfshard.training.run.rotation import MetricMode, Rotation
+from hfshard.training.run.run_checkpoint import RunCheckpoint, checkpoint_path
 from hfshard.training.run.writing import check_names
 from hfshard.training.run_pushes import RunPushes
 from hfshard.training.run_writer import RunWriter
@@ -99,7 +100,8 @@ class CheckpointManager(RunPushes):
         self.push_to_hub = None if push_to_hub is None else absolute_address(push_to_hub)
         self.progress = progress
         pusher = BackgroundPusher(push_to_hub, progress) if push_to_hub is not None else None
-        self._writer = RunWriter(self.root, rotation, pusher, progress)
+        self._place = run_place(self.root)
+        self._writer = RunWriter(self._place, rotation, pusher, progress)
 
     @names_files("root")
     def save(
@@ -292,5 +294,5 @@ class CheckpointManager(RunPushes):
         """On the first rank: find and check the checkpoint to restore; None: the run has none."""
         self._writer.wait()
         if step is None:
-            return newest_whole(self.root, verify, self.progress)
-        return choose_checkpoint(self.root, step, verify, token, self.progress)
+            return newest_whole(self._place, verify, self.progress)
+        return choose_checkpoint(self._place, step, verify, token, self.progress)

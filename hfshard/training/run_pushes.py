@@ -82,7 +82,7 @@ class RunPushes(RunReader):
                 create_pr=create_pr,
                 progress=self.progress if progress is None else progress,
             )
-            with self._writer.kept(lambda: found_to_push(self.root, step, self.best_step)) as found:
+            with self._writer.kept(lambda: found_to_push(self._place, step, self.best_step)) as found:
                 return push_run(found, place, step, options)
 
         with push_together(is_collective=True) as together:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hfshard._util.file_errors import names_files
 from hfshard.errors import HfshardError, InvalidArgumentError
-from hfshard.training.run.directory import checkpoint_path, checkpoints_in
 from hfshard.training.run.finding import Level, checkpoint_of_step, current_problems, manifests_in, newest_whole
+from hfshard.training.run.places.protocols import RunPlace
 from hfshard.training.run.rotation import MetricMode, best_of
+from hfshard.training.run.run_checkpoint import checkpoint_path
 from hfshard.training.run_writer import RunWriter
 
 
@@ -18,6 +19,7 @@ class RunReader:
     metric_mode: MetricMode
     progress: bool | None
     _writer: RunWriter
+    _place: RunPlace
 
     @names_files("root")
     def latest_step(self, verify: Level | None = None) -> int | None:
@@ -37,9 +39,9 @@ class RunReader:
         """
         with self._writer.settled():
             if verify is not None:
-                newest = newest_whole(self.root, verify, self.progress)
+                newest = newest_whole(self._place, verify, self.progress)
                 return None if newest is None else newest[0].step
-            return next((one.step for one in checkpoints_in(self.root) if one.manifest is not None), None)
+            return next((one.step for one in self._place.checkpoints() if one.manifest is not None), None)
 
     @names_files("root")
     def best_step(self) -> int | None:
@@ -56,7 +58,7 @@ class RunReader:
         if self.keep_best is None:
             raise InvalidArgumentError("The manager has no metric: CheckpointManager(..., keep_best='eval_loss').")
         with self._writer.settled():
-            best = best_of(manifests_in(self.root), self.keep_best, self.metric_mode)
+            best = best_of(manifests_in(self._place), self.keep_best, self.metric_mode)
         return None if best is None else best.step
 
     @names_files("root")
@@ -67,7 +69,7 @@ class RunReader:
             print(manager.path_of(step))
         """
         with self._writer.settled():
-            return sorted(manifest.step for manifest in manifests_in(self.root))
+            return sorted(manifest.step for manifest in manifests_in(self._place))
 
     def path_of(self, step: int) -> str:
         """Return the directory of a step's checkpoint, whether it exists or not.
@@ -95,6 +97,6 @@ class RunReader:
             CheckpointNotFoundError: There is no checkpoint of this step.
         """
         with self._writer.settled():
-            checkpoints = checkpoints_in(self.root) if step is None else [checkpoint_of_step(self.root, step)]
+            checkpoints = self._place.checkpoints() if step is None else [checkpoint_of_step(self._place, step)]
             problems = {one.step: current_problems(one, level) for one in sorted(checkpoints, key=lambda one: one.step)}
             return {number: found for number, found in problems.items() if found is not None}

@@ -1,50 +1,38 @@
-"""Writes the checkpoints of one run: locks its directory, writes, renames, and removes old checkpoints."""
+"""Writes the checkpoints of one run: takes its place, writes one after another, and removes old ones."""
 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from hfshard._util.progress import bytes_bar
 from hfshard.saving.writing import ShardWriter
-from hfshard.storage.disk.fsops import make_directories
-from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.training.collecting import SavePayload
 from hfshard.training.pushing.pusher import BackgroundPusher
 from hfshard.training.run.background import Background
-from hfshard.training.run.directory import (
-    RunCheckpoint,
-    checkpoints_in,
-    clean_up_run,
-    has_changed,
-    put_in_place,
-    remove_checkpoint,
-    writing_path,
-)
 from hfshard.training.run.host_copy import HostCopies
-from hfshard.training.run.lock import RunLock
 from hfshard.training.run.manifest import CheckpointManifest
-from hfshard.training.run.root import removed, saving_into
+from hfshard.training.run.places.opening import has_changed
+from hfshard.training.run.places.protocols import CheckpointOrder, RunPlace
 from hfshard.training.run.rotation import Rotation
+from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.training.run.turns import StepsInUse, Turns
-from hfshard.training.run.writing import ReusableShards, write_checkpoint
 
 logger = logging.getLogger(__name__)
 
 
 class RunWriter:
-    """The only writer of a run directory, which it locks at the first save."""
+    """The only writer of a run, whose place it takes at the first save."""
 
-    def __init__(self, root: str, rotation: Rotation, pusher: BackgroundPusher | None, progress: bool | None) -> None:
-        self.root = root
+    def __init__(
+        self, place: RunPlace, rotation: Rotation, pusher: BackgroundPusher | None, progress: bool | None
+    ) -> None:
+        self.root = place.root
+        self._place = place
         self._rotation = rotation
         self._pusher = pusher
         self._progress = progress
-        self._lock: RunLock | None = None
         self._turns = Turns()
         self._background = Background()
         self.host_copies = HostCopies()
@@ -85,7 +73,7 @@ class RunWriter:
         The caller has the turn, and no other save is under way.
 
         Raises:
-            SaveDirectoryError, AccessDeniedError, RunRemovedError: As in `saving_into`.
+            SaveDirectoryError, AccessDeniedError, RunRemovedError, StoreError: The place refuses it.
         """
         self.begin()
         if not blocking:
@@ -100,12 +88,12 @@ class RunWriter:
             self.start(step, work)
 
     def begin(self) -> None:
-        """Lock the run's directory, and make it where it is missing.
+        """Take the run's place, and make it where it is missing.
 
         Raises:
             As `save`.
         """
-        with saving_into(self.root, self._is_there):
+        with self._place.saving():
             self._begin()
 
     def write(
@@ -128,7 +116,7 @@ class RunWriter:
         Raises:
             As `save`.
         """
-        with saving_into(self.root, self._is_there):
+        with self._place.saving():
             return self._write(step, payload, metrics, files, writer, blocking=blocking)
 
     def push_saved(self, saved: RunCheckpoint, *, blocking: bool) -> None:
@@ -166,39 +154,21 @@ class RunWriter:
             self._pusher.wait()
 
     def close(self) -> None:
-        """Wait as `wait_until_finished` does, and release the lock."""
+        """Wait as `wait_until_finished` does, and let others become the writer."""
         with self._turns.taken("close()"):
             try:
                 self.wait_until_finished()
             finally:
                 if not self._background.is_running:  # Ctrl-C ends the wait, and the save goes on
-                    self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-
-    def _is_there(self) -> bool:
-        """Whether the run's directory is the one that was locked; if not, the next save locks another one."""
-        is_there = self._lock is None or not self._lock.is_held or self._lock.is_of_the_run
-        if not is_there:
-            self._unlock()
-        return is_there
+                    self._place.release()
 
     def _begin(self) -> None:
-        """At the first save: create the directory, lock it, and remove what killed saves left."""
-        if not self._is_there():
-            raise removed(self.root)
-        if self._lock is None or not self._lock.is_held:  # a forked process needs a lock of its own
-            refuse_hub(self.root)
-            make_directories(self.root)
-            self._lock = RunLock(self.root)
-            weakref.finalize(self, self._lock.release)
+        """At the first save: take the place, and remove what killed saves left."""
+        if self._place.take():
             self._is_clean = False
         if not self._is_clean:
-            clean_up_run(self.root)
-            self._save_number = _highest(checkpoints_in(self.root), self._save_number)
+            self._place.clean_up()
+            self._save_number = _highest(self._place.checkpoints(), self._save_number)
             self._is_clean = True
 
     def _write(
@@ -211,27 +181,27 @@ class RunWriter:
         *,
         blocking: bool,
     ) -> RunCheckpoint:
-        found = checkpoints_in(self.root)
-        newest = next((one for one in found if one.manifest is not None), None)
+        found = self._place.checkpoints()
         save_number = _highest(found, self._save_number) + 1
-        reusable = ReusableShards.of(newest.path, newest.manifest) if newest and newest.manifest else ReusableShards()
-        directory = writing_path(self.root, step)
-        self._is_clean = False
-        try:
-            os.mkdir(directory)
-            with bytes_bar("Saving", payload.nbytes, self._progress if blocking else False) as progress_callback:
-                manifest = CheckpointManifest(step, save_number, metrics)
-                manifest = write_checkpoint(directory, payload, manifest, files, reusable, progress_callback, writer)
+
+        def before_commit() -> None:
             self._save_number = save_number
             self._wait_for_pushes_of(step)
             if writer is not None:
                 writer.confirm()
-            path = put_in_place(directory, self.root, step)
-        except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)  # the next save tries again
-            raise
-        logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, payload.nbytes, path)
-        saved = RunCheckpoint(path, step, manifest)
+
+        self._is_clean = False
+        with bytes_bar("Saving", payload.nbytes, self._progress if blocking else False) as progress_callback:
+            order = CheckpointOrder(
+                payload=payload,
+                manifest=CheckpointManifest(step, save_number, metrics),
+                files=files,
+                progress_callback=progress_callback,
+                writer=writer,
+                before_commit=before_commit,
+            )
+            saved = self._place.write(order, found)
+        logger.info("Saved the checkpoint of step %d, %d bytes of tensors, as '%s'.", step, payload.nbytes, saved.path)
         self._rotate([one for one in found if one.step != step] + [saved])
         self._is_clean = True
         return saved
@@ -245,8 +215,8 @@ class RunWriter:
     def _rotate_again(self) -> None:
         """Remove what had to stay while it was pushed; a save that is under way does so itself."""
         with self._turns.taken():
-            if self._lock is not None and self._lock.is_held and not self._background.is_running:
-                self._rotate(checkpoints_in(self.root))
+            if self._place.is_taken and not self._background.is_running:
+                self._rotate(self._place.checkpoints())
 
     def _rotate(self, found: list[RunCheckpoint]) -> None:
         own = [one for one in found if one.is_own]
@@ -256,7 +226,7 @@ class RunWriter:
             in_use |= self._pusher.steps_in_use
         for one in own:
             if one.step in steps and one.step not in in_use and not has_changed(one):
-                remove_checkpoint(one, self.root)
+                self._place.remove(one)
 
 
 def _highest(found: list[RunCheckpoint], known: int) -> int:

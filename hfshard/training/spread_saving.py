@@ -30,8 +30,8 @@ from hfshard.training.collecting import (
     save_options,
 )
 from hfshard.training.ranks import Ranks, all_ranks
-from hfshard.training.run.directory import checkpoint_path
 from hfshard.training.run.host_copy import HostCopies
+from hfshard.training.run.run_checkpoint import checkpoint_path
 from hfshard.training.run.writing import check_names
 from hfshard.training.run_writer import RunWriter
 from hfshard.training.spread.merging import StageParts, merge_parts

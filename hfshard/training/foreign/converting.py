@@ -27,8 +27,9 @@ from hfshard.training.foreign.readers import reader_of
 from hfshard.training.foreign.torch_keys import is_optimizer_state, is_weights
 from hfshard.training.parts.nested import encode
 from hfshard.training.parts.nested_types import NotStored
-from hfshard.training.run.directory import checkpoint_path
+from hfshard.training.run.places.opening import files_at, run_place
 from hfshard.training.run.rotation import Rotation
+from hfshard.training.run.run_checkpoint import checkpoint_path
 from hfshard.training.run.writing import check_names
 from hfshard.training.run_writer import RunWriter
 from hfshard.training.step import checked_step
@@ -117,12 +118,13 @@ def convert_foreign(
     payload = _payload(foreign, max_shard_size, checksum, progress).of_one_process()
     files = {name: raw for name, raw in foreign.companions.items() if name not in _OF_MODEL}
     check_names(files, payload)
-    writer = RunWriter(root, Rotation(), None, progress)
+    writer = RunWriter(run_place(root), Rotation(), None, progress)
     try:
         with writer.turn("convert"):
-            if os.path.lexists(checkpoint_path(root, number)):
+            target = checkpoint_path(root, number)
+            if os.path.lexists(target) or files_at(target).is_there():
                 raise InvalidArgumentError(
-                    f"'{checkpoint_path(root, number)}' is there already. Give another run, or another step.", path=root
+                    f"'{target}' is there already. Give another run, or another step.", path=root
                 )
             writer.begin()
             foreign.confirm()

@@ -15,8 +15,8 @@ from hfshard.storage.disk.byte_source import ByteSource, BytesSource, FileSource
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
-from hfshard.training.run.directory import RunCheckpoint
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, check_files
+from hfshard.training.run.run_checkpoint import RunCheckpoint
 
 Hashes = dict[FileDigest, str]
 """A file's digest in the manifest -> its sha256 from an earlier push: frozen weights are not hashed again."""

@@ -26,9 +26,11 @@ from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import MODEL_BASE, WeightNames
 from hfshard.training.collecting import PARTS
 from hfshard.training.pushing.contents import Hashes, VerifiedContents, read_manifest_of, read_whole
-from hfshard.training.run.directory import RunCheckpoint, checkpoints_in
 from hfshard.training.run.finding import Level, check_run_checkpoint, checkpoint_of_step
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, read_checkpoint_manifest
+from hfshard.training.run.places.opening import run_place
+from hfshard.training.run.places.protocols import RunPlace
+from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.training.step import checked_step
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class PushArguments(TypedDict, total=False):
 
 
 def found_to_push(
-    root: str, step: int | Literal["best", "all"] | None, best_step: Callable[[], int | None]
+    place: RunPlace, step: int | Literal["best", "all"] | None, best_step: Callable[[], int | None]
 ) -> list[RunCheckpoint]:
     """Find the checkpoint of a run to push, or all; see `CheckpointManager.push`.
 
@@ -65,9 +67,9 @@ def found_to_push(
     """
     if isinstance(step, str) and step not in ("best", "all"):
         raise InvalidArgumentError(f"step must be a number, 'best', 'all' or None, got {step!r}.")
-    found = checkpoints_in(root)
+    found = place.checkpoints()
     if not found:
-        raise CheckpointNotFoundError(f"There is no checkpoint in '{root}'. Check the path.", path=root)
+        raise CheckpointNotFoundError(f"There is no checkpoint in '{place.root}'. Check the path.", path=place.root)
     if step == "all":
         return found
     if step is None:
@@ -75,11 +77,11 @@ def found_to_push(
     number = best_step() if step == "best" else checked_step(step)
     if number is None:
         raise CheckpointNotFoundError(
-            f"No checkpoint in '{root}' has the metric by which the best one is chosen. Pass it when you save: "
+            f"No checkpoint in '{place.root}' has the metric by which the best one is chosen. Pass it when you save: "
             "manager.save(step, state, metric=...).",
-            path=root,
+            path=place.root,
         )
-    return [checkpoint_of_step(root, number)]
+    return [checkpoint_of_step(place, number)]
 
 
 def push_run(
@@ -292,7 +294,7 @@ def _no_checkpoint(what: str, todo: str, path: str | None = None) -> CheckpointN
 def _refuse_other_directories(directory: str) -> None:
     if os.path.lexists(os.path.join(directory, MANIFEST)):
         return
-    checkpoints = [one.path for one in checkpoints_in(directory)]
+    checkpoints = [one.path for one in run_place(directory).checkpoints()]
     todo = (
         f"It is a run: give one of its checkpoints, such as '{checkpoints[0]}'."
         if checkpoints

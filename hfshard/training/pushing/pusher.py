@@ -14,7 +14,7 @@ from hfshard.hub.pushing.request import PushOptions
 from hfshard.training.pushing.contents import Hashes
 from hfshard.training.pushing.hubs import check_repo, push_found
 from hfshard.training.run.background import Background
-from hfshard.training.run.directory import RunCheckpoint
+from hfshard.training.run.run_checkpoint import RunCheckpoint
 
 logger = logging.getLogger(__name__)
 

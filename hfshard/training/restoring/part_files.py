@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 
 from hfshard.loading.reading import read_tensors
-from hfshard.storage.checkpoint.checkpoint import open_checkpoint
 from hfshard.storage.format.names import WeightNames
 from hfshard.training.run.manifest import CheckpointManifest
+from hfshard.training.run.places.protocols import CheckpointFiles
 from hfshard.training.spread.layouts import StateLayouts
 from hfshard.training.spread.part_reading import read_part_of_rank
 from hfshard.training.spread.states import is_spread_state
@@ -29,7 +29,7 @@ class ReadPart(Protocol):
         """
 
 
-def part_reader(state: TrainingState, directory: str, manifest: CheckpointManifest, own_rank: int) -> ReadPart:
+def part_reader(state: TrainingState, files: CheckpointFiles, manifest: CheckpointManifest, own_rank: int) -> ReadPart:
     """What reads the tensors of one set of files.
 
     Those that the training goes on with are read into memory: a mapped file would keep its space on the disk after it
@@ -37,7 +37,7 @@ def part_reader(state: TrainingState, directory: str, manifest: CheckpointManife
 
     Args:
         state: That is restored.
-        directory: The checkpoint's.
+        files: The checkpoint's.
         manifest: The checkpoint's.
         own_rank: Whose own random numbers and positions are wanted.
     """
@@ -46,11 +46,11 @@ def part_reader(state: TrainingState, directory: str, manifest: CheckpointManife
     def read(
         base: str, is_wanted: Callable[[str], bool] | None = None, *, is_copied: bool = False
     ) -> dict[str, torch.Tensor]:
-        files = WeightNames(base=base)
-        entry = next((name for name in (files.single, files.index) if name in manifest.files), None)
+        names = WeightNames(base=base)
+        entry = next((name for name in (names.single, names.index) if name in manifest.files), None)
         if entry is None:
             return {}
-        with open_checkpoint(directory, use_safetensors=True, base=base, weights_name=entry) as checkpoint:
+        with files.open_part(base, entry) as checkpoint:
             if layouts is not None:
                 return read_part_of_rank(checkpoint, base, layouts, own_rank, is_wanted)
             return read_tensors(checkpoint, is_wanted, "cpu", "auto" if is_copied else "pread")

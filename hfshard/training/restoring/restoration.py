@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import DamagedCheckpointError, HfshardError
-from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.names import MODEL_BASE
 from hfshard.storage.format.strict_json import parse_json_object
 from hfshard.training.collecting import STATE_BASE, TRAINING_STATE_FORMAT
@@ -33,6 +31,7 @@ from hfshard.training.restoring.components import (
 from hfshard.training.restoring.part_files import ReadPart, part_reader
 from hfshard.training.restoring.part_planner import PART_ORDER, PartPlanner, Restoration
 from hfshard.training.run.manifest import CheckpointManifest
+from hfshard.training.run.places.protocols import CheckpointFiles
 from hfshard.training.run.writing import TRAINING_STATE
 from hfshard.training.spread.stages import StageNames
 from hfshard.training.state import TrainingState
@@ -44,7 +43,7 @@ _REMEDY = "Restore another checkpoint, or download it again."
 
 def plan_restoration(
     state: TrainingState,
-    directory: str,
+    files: CheckpointFiles,
     manifest: CheckpointManifest,
     *,
     strict: bool,
@@ -55,7 +54,7 @@ def plan_restoration(
 
     Args:
         state: Built as for the run that was saved.
-        directory: The checkpoint's.
+        files: The checkpoint's.
         manifest: The checkpoint's.
         strict: Refuse any difference; else what differs stays as it was built, and is reported.
         ranks: Which rank this process is.
@@ -65,8 +64,9 @@ def plan_restoration(
         StateDictMismatchError: strict, and something differs.
         DamagedCheckpointError: The files are not what hfshard writes.
     """
+    directory = files.path
     path = os.path.join(directory, TRAINING_STATE)
-    saved_state = _read_training_state(path, directory)
+    saved_state = _parse_training_state(files.read_small(TRAINING_STATE), path)
     saved_ranks = saved_state["ranks"]
     own = saved_ranks[ranks.rank if ranks.rank < len(saved_ranks) else 0]
     saved = {**saved_state["components"], **own["components"]}
@@ -77,7 +77,7 @@ def plan_restoration(
     elsewhere = parts_of_other_stages(state, own)
     may_lack = never_held(state) if restoration.lacking else frozenset[str]()
     check_components(state, saved, directory, restoration.differences, elsewhere, strict=strict, may_lack=may_lack)
-    read = part_reader(state, directory, manifest, ranks.rank if ranks.rank < len(saved_ranks) else 0)
+    read = part_reader(state, files, manifest, ranks.rank if ranks.rank < len(saved_ranks) else 0)
     wanted = None
     if stage is not None:
         saved = stage.of_this_rank(saved, path)
@@ -173,10 +173,8 @@ def _rng_update(rng: dict[str, Any], saved_ranks: int, ranks: Ranks, directory: 
     return update
 
 
-def _read_training_state(path: str, directory: str) -> dict[str, Any]:
-    saved_state = parse_json_object(
-        read_small(path, directory, MAX_INDEX_BYTES)[0], path=path, what="Training state", remedy=_REMEDY
-    )
+def _parse_training_state(raw: bytes, path: str) -> dict[str, Any]:
+    saved_state = parse_json_object(raw, path=path, what="Training state", remedy=_REMEDY)
     if saved_state.get("format") != TRAINING_STATE_FORMAT:
         raise DamagedCheckpointError(
             f"'{path}' has format {saved_state.get('format')!r:.50}, and this hfshard reads {TRAINING_STATE_FORMAT}. "

@@ -16,9 +16,11 @@ from hfshard.training.pushing.hubs import checked_at
 from hfshard.training.ranks import Ranks
 from hfshard.training.restoring.part_planner import Restoration
 from hfshard.training.restoring.restoration import plan_restoration
-from hfshard.training.run.directory import RunCheckpoint, has_changed, read_run_checkpoint
 from hfshard.training.run.finding import Level, check_run_checkpoint, checkpoint_of_step
 from hfshard.training.run.manifest import CheckpointManifest
+from hfshard.training.run.places.opening import checkpoint_at, files_at, has_changed
+from hfshard.training.run.places.protocols import RunPlace
+from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.training.spread.stages import find_stage
 from hfshard.training.spread.states import is_spread_state
 from hfshard.training.state import TrainingState
@@ -44,7 +46,7 @@ def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.
 
 
 def choose_checkpoint(
-    root: str, step: int | str | os.PathLike[str], verify: Level, token: str | bool | None, progress: bool | None
+    place: RunPlace, step: int | str | os.PathLike[str], verify: Level, token: str | bool | None, progress: bool | None
 ) -> ChosenCheckpoint:
     """Find and check the checkpoint that was asked for: of a step of the run, or from elsewhere.
 
@@ -55,7 +57,7 @@ def choose_checkpoint(
     """
     if isinstance(step, str | os.PathLike):
         return checked_at(step, verify, token=token, progress=progress)
-    checkpoint = checkpoint_of_step(root, step)
+    checkpoint = checkpoint_of_step(place, step)
     return checkpoint, check_run_checkpoint(checkpoint, verify, progress)
 
 
@@ -111,7 +113,9 @@ def _resume_on_ranks(
         try:
             if not ranks.is_first:
                 checkpoint, manifest = _local_checkpoint(checkpoint, manifest, choose)
-            restoration = plan_restoration(own, checkpoint.path, manifest, strict=strict, ranks=ranks, stage=names)
+            restoration = plan_restoration(
+                own, files_at(checkpoint.path), manifest, strict=strict, ranks=ranks, stage=names
+            )
         except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
             error = caught
         is_replaced = (ranks.is_first or error is None) and has_changed(checkpoint)
@@ -161,8 +165,8 @@ def _local_checkpoint(
 ) -> ChosenCheckpoint:
     """Find the first rank's checkpoint from this rank: in the same directory, or fetched to this machine."""
     here: ChosenCheckpoint | None
-    if os.path.isdir(checkpoint.path):
-        local = read_run_checkpoint(checkpoint.path, checkpoint.step)
+    if files_at(checkpoint.path).is_there():
+        local = checkpoint_at(checkpoint.path, checkpoint.step)
         here = local, check_run_checkpoint(local, "structure")
     else:
         here = choose()

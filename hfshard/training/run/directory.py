@@ -7,17 +7,23 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
-from hfshard.errors import DamagedCheckpointError, HfshardError
 from hfshard.storage.disk.fsops import sync_directory
-from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, read_checkpoint_manifest
+from hfshard.training.run.manifest import MANIFEST, read_checkpoint_manifest
 from hfshard.training.run.root import names_in
+from hfshard.training.run.run_checkpoint import (
+    CHECKPOINT,
+    RunCheckpoint,
+    checkpoint_path,
+    is_own_name,
+    newest_first,
+    read_run_checkpoint,
+)
 
 logger = logging.getLogger(__name__)
 
-_CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")
 _WRITING: Final = re.compile(r"\.tmp-(\d+)-(\d+)")
 _REPLACED: Final = re.compile(r"\.replaced-(\d+)-(\d+)")
 """A checkpoint that another save of the same step is replacing; it counts until the new one is in place."""
@@ -27,58 +33,29 @@ _LOOKS: Final = 100
 """How often a run is listed again, at most, while another process saves into it."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunCheckpoint:
-    """A directory that looks like a checkpoint."""
-
-    path: str
-    step: int
-    manifest: CheckpointManifest | None
-    problem: HfshardError | None = None
-    """Why its manifest can't be read; None where it can."""
-
-    @property
-    def is_own(self) -> bool:
-        """Whether a save has made it under this name; a copy that a user has made is never removed."""
-        return self.manifest is not None and _is_own_name(os.path.basename(self.path), self.step)
-
-
-def checkpoint_path(root: str, step: int) -> str:
-    """The path of the checkpoint of a step."""
-    return os.path.join(root, f"checkpoint-{step:08d}")
-
-
 def writing_path(root: str, step: int) -> str:
     """The path where a checkpoint is written until it is complete."""
     return os.path.join(root, f".tmp-{step}-{os.getpid()}")
 
 
 def checkpoints_in(root: str) -> list[RunCheckpoint]:
-    """List every checkpoint in a run directory, damaged ones too; the one that was saved last comes first.
-
-    Checkpoints whose manifest can't be read come before all others: nothing says when they were saved, and they must
-    not be passed over silently.
-    """
+    """List every checkpoint in a run directory, damaged ones too, as `newest_first` sorts them."""
     names: list[str] = []
     found: list[RunCheckpoint] = []
     for _ in range(_LOOKS):
         names = _names_in(root)
-        found = [read_run_checkpoint(os.path.join(root, name), step) for name, step in _step_directories(root, names)]
+        found = [_read(os.path.join(root, name), step) for name, step in _step_directories(root, names)]
         if _names_in(root) == names:
             break
-    return sorted(found, key=_age, reverse=True)
+    return newest_first(found)
 
 
-def has_changed(checkpoint: RunCheckpoint) -> bool:
-    """Whether a checkpoint is no longer where it was found, or is another one: a run that saves has removed it."""
-    now = read_run_checkpoint(checkpoint.path, checkpoint.step).manifest
-    if now is None or checkpoint.manifest is None:
-        return now is not checkpoint.manifest or not os.path.isdir(checkpoint.path)
-    return (now.save_number, now.files) != (checkpoint.manifest.save_number, checkpoint.manifest.files)
+def _read(path: str, step: int) -> RunCheckpoint:
+    return read_run_checkpoint(path, step, partial(read_checkpoint_manifest, path))
 
 
 def _names_in(root: str) -> list[str]:
-    return sorted(name for name in names_in(root) if _CHECKPOINT.fullmatch(name) or _REPLACED.fullmatch(name))
+    return sorted(name for name in names_in(root) if CHECKPOINT.fullmatch(name) or _REPLACED.fullmatch(name))
 
 
 def _step_directories(root: str, names: list[str]) -> Iterator[tuple[str, int]]:
@@ -89,8 +66,8 @@ def _step_directories(root: str, names: list[str]) -> Iterator[tuple[str, int]]:
     """
     steps: set[int] = set()
     for name in names:
-        match = _CHECKPOINT.fullmatch(name)
-        if match is not None and _is_own_name(name, step := int(match[1])):
+        match = CHECKPOINT.fullmatch(name)
+        if match is not None and is_own_name(name, step := int(match[1])):
             steps.add(step)
             if os.path.isdir(os.path.join(root, name)):
                 yield name, step
@@ -99,37 +76,12 @@ def _step_directories(root: str, names: list[str]) -> Iterator[tuple[str, int]]:
         if match is not None and (step := int(match[1])) not in steps and os.path.isdir(os.path.join(root, name)):
             yield name, step
     for name in names:
-        match = _CHECKPOINT.fullmatch(name)
+        match = CHECKPOINT.fullmatch(name)
         if match is None or (step := int(match[1])) in steps:
             continue
         if os.path.lexists(os.path.join(root, name, MANIFEST)):
             steps.add(step)
             yield name, step
-
-
-def _is_own_name(name: str, step: int) -> bool:
-    return name == os.path.basename(checkpoint_path("", step))
-
-
-def _age(one: RunCheckpoint) -> tuple[bool, int, int]:
-    return one.manifest is None, one.manifest.save_number if one.manifest else 0, one.step
-
-
-def read_run_checkpoint(path: str, step: int) -> RunCheckpoint:
-    """Read the manifest of one checkpoint, which must be of the step in the directory's name."""
-    try:
-        manifest = read_checkpoint_manifest(path)
-        if manifest.step != step:
-            raise DamagedCheckpointError(
-                f"'{path}' holds the checkpoint of step {manifest.step}. Rename it to "
-                f"'{os.path.basename(checkpoint_path('', manifest.step))}', or move it elsewhere.",
-                path=path,
-                expected=step,
-                actual=manifest.step,
-            )
-    except HfshardError as error:
-        return RunCheckpoint(path, step, None, error)
-    return RunCheckpoint(path, step, manifest)
 
 
 def clean_up_run(root: str) -> None:

@@ -17,8 +17,10 @@ from hfshard.errors import (
 )
 from hfshard.storage.format.names import WeightNames
 from hfshard.training.collecting import PARTS
-from hfshard.training.run.directory import RunCheckpoint, checkpoints_in, has_changed, read_run_checkpoint
-from hfshard.training.run.manifest import CheckpointManifest, check_files
+from hfshard.training.run.manifest import CheckpointManifest
+from hfshard.training.run.places.opening import checkpoint_at, files_at, has_changed
+from hfshard.training.run.places.protocols import CheckpointFiles, RunPlace
+from hfshard.training.run.run_checkpoint import RunCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +30,24 @@ _TRIES: Final = 50
 Level = Literal["structure", "full"]
 
 
-def manifests_in(root: str) -> list[CheckpointManifest]:
+def manifests_in(place: RunPlace) -> list[CheckpointManifest]:
     """The manifests of all finished checkpoints; the one that was saved last comes first."""
-    return [one.manifest for one in checkpoints_in(root) if one.manifest is not None]
+    return [one.manifest for one in place.checkpoints() if one.manifest is not None]
 
 
-def checkpoint_of_step(root: str, step: int) -> RunCheckpoint:
+def checkpoint_of_step(place: RunPlace, step: int) -> RunCheckpoint:
     """Find the checkpoint of a step, damaged or not.
 
     Raises:
         CheckpointNotFoundError: There is none.
     """
-    found = checkpoints_in(root)
+    found = place.checkpoints()
     if candidates := [one for one in found if one.step == step]:
         return max(candidates, key=lambda one: one.manifest is not None)  # another tool's directory may be beside it
     steps = ", ".join(str(one.step) for one in found) or "none"
-    raise CheckpointNotFoundError(f"There is no checkpoint of step {step} in '{root}'. It has: {steps}.", path=root)
+    raise CheckpointNotFoundError(
+        f"There is no checkpoint of step {step} in '{place.root}'. It has: {steps}.", path=place.root
+    )
 
 
 def check_run_checkpoint(checkpoint: RunCheckpoint, verify: Level, progress: bool | None = None) -> CheckpointManifest:
@@ -63,12 +67,13 @@ def check_run_checkpoint(checkpoint: RunCheckpoint, verify: Level, progress: boo
         raise checkpoint.problem or RuntimeError(f"'{checkpoint.path}' has no manifest.")
     total = sum(record.size or 0 for record in checkpoint.manifest.files.values())
     with bytes_bar("Verifying", total, progress if verify == "full" else False) as progress_callback:
-        check_files(checkpoint.path, checkpoint.manifest, is_full=verify == "full", progress_callback=progress_callback)
+        files = files_at(checkpoint.path)
+        files.check(checkpoint.manifest, is_full=verify == "full", progress_callback=progress_callback)
     return checkpoint.manifest
 
 
 def newest_whole(
-    root: str, verify: Level, progress: bool | None = None
+    place: RunPlace, verify: Level, progress: bool | None = None
 ) -> tuple[RunCheckpoint, CheckpointManifest] | None:
     """Find the whole checkpoint that was saved last, with a warning for each that is passed over; None in an empty run.
 
@@ -76,7 +81,7 @@ def newest_whole(
         DamagedCheckpointError: All of them are damaged.
     """
     for _ in range(_TRIES):
-        found = checkpoints_in(root)
+        found = place.checkpoints()
         damaged: list[tuple[RunCheckpoint, HfshardError]] = []
         for one in found:
             try:
@@ -95,12 +100,12 @@ def newest_whole(
             if not found:
                 return None
             raise DamagedCheckpointError(
-                f"None of the {len(found)} checkpoints in '{root}' is whole: see the warnings for what is wrong "
+                f"None of the {len(found)} checkpoints in '{place.root}' is whole: see the warnings for what is wrong "
                 "with each. To train from the beginning, give the manager another directory.",
-                path=root,
+                path=place.root,
             )
     raise CheckpointChangedError(
-        f"The checkpoints in '{root}' were replaced while they were read. Try again.", path=root
+        f"The checkpoints in '{place.root}' were replaced while they were read. Try again.", path=place.root
     )
 
 
@@ -115,14 +120,14 @@ def checkpoint_problems(
     """List what is wrong with a checkpoint; `progress_callback` gets the bytes that were hashed."""
     problems: list[HfshardError] = []
     if checkpoint.manifest is not None:
-        check_files(
-            checkpoint.path,
+        files = files_at(checkpoint.path)
+        files.check(
             checkpoint.manifest,
             is_full=level == "full",
             progress_callback=progress_callback,
             on_problem=problems.append,
         )
-        problems += _strays(checkpoint.path, checkpoint.manifest)
+        problems += _strays(files, checkpoint.manifest)
     elif checkpoint.problem is not None:
         problems.append(checkpoint.problem)
     return problems
@@ -138,21 +143,21 @@ def current_problems(checkpoint: RunCheckpoint, level: Level) -> list[HfshardErr
         problems = checkpoint_problems(checkpoint, level)
         if not problems or not has_changed(checkpoint):
             return problems
-        if not os.path.isdir(checkpoint.path):
+        if not files_at(checkpoint.path).is_there():
             return None
-        checkpoint = read_run_checkpoint(checkpoint.path, checkpoint.step)
+        checkpoint = checkpoint_at(checkpoint.path, checkpoint.step)
     raise CheckpointChangedError(
         f"'{checkpoint.path}' was replaced while it was checked. Try again.", path=checkpoint.path
     )
 
 
-def _strays(directory: str, manifest: CheckpointManifest) -> list[HfshardError]:
+def _strays(files: CheckpointFiles, manifest: CheckpointManifest) -> list[HfshardError]:
     """Files in a checkpoint that other tools would load instead of its own."""
     problems: list[HfshardError] = []
     for base in PARTS:
         names = WeightNames(base=base)
-        path = os.path.join(directory, names.single)
-        if names.single not in manifest.files and os.path.lexists(path):
+        path = os.path.join(files.path, names.single)
+        if names.single not in manifest.files and files.has(names.single):
             problems.append(
                 DamagedCheckpointError(
                     f"'{path}' does not belong to the checkpoint, and other tools load it instead of the files that "

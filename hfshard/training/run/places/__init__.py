@@ -1,0 +1,1 @@
+"""Where the checkpoints of a run lie: a directory, or a store."""

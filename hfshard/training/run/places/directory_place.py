@@ -1,0 +1,154 @@
+"""A run in a directory: locked while a manager lives, each checkpoint a folder that appears by one rename."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from hfshard.constants import MAX_INDEX_BYTES
+from hfshard.errors import DamagedCheckpointError
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.storage.disk.fsops import make_directories
+from hfshard.storage.disk.hub_place import refuse_hub
+from hfshard.storage.disk.safe_open import read_small
+from hfshard.training.run.directory import (
+    checkpoints_in,
+    clean_up_run,
+    put_in_place,
+    remove_checkpoint,
+    writing_path,
+)
+from hfshard.training.run.lock import RunLock
+from hfshard.training.run.manifest import CheckpointManifest, check_files, read_checkpoint_manifest
+from hfshard.training.run.places.protocols import CheckpointOrder
+from hfshard.training.run.root import removed, saving_into
+from hfshard.training.run.run_checkpoint import RunCheckpoint
+from hfshard.training.run.writing import ReusableShards, write_checkpoint
+
+
+class DirectoryFiles:
+    """The files of a checkpoint in a directory."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def is_there(self) -> bool:
+        """Whether it is a directory."""
+        return os.path.isdir(self.path)
+
+    def has(self, name: str) -> bool:
+        """Whether the directory has such a name."""
+        return os.path.lexists(os.path.join(self.path, name))
+
+    def manifest(self) -> CheckpointManifest:
+        """Read its manifest."""
+        return read_checkpoint_manifest(self.path)
+
+    def check(
+        self,
+        manifest: CheckpointManifest,
+        *,
+        is_full: bool,
+        progress_callback: Callable[[int], object] | None = None,
+        on_problem: Callable[[DamagedCheckpointError], object] | None = None,
+    ) -> None:
+        """Compare every file with the manifest, several at once."""
+        check_files(self.path, manifest, is_full=is_full, progress_callback=progress_callback, on_problem=on_problem)
+
+    def read_small(self, name: str) -> bytes:
+        """Read a small file, through no link that leads elsewhere."""
+        return read_small(os.path.join(self.path, name), self.path, MAX_INDEX_BYTES)[0]
+
+    def open_part(self, base: str, entry: str) -> AbstractContextManager[OpenCheckpoint]:
+        """Open its files, or map them."""
+        return open_checkpoint(self.path, use_safetensors=True, base=base, weights_name=entry)
+
+
+class DirectoryPlace:
+    """A run in a directory."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._lock: RunLock | None = None
+
+    def checkpoints(self) -> list[RunCheckpoint]:
+        """List the folders and read their manifests."""
+        return checkpoints_in(self.root)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """See `saving_into`.
+
+        Raises:
+            SaveDirectoryError, AccessDeniedError, RunRemovedError: As there.
+        """
+        return saving_into(self.root, self._is_there)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether this process holds the lock."""
+        return self._lock is not None and self._lock.is_held
+
+    def take(self) -> bool:
+        """Make the directory where it is missing, and lock it.
+
+        Raises:
+            DirectoryLockedError: Another manager, in this process or another one, holds the lock.
+            RunRemovedError: The directory that was locked is not there any more.
+        """
+        if not self._is_there():
+            raise removed(self.root)
+        if self.is_taken:
+            return False
+        refuse_hub(self.root)
+        make_directories(self.root)
+        self._lock = RunLock(self.root)  # a forked process needs one of its own
+        weakref.finalize(self, self._lock.release)
+        return True
+
+    def release(self) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def clean_up(self) -> None:
+        """See `clean_up_run`."""
+        clean_up_run(self.root)
+
+    def write(self, order: CheckpointOrder, found: Sequence[RunCheckpoint]) -> RunCheckpoint:
+        """Write it into a hidden folder and flush that to the disk; one rename makes it the checkpoint."""
+        step = order.manifest.step
+        newest = next((one for one in found if one.manifest is not None), None)
+        reusable = ReusableShards.of(newest.path, newest.manifest) if newest and newest.manifest else ReusableShards()
+        directory = writing_path(self.root, step)
+        try:
+            os.mkdir(directory)
+            manifest = write_checkpoint(
+                directory,
+                order.payload,
+                order.manifest,
+                order.files,
+                reusable,
+                order.progress_callback,
+                order.writer,
+            )
+            order.before_commit()
+            path = put_in_place(directory, self.root, step)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)  # the next save tries again
+            raise
+        return RunCheckpoint(path, step, manifest)
+
+    def remove(self, checkpoint: RunCheckpoint) -> None:
+        """Remove it: first by one rename, then its files."""
+        remove_checkpoint(checkpoint, self.root)
+
+    def _is_there(self) -> bool:
+        """Whether the directory is the one that was locked; if not, the next save locks another one."""
+        is_there = self._lock is None or not self._lock.is_held or self._lock.is_of_the_run
+        if not is_there:
+            self.release()
+        return is_there

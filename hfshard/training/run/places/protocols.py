@@ -1,0 +1,121 @@
+"""What a run asks of the place where its checkpoints lie, and a restore of the files of one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from hfshard.errors import DamagedCheckpointError
+from hfshard.saving.writing import ShardWriter
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.training.collecting import SavePayload
+from hfshard.training.run.manifest import CheckpointManifest
+from hfshard.training.run.run_checkpoint import RunCheckpoint
+
+
+class CheckpointFiles(Protocol):
+    """The files of one checkpoint."""
+
+    @property
+    def path(self) -> str:
+        """Of its directory, or its address."""
+
+    def is_there(self) -> bool:
+        """Whether there is such a folder."""
+
+    def has(self, name: str) -> bool:
+        """Whether it has a file of this name, whatever is in it."""
+
+    def manifest(self) -> CheckpointManifest:
+        """Read its manifest; the other files are not checked.
+
+        Raises:
+            MissingShardError: There is none: the checkpoint was never finished, or is another tool's.
+            DamagedCheckpointError, UnsafePathError: It is damaged.
+        """
+
+    def check(
+        self,
+        manifest: CheckpointManifest,
+        *,
+        is_full: bool,
+        progress_callback: Callable[[int], object] | None = None,
+        on_problem: Callable[[DamagedCheckpointError], object] | None = None,
+    ) -> None:
+        """Compare every file with the manifest, as `manifest.check_files` does."""
+
+    def read_small(self, name: str) -> bytes:
+        """Read a small file.
+
+        Raises:
+            MissingShardError, DamagedCheckpointError, UnsafePathError: It is missing, or can't be one of a checkpoint.
+        """
+
+    def open_part(self, base: str, entry: str) -> AbstractContextManager[OpenCheckpoint]:
+        """Open one set of tensors for reading.
+
+        Args:
+            base: How the names of its files begin.
+            entry: Its index or single file.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOrder:
+    """What is asked of a save."""
+
+    payload: SavePayload
+    manifest: CheckpointManifest
+    """Without files."""
+    files: Mapping[str, bytes]
+    """More small files."""
+    progress_callback: Callable[[int], object] | None
+    """Gets the bytes that were written, from any thread."""
+    writer: ShardWriter | None
+    """Writes the shards, where other ranks take part; None: this process does."""
+    before_commit: Callable[[], None]
+    """Called when all is written and nothing is visible yet: the last moment to raise."""
+
+
+class RunPlace(Protocol):
+    """Where the checkpoints of a run lie; `take` comes before all that changes it."""
+
+    @property
+    def root(self) -> str:
+        """The run's directory, or its address."""
+
+    def checkpoints(self) -> list[RunCheckpoint]:
+        """List every checkpoint, damaged ones too, as `newest_first` sorts them."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Change it while the block runs: what it refuses is one error each, which names it."""
+
+    def take(self) -> bool:
+        """Become the only writer, where this process is not that yet.
+
+        Returns:
+            Whether it has just become that, so that others may have left something there.
+        """
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether this process is its only writer."""
+
+    def release(self) -> None:
+        """Let others become its writer; a second call does nothing."""
+
+    def clean_up(self) -> None:
+        """Remove what killed saves left, and put back what they had moved aside."""
+
+    def write(self, order: CheckpointOrder, found: Sequence[RunCheckpoint]) -> RunCheckpoint:
+        """Write a checkpoint, durably and all or nothing; one of its step that was there before is replaced.
+
+        Args:
+            order: What to write.
+            found: The checkpoints that are there.
+        """
+
+    def remove(self, checkpoint: RunCheckpoint) -> None:
+        """Remove a checkpoint at once, and then its files. What can't be removed is logged as a warning."""
