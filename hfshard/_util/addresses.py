@@ -19,6 +19,9 @@ _FORMS: Final = {
 }
 """Scheme -> what an address looks like."""
 
+SCHEMES: Final = frozenset(_FORMS)
+""""s3", "gs", "az" and "hf"."""
+
 _BUCKETS: Final = "buckets"
 
 _SECRETS: Final = re.compile(r"(?<=://)[^/]*@|\?.*", re.DOTALL)

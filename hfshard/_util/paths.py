@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hfshard._util.addresses import is_address, parse_address
+from hfshard._util.addresses import SCHEMES, is_address, parse_address
 from hfshard.errors import InvalidPathError
 
 
@@ -29,6 +29,8 @@ def absolute_path(path: str | os.PathLike[str], argument: str = "path") -> str:
     text = path_text(path, argument)
     if is_address(text):
         return str(parse_address(text, argument))
+    if not isinstance(path, str):
+        _refuse_address(text, argument)
     text = os.path.expanduser(text)
     if not os.path.isabs(text):
         try:
@@ -62,6 +64,17 @@ def path_text(path: str | os.PathLike[str], argument: str = "path") -> str:
     if b"\0" in raw:
         raise _refused(path, argument)
     return text
+
+
+def _refuse_address(text: str, argument: str) -> None:
+    """Refuse a path object that was made of an address: it has lost a slash, and would lead below this directory."""
+    scheme, _, rest = text.partition(":/")
+    if rest and scheme.lower() in SCHEMES and not os.path.isabs(text):
+        raise InvalidPathError(
+            f"{argument}={text!r} is a path object made of the address of a store, which has lost a slash. Give the "
+            f"address as text: {scheme + '://' + rest!r}.",
+            path=text,
+        )
 
 
 def _refused(path: object, argument: str) -> InvalidPathError:

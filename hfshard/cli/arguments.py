@@ -10,6 +10,8 @@ from hfshard.constants import DEFAULT_MAX_SHARD_SIZE, VERSION
 from hfshard.planning.size import parse_size
 
 _REPO = "org/name on the Hub, or a path or file:// URL of a directory that serves as a hub"
+_STORE = "s3://bucket/prefix, gs://..., az://... or hf://buckets/org/name/prefix"
+_OR_STORE = f"; or in a store: {_STORE}"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -123,8 +125,8 @@ def _add_convert(commands: Any) -> None:
 
 def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(needs_directory=False)
-    parser.add_argument("source", metavar="SRC", help=f"a directory, or one file of weights; or {_REPO}")
-    parser.add_argument("target", metavar="DST", help="the directory to write; the same one: in place")
+    parser.add_argument("source", metavar="SRC", help=f"a directory, or one file of weights; {_REPO}; or {_STORE}")
+    parser.add_argument("target", metavar="DST", help=f"the directory to write; the same one: in place{_OR_STORE}")
     parser.add_argument(
         "--max-shard-size", type=_shard_size, default=DEFAULT_MAX_SHARD_SIZE, metavar="SIZE",
         help="the most that a file may have, such as 5GB or 500MiB (default: %(default)s)",
@@ -172,11 +174,12 @@ def _shard_size(text: str) -> int | str:
 def _add_push(commands: Any) -> None:
     push = commands.add_parser(
         "push",
-        help="push a directory to a hub as one commit",
-        description="Push a directory as one commit: what the hub has is not sent, and old weights are removed.",
+        help="push a checkpoint to a hub as one commit, or to a store",
+        description="Push a directory, or what a store holds, as one commit: what the hub has is not sent, and old "
+        "weights are removed. To a store, the checkpoint is copied as a save puts it there.",
     )
-    _add_directory(push)
-    push.add_argument("repo_id", metavar="REPO", help=_REPO)
+    _add_directory(push, "the checkpoint's directory")
+    push.add_argument("repo_id", metavar="REPO", help=f"{_REPO}; or, without commits, {_STORE}")
     push.add_argument("--revision", help="the branch to push to, made if it is missing (default: main)")
     push.add_argument("--create-pr", action="store_true", help="open a pull request instead of pushing to the branch")
     push.add_argument("--path-in-repo", default="", help="folder of the repo")
@@ -198,13 +201,16 @@ def _add_push(commands: Any) -> None:
 def _add_pull(commands: Any) -> None:
     pull = commands.add_parser(
         "pull",
-        help="pull a checkpoint from a hub and check it; what is there already is not fetched again",
-        description="Pull a checkpoint into the cache, or into a directory, and print where it is.",
+        help="pull a checkpoint from a hub or a store and check it; what is there already is not fetched again",
+        description="Pull a checkpoint into the cache, into a directory or to a store, and print where it is.",
     )
     pull.set_defaults(needs_directory=False)
-    pull.add_argument("repo_id", metavar="REPO", help=_REPO)
+    pull.add_argument("repo_id", metavar="REPO", help=f"{_REPO}; or {_STORE}")
     pull.add_argument(
-        "directory", metavar="DIR", nargs="?", help="the directory to write (default: huggingface_hub's cache)"
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        help=f"the directory to write (default: huggingface_hub's cache){_OR_STORE}",
     )
     pull.add_argument("--revision", help="branch, tag, commit or refs/pr/N (default: main)")
     pull.add_argument("--subfolder", default="", help="folder of the repo")
@@ -232,7 +238,7 @@ def _add_revisions(commands: Any) -> None:
         help="list, tag or delete what a directory that serves as a hub keeps",
         description="Show the branches, tags and commits of a directory that serves as a hub.",
     )
-    _add_directory(revisions, "the directory that serves as a hub")
+    _add_directory(revisions, "the directory that serves as a hub", takes_address=False)
     change = revisions.add_mutually_exclusive_group()
     change.add_argument("--delete", metavar="REV", help="delete a branch, a tag, or a commit that none leads to")
     change.add_argument("--tag", nargs=2, metavar=("NAME", "REV"), help="give a revision a name that stays")
@@ -266,14 +272,16 @@ def _add_run(commands: Any) -> None:
     run.add_argument("--quiet", action="store_true", help="do not say on stderr that hfshard is on")
 
 
-def _add_directory(parser: argparse.ArgumentParser, text: str = "the checkpoint's directory") -> None:
-    parser.set_defaults(needs_directory=True, takes_file=False)
-    parser.add_argument("directory", metavar="DIR", help=text)
+def _add_directory(parser: argparse.ArgumentParser, text: str, *, takes_address: bool = True) -> None:
+    parser.set_defaults(needs_directory=True, takes_file=False, takes_address=takes_address)
+    parser.add_argument("directory", metavar="DIR", help=f"{text}{_OR_STORE if takes_address else ''}")
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(needs_directory=True, takes_file=True)
-    parser.add_argument("directory", metavar="PATH", help="the checkpoint's directory, or one file of weights")
+    parser.set_defaults(needs_directory=True, takes_file=True, takes_address=True)
+    parser.add_argument(
+        "directory", metavar="PATH", help=f"the checkpoint's directory, or one file of weights{_OR_STORE}"
+    )
 
 
 def _add_key(parser: argparse.ArgumentParser) -> None:

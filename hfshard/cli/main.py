@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
+from hfshard._util.addresses import is_address
 from hfshard.cli.arguments import make_parser
 from hfshard.cli.output import drop_output, print_message, printable, replace_closed_streams, use_any_encoding
 from hfshard.cli.run.words import COMMAND, split_words
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, program = split_words(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(own)
     arguments.program = program
-    if arguments.needs_directory:
+    if arguments.needs_directory and not (arguments.takes_address and is_address(arguments.directory)):
         arguments.directory = os.path.expanduser(arguments.directory)  # not absolute: it is shown as it was typed
         is_there = os.path.exists if arguments.takes_file else os.path.isdir
         if not is_there(arguments.directory):
@@ -91,6 +92,8 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 def _no_directory(path: str) -> str:
     hint = "it does not exist"
+    if is_address(path):
+        hint = "what serves as a hub is a directory on a file system, and no store"
     if os.path.exists(path):
         hint = f"it is a file; did you mean '{os.path.dirname(path) or '.'}'?"
     return printable(f"'{path}' is not a directory: {hint}")

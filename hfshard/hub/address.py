@@ -6,6 +6,7 @@ import os
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from hfshard._util.addresses import SCHEMES, is_address, parse_address
 from hfshard._util.paths import absolute_path, path_text
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.disk.hub_place import has_hub_marker
@@ -21,7 +22,7 @@ def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
     or `~`, or is `.` or `..`), and the name of a directory hub, so that what is loaded from there is pushed there.
 
     Raises:
-        InvalidArgumentError: A URL of another machine, or of another kind.
+        InvalidArgumentError: A URL of another machine, or of another kind; or the address of a store.
     """
     if not isinstance(repo_id, str):
         return os.path.expanduser(path_text(repo_id, "repo_id"))
@@ -34,6 +35,13 @@ def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
                 path=repo_id,
             )
         return unquote(parts.path)
+    if is_address(repo_id) and repo_id.partition("://")[0].lower() in SCHEMES:
+        raise InvalidArgumentError(
+            f"'{parse_address(repo_id, 'repo_id')}' is the address of a store, which holds checkpoints and no commits, "
+            "so that no repo can be there: save to it (save_pretrained), or copy a checkpoint to it: "
+            "hfshard.push_checkpoint(directory, address).",
+            path=repo_id,
+        )
     if "://" in repo_id:
         raise InvalidArgumentError(
             f"'{repo_id}' is not a repo_id: write org/name (for another server, set HF_ENDPOINT), "

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
+from hfshard._util.addresses import is_address
 from hfshard._util.arguments import refuse_pickles, refuse_unknown
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
@@ -27,7 +28,7 @@ from hfshard.pretrained.fallback import has_adapters, is_offloaded_by_map, needs
 from hfshard.pretrained.overrides.bottom import ChainCall, call_under_way, upstream
 from hfshard.pretrained.overrides.override_chain import has_override, run_chain
 from hfshard.pretrained.pushing.model_card import tagged_card
-from hfshard.pretrained.pushing.push import default_repo_id, push_saved_files, tags_of, with_message
+from hfshard.pretrained.pushing.push import default_repo_id, push_model, push_saved_files, tags_of, with_message
 from hfshard.pretrained.ranks.stages import is_part, is_part_of_push, refuse_ungathered
 from hfshard.pretrained.request import request_from_model
 from hfshard.saving.options import SaveOptions
@@ -135,7 +136,7 @@ def save_pretrained_model(
 def _absolute(save_directory: str | os.PathLike[str]) -> str | Path:
     """Make the path absolute, once and for all; a Path stays one, as an override may count on it."""
     directory = absolute_path(save_directory, "save_directory")
-    return directory if isinstance(save_directory, str) else Path(directory)
+    return directory if isinstance(save_directory, str) else Path(directory)  # of no address: a Path can't hold one
 
 
 def _own(options: SaveOptions) -> tuple[Any, ...]:
@@ -169,6 +170,7 @@ def answer_save(
     if needs_transformers_saver(model, distributed_checkpoint=distributed_checkpoint):
         refuse_ungathered(model)
         refuse_hub(directory)
+        _refuse_store(model, directory)
         if is_main_process and is_offloaded_by_map(model) and has_other_ranks():
             raise InvalidArgumentError(
                 f"Can't save {type(model).__name__} by save_pretrained on several ranks: a device_map has offloaded "
@@ -209,6 +211,18 @@ def answer_save(
     return index
 
 
+def _refuse_store(model: PreTrainedModel, directory: str) -> None:
+    """Refuse to let transformers save into a store: it would make a directory of the address's name."""
+    if is_address(directory):
+        raise InvalidArgumentError(
+            f"What transformers saves of this {type(model).__name__} by itself (adapters, weights that a device_map "
+            f"has offloaded, distributed_checkpoint=True) goes into directories only, not to '{directory}'. Save it "
+            "into a directory, and copy that by the tool of the service; or, of a model without adapters, call "
+            "hfshard.save_model(model, address), which reads offloaded weights from where they are.",
+            path=directory,
+        )
+
+
 def _request(
     model: PreTrainedModel, state_dict: Mapping[str, Any] | None, options: SaveOptions, directory: str | Path
 ) -> SaveRequest:
@@ -231,9 +245,12 @@ def _push_files(
     arguments: dict[str, Any],
     together: PushTogether,
 ) -> None:
-    """Push the files of a save into a directory."""
+    """Push the files of a save into a directory; after a save into a store, the same once more from memory."""
     repo_id = arguments.pop("repo_id", None) or default_repo_id(directory)
     together.agree_on(absolute_address(repo_id))
     make_card = partial(tagged_card, tags=tags_of(model, arguments.pop("tags", None)))
     options = with_message(class_before_fsdp(type(model)), PushOptions(**arguments))
-    push_saved_files(request, index, directory, repo_id, make_card, options, together)
+    if is_address(directory):
+        push_model(request, repo_id, make_card, options, together)
+    else:
+        push_saved_files(request, index, directory, repo_id, make_card, options, together)

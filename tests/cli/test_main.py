@@ -31,6 +31,7 @@ from tests.helpers import forkserver
         (["verify", "no/such/directory"], "'no/such/directory' is not a directory: it does not exist"),
         (["verify", ""], "'' is not a directory"),
         (["inspect", ".", "--format", "yaml"], "invalid choice: 'yaml'"),
+        (["revisions", "s3://bucket/hub"], "'s3://bucket/hub' is not a directory: what serves as a hub is a directory"),
         (["inspect", "no\x1b[2J"], "'no\\x1b[2J' is not a directory"),
     ],
 )

@@ -35,6 +35,13 @@ def test_url_that_would_be_cut_is_refused(url: str) -> None:
         directory_of(url)
 
 
+def test_a_store_is_no_repo(tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match="'s3://bucket/p' is the address of a store, which holds checkpoints"
+    ):
+        bert(1).push_to_hub("s3://bucket//p/")
+
+
 def test_directory_names_are_decoded(tmp_path: Path) -> None:
     assert directory_of("file:///a%20b/c%23d%3Fe") == "/a b/c#d?e"
     assert directory_of("org/name") is None

@@ -53,3 +53,16 @@ def test_metadata_for_an_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="leave out metadata="):
         hfshard.save_model(model, tmp_path / "ours", metadata={"step": 1})
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Llama])
+def test_an_adapter_goes_into_no_store(
+    tmp_path: Path, model_class: type[LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _with_adapter(model_class, tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(InvalidArgumentError, match="goes into directories only, not to 's3://bucket/adapter'"):
+        hfshard.save_model(model, "s3://bucket/adapter")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hfshard._util.addresses import StoreAddress, is_address, parse_address
@@ -54,3 +56,9 @@ def test_a_secret_in_an_address_is_not_repeated(text: str) -> None:
 @pytest.mark.parametrize("text", ["org/name", "/a/b", "file:///a", "a:b", "s3:/b", "C:\\x", 5])
 def test_paths_and_names_are_no_addresses(text: object) -> None:
     assert not is_address(text)
+
+
+def test_an_address_in_a_path_object_has_lost_a_slash_and_is_refused() -> None:
+    with pytest.raises(InvalidPathError, match="Give the address as text: 's3://bucket/p'"):
+        absolute_path(Path("s3://bucket/p"), "save_directory")
+    assert absolute_path(Path("/s3:/bucket")) == "/s3:/bucket"

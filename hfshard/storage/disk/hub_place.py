@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from hfshard._util.addresses import is_address
 from hfshard.constants import HUB_MARKER
 from hfshard.errors import SaveDirectoryError
 
@@ -28,8 +29,10 @@ def refuse_hub(directory: str) -> None:
     """Refuse to save where only pushes write: nobody would load it, or it would change a commit.
 
     Raises:
-        SaveDirectoryError: The directory is a directory hub, or lies in one.
+        SaveDirectoryError: The directory is a directory hub, or lies in one. A store is none.
     """
+    if is_address(directory):
+        return
     hub = enclosing_hub(directory)
     if hub is not None:
         where = "is" if hub == os.path.realpath(directory) else "lies in"
