@@ -62,7 +62,7 @@ _HOMES = {
     "install": "pretrained.installed.switch",
     "load_model": "load",
     "load_state_dict": "load",
-    "parse_size": "planning.size",
+    "parse_size": "_util.size",
     "plan_shards": "planning.plan",
     "pull_checkpoint": "hub.pull",
     "push_checkpoint": "hub.push",
@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from hfshard import errors as errors
     from hfshard import hub as hub
     from hfshard import training as training
+    from hfshard._util.size import parse_size as parse_size
     from hfshard.errors import HfshardError as HfshardError
     from hfshard.hub.pull import pull_checkpoint as pull_checkpoint
     from hfshard.hub.push import push_checkpoint as push_checkpoint
@@ -91,7 +92,6 @@ if TYPE_CHECKING:
     from hfshard.planning.plan import PlannedShard as PlannedShard
     from hfshard.planning.plan import ShardPlan as ShardPlan
     from hfshard.planning.plan import plan_shards as plan_shards
-    from hfshard.planning.size import parse_size as parse_size
     from hfshard.pretrained.installed.switch import install as install
     from hfshard.pretrained.installed.switch import uninstall as uninstall
     from hfshard.reshard import reshard_checkpoint as reshard_checkpoint

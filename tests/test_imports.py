@@ -38,7 +38,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "__main__",
     ),
     "_util": (
-        "addresses arguments file_errors garbage importing own_descriptor progress text threads",
+        "addresses arguments file_errors garbage importing own_descriptor progress size text threads",
         "paths",
     ),
     "_util.importing": ("announcement import_hook lazy",),
@@ -97,7 +97,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "loading": ("options reading", "into_module source"),
     "modules": ("upstream weights", "loading saving", "pushing", "mixin"),
-    "planning": ("size", "plan"),
+    "planning": ("plan",),
     "pretrained": (
         "class_alias fallback pushing",
         "ranks",
@@ -145,7 +145,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "reading",
         "pickle_file",
     ),
-    "stores": ("protocols", "buckets"),
+    "stores": ("memory protocols", "buckets"),
     "stores.buckets": ("hub_calls",),
     "training": (
         "parts ranks step",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from hfshard._util.size import parse_size
 from hfshard.cli.run.words import COMMAND
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE, VERSION
-from hfshard.planning.size import parse_size
 
 _REPO = "org/name on the Hub, or a path or file:// URL of a directory that serves as a hub"
 _STORE = "s3://bucket/prefix, gs://..., az://... or hf://buckets/org/name/prefix"

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from math import prod
 from typing import Any, Final
 
+from hfshard._util.size import format_size
 from hfshard.cli.inspection import Inspection, TensorEntry, inspect_checkpoint
 from hfshard.cli.output import (
     bar,
@@ -22,7 +23,6 @@ from hfshard.cli.output import (
 )
 from hfshard.cli.training_reports import is_checkpoint, is_training, reports
 from hfshard.errors import readable
-from hfshard.planning.size import format_size
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.verify import verify_checkpoint
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
+from hfshard._util.size import format_size
 from hfshard.cli.output import print_json, print_message, print_text, printable, short_hash, table
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.pull import pull_checkpoint
 from hfshard.hub.push import push_directory
 from hfshard.hub.pushing.request import PushOptions
-from hfshard.planning.size import format_size
 
 
 def push(arguments: argparse.Namespace) -> int:

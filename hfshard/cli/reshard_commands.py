@@ -9,11 +9,11 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from hfshard._util.size import format_size
 from hfshard.cli.output import checksum_text, count_of, print_json, print_message, print_text, printable, table
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource
-from hfshard.planning.size import format_size
 from hfshard.resharding.reshard import ReshardResult, reshard_source
 from hfshard.saving.options import SaveOptions
 from hfshard.storage.checkpoint.locate import locate_checkpoint

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from hfshard._util.size import format_size
 from hfshard.cli import reshard_commands
 from hfshard.cli.commands import print_problems
 from hfshard.cli.output import print_json, print_message, print_text, printable, table
 from hfshard.cli.training_reports import as_problems, is_checkpoint, report_of
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
-from hfshard.planning.size import format_size
 from hfshard.storage.checkpoint.report import Problem
 from hfshard.training.foreign.checkpoint import ForeignCheckpoint
 from hfshard.training.foreign.converting import ConvertedRun, convert_foreign, is_foreign_run

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
+from hfshard._util.size import parse_size
 from hfshard.constants import DATA_ALIGNMENT, DEFAULT_MAX_SHARD_SIZE, MAX_HEADER_BYTES
 from hfshard.errors import InvalidArgumentError
-from hfshard.planning.size import parse_size
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.format.header import LENGTH_BYTES, entry_bytes, name_bytes
 from hfshard.storage.format.names import WeightNames

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy
 import pytest
 
+from hfshard._util.size import format_size, parse_size
 from hfshard.errors import HfshardError, InvalidSizeError, InvalidSizeTypeError
-from hfshard.planning.size import format_size, parse_size
 
 
 class Limit(enum.IntEnum):

@@ -1,0 +1,41 @@
+"""How much memory transfers to and from stores may take."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from hfshard._util.size import parse_size
+from hfshard.errors import InvalidArgumentError, InvalidSizeError
+
+MEMORY_VARIABLE: Final = "HFSHARD_STORE_MEMORY"
+"""The environment variable that says how much."""
+
+_DEFAULT_BYTES: Final = 256 * 2**20
+_LEAST_BYTES: Final = 32 * 2**20
+"""Three parts of 8 MiB under way, and one that is being filled."""
+
+
+def store_memory_bytes() -> int:
+    """Bytes that all transfers of this process may hold at once, beside the tensors themselves.
+
+    Raises:
+        InvalidArgumentError: The variable is no size, or a very small one.
+
+    Example:
+        HFSHARD_STORE_MEMORY=1GiB python train.py
+    """
+    text = os.environ.get(MEMORY_VARIABLE, "").strip()
+    if not text:
+        return _DEFAULT_BYTES
+    try:
+        size = parse_size(text)
+    except InvalidSizeError as error:
+        raise InvalidArgumentError(f"The environment variable {MEMORY_VARIABLE}: {error}", actual=text) from error
+    if size < _LEAST_BYTES:
+        raise InvalidArgumentError(
+            f"The environment variable {MEMORY_VARIABLE} is {text}: transfers to a store need at least 32MiB.",
+            expected=_LEAST_BYTES,
+            actual=size,
+        )
+    return size
