@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-KINDS = ("drop", "status", "slow", "corrupt", "truncate", "expired", "lost_answer", "race")
+KINDS = ("drop", "status", "slow", "corrupt", "truncate", "expired", "lost_answer", "race", "partial")
 
 # A test that forgets to open its gate ends with an error of its own instead of hanging for ever.
 MAX_GATE_SECONDS = 60.0
@@ -27,6 +27,8 @@ class Fault:
         expired: The storage URL is dead from now on and answers 403; a new resolve gives a fresh one.
         lost_answer: The request is carried out, then the connection closes without an answer.
         race: `action` runs in the server before the request is handled.
+        partial: Of a bucket's batch only the first `operations` are carried out. Then `status` is answered; 200: with
+            the others listed as failed; 0: the connection closes.
     """
 
     match: str
@@ -45,6 +47,7 @@ class Fault:
     direction: str | None = None
     """Which body `after_bytes` counts: `"up"` or `"down"`; None: up if the request has a body."""
     offset: int = 0
+    operations: int = 0
     bytes_per_second: float | None = None
     gate: threading.Event | None = None
     action: Callable[[], object] | None = None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+from tests.bucket_server.buckets import BucketStore
+from tests.bucket_server.cas import Cas
 from tests.hubserver.faults import Faults
 from tests.hubserver.log import Log
 from tests.hubserver.repos import RepoStore
 from tests.hubserver.urls import Signer
+from tests.hubserver.wire import Exchange, HubError
 
+# The Hub's tokens for Xet's store live for about so long.
+XET_TOKEN_SECONDS = 900
 # What the Hub sends through LFS whatever its size.
 LFS_SUFFIXES = (".bin", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors")
 
@@ -26,6 +32,9 @@ class Hub:
         self.max_commit_files = max_commit_files
         self.store = RepoStore(root)
         self.uploads = root / "uploads"
+        self.cas = Cas(root / "xet")
+        self.buckets = BucketStore(root)
+        self.has_global_dedup = True
         self.signer = Signer(root)
         self.log = Log()
         self.faults = Faults()
@@ -42,3 +51,27 @@ class Hub:
         """Say how a file of this name and size goes up: `"lfs"` or `"regular"`."""
         is_lfs = size > 0 and (path.endswith(LFS_SUFFIXES) or size > self.lfs_threshold)
         return "lfs" if is_lfs else "regular"
+
+    def reply_xet_token(self, exchange: Exchange, scope: str) -> None:
+        """Answer with a token for Xet's store, in the headers and in the body: clients read either."""
+        expires = int(time.time()) + XET_TOKEN_SECONDS
+        token = self.signer.token(scope, expires)
+        headers = {
+            "X-Xet-Cas-Url": self.storage_origin,
+            "X-Xet-Access-Token": token,
+            "X-Xet-Token-Expiration": str(expires),
+        }
+        answer = {"casUrl": self.storage_origin, "exp": expires, "accessToken": token}
+        exchange.reply_json(answer, headers=headers)
+
+    def check_xet_token(self, exchange: Exchange, scope: str) -> None:
+        """Refuse a request to Xet's store without a token that permits it; one to write permits to read, too.
+
+        Raises:
+            HubError: 401: no token, or an expired one; 403: it only reads.
+        """
+        found = self.signer.scope_of(exchange.record.token or "")
+        if found is None:
+            raise HubError(401, "The token for Xet's store is missing, wrong or expired.")
+        if found not in (scope, "write"):
+            raise HubError(403, f"The token for Xet's store does not permit to {scope}.")

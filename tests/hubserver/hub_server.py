@@ -9,20 +9,23 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from tests import REPOSITORY
+from tests.bucket_server.buckets import Bucket, BucketEntry
+from tests.bucket_server.cas import CasCounts
 from tests.hubserver.faults import Fault
 from tests.hubserver.hub import Hub
 from tests.hubserver.log import Request
 from tests.hubserver.objects import Entry, lfs_entry, replace_file
-from tests.hubserver.repos import Commit, Repo
+from tests.hubserver.repos import Commit, Repo, now
 from tests.hubserver.routes.api import NO_HARNESSES
 from tests.hubserver.server import Origin
 
-__all__ = ["Commit", "Entry", "Fault", "HubServer", "RepoView", "Request"]
+__all__ = ["BucketView", "Commit", "Entry", "Fault", "HubServer", "RepoView", "Request"]
 
 # Settings of the process that runs the tests, which its children must not see.
 _FOREIGN = ("HF_", "HUGGINGFACE", "HUGGING_FACE", "TRANSFORMERS_")
@@ -109,6 +112,36 @@ class RepoView:
         replace_file(self._repo.objects.path(self._repo.files(revision)[path].sha256), content)
 
 
+class BucketView:
+    """One bucket, seen and changed from inside the test process, past the wire."""
+
+    def __init__(self, hub: Hub, bucket: Bucket) -> None:
+        self._hub, self._bucket = hub, bucket
+
+    def files(self) -> dict[str, BucketEntry]:
+        """List its files."""
+        with self._bucket.lock:
+            return dict(self._bucket.files)
+
+    def read(self, path: str) -> bytes:
+        """Read a file."""
+        recipe = self._hub.cas.recipe(self.files()[path].xet_hash)
+        assert recipe is not None, path
+        return b"".join(self._hub.cas.pieces(recipe, 0, recipe.size))
+
+    def copy(self, source: str, target: str) -> None:
+        """Give somebody else's name to what a file holds."""
+        with self._bucket.lock:
+            self._bucket.files[target] = replace(self._bucket.files[source], uploaded=now())
+            self._bucket.save()
+
+    def delete(self, path: str) -> None:
+        """Delete a file as somebody else."""
+        with self._bucket.lock:
+            del self._bucket.files[path]
+            self._bucket.save()
+
+
 class HubServer:
     """A Hub over two loopback origins, one for the API and one for LFS storage; everything is kept under `root`.
 
@@ -191,6 +224,7 @@ class HubServer:
             "HF_HOME": str(home),
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_XET_CLIENT_RETRY_BASE_DELAY": "10ms",
             "PYTHONPATH": str(REPOSITORY),
         }
         return environment if token is None else environment | {"HF_TOKEN": token}
@@ -224,6 +258,33 @@ class HubServer:
     def clear_faults(self) -> None:
         """Forget the faults that have not happened; open the gates of all."""
         self._hub.faults.clear()
+
+    @property
+    def cas_counts(self) -> CasCounts:
+        """What was uploaded to Xet's store so far."""
+        return replace(self._hub.cas.counts)
+
+    def expire_xet_tokens(self) -> None:
+        """Let all tokens for Xet's store that were given so far be expired."""
+        self._hub.signer.expire_tokens()
+
+    def create_bucket(self, bucket_id: str, *, private: bool = False) -> BucketView:
+        """Make a bucket as its namespace's owner."""
+        bucket = self._hub.buckets.create(bucket_id, private)
+        if bucket is None:
+            raise ValueError(f"{bucket_id} is there already")
+        return BucketView(self._hub, bucket)
+
+    def bucket(self, bucket_id: str) -> BucketView:
+        """Look at a bucket.
+
+        Raises:
+            KeyError: There is none.
+        """
+        bucket = self._hub.buckets.get(bucket_id)
+        if bucket is None:
+            raise KeyError(bucket_id)
+        return BucketView(self._hub, bucket)
 
     def create_repo(self, repo_id: str, *, private: bool = False, gated: bool = False) -> RepoView:
         """Make a repository as its namespace's owner."""

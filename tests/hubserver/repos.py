@@ -75,9 +75,14 @@ class _State:
     pull_requests: list[dict[str, Any]] = field(default_factory=list)
 
 
+def hub_time(seconds: float) -> str:
+    """Write a time (seconds since 1970) as the Hub does."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 def now() -> str:
     """The time as the Hub writes it."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return hub_time(time.time())
 
 
 def check_path(path: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.hubserver.hub import Hub
 from tests.hubserver.log import Request
-from tests.hubserver.routes import api, commits, discussions, lfs, resolve
+from tests.hubserver.routes import api, buckets, cas, commits, discussions, lfs, resolve
 from tests.hubserver.urls import StorageError
 from tests.hubserver.wire import Body, ClientGoneError, Exchange, HangUpError, HubError, reset
 
@@ -26,6 +26,8 @@ _REPO = r"(?P<repo_id>[^/]+/[^/]+)"
 _MODEL = rf"/api/models/{_REPO}"
 _REVISION = r"(?P<revision>[^/]+)"
 _NAME = r"(?P<name>[^/]+)"
+_BUCKET = r"/api/buckets/(?P<bucket_id>[^/]+/[^/]+)"
+_XET = r"[0-9a-f]{64}"
 
 ROUTES: dict[str, list[tuple[str, str, str, Route]]] = {
     "api": [
@@ -54,10 +56,31 @@ ROUTES: dict[str, list[tuple[str, str, str, Route]]] = {
         ("POST", r"/api/complete_multipart/(?P<repo_id>[^/]+/[^/]+)/(?P<sha256>\w+)", "lfs_complete", lfs.complete),
         ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", "lfs_batch", lfs.batch),
         ("POST", rf"/{_REPO}\.git/info/lfs/objects/verify", "lfs_verify", lfs.verify),
+        ("GET", r"/api/buckets/(?P<namespace>[^/]+)", "bucket_list", buckets.of_namespace),
+        ("POST", _BUCKET, "bucket_create", buckets.create),
+        ("GET", _BUCKET, "bucket_info", buckets.info),
+        ("DELETE", _BUCKET, "bucket_delete", buckets.delete),
+        ("POST", r"/api/repos/move", "bucket_move", buckets.move),
+        ("PUT", rf"{_BUCKET}/settings", "bucket_settings", buckets.settings),
+        ("GET", rf"{_BUCKET}/tree(?:/(?P<path>.*))?", "bucket_tree", buckets.tree),
+        ("POST", rf"{_BUCKET}/paths-info", "bucket_paths", buckets.paths_info),
+        ("POST", rf"{_BUCKET}/batch", "bucket_batch", buckets.batch),
+        ("GET", rf"{_BUCKET}/xet-(?P<scope>read|write)-token", "xet_token", buckets.xet_token),
+        ("HEAD", r"/buckets/(?P<bucket_id>[^/]+/[^/]+)/resolve/(?P<path>.+)", "bucket_head", buckets.resolve),
+        ("GET", r"/buckets/(?P<bucket_id>[^/]+/[^/]+)/resolve/(?P<path>.+)", "bucket_get", buckets.resolve),
         ("HEAD", rf"/{_REPO}/resolve/{_REVISION}/(?P<path>.+)", "resolve_head", resolve.resolve),
         ("GET", rf"/{_REPO}/resolve/{_REVISION}/(?P<path>.+)", "resolve_get", resolve.resolve),
     ],
     "storage": [
+        ("POST", rf"/v1/xorbs/default/(?P<xorb>{_XET})", "xorb_put", cas.put_xorb),
+        ("POST", rf"/v1/xorb-grants/default/{_XET}", "xorb_grant", cas.no_grants),
+        ("POST", r"/v(?P<version>[12])/shards", "shard_put", cas.put_shard),
+        ("GET", rf"/v1/chunks/default(?:-merkledb)?/(?P<chunk>{_XET})", "chunk_query", cas.query_chunk),
+        ("GET", rf"/v(?P<version>[12])/reconstructions/(?P<file_hash>{_XET})", "reconstruction", cas.reconstruction),
+        ("POST", r"/v1/telemetry", "telemetry", cas.telemetry),
+        ("GET", rf"/xorbs/(?P<xorb>{_XET})", "xorb_get", cas.get_xorb),
+        ("GET", rf"/xet-bridge/(?P<file_hash>{_XET})", "bridge_get", cas.get_file),
+        ("HEAD", rf"/xet-bridge/(?P<file_hash>{_XET})", "bridge_head", cas.get_file),
         ("GET", rf"/{_REPO}/(?P<sha256>\w+)", "storage_get", resolve.storage_get),
         ("HEAD", rf"/{_REPO}/(?P<sha256>\w+)", "storage_head", resolve.storage_get),
         ("PUT", rf"/{_REPO}/(?P<sha256>\w+)", "lfs_put", lfs.storage_put),

@@ -27,6 +27,7 @@ class Signer:
         self._key = key.read_bytes()
         self._revoked: set[str] = set()
         self._numbers = itertools.count(time.time_ns())
+        self._last_expired = 0
 
     def sign(self, origin: str, path: str, method: str, **values: str) -> str:
         """Make a URL for one method on one path; `values` go into its query and can't be changed there."""
@@ -36,6 +37,23 @@ class Signer:
 
     def _mac(self, path: str, query: str) -> str:
         return hmac.new(self._key, f"{path}?{query}".encode(), hashlib.sha256).hexdigest()
+
+    def token(self, scope: str, expires: int) -> str:
+        """Make a token for Xet's store, for "read" or "write"."""
+        text = f"xet_{scope}_{expires}_{next(self._numbers)}"
+        return f"{text}_{self._mac('token', text)}"
+
+    def scope_of(self, token: str) -> str | None:
+        """What a token is good for, until it expires; None: nothing (any more)."""
+        text, _, mac = token.rpartition("_")
+        if not hmac.compare_digest(mac, self._mac("token", text)):
+            return None
+        _, scope, expires, number = text.split("_")
+        return scope if int(expires) > time.time() and int(number) > self._last_expired else None
+
+    def expire_tokens(self) -> None:
+        """Let all tokens that were made so far be expired."""
+        self._last_expired = next(self._numbers)
 
     def revoke(self, exchange: Exchange) -> None:
         """Let this URL be expired from now on."""

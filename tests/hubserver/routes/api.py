@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlencode
+from urllib.parse import parse_qs, unquote
 
 from tests.hubserver.hub import Hub
 from tests.hubserver.objects import Entry, lfs_pointer
 from tests.hubserver.repos import Commit, RefExistsError, Repo, RevisionNotFoundError
 from tests.hubserver.routes import accounts
+from tests.hubserver.routes.pages import page_of
 from tests.hubserver.routes.resolve import commit_of
 from tests.hubserver.wire import Exchange, HubError
 
@@ -139,15 +139,8 @@ def tree(hub: Hub, exchange: Exchange, repo_id: str, revision: str, path: str = 
     names = [name for name in sorted(listing) if name.startswith(prefix)]
     if not exchange.flag("recursive"):
         names = [name for name in names if "/" not in name[len(prefix) :]]
-    after = base64.urlsafe_b64decode(exchange.query("cursor")).decode()
-    names = [name for name in names if name > after]
-    size = min(hub.page_size, int(exchange.query("limit") or hub.page_size))
-    page, headers = names[:size], {"X-Repo-Commit": commit.oid}
-    if len(names) > size:
-        cursor = base64.urlsafe_b64encode(page[-1].encode()).decode()
-        query = {name: exchange.query(name) for name in ("recursive", "expand", "limit") if exchange.query(name)}
-        url = f"{hub.api_origin}{exchange.path}?{urlencode({**query, 'cursor': cursor})}"
-        headers["Link"] = f'<{url}>; rel="next"'
+    page, headers = page_of(hub, exchange, names, ("recursive", "expand", "limit"))
+    headers["X-Repo-Commit"] = commit.oid
     exchange.reply_json(_describe(commit, listing, page, exchange.flag("expand")), headers=headers)
 
 

@@ -54,18 +54,26 @@ def storage_get(hub: Hub, exchange: Exchange, repo_id: str, sha256: str) -> None
     _send_file(exchange, repo, sha256, size, {"Accept-Ranges": "bytes", "ETag": f'"{sha256}"'})
 
 
-def _send_file(exchange: Exchange, repo: Repo, sha256: str, size: int, headers: dict[str, str]) -> None:
-    start, stop, status = 0, size, 200
+def range_of(exchange: Exchange, size: int) -> tuple[int, int, int, dict[str, str]]:
+    """Find the asked range of so many bytes: where it starts and stops, the answer's status and its headers.
+
+    Raises:
+        HubError: 416: There is none such.
+    """
     match = _RANGE.fullmatch(exchange.record.range or "")
-    if match and any(match.groups()):
-        first, last = match.groups()
-        start = int(first) if first else max(0, size - int(last))
-        stop = min(size, int(last) + 1) if first and last else size
-        if start >= size or start >= stop:
-            message = f"Range {exchange.record.range} of {size} bytes is not satisfiable"
-            raise HubError(416, message, Content_Range=f"bytes */{size}")
-        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
-        status = 206
-    headers = {"Content-Type": "application/octet-stream", **headers}
+    if match is None or not any(match.groups()):
+        return 0, size, 200, {}
+    first, last = match.groups()
+    start = int(first) if first else max(0, size - int(last))
+    stop = min(size, int(last) + 1) if first and last else size
+    if start >= size or start >= stop:
+        message = f"Range {exchange.record.range} of {size} bytes is not satisfiable"
+        raise HubError(416, message, Content_Range=f"bytes */{size}")
+    return start, stop, 206, {"Content-Range": f"bytes {start}-{stop - 1}/{size}"}
+
+
+def _send_file(exchange: Exchange, repo: Repo, sha256: str, size: int, headers: dict[str, str]) -> None:
+    start, stop, status, of_range = range_of(exchange, size)
+    headers = {"Content-Type": "application/octet-stream", **headers, **of_range}
     pieces = pieces_of(repo.objects.path(sha256), start, stop - start)
     exchange.stream(status, pieces, stop - start, headers)

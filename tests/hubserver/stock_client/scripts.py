@@ -13,11 +13,11 @@ WEIGHTS = bytes(range(256)) * 1000  # 256,000 bytes, no two neighbours alike
 SERVER: dict[str, Any] = {"multipart_bytes": 100_000, "page_size": 3}  # options of the Hub server
 
 
-def run(hub: HubServer, home: Path, script: str, token: str | None = "hf_write") -> Any:
+def run(hub: HubServer, home: Path, script: str, token: str | None = "hf_write", has_xet: bool = False) -> Any:
     """Run a script with stock huggingface_hub in a child; gives what it assigned to `result`."""
     before = "import json, os, sys\nfrom pathlib import Path\nfrom huggingface_hub import *\nhome = Path(sys.argv[1])\n"
     after = "\nprint(json.dumps(result))"
-    environment = {**hub.environment(token, home=home), "HF_HUB_DISABLE_XET": "1"}
+    environment = {**hub.environment(token, home=home), "HF_HUB_DISABLE_XET": "0" if has_xet else "1"}
     done = forkserver.run(["-c", before + script + after, home], env=environment, timeout=60)
     assert done.returncode == 0, done.stderr + "\n".join(map(str, hub.log))
     return json.loads(done.stdout.splitlines()[-1])

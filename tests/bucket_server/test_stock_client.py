@@ -1,0 +1,85 @@
+"""Stock huggingface_hub and hf_xet work with buckets of the test Hub, of both ends of what is supported."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.hubserver.hub_server import HubServer
+from tests.hubserver.stock_client.scripts import kinds, run
+
+pytestmark = [pytest.mark.compat]
+
+ROUND_TRIP = """
+api = HfApi()
+url = api.create_bucket("org/b")
+api.create_bucket("org/b", exist_ok=True)
+files = {"a/1.txt": b"one", "a/b/2.bin": b"2" * 600_000, "empty": b"", "ab": b"x"}
+api.batch_bucket_files("org/b", add=[(content, path) for path, content in files.items()])
+def names(**options):
+    return [entry.path for entry in api.list_bucket_tree("org/b", **options)]
+api.download_bucket_files("org/b", [(path, home / path) for path in files])
+head = api.get_bucket_file_metadata("org/b", "a/1.txt")
+first = next(iter(api.get_bucket_paths_info("org/b", ["a/1.txt", "nothing"])))
+api.copy_files("hf://buckets/org/b/a/1.txt", "hf://buckets/org/b/copy")
+api.batch_bucket_files("org/b", delete=["ab"])
+info = api.bucket_info("org/b")
+result = {
+    "url": url.bucket_id,
+    "all": names(recursive=True),
+    "top": names(),
+    "prefix": names(prefix="a"),
+    "folder": names(prefix="a/"),
+    "head": [head.size, head.xet_file_data.file_hash == first.xet_hash],
+    "downloaded": {path: (home / path).read_bytes() == content for path, content in files.items()},
+    "info": [info.id, info.private, info.size, info.total_files],
+}
+"""
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """What a client did with a bucket, and what it saw."""
+
+    hub: HubServer
+    seen: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def round_trip(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoundTrip]:
+    """One client that does a bit of everything."""
+    root = tmp_path_factory.mktemp("buckets")
+    with HubServer(root / "hub", page_size=2) as hub:
+        yield RoundTrip(hub, run(hub, root / "home", ROUND_TRIP, has_xet=True))
+
+
+def test_files_that_are_added_are_listed_and_downloaded(round_trip: RoundTrip) -> None:
+    assert round_trip.seen == {
+        "url": "org/b",
+        "all": ["a/1.txt", "a/b/2.bin", "copy", "empty"],
+        "top": ["a", "copy", "empty"],
+        "prefix": ["a/1.txt", "a/b"],
+        "folder": ["a/1.txt", "a/b"],
+        "head": [3, True],
+        "downloaded": {"a/1.txt": True, "a/b/2.bin": True, "empty": True, "ab": True},
+        "info": ["org/b", False, 600_006, 4],
+    }
+
+
+def test_server_has_what_the_client_added(round_trip: RoundTrip) -> None:
+    bucket = round_trip.hub.bucket("org/b")
+    expected = {"a/1.txt": b"one", "a/b/2.bin": b"2" * 600_000, "copy": b"one", "empty": b""}
+    assert {path: bucket.read(path) for path in bucket.files()} == expected
+
+
+def test_bytes_go_up_once_in_a_xorb_and_are_counted(round_trip: RoundTrip) -> None:
+    counted = Counter(kinds(round_trip.hub.log))
+    assert (counted["xorb_put"], counted["shard_put"], counted["bucket_batch"]) == (1, 1, 3)
+    counts = round_trip.hub.cas_counts
+    assert counts.xorbs == 1
+    assert counts.file_bytes == 600_004
+    assert counts.xorb_bytes < counts.chunk_bytes < counts.file_bytes

@@ -1,0 +1,88 @@
+"""Xorbs, the blocks of chunks that Xet's clients upload: kept as they came, and read by chunk."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+from tests.bucket_server.lz4 import unpack_chunk
+
+# Version, 3 bytes of packed length, scheme, 3 bytes of unpacked length.
+CHUNK_HEADER_BYTES = 8
+# What stands in a header's place where the footer begins, if the client sent one.
+_FOOTER = b"XETBLOB"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTable:
+    """Where the chunks of a xorb lie, packed and unpacked: each list has one more than there are chunks."""
+
+    packed: list[int]
+    unpacked: list[int]
+
+
+def chunk_table(raw: bytes) -> ChunkTable:
+    """Walk through the headers of a xorb's chunks.
+
+    Raises:
+        ValueError: It is no xorb.
+    """
+    packed, unpacked, position = [0], [], 0
+    while position < len(raw) and raw[position : position + len(_FOOTER)] != _FOOTER:
+        header = int.from_bytes(raw[position : position + CHUNK_HEADER_BYTES], "little")
+        unpacked.append(header >> 40)
+        position += CHUNK_HEADER_BYTES + (header >> 8 & 0xFFFFFF)
+        packed.append(position)
+    if position > len(raw) or not unpacked:
+        raise ValueError("The xorb ends within a chunk.")
+    return ChunkTable(packed, list(accumulate(unpacked, initial=0)))
+
+
+class XorbStore:
+    """A directory of xorbs, each in a file that its hash names."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self._tables: dict[str, ChunkTable] = {}
+
+    def path(self, xorb: str) -> Path:
+        """Where a xorb is (or would be)."""
+        return self.directory / xorb
+
+    def has(self, xorb: str) -> bool:
+        """Whether it is stored."""
+        return self.path(xorb).is_file()
+
+    def add(self, xorb: str, pieces: Iterable[bytes]) -> bool:
+        """Store a xorb that comes in pieces; False: it was there.
+
+        Raises:
+            ValueError: It is none.
+        """
+        was_there = self.has(xorb)
+        content = b"".join(pieces)
+        self._tables[xorb] = chunk_table(content)
+        with tempfile.NamedTemporaryFile(dir=self.directory, delete=False) as file:
+            file.write(content)
+        os.replace(file.name, self.path(xorb))
+        return not was_there
+
+    def table(self, xorb: str) -> ChunkTable:
+        """Where its chunks lie."""
+        if xorb not in self._tables:
+            self._tables[xorb] = chunk_table(self.path(xorb).read_bytes())
+        return self._tables[xorb]
+
+    def unpack(self, xorb: str, begin: int, end: int) -> bytes:
+        """The bytes of some of its chunks."""
+        packed = self.table(xorb).packed
+        with self.path(xorb).open("rb") as file:
+            file.seek(packed[begin])
+            raw = memoryview(file.read(packed[end] - packed[begin]))
+        starts = [position - packed[begin] for position in packed[begin : end + 1]]
+        return b"".join(unpack_chunk(raw[one:after]) for one, after in pairwise(starts))
