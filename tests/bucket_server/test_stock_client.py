@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.hubserver.hub_server import HubServer
-from tests.hubserver.stock_client.scripts import kinds, run
+from tests.hubserver.stock_client.scripts import WEIGHTS, kinds, run
 
 pytestmark = [pytest.mark.compat]
 
@@ -83,3 +84,40 @@ def test_bytes_go_up_once_in_a_xorb_and_are_counted(round_trip: RoundTrip) -> No
     assert counts.xorbs == 1
     assert counts.file_bytes == 600_004
     assert counts.xorb_bytes < counts.chunk_bytes < counts.file_bytes
+
+
+PUSH = """
+from huggingface_hub.utils import disable_progress_bars
+api = HfApi()
+api.create_repo("org/model")
+folder = home / "folder"
+folder.mkdir()
+(folder / "config.json").write_text("{}")
+(folder / "model.safetensors").write_bytes(bytes(range(256)) * 1000)
+first = api.upload_folder(repo_id="org/model", folder_path=folder)
+again = api.upload_file(repo_id="org/model", path_or_fileobj=bytes(range(256)) * 1000, path_in_repo="copy.safetensors")
+head = get_hf_file_metadata(hf_hub_url("org/model", "model.safetensors"))
+tree = {one.path: one.xet_hash for one in api.list_repo_tree("org/model")}
+path = hf_hub_download("org/model", "model.safetensors")
+api.create_bucket("org/b")
+api.copy_files("hf://org/model/model.safetensors", "hf://buckets/org/b/")
+result = {
+    "head": head.xet_file_data.file_hash == tree["model.safetensors"] == tree["copy.safetensors"],
+    "regular": tree["config.json"],
+    "pulled": Path(path).read_bytes() == bytes(range(256)) * 1000,
+}
+"""
+
+
+def test_repositories_take_and_give_files_through_xet(tmp_path: Path) -> None:
+    with HubServer(tmp_path / "hub", has_xet=True) as hub:
+        seen = run(hub, tmp_path / "home", PUSH, has_xet=True)
+        counted = Counter(kinds(hub.log))
+        repo = hub.repo("org/model")
+        stored = {path: repo.read(path) for path in repo.files() if path != ".gitattributes"}
+        copied = hub.bucket("org/b").read("model.safetensors")
+
+    assert seen == {"head": True, "regular": None, "pulled": True}
+    assert stored == {"config.json": b"{}", "model.safetensors": WEIGHTS, "copy.safetensors": WEIGHTS}
+    assert copied == WEIGHTS
+    assert (counted["lfs_batch"], counted["lfs_put"], counted["storage_get"], counted["xorb_put"]) == (0, 0, 0, 1)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from tests.bucket_server.buckets import BucketStore
 from tests.bucket_server.cas import Cas
+from tests.bucket_server.shards import FileRecipe
 from tests.hubserver.faults import Faults
 from tests.hubserver.log import Log
+from tests.hubserver.objects import Entry
 from tests.hubserver.repos import RepoStore
 from tests.hubserver.urls import Signer
 from tests.hubserver.wire import Exchange, HubError
@@ -23,7 +25,14 @@ class Hub:
     """The state of one server; see `HubServer` for what the settings mean."""
 
     def __init__(
-        self, root: Path, *, page_size: int, lfs_threshold: int, multipart_bytes: int | None, max_commit_files: int
+        self,
+        root: Path,
+        *,
+        page_size: int,
+        lfs_threshold: int,
+        multipart_bytes: int | None,
+        max_commit_files: int,
+        has_xet: bool = False,
     ) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self.page_size = page_size
@@ -34,7 +43,7 @@ class Hub:
         self.uploads = root / "uploads"
         self.cas = Cas(root / "xet")
         self.buckets = BucketStore(root)
-        self.has_global_dedup = True
+        self.has_xet = has_xet
         self.signer = Signer(root)
         self.log = Log()
         self.faults = Faults()
@@ -46,6 +55,10 @@ class Hub:
     def sign(self, path: str, method: str, **values: str) -> str:
         """Make a URL of the storage origin."""
         return self.signer.sign(self.storage_origin, path, method, **values)
+
+    def recipe_of(self, entry: Entry) -> FileRecipe | None:
+        """How Xet makes a file of a repository; None: it was not uploaded through Xet."""
+        return self.cas.by_sha256(entry.sha256) if self.has_xet and entry.is_lfs else None
 
     def upload_mode(self, path: str, size: int) -> str:
         """Say how a file of this name and size goes up: `"lfs"` or `"regular"`."""

@@ -154,6 +154,7 @@ class HubServer:
         lfs_threshold: Larger files go through LFS, in bytes; `.safetensors` and `.bin` do at any size.
         multipart_bytes: Larger LFS files go up in parts of this size; None: never.
         max_commit_files: Operations that one commit may have.
+        has_xet: Whether repositories take files through Xet, too (buckets always do).
         port: Of the API origin; 0: any that is free.
     """
 
@@ -165,6 +166,7 @@ class HubServer:
         lfs_threshold: int = 10_000,
         multipart_bytes: int | None = None,
         max_commit_files: int = MAX_COMMIT_FILES,
+        has_xet: bool = False,
         port: int = 0,
     ) -> None:
         self._hub = Hub(
@@ -173,6 +175,7 @@ class HubServer:
             lfs_threshold=lfs_threshold,
             multipart_bytes=multipart_bytes,
             max_commit_files=max_commit_files,
+            has_xet=has_xet,
         )
         self._port = port
         self._origins: list[Origin] = []

@@ -50,7 +50,7 @@ ROUTES: dict[str, list[tuple[str, str, str, Route]]] = {
         ("GET", rf"{_MODEL}/discussions", "discussion", discussions.list_all),
         ("POST", rf"{_MODEL}/discussions", "discussion", discussions.create),
         ("GET", rf"{_MODEL}/discussions/(?P<number>\d+)", "discussion", discussions.details),
-        ("GET", rf"{_MODEL}/xet-(?P<rest>(?:read|write)-token/.*)", "xet_token", api.no_xet),
+        ("GET", rf"{_MODEL}/xet-(?P<scope>read|write)-token/.*", "xet_token", api.xet_token),
         ("POST", rf"{_MODEL}/preupload/{_REVISION}", "preupload", commits.preupload),
         ("POST", rf"{_MODEL}/commit/{_REVISION}", "commit", commits.commit),
         ("POST", r"/api/complete_multipart/(?P<repo_id>[^/]+/[^/]+)/(?P<sha256>\w+)", "lfs_complete", lfs.complete),

@@ -141,7 +141,7 @@ def tree(hub: Hub, exchange: Exchange, repo_id: str, revision: str, path: str = 
         names = [name for name in names if "/" not in name[len(prefix) :]]
     page, headers = page_of(hub, exchange, names, ("recursive", "expand", "limit"))
     headers["X-Repo-Commit"] = commit.oid
-    exchange.reply_json(_describe(commit, listing, page, exchange.flag("expand")), headers=headers)
+    exchange.reply_json(_describe(hub, commit, listing, page, exchange.flag("expand")), headers=headers)
 
 
 def paths_info(hub: Hub, exchange: Exchange, repo_id: str, revision: str) -> None:
@@ -155,7 +155,7 @@ def paths_info(hub: Hub, exchange: Exchange, repo_id: str, revision: str) -> Non
         form = parse_qs(exchange.body.read().decode())
         paths, is_expanded = form.get("paths", []), form.get("expand", [""])[0].lower() in ("1", "true")
     listing = _listing(commit)
-    exchange.reply_json(_describe(commit, listing, [path for path in paths if path in listing], is_expanded))
+    exchange.reply_json(_describe(hub, commit, listing, [path for path in paths if path in listing], is_expanded))
 
 
 def _listing(commit: Commit) -> dict[str, Entry | None]:
@@ -168,7 +168,7 @@ def _listing(commit: Commit) -> dict[str, Entry | None]:
 
 
 def _describe(
-    commit: Commit, listing: dict[str, Entry | None], paths: list[str], is_expanded: bool
+    hub: Hub, commit: Commit, listing: dict[str, Entry | None], paths: list[str], is_expanded: bool
 ) -> list[dict[str, Any]]:
     answers = []
     for path in paths:
@@ -181,6 +181,8 @@ def _describe(
             answer = {"type": "file", "oid": entry.oid, "size": entry.size, "path": path}
             if entry.is_lfs:
                 answer["lfs"] = {"oid": entry.sha256, "size": entry.size, "pointerSize": _pointer_bytes(entry)}
+            if (recipe := hub.recipe_of(entry)) is not None:
+                answer["xetHash"] = recipe.hash
         if is_expanded:
             # The last commit of the revision, not of the file: a test server needs no blame.
             answer["lastCommit"] = {"id": commit.oid, "title": commit.title, "date": commit.date}
@@ -268,6 +270,12 @@ def _set_ref(repo: Repo, refs: str, name: str, oid: str | None) -> None:
         raise HubError(404, f"Reference does not exist: {name}", "RevisionNotFound") from None
 
 
-def no_xet(hub: Hub, exchange: Exchange, repo_id: str, rest: str) -> None:
-    """Say that there is no Xet storage here, as a Hub without it does."""
-    raise HubError(404, "Sorry, we can't find the page you are looking for.")
+def xet_token(hub: Hub, exchange: Exchange, repo_id: str, scope: str) -> None:
+    """Give a token for Xet's store, or say that there is none, as a Hub without it does."""
+    if not hub.has_xet:
+        raise HubError(404, "Sorry, we can't find the page you are looking for.")
+    if scope == "write":
+        accounts.writable(hub.store, exchange, repo_id)
+    else:
+        accounts.downloadable(hub.store, exchange, repo_id)
+    hub.reply_xet_token(exchange, scope)

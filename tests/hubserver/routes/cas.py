@@ -56,7 +56,7 @@ def put_shard(hub: Hub, exchange: Exchange, version: str) -> None:
 def query_chunk(hub: Hub, exchange: Exchange, chunk: str) -> None:
     """Answer which xorb holds a chunk, with all else that it holds."""
     hub.check_xet_token(exchange, "read")
-    record = hub.cas.listing_of_chunk(chunk) if hub.has_global_dedup else None
+    record = hub.cas.listing_of_chunk(chunk)
     if record is None:
         raise HubError(404, "No xorb is known to hold this chunk.")
     exchange.reply(200, dedup_shard([record], int(time.time()) + DEDUP_SECONDS))
@@ -127,13 +127,14 @@ def _url(hub: Hub, xorb: str, descriptors: list[dict[str, Any]]) -> str:
 def get_xorb(hub: Hub, exchange: Exchange, xorb: str) -> None:
     """Send the parts of a xorb that a signed URL was made for."""
     hub.signer.check(exchange)
-    wanted = exchange.query("ranges")
-    if exchange.record.range != f"bytes={wanted}":
-        raise StorageError(403, "AccessDenied", f"The URL is for the range {wanted}, not for {exchange.record.range}.")
+    wanted = (exchange.record.range or "").removeprefix("bytes=").split(",")
+    signed = exchange.query("ranges")
+    if not set(wanted) <= set(signed.split(",")):
+        raise StorageError(403, "AccessDenied", f"The URL is for the ranges {signed}, not for {exchange.record.range}.")
     if not hub.cas.xorbs.has(xorb):
         raise StorageError(404, "NoSuchKey", "The specified key does not exist.")
     path = hub.cas.xorbs.path(xorb)
-    ranges = [tuple(map(int, one.split("-"))) for one in wanted.split(",")]
+    ranges = [(int(first), int(last)) for first, last in (one.split("-") for one in wanted)]
     size = path.stat().st_size
     if len(ranges) == 1:
         first, last = ranges[0]

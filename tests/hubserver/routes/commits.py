@@ -68,7 +68,7 @@ def commit(hub: Hub, exchange: Exchange, repo_id: str, revision: str) -> None:
         operations += 1
         if operations > hub.max_commit_files:
             raise HubError(400, f"A commit holds at most {hub.max_commit_files} operations; this one has more.")
-        _apply(repo, base, changes, key, value)
+        _apply(hub, repo, base, changes, key, value)
     if not header.get("summary"):
         raise HubError(400, "The commit has no header with a summary")
     _check_no_file_is_a_folder(
@@ -118,7 +118,9 @@ def _check_parent(repo: Repo, name: str, parent: str | None) -> None:
         raise HubError(412, STALE)
 
 
-def _apply(repo: Repo, base: Commit, changes: dict[str, Entry | None], key: str, value: dict[str, Any]) -> None:
+def _apply(
+    hub: Hub, repo: Repo, base: Commit, changes: dict[str, Entry | None], key: str, value: dict[str, Any]
+) -> None:
     try:
         path = check_path(str(value["path"]).rstrip("/") if key == "deletedFolder" else str(value["path"]))
     except (KeyError, ValueError) as error:
@@ -127,6 +129,8 @@ def _apply(repo: Repo, base: Commit, changes: dict[str, Entry | None], key: str,
         changes[path] = repo.objects.add_regular(_content(value))
     elif key == "lfsFile":
         oid = str(value.get("oid"))
+        if not repo.objects.has(oid):
+            _take_from_xet(hub, repo, oid)
         if value.get("algo") != "sha256" or not repo.objects.has(oid):
             raise HubError(400, f"LFS pointer of {path} points to {oid}, which is not stored: upload it first.")
         size = repo.objects.path(oid).stat().st_size
@@ -144,6 +148,16 @@ def _apply(repo: Repo, base: Commit, changes: dict[str, Entry | None], key: str,
         changes.update(dict.fromkeys(inside))
     else:
         raise HubError(400, f"Unknown operation {key!r}")
+
+
+def _take_from_xet(hub: Hub, repo: Repo, sha256: str) -> None:
+    recipe = hub.cas.by_sha256(sha256) if hub.has_xet else None
+    if recipe is None:
+        return
+    try:
+        repo.objects.add(hub.cas.pieces(recipe, 0, recipe.size), sha256, recipe.size)
+    except ValueError as error:
+        raise HubError(400, str(error)) from None
 
 
 def _content(value: dict[str, Any]) -> bytes:

@@ -38,6 +38,10 @@ def resolve(hub: Hub, exchange: Exchange, repo_id: str, revision: str, path: str
     headers["ETag"] = f'"{entry.etag}"'
     if entry.is_lfs:
         headers |= {"X-Linked-Size": str(entry.size), "X-Linked-Etag": f'"{entry.etag}"'}
+        if (recipe := hub.recipe_of(entry)) is not None:
+            headers["X-Xet-Hash"] = recipe.hash
+            route = f"{hub.api_origin}/api/models/{repo.repo_id}/xet-read-token/{commit.oid}"
+            headers["Link"] = f'<{route}>; rel="xet-auth"'
         headers["Location"] = hub.sign(f"/{repo.repo_id}/{entry.sha256}", "GET")
         exchange.reply(302, b"Found", {"Content-Type": "text/plain", **headers})
     else:
