@@ -145,8 +145,15 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "reading",
         "pickle_file",
     ),
-    "stores": ("memory protocols", "buckets"),
+    "stores": ("memory protocols", "buckets objects", "opening"),
     "stores.buckets": ("hub_calls",),
+    "stores.objects": (
+        "failures settings",
+        "connection part_memory retrying",
+        "s3 upload",
+        "connecting",
+        "cloud_store",
+    ),
     "training": (
         "parts ranks step",
         "data",
@@ -239,6 +246,8 @@ FOREIGN = {
     "accelerate": {"training"},
     "filelock": {"hub"},
     "huggingface_hub": {"hub", "modules", "pretrained", "stores"},
+    "obstore": {"stores"},
+    "botocore": {"stores"},
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -117,5 +117,16 @@ class Store(Protocol):
     def delete(self, names: Collection[str]) -> None:
         """Delete objects; those that are missing already are no error."""
 
-    def sweep_uploads(self) -> int:
-        """Remove what unfinished uploads below the prefix have left, where the service keeps it; return how many."""
+    def sweep_uploads(self, is_left: Callable[[str], bool]) -> int:
+        """Remove what unfinished uploads directly below the prefix have left, where the service keeps it.
+
+        Nobody can tell by looking whether an upload is under way or was left by a process that was killed. Whoever
+        calls this after a conditional put that decided knows: no other upload of a part of that checkpoint can be
+        committed any more. Their writers get a StaleObjectError.
+
+        Args:
+            is_left: Whether the upload of an object of this name is to go. Uploads of others' files must not.
+
+        Returns:
+            How many were removed.
+        """

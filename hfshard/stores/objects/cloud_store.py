@@ -1,0 +1,320 @@
+"""A `Store` over obstore: names below a prefix, conditions, ranges, and what to do when an answer is lost."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import obstore
+
+from hfshard._util.addresses import StoreAddress
+from hfshard.errors import CheckpointChangedError, HfshardError, StaleObjectError, StoreError
+from hfshard.stores.objects.connecting import connection_to
+from hfshard.stores.objects.connection import refusal
+from hfshard.stores.objects.failures import OBSTORE_ERRORS, Failure, read_failure
+from hfshard.stores.objects.retrying import Patience
+from hfshard.stores.objects.upload import TOKEN, Upload
+from hfshard.stores.protocols import ANYTHING, Anything, ObjectWriter, StoredObject
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, ObjectMeta, PutMode
+
+_READ_BLOCK: Final = 1 << 20
+"""Bytes that are gathered before they are copied: few calls, and little memory."""
+_BODY_BYTES: Final = 1 << 20
+"""A put of more bytes may take longer than the service may be silent."""
+
+T = TypeVar("T")
+
+
+class _MissingError(Exception):
+    """There is no such object."""
+
+
+class _DiffersError(Exception):
+    """A condition of the request does not hold."""
+
+
+class CloudStore:
+    """The objects below one prefix of a bucket of S3, GCS or Azure; see `Store`.
+
+    A key is never asked for twice at the same time in ways that could mix two objects: every read names the ETag.
+    Objects that are put in parts must have names that stand for their bytes: the parts that Azure has not yet made a
+    blob of belong to its name, not to their writer.
+    """
+
+    def __init__(self, address: StoreAddress) -> None:
+        """Open.
+
+        Raises:
+            StoreAccessError: There are no credentials.
+        """
+        self._address = address
+        self._connection = connection_to(address.scheme, address.bucket)
+        self._prefix = f"{address.prefix}/" if address.prefix else ""
+        self._generations: dict[str, tuple[str, str]] = {}
+        self._bucket_seen = False
+
+    def __repr__(self) -> str:
+        return f"<CloudStore {self._address}>"
+
+    @property
+    def address(self) -> StoreAddress:
+        """Where it is."""
+        return self._address
+
+    @property
+    def has_conditional_put(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def has_content_etags(self) -> bool:
+        """Whether an object that gets its old bytes again gets its old ETag again: S3 and GCS."""
+        return self._connection.service.has_content_etags
+
+    def list_objects(self, folder: str = "") -> dict[str, StoredObject]:
+        """List all objects below a folder; see `Store`."""
+        below = self._prefix + (f"{folder}/" if folder else "")
+        listed = self._attempt(lambda: obstore.list(self._connection.quick, below or None).collect(), folder)
+        self._bucket_seen = True
+        found = (self._stored(meta) for meta in listed)
+        return {stored.name: stored for stored in found if stored.name}
+
+    def folders(self) -> list[str]:
+        """Name the folders directly below the prefix; see `Store`."""
+        listed = self._attempt(lambda: obstore.list_with_delimiter(self._connection.quick, self._prefix or None), "")
+        self._bucket_seen = True
+        return sorted(folder.removeprefix(self._prefix).rstrip("/") for folder in listed["common_prefixes"])
+
+    def find(self, name: str) -> StoredObject | None:
+        """Ask for one object; see `Store`."""
+        try:
+            return self._stored(self._attempt(lambda: obstore.head(self._connection.quick, self._key(name)), name))
+        except _MissingError:
+            if not self._bucket_seen:
+                self.folders()  # an answer without a body does not say what is missing: the bucket, perhaps
+            return None
+
+    def read_into(self, found: StoredObject, begin: int, target: memoryview) -> None:
+        """Fill memory with the bytes of an object from `begin` on; see `Store`."""
+        filled = 0
+        patience = Patience()
+        while filled < len(target):
+            self._connection.check_process()
+            try:
+                for block in self._blocks(found, begin + filled, begin + len(target)):
+                    target[filled : filled + len(block)] = block
+                    filled += len(block)
+                    patience.reset()
+                if filled < len(target):
+                    raise FileNotFoundError(f"{found.name}: the answer was too short")
+            except OBSTORE_ERRORS as error:
+                failure = read_failure(error)
+                if not patience.wait_after(failure):
+                    raise self._unreadable(found, failure) from None
+            except _DiffersError:
+                raise self._changed(found.name) from None
+
+    def read(self, found: StoredObject) -> bytes:
+        """The bytes of a small object; see `Store`."""
+        raw = bytearray(found.size)
+        self.read_into(found, 0, memoryview(raw))
+        return bytes(raw)
+
+    def put(self, name: str, raw: bytes, condition: StoredObject | Anything | None = ANYTHING) -> StoredObject:
+        """Put a small object, whole or not at all; see `Store`."""
+        if isinstance(condition, Anything):
+            return self._put_whole(name, memoryview(raw))
+        token = secrets.token_hex(16)
+        doubts: list[Failure] = []
+        try:
+            mode = self._mode(condition)
+            return self._put(name, memoryview(raw), mode, token, doubts.append)
+        except (_DiffersError, _MissingError):
+            own = self._find_own(name, token) if doubts else None
+            if own is None:
+                raise StaleObjectError(
+                    f"'{self._at(name)}' is not what it was when it was looked at: somebody else was faster. Nothing "
+                    "was put.",
+                    path=self._at(name),
+                ) from None
+            return own
+        except StoreError as error:
+            if not doubts:
+                raise
+            return self._in_doubt(name, token, error)
+
+    def open_writer(self, name: str, size: int) -> ObjectWriter:
+        """Begin a large object of so many bytes; see `Store`."""
+        token = secrets.token_hex(16)
+        return Upload(
+            self._connection,
+            self._key(name),
+            name,
+            size,
+            token,
+            put_whole=lambda raw: self._put_whole(name, raw),
+            find_own=lambda: self._find_own(name, token),
+            refused=lambda error: self._refused(read_failure(error), name),
+        )
+
+    def copy(self, source: StoredObject, target: str) -> None:
+        """Copy an object on the server; see `Store`."""
+        try:
+            self._attempt(
+                lambda: obstore.copy(self._connection.uploads, self._key(source.name), self._key(target)), source.name
+            )
+        except _MissingError:
+            raise self._changed(source.name) from None
+        # obstore's copies have no condition, so the source must be the same one afterwards still.
+        after = self.find(source.name)
+        if after is None or after.etag != source.etag:
+            self.delete([target])
+            raise self._changed(source.name)
+
+    def delete(self, names: Collection[str]) -> None:
+        """Delete objects; see `Store`."""
+        keys = [self._key(name) for name in names]
+        together = self._connection.service.deletes_together
+        for begin in range(0, len(keys), together):
+            self._delete(keys[begin : begin + together])
+
+    def sweep_uploads(self, is_left: Callable[[str], bool]) -> int:
+        """Remove what unfinished uploads have left; see `Store`. Azure does that itself, after a week."""
+        if self._connection.sweep is None:
+            return 0
+        return self._connection.sweep(self._prefix, is_left)
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
+
+    def _at(self, name: str) -> str:
+        return str(self._address.joined(name)) if name else str(self._address)
+
+    def _stored(self, meta: ObjectMeta) -> StoredObject:
+        name = meta["path"].removeprefix(self._prefix)
+        etag = (meta["e_tag"] or "").strip('"')
+        if meta["version"] is not None:
+            self._generations[name] = (etag, meta["version"])
+        return StoredObject(name, meta["size"], etag)
+
+    def _attempt(self, action: Callable[[], T], name: str, note: Callable[[Failure], None] = lambda failure: None) -> T:
+        """Do a request, and again where it may help.
+
+        Args:
+            action: The request.
+            name: What is asked for, for messages.
+            note: Called with each failure after which nobody knows whether it was done.
+        """
+        patience = Patience()
+        while True:
+            self._connection.check_process()
+            try:
+                return action()
+            except OBSTORE_ERRORS as error:
+                failure = read_failure(error)
+            if failure.may_be_done:
+                note(failure)
+            if not patience.wait_after(failure):
+                # Without the cause: obstore prints requests and answers whole, signatures included.
+                raise self._final(failure, name) from None
+
+    def _final(self, failure: Failure, name: str) -> Exception:
+        if failure.no_bucket:
+            return self._refused(failure, name)
+        if failure.differs:
+            return _DiffersError()
+        if failure.missing:
+            return _MissingError()
+        return self._refused(failure, name)
+
+    def _refused(self, failure: Failure, name: str) -> StoreError:
+        return refusal(self._connection.service, self._connection.address, self._at(name), failure)
+
+    def _changed(self, name: str) -> CheckpointChangedError:
+        return CheckpointChangedError(
+            f"'{self._at(name)}' was replaced or deleted while it was read. Load again.", path=self._at(name)
+        )
+
+    def _unreadable(self, found: StoredObject, failure: Failure) -> HfshardError:
+        gone = failure.differs or failure.missing or failure.status == 416
+        if gone and not failure.no_bucket:
+            return self._changed(found.name)
+        return self._refused(failure, found.name)
+
+    def _blocks(self, found: StoredObject, begin: int, end: int) -> obstore.BytesStream:
+        options: GetOptions = {"if_match": f'"{found.etag}"', "range": (begin, end)}
+        answer = obstore.get(self._connection.quick, self._key(found.name), options=options)
+        if (answer.meta["e_tag"] or "").strip('"') != found.etag:
+            raise _DiffersError  # a service that knows no conditions
+        return answer.stream(_READ_BLOCK)
+
+    def _put_whole(self, name: str, raw: memoryview) -> StoredObject:
+        try:
+            return self._put(name, raw, "overwrite", None)
+        except _MissingError:
+            raise StoreError(f"'{self._at(name)}' can't be put: there is no such place.", path=self._at(name)) from None
+
+    def _put(
+        self,
+        name: str,
+        raw: memoryview,
+        mode: PutMode,
+        token: str | None,
+        note: Callable[[Failure], None] = lambda failure: None,
+    ) -> StoredObject:
+        client = self._connection.uploads if len(raw) > _BODY_BYTES else self._connection.quick
+        attributes = {TOKEN: token} if token else None
+        result = self._attempt(
+            lambda: obstore.put(client, self._key(name), raw, mode=mode, attributes=attributes, use_multipart=False),
+            name,
+            note,
+        )
+        etag = (result["e_tag"] or "").strip('"')
+        if result["version"] is not None:
+            self._generations[name] = (etag, result["version"])
+        return StoredObject(name, len(raw), etag)
+
+    def _mode(self, condition: StoredObject | None) -> PutMode:
+        if condition is None:
+            return "create"
+        if not self._connection.service.has_generations:
+            return {"e_tag": f'"{condition.etag}"'}
+        if self._generations.get(condition.name, ("", ""))[0] != condition.etag:
+            now = self.find(condition.name)
+            if now is None or now.etag != condition.etag:
+                raise _DiffersError
+        etag, generation = self._generations[condition.name]
+        return {"e_tag": f'"{etag}"', "version": generation}
+
+    def _find_own(self, name: str, token: str) -> StoredObject | None:
+        """Find an object if it is the one that was put with this token."""
+        options: GetOptions = {"head": True}
+        try:
+            answer = self._attempt(lambda: obstore.get(self._connection.quick, self._key(name), options=options), name)
+        except _MissingError:
+            return None
+        return self._stored(answer.meta) if answer.attributes.get(TOKEN) == token else None
+
+    def _in_doubt(self, name: str, token: str, error: StoreError) -> StoredObject:
+        """Find out whether an object was put, after the last try failed."""
+        try:
+            own = self._find_own(name, token)
+        except StoreError:
+            raise StoreError(
+                f"Nobody can tell whether '{self._at(name)}' was put: {error.message}", path=self._at(name)
+            ) from error
+        if own is None:
+            raise error
+        return own
+
+    def _delete(self, keys: list[str]) -> None:
+        try:
+            self._attempt(lambda: obstore.delete(self._connection.quick, keys), "")
+        except _MissingError:
+            # One is missing already. Where many go in one request, it may have hidden another one's error.
+            if len(keys) > 1:
+                for key in keys:
+                    self._delete([key])

@@ -1,0 +1,157 @@
+"""A bucket and the clients that reach it, with what holds for its service; and the errors in that service's words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError, StoreNotFoundError
+from hfshard.stores.objects.failures import Failure
+from hfshard.stores.objects.settings import retry_seconds, stall_seconds
+
+if TYPE_CHECKING:
+    from obstore.store import AzureStore, ClientConfig, GCSStore, RetryConfig, S3Store
+
+    Client = S3Store | GCSStore | AzureStore
+
+_CLOCK: Final = frozenset({"RequestTimeTooSkewed", "RequestExpired"})
+_EXPIRED: Final = frozenset({"ExpiredToken", "TokenRefreshRequired"})
+_UNKNOWN_KEY: Final = frozenset(
+    {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthenticationFailed", "InvalidAuthenticationInfo"}
+)
+_FIRST_BACKOFF: Final = timedelta(milliseconds=200)
+_LONGEST_BACKOFF: Final = timedelta(seconds=15)
+_CONNECT_SECONDS: Final = 10
+_WHOLE_DAY: Final = timedelta(days=1)
+_UPLOAD_STALLS: Final = 10
+"""A part may take this many stalls: 256 MiB under way on a line of 4 Mbit/s take nine minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What holds for a kind of store."""
+
+    title: str
+    has_content_etags: bool
+    has_generations: bool
+    """Whether a condition is a generation, which listings do not tell, and not an ETag."""
+    deletes_together: int
+    """How many objects one request deletes."""
+    log_in: str
+    """What to do where there are no credentials."""
+    who_am_i: str
+    """The command that shows whose credentials they are."""
+    permissions: str
+    """What saving, loading and cleaning up need."""
+    make_bucket: str
+    """The command that makes a bucket; {} is its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The clients of one bucket; threads share them, forked children can't."""
+
+    service: Service
+    address: str
+    """Of the bucket, for messages."""
+    quick: Client = field(repr=False)
+    """For all but uploads: it does not try again, and gives up when the service is silent."""
+    uploads: Client = field(repr=False)
+    """For bodies that take long: it tries parts again, and knows no silence while one is sent."""
+    sweep: Callable[[str, Callable[[str], bool]], int] | None = field(repr=False)
+    """Aborts the unfinished uploads directly below a prefix whose names are to go; None: the service has none."""
+    bucket: str
+    process: int = field(default_factory=os.getpid)
+
+    def check_process(self) -> None:
+        """Refuse to go on in a forked child: the client's threads are not in it, and a request would hang.
+
+        Raises:
+            StoreError: This is not the process that connected.
+        """
+        if self.process != os.getpid():
+            raise StoreError(
+                f"{self.address} can't be reached from a process that was forked from one that had used it: the "
+                "client's threads are not in it. Start processes by 'spawn' or 'forkserver', or open no store before."
+            )
+
+
+def quick_options(*, allow_http: bool) -> tuple[ClientConfig, RetryConfig]:
+    """The options of `Connection.quick`."""
+    stall = timedelta(seconds=stall_seconds() or 1)
+    options: ClientConfig = {
+        "allow_http": allow_http,
+        "connect_timeout": min(stall, timedelta(seconds=_CONNECT_SECONDS)),
+        "timeout": _WHOLE_DAY,
+        "read_timeout": stall,
+    }
+    retries: RetryConfig = {"max_retries": 0}
+    return options, retries
+
+
+def upload_options(*, allow_http: bool) -> tuple[ClientConfig, RetryConfig]:
+    """The options of `Connection.uploads`."""
+    options, _ = quick_options(allow_http=allow_http)
+    del options["read_timeout"]
+    options["timeout"] = timedelta(seconds=_UPLOAD_STALLS * (stall_seconds() or 1))
+    retries: RetryConfig = {
+        "max_retries": 10,
+        "retry_timeout": timedelta(seconds=retry_seconds()),
+        "backoff": {"init_backoff": _FIRST_BACKOFF, "max_backoff": _LONGEST_BACKOFF, "base": 2},
+    }
+    return options, retries
+
+
+def refusal(service: Service, bucket: str, where: str, failure: Failure) -> StoreError:
+    """The error for a request that failed for good, in words that say what to do.
+
+    Args:
+        service: Of the bucket.
+        bucket: Its address.
+        where: The address of the object or folder that was asked for.
+        failure: Neither an object that is missing nor a condition that does not hold.
+    """
+    if failure.no_bucket:
+        return StoreNotFoundError(
+            f"There is no {bucket}, or these credentials may not see it. Check the name, or make it with "
+            f"'{service.make_bucket.format(bucket)}'.",
+            path=where,
+        )
+    if failure.code in _CLOCK or "time too skewed" in failure.message.lower():
+        return StoreAccessError(
+            f"{service.title} refuses requests for {where}: this machine's clock is too far off. Set it, such as with "
+            "'timedatectl set-ntp true'.",
+            path=where,
+        )
+    if failure.no_credentials:
+        return StoreAccessError(f"There are no credentials for {where}. {service.log_in}", path=where)
+    if failure.code in _EXPIRED:
+        return StoreAccessError(f"The credentials for {where} have expired. {service.log_in}", path=where)
+    said = ", ".join(str(word) for word in (failure.status, failure.code, failure.message) if word)
+    if failure.code in _UNKNOWN_KEY or failure.status == 401:
+        return StoreAccessError(
+            f"{service.title} does not accept the credentials for {where} ({said}). Look whose they are with "
+            f"'{service.who_am_i}'. {service.log_in}",
+            path=where,
+        )
+    if failure.status == 403:
+        return StoreAccessError(
+            f"{service.title} does not permit this request for {where} ({said}). Loading and saving need "
+            f"{service.permissions}; '{service.who_am_i}' shows who asked.",
+            path=where,
+        )
+    if failure.wrong_region:
+        return StoreError(
+            f"{bucket} lies in another region. Set AWS_REGION to its own ('aws s3api head-bucket' shows it).",
+            path=where,
+        )
+    if failure.status is None:
+        how = {"Connect": "can't be reached", "Timeout": "stopped answering"}.get(failure.transport, "broke off")
+        return StoreConnectionError(
+            f"{service.title} {how} while it was asked for {where}. Check the network and endpoint, then try again.",
+            path=where,
+        )
+    return StoreError(f"{service.title} failed for {where}: {said}. Try again later.", path=where)

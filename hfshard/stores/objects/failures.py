@@ -1,0 +1,111 @@
+"""What obstore's exceptions say, in numbers and words that can be compared and shown."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotModifiedError,
+    PreconditionError,
+)
+
+OBSTORE_ERRORS: Final = (BaseError, FileNotFoundError)
+"""What obstore raises when a request fails."""
+
+_STATUS: Final = re.compile(r"status code: (\d{3})")
+_CODE: Final = re.compile(r"<Code>\s*([A-Za-z0-9]+)\s*</Code>")
+_MESSAGE: Final = re.compile(r"<Message>([^\n<]{1,300})")
+_TRANSPORT: Final = re.compile(r"kind: (Connect|Request|Timeout|Interrupted|Unknown|Decode)\b")
+_SECRET: Final = re.compile(r"(?i)\b(sig|signature|token|key|secret|credential)s?\s*[=:]\s*\S+|\?\S+")
+_DEBUG: Final = "\n\nDebug source:\n"
+"""Where obstore begins to print the error once more, in Rust."""
+
+_TRANSIENT: Final = frozenset({408, 429, 500, 502, 503, 504})
+_SLOW_DOWN: Final = frozenset({429, 503})
+_COLLISIONS: Final = frozenset({"ConditionalRequestConflict", "OperationAborted"})
+"""Codes of S3 for two requests at the same moment: neither was refused for its condition."""
+_NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"})
+_CREDENTIALS: Final = (
+    "token request",
+    "managed identity",
+    "metadata endpoint",
+    "credential",
+    "Credential",
+    "azure cli",
+)
+"""Words of the errors of obstore that could not get credentials."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that failed."""
+
+    status: int | None
+    """The HTTP status; None: there was no answer, or none that could be read."""
+    code: str
+    """The service's own word for it, such as "AccessDenied"; empty where it gave none."""
+    message: str
+    """The service's own sentence, without secrets; empty where it gave none."""
+    transport: str
+    """How the connection failed, such as "Connect" or "Timeout"; empty where it did not."""
+    differs: bool
+    """A condition of the request does not hold."""
+    missing: bool
+    """There is no such object, upload or bucket."""
+    no_credentials: bool
+    """The client could not get credentials to send with it."""
+    wrong_region: bool
+
+    @property
+    def no_bucket(self) -> bool:
+        """Whether the bucket is what is missing."""
+        return self.code in _NO_BUCKET
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the same request may succeed a little later."""
+        if self.differs or self.missing or self.no_credentials or self.wrong_region:
+            return False
+        return self.status is None or self.status in _TRANSIENT or self.code in _COLLISIONS
+
+    @property
+    def is_slow_down(self) -> bool:
+        """Whether the service asks to be left alone for a while."""
+        return self.status in _SLOW_DOWN
+
+    @property
+    def may_be_done(self) -> bool:
+        """Whether the service may have done what it was asked: there was no answer that says no."""
+        return self.transport != "Connect" and (self.status is None or self.status >= 500 or self.status == 408)
+
+
+def read_failure(error: BaseException) -> Failure:
+    """Tell what an exception of obstore says.
+
+    Args:
+        error: One of `OBSTORE_ERRORS`.
+    """
+    shown, _, debug = str(error).partition(_DEBUG)
+    status = _STATUS.search(shown)
+    code = _first(_CODE, shown)
+    transport = _TRANSPORT.search(debug)
+    return Failure(
+        status=int(status.group(1)) if status else None,
+        code=code,
+        message=_SECRET.sub("***", _first(_MESSAGE, shown)).strip(),
+        transport=transport.group(1) if transport and not status else "",
+        differs=isinstance(error, AlreadyExistsError | PreconditionError | NotModifiedError)
+        and code not in _COLLISIONS,
+        missing=isinstance(error, FileNotFoundError) or code in _NO_BUCKET,
+        no_credentials=any(word in shown.partition("status code")[0] for word in _CREDENTIALS),
+        wrong_region="incorrectly configured region" in shown,
+    )
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text)
+    return found.group(1) if found else ""

@@ -1,0 +1,67 @@
+"""The memory of the parts that are being filled or sent: bounded, and shared by all uploads of the process."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Final
+
+from hfshard.stores.memory import store_memory_bytes
+
+_SHARE: Final = 3, 4
+"""Of the memory that is allowed; the rest is the client's own."""
+
+
+class PartMemory:
+    """Buffers for parts, which are used again."""
+
+    def __init__(self) -> None:
+        # Reentrant: a buffer may come back while this very thread holds the lock.
+        self._changed = threading.Condition(threading.RLock())
+        self._free: list[bytearray] = []
+        self._in_use = 0
+        self._uploads = 0
+
+    def join(self) -> None:
+        """An upload begins."""
+        with self._changed:
+            self._uploads += 1
+
+    def leave(self) -> None:
+        """An upload is over; after the last one, nothing is kept."""
+        with self._changed:
+            self._uploads -= 1
+            if not self._uploads:
+                self._free.clear()
+
+    def take(self, size: int) -> bytearray:
+        """A buffer of this size. Waits until there is room; a part that is larger than all there is comes alone."""
+        limit = store_memory_bytes() * _SHARE[0] // _SHARE[1]
+        with self._changed:
+            while self._in_use and self._in_use + size > limit:
+                self._changed.wait()
+            self._in_use += size
+            buffer = next((kept for kept in self._free if len(kept) == size), None)
+            if buffer is not None:
+                self._free.remove(buffer)
+                return buffer
+            while self._free and self._in_use + sum(map(len, self._free)) > limit:
+                self._free.pop()
+        return bytearray(size)
+
+    def lend(self, buffer: bytearray, used: int) -> memoryview:
+        """A view of the beginning of a buffer; when nobody holds it any more, the buffer comes back."""
+        view = memoryview(buffer)[:used]
+        weakref.finalize(view, self.give_back, buffer).atexit = False
+        return view
+
+    def give_back(self, buffer: bytearray) -> None:
+        """The buffer is not used any more."""
+        with self._changed:
+            self._in_use -= len(buffer)
+            if self._uploads:
+                self._free.append(buffer)
+            self._changed.notify_all()
+
+
+PART_MEMORY: Final = PartMemory()

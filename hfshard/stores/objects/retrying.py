@@ -1,0 +1,46 @@
+"""Trying a request again: after which failures, how soon and for how long."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Final
+
+from hfshard.stores.objects.failures import Failure
+from hfshard.stores.objects.settings import retry_seconds
+
+_FIRST_WAIT: Final = 0.2
+"""Seconds; twice as many after each further failure."""
+_FIRST_SLOW_WAIT: Final = 1.0
+"""Seconds, where the service asks to slow down. obstore does not show its Retry-After, which is 1 mostly."""
+_LONGEST_WAIT: Final = 15.0
+_UNREACHED_SECONDS: Final = 15.0
+"""A service that can't be connected to at all is not waited for as long as one that fails."""
+
+
+class Patience:
+    """The waiting of one request, from its first failure on."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._failures = 0
+
+    def wait_after(self, failure: Failure) -> bool:
+        """Wait until the request should be tried again; False, at once, if it should not."""
+        if not failure.is_transient:
+            return False
+        first = _FIRST_SLOW_WAIT if failure.is_slow_down else _FIRST_WAIT
+        wait = min(first * 2**self._failures, _LONGEST_WAIT) * random.uniform(0.8, 1.2)
+        limit = retry_seconds()
+        if failure.transport == "Connect":
+            limit = min(limit, _UNREACHED_SECONDS)
+        if time.monotonic() - self._begin + wait > limit:
+            return False
+        self._failures += 1
+        time.sleep(wait)
+        return True
+
+    def reset(self) -> None:
+        """Begin anew, as the request got on."""
+        self._begin = time.monotonic()
+        self._failures = 0

@@ -1,0 +1,157 @@
+"""S3 and services like it: settings and credentials as botocore finds them, for obstore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import botocore.session
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+from obstore.store import S3Store
+
+from hfshard.errors import StoreAccessError, StoreError
+from hfshard.stores.objects.connection import Connection, Service, quick_options, refusal, upload_options
+from hfshard.stores.objects.failures import Failure
+from hfshard.stores.objects.settings import stall_seconds
+
+if TYPE_CHECKING:
+    from obstore.store import S3Config, S3Credential
+
+SERVICE: Final = Service(
+    title="S3",
+    has_content_etags=True,
+    has_generations=False,
+    deletes_together=1000,
+    log_in=(
+        "Run 'aws configure' or 'aws sso login', or set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+    ),
+    who_am_i="aws sts get-caller-identity",
+    permissions=(
+        "s3:ListBucket, s3:GetObject, s3:PutObject, s3:DeleteObject, s3:AbortMultipartUpload and "
+        "s3:ListBucketMultipartUploads"
+    ),
+    make_bucket="aws s3 mb {}",
+)
+
+_CREDENTIALS_LAST: Final = timedelta(minutes=10)
+"""botocore is asked again after this time; it renews them by itself, long before they expire."""
+
+
+class _Credentials:
+    """Asks botocore for the credentials of the moment."""
+
+    def __init__(self, found: Any) -> None:
+        self._found = found
+
+    def __call__(self) -> S3Credential:
+        frozen = self._found.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + _CREDENTIALS_LAST,
+        }
+
+
+def connect(bucket: str) -> Connection:
+    """Make the clients of a bucket.
+
+    Raises:
+        StoreAccessError: botocore finds no credentials, or its configuration is not valid.
+    """
+    address = f"s3://{bucket}"
+    try:
+        session = botocore.session.Session()
+        found = session.get_credentials()
+        if found is None:
+            raise StoreAccessError(f"There are no credentials for {address}. {SERVICE.log_in}", path=address)
+        credentials = _Credentials(found)
+        credentials()  # a login that has expired is told here, not by a request
+        stall = stall_seconds() or 1
+        client = session.create_client(
+            "s3",
+            config=Config(connect_timeout=min(stall, 10), read_timeout=stall, retries={"total_max_attempts": 5}),
+        )
+    except BotoCoreError as error:
+        raise StoreAccessError(f"The credentials for {address} can't be used: {error}. {SERVICE.log_in}") from error
+    settings = _settings(bucket, client)
+    allow_http = client.meta.endpoint_url.startswith("http://")
+    quick, no_retries = quick_options(allow_http=allow_http)
+    slow, retries = upload_options(allow_http=allow_http)
+    return Connection(
+        service=SERVICE,
+        address=address,
+        bucket=bucket,
+        quick=S3Store(
+            bucket, config=settings, client_options=quick, retry_config=no_retries, credential_provider=credentials
+        ),
+        uploads=S3Store(
+            bucket, config=settings, client_options=slow, retry_config=retries, credential_provider=credentials
+        ),
+        sweep=lambda prefix, is_left: _sweep(client, bucket, prefix, is_left),
+    )
+
+
+def _settings(bucket: str, client: Any) -> S3Config:
+    """What botocore resolved, as obstore takes it; each key is given, so that no variable is read twice."""
+    region = client.meta.region_name
+    endpoint = client.meta.endpoint_url
+    virtual = (client.meta.config.s3 or {}).get("addressing_style") == "virtual"
+    if virtual:
+        scheme, _, host = endpoint.partition("://")
+        endpoint = f"{scheme}://{bucket}.{host}"
+    # CRC-64/NVME costs a tenth of SHA-256; a service that knows no checksums gets the latter in the signature.
+    checksums = client.meta.config.request_checksum_calculation != "when_required"
+    settings: S3Config = {
+        "region": region if region and region != "aws-global" else "us-east-1",
+        "endpoint": endpoint,
+        "aws_endpoint_url_s3": endpoint,
+        "virtual_hosted_style_request": virtual,
+        "unsigned_payload": checksums,
+    }
+    if checksums:
+        settings["checksum_algorithm"] = "CRC64NVME"
+    return settings
+
+
+def _sweep(client: Any, bucket: str, prefix: str, is_left: Callable[[str], bool]) -> int:
+    """Abort the unfinished uploads directly below a prefix whose names say that they are left over."""
+    swept = 0
+    try:
+        pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix, Delimiter="/")
+        for page in pages:
+            for upload in page.get("Uploads", ()):
+                if is_left(upload["Key"].removeprefix(prefix)):
+                    swept += _abort(client, bucket, upload)
+    except ClientError as error:
+        raise _refused(bucket, prefix, error) from None
+    except BotoCoreError as error:
+        raise StoreError(f"The unfinished uploads of s3://{bucket}/{prefix} can't be listed: {error}") from error
+    return swept
+
+
+def _abort(client: Any, bucket: str, upload: Any) -> int:
+    try:
+        client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+    except ClientError as error:
+        if error.response["Error"].get("Code") != "NoSuchUpload":
+            raise
+        return 0
+    return 1
+
+
+def _refused(bucket: str, prefix: str, error: ClientError) -> StoreError:
+    said = error.response["Error"]
+    failure = Failure(
+        status=error.response.get("ResponseMetadata", {}).get("HTTPStatusCode"),
+        code=said.get("Code", ""),
+        message=said.get("Message", ""),
+        transport="",
+        differs=False,
+        missing=False,
+        no_credentials=False,
+        wrong_region=False,
+    )
+    return refusal(SERVICE, f"s3://{bucket}", f"s3://{bucket}/{prefix}", failure)

@@ -1,0 +1,40 @@
+"""Open the store that an address names."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from hfshard._util.addresses import StoreAddress, parse_address
+from hfshard.errors import StoreError
+from hfshard.stores.protocols import Store
+
+
+def open_store(address: str | StoreAddress) -> Store:
+    """Open the store that an address names; nothing is asked over the network, but by those who find credentials.
+
+    Args:
+        address: Such as "s3://bucket/prefix".
+
+    Raises:
+        InvalidPathError: It is not an address.
+        StoreAccessError: There are no credentials for it.
+        StoreError: A package that the service needs is not installed.
+
+    Example:
+        store = open_store("s3://models/bert")
+        print(store.list_objects())
+    """
+    place = parse_address(address) if isinstance(address, str) else address
+    try:
+        if place.scheme == "hf":
+            store: Store = import_module("hfshard.stores.buckets.bucket_store").BucketStore(place)
+            return store
+        from hfshard.stores.objects.cloud_store import CloudStore
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "hfshard":
+            raise
+        raise StoreError(
+            f"{place} needs the package {error.name!r}, which is not installed: pip install 'hfshard[stores]'",
+            path=str(place),
+        ) from error
+    return CloudStore(place)
