@@ -95,7 +95,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "commit_files ranges",
         "fetching",
     ),
-    "loading": ("options reading", "into_module source"),
+    "loading": ("far options reading", "into_module source"),
     "modules": ("upstream weights", "loading saving", "pushing", "mixin"),
     "planning": ("plan",),
     "pretrained": (
@@ -117,7 +117,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "saving": ("linking options", "writing", "request", "prepare", "in_memory to_directory"),
     "state_dicts": ("dtensors keys offloaded wrappers", "tied", "overlap state_dict"),
     "storage": ("tensors", "format", "disk", "weights", "checkpoint commit"),
-    "storage.checkpoint": ("checks locate report", "checkpoint", "raw_tensors verifier"),
+    "storage.checkpoint": ("folder report", "checks locate", "checkpoint", "raw_tensors verifier"),
     "storage.commit": (
         "damage interrupts steps",
         "pending_deletes rollback",
@@ -134,10 +134,12 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "storage.weights": (
         "fellow_readers hashed_output open_files pickles populate safetensors_stream",
         "safetensors_writer",
-        "safetensors_file",
+        "safetensors_shard",
+        "ranged safetensors_file",
         "read_ahead",
         "tensor_reader",
     ),
+    "storage.weights.ranged": ("ranged_shard running_digest", "requests", "comparison", "whole_tensors"),
     "storage.weights.pickles": (
         "choosing nested other_formats",
         "zip_check",

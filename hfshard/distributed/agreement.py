@@ -28,7 +28,8 @@ from hfshard.storage.disk.file_system import is_remote
 from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.storage.weights.ranged.ranged_shard import RangedShard
+from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 
 
 class LoadAgreement:
@@ -278,19 +279,20 @@ def _check_share(status: SaveStatus, checkpoint: OpenCheckpoint, progress: bool 
             check_pickles({name: checkpoint.pickles[name] for name in mine}, progress_callback)
         else:
             shards = {name: checkpoint.shards[name] for name in mine}
-            check_checksums(checkpoint.weights_path, checkpoint.index, shards, progress_callback)
+            check_checksums(checkpoint.folder, checkpoint.weights_path, checkpoint.index, shards, progress_callback)
 
 
-def _files_of(checkpoint: OpenCheckpoint) -> dict[str, SafetensorsFile | PickleFile]:
+def _files_of(checkpoint: OpenCheckpoint) -> dict[str, SafetensorsShard | PickleFile]:
     return {**checkpoint.shards, **checkpoint.pickles}
 
 
-def _sightings(files: Mapping[str, SafetensorsFile | PickleFile]) -> list[list[str | int]]:
+def _sightings(files: Mapping[str, SafetensorsShard | PickleFile]) -> list[list[str | int]]:
     """What two ranks say alike if, and only if, their files are the same ones, not copies."""
     said: list[list[str | int]] = []
     for name, file in sorted(files.items()):
         device, *rest = file.identity
-        said.append([name, *_place_of(device), *rest])
+        place = ["far", device] if isinstance(file, RangedShard) else _place_of(device)
+        said.append([name, *place, *rest])
     return said
 
 

@@ -25,6 +25,7 @@ from hfshard.state_dicts.wrappers import without_wrappers, wrapped_prefixes
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.tensors.tensor_bytes import is_plain_type
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -145,7 +146,11 @@ def _refuse_sharded_tensors(state_dict: Mapping[str, Any]) -> None:
 
 def _mapped_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
     """Each tensor of a checkpoint, tied names included. What is mapped is read where its values are touched."""
-    found = {name: shard.tensor(name) for shard in checkpoint.shards.values() for name in shard.header.tensors}
+    found = {
+        name: shard.tensor(name) if isinstance(shard, SafetensorsFile) else shard.described(name)
+        for shard in checkpoint.shards.values()
+        for name in shard.header.tensors
+    }
     for pickled in checkpoint.pickles.values():
         found |= pickled.tensors
     return found | {name: found[kept] for name, kept in checkpoint.index.tied_names.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from hfshard._util.threads import in_threads
 from hfshard.distributed.layout import Box, Interval, box_shape, section
 from hfshard.distributed.runs import ByteArray, Runs, gather_into
 from hfshard.storage.tensors.tensor_bytes import INTEGER_OF_SIZE, memory_of, own_memory
+from hfshard.storage.weights.ranged.ranged_shard import RangedShard
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 _READERS: Final = 4
@@ -39,7 +40,7 @@ run, which takes a microsecond."""
 class FileTensor:
     """A tensor in a safetensors file."""
 
-    shard: SafetensorsFile
+    shard: SafetensorsFile | RangedShard
     start: int
     """In the file."""
     dtype: torch.dtype
@@ -98,17 +99,17 @@ class PartReader:
         lengths = runs.lengths.tolist()
         positions = runs.positions.tolist()
         memory = memory_of(target)
-        with source.shard.opened() as fd:
+        with _reading(source.shard) as read_exactly:
             for first, last in _windows(runs, _FAR_GAP_BYTES if source.is_far else 0):
                 start, stop = offsets[first], offsets[last - 1] + lengths[last - 1]
                 begin, end = positions[first], positions[last - 1] + lengths[last - 1]
                 if stop - start == end - begin:
-                    _read_exactly(source.shard, fd, memory[begin:end], start)
+                    read_exactly(memory[begin:end], start)
                 else:
                     starts = runs.offsets[first:last] - runs.offsets[first]
                     with self._stage() as stage:
                         window = stage[: stop - start]
-                        _read_exactly(source.shard, fd, memory_of(window), start)
+                        read_exactly(memory_of(window), start)
                         gather_into(_bytes_of(target)[begin:end], _bytes_of(window), starts, runs.lengths[first:last])
                 count_bytes += stop - start
         return count_bytes
@@ -205,6 +206,16 @@ def _windows(runs: Runs, most_gap: int) -> Iterator[tuple[int, int]]:
             last = max(last, first + 1)
             yield first, last
             first = last
+
+
+@contextmanager
+def _reading(shard: SafetensorsFile | RangedShard) -> Iterator[Callable[[memoryview, int], None]]:
+    """What fills memory with the bytes of a file from a place on."""
+    if isinstance(shard, RangedShard):
+        yield lambda target, start: shard.read_into(start, target)
+        return
+    with shard.opened() as fd:
+        yield partial(_read_exactly, shard, fd)
 
 
 def _read_exactly(shard: SafetensorsFile, fd: int, target: memoryview, start: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,8 +14,9 @@ from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError, UnstorableTensorError
 from hfshard.state_dicts.dtensors import is_dtensor
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.disk.file_system import is_remote
 from hfshard.storage.tensors.tensor_bytes import lies_in_storage
+from hfshard.storage.weights.ranged.ranged_shard import RangedShard
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -92,8 +93,9 @@ class _Finder:
 
     def __init__(self, checkpoint: OpenCheckpoint, is_far: bool | None) -> None:
         self._checkpoint = checkpoint
-        devices = {shard.identity[0] for shard in checkpoint.shards.values()}
-        self._far = {device: is_remote(device) if is_far is None else is_far for device in devices}
+        self._is_far = is_far
+        self._far: dict[Any, bool] = {}
+        """Device, or kind of file -> whether it is far away."""
 
     def part(self, name: str, target: Target) -> Part:
         """Find out what is read into a target.
@@ -124,6 +126,14 @@ class _Finder:
         _check_target(name, part)
         return part
 
+    def _lies_far(self, shard: SafetensorsFile | RangedShard) -> bool:
+        if self._is_far is not None:
+            return self._is_far
+        place = shard.identity[0]  # of files of this machine the device, which many have
+        if place not in self._far:
+            self._far[place] = shard.is_far
+        return self._far[place]
+
     def _source(self, name: str) -> tuple[FileTensor | torch.Tensor, tuple[int, ...]]:
         """Find a stored tensor, and its shape in torch."""
         index = self._checkpoint.index
@@ -133,8 +143,8 @@ class _Finder:
             shard = self._checkpoint.shards[file]
             described = shard.described(stored)
             start = shard.header.data_start + shard.header.tensors[stored].begin
-            far = self._far[shard.identity[0]]
-            return FileTensor(shard, start, described.dtype, far), tuple(described.shape)
+            assert isinstance(shard, SafetensorsFile | RangedShard)
+            return FileTensor(shard, start, described.dtype, self._lies_far(shard)), tuple(described.shape)
         if file in self._checkpoint.pickles:
             tensor = self._checkpoint.pickles[file].tensors[stored]
             return tensor, tuple(tensor.shape)

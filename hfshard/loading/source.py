@@ -7,10 +7,12 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from hfshard._util.addresses import is_address
 from hfshard._util.paths import absolute_path, path_text
 from hfshard._util.progress import bytes_bar
-from hfshard.constants import SAFETENSORS_SUFFIX
+from hfshard.constants import CONFIG_NAME, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
@@ -25,9 +27,13 @@ from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file
+from hfshard.storage.checkpoint.folder import RangedFolder
 from hfshard.storage.checkpoint.locate import directory_not_found, is_weights_name, split_weights_path, weights_bytes
 from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.storage.format.index import CheckpointIndex
+
+if TYPE_CHECKING:
+    from hfshard.loading.far import Skeleton
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +52,10 @@ class LocalCheckpoint:
     """The one that was asked for."""
     weights_name: str | None = None
     """The file of weights, or the index, that was given; None where a directory or a repo was."""
+    folder: RangedFolder | None = None
+    """Where the files are, if not in the directory: that has small ones only, and may be empty until `fetch`."""
+    skeleton: Skeleton | None = None
+    """What holds that directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,7 @@ class CheckpointSource:
     """Where to load from: a directory, a directory hub, or a repo of the Hub; and what of it."""
 
     path: str
-    """"org/name", or the absolute path of a directory, wherever the process goes meanwhile."""
+    """"org/name", an address of a store, or the absolute path of a directory, wherever the process goes meanwhile."""
     query: CheckpointQuery = field(default_factory=CheckpointQuery)
     takes_files: bool = False
     """Whether the path may be that of one file of weights, or of an index, whatever else lies beside it."""
@@ -65,14 +75,22 @@ class CheckpointSource:
             InvalidArgumentError: It is no path and no name.
         """
         name = path_text(self.path)
+        if is_address(name):
+            object.__setattr__(self, "path", absolute_path(name))
+            return
         directory = name if os.path.isdir(name) else directory_of(name)
         if directory is not None:
             object.__setattr__(self, "path", absolute_path(directory))
 
     def fetch(self, progress: bool | None = None) -> LocalCheckpoint:
-        """Find the checkpoint on this machine; one of the Hub is downloaded into the cache first."""
+        """Find the checkpoint on this machine; one of the Hub is downloaded into the cache first.
+
+        Of one in a store, the small files that a model is built from come into a temporary directory.
+        """
         local = self.find_local()
         if local is not None:
+            if local.skeleton is not None:
+                local.skeleton.fill()
             return local
         from hfshard.hub.pull import fetch_checkpoint  # imports huggingface_hub, which takes time
 
@@ -81,12 +99,15 @@ class CheckpointSource:
         return LocalCheckpoint(resolved.directory, self.path, resolved.commit, self.query.revision)
 
     def find_local(self) -> LocalCheckpoint | None:
-        """Find the checkpoint in a directory; None for a repo of the Hub.
+        """Find the checkpoint in a directory or a store; None for a repo of the Hub.
 
         Raises:
+            StoreError: The store refuses, or can't be reached.
             InvalidArgumentError: The path is a file.
             CheckpointNotFoundError: There is no such directory.
         """
+        if is_address(self.path):
+            return self._find_in_store()
         path = self.path if os.path.isdir(self.path) else directory_of(self.path) or self.path
         if os.path.isdir(path):
             if has_hub_marker(path):
@@ -109,6 +130,15 @@ class CheckpointSource:
         if path != self.path or _is_a_path(path):
             raise directory_not_found(path)
         return None
+
+    def _find_in_store(self) -> LocalCheckpoint:
+        from hfshard.loading.far import Skeleton, find_in_store  # for those who have stores
+
+        folder, weights_name = find_in_store(self.path, self.query, takes_files=self.takes_files)
+        skeleton = Skeleton(folder, has_code=self.query.needs_code)
+        return LocalCheckpoint(
+            skeleton.directory, skeleton.directory, weights_name=weights_name, folder=folder, skeleton=skeleton
+        )
 
     def _find_file(self, path: str) -> LocalCheckpoint:
         if not self.takes_files:
@@ -138,14 +168,14 @@ def open_source(
     Raises:
         Everything that `open_checkpoint` raises, and a pull.
     """
-    local = local or source.fetch(options.progress)
-    directory = local.directory
+    local = local or source.find_local() or source.fetch(options.progress)
     query = source.query
-    total = weights_bytes(directory, (SAFETENSORS_SUFFIX,)) if options.verify in ("full", "sha256") else 0
+    is_hashed = options.verify in ("full", "sha256") and local.folder is None
+    total = weights_bytes(local.directory, (SAFETENSORS_SUFFIX,)) if is_hashed else 0
     with (
         bytes_bar("Verifying", total, options.progress if total else False) as progress_callback,
         open_checkpoint(
-            directory,
+            local.directory if local.folder is None else local.folder,
             variant=query.variant,
             use_safetensors=query.use_safetensors,
             verify=options.verify,
@@ -156,8 +186,11 @@ def open_source(
             check_beside=check_beside,
         ) as checkpoint,
     ):
+        checkpoint.progress = options.progress
         if options.verify == "structure":
             _warn_of_edited_files(checkpoint)
+        if local.skeleton is not None:
+            local.skeleton.refresh()
         yield checkpoint
 
 
@@ -189,9 +222,10 @@ def open_source_by_ranges(
 
 def _warn_of_edited_files(checkpoint: OpenCheckpoint) -> None:
     for name, record in checkpoint.index.files.items():
-        if name.endswith(".json"):
+        is_at_hand = name == CONFIG_NAME or not checkpoint.is_ranged  # the other one would cost a request
+        if name.endswith(".json") and is_at_hand:
             try:
-                check_small_file(checkpoint.directory, name, record)
+                check_small_file(checkpoint.folder, name, record)
             except DamagedCheckpointError as error:
                 logger.warning("%s", error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,31 +13,35 @@ from functools import partial
 
 import torch
 
-from hfshard._util.progress import ProgressCallback
+from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.threads import cancellable, start_thread
-from hfshard.constants import (
-    CHANGED_RETRIES,
-    CHANGED_WAIT_SECONDS,
-    MAX_INDEX_BYTES,
-    METADATA_KEY,
-    SAFETENSORS_SUFFIX,
-)
+from hfshard.constants import MAX_INDEX_BYTES, METADATA_KEY, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError
-from hfshard.storage.checkpoint.checks import check_checksums, check_fingerprints, check_keys, check_pickles
+from hfshard.storage.checkpoint.checks import (
+    check_checksums,
+    check_fingerprints,
+    check_keys,
+    check_pickles,
+    check_small_files,
+    refuse_unverifiable,
+)
+from hfshard.storage.checkpoint.folder import CheckpointFolder, folder_of
 from hfshard.storage.checkpoint.locate import (
     WeightsEntry,
     checked_weights_override,
+    config_in,
     find_weights,
-    read_config,
     state_token,
 )
-from hfshard.storage.disk.safe_open import Identity, read_small
-from hfshard.storage.format.index import CheckpointIndex, check_tied_names
+from hfshard.storage.format.index import CheckpointIndex, FileDigest, check_tied_names
 from hfshard.storage.format.integrity import Verify as Verify
 from hfshard.storage.format.integrity import check_verify_level as check_verify_level
 from hfshard.storage.format.names import MODEL_BASE, WeightNames
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
+from hfshard.storage.weights.ranged.ranged_shard import RangedShard
+from hfshard.storage.weights.ranged.whole_tensors import read_whole
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 from hfshard.storage.weights.tensor_reader import ReadMode, mode_of, read_from
 
 FilesOf = Callable[[CheckpointIndex], Collection[str]]
@@ -49,25 +53,39 @@ class OpenCheckpoint:
     """A checkpoint whose files are open and checked.
 
     Attributes:
-        directory: Where it is.
+        folder: Where its files lie.
         weights: The file by which it was entered.
         index: Which file holds which tensor; for a single file, what the file says about itself.
-        shards: File -> open safetensors file.
+        shards: File -> open safetensors file; all of this machine, or all read by ranges.
         pickles: File -> tensors of a pickled file.
     """
 
-    directory: str
+    folder: CheckpointFolder
     names: WeightNames
     weights: WeightsEntry
     index: CheckpointIndex
-    shards: dict[str, SafetensorsFile] = field(default_factory=dict)
+    shards: dict[str, SafetensorsShard] = field(default_factory=dict)
     pickles: dict[str, PickleFile] = field(default_factory=dict)
     weights_override: str | None = None
     """The weights file that config.json names, if it names one."""
-    state_token: tuple[Identity | None, ...] = ()
+    state_token: tuple[Hashable, ...] = ()
     """The identities of the files by which a replaced checkpoint is noticed."""
     check: Future[None] | None = None
     """The check of every byte that is under way in another thread, if one is."""
+    level: Verify = "none"
+    """What is compared while tensors are read by ranges."""
+    progress: bool | None = False
+    """A bar while tensors are read by ranges."""
+
+    @property
+    def directory(self) -> str:
+        """Where it is: the path of a directory, or an address."""
+        return self.folder.path
+
+    @property
+    def is_ranged(self) -> bool:
+        """Whether its files are read by ranges, so that reading is a matter of requests, and can fail at any time."""
+        return any(isinstance(shard, RangedShard) for shard in self.shards.values())
 
     @property
     def weights_path(self) -> str:
@@ -91,7 +109,13 @@ class OpenCheckpoint:
             IntegrityError: That check found a file damaged.
         """
         device, wanted = torch.device(device), set(names)
-        held = [(shard, [name for name in shard.header.tensors if name in wanted]) for shard in self.shards.values()]
+        if self.is_ranged:
+            return self._read_by_ranges(wanted, device, names)
+        held = [
+            (shard, [name for name in shard.header.tensors if name in wanted])
+            for shard in self.shards.values()
+            if isinstance(shard, SafetensorsFile)
+        ]
         read = mode_of(held, read, device)
         if self.check is not None and (read != "mmap" or device.type != "cpu"):
             self.check.result()
@@ -100,9 +124,30 @@ class OpenCheckpoint:
             tensors |= {name: tensor.to(device) for name, tensor in pickled.tensors.items() if name in wanted}
         return {name: tensors[name] for name in names}
 
+    def _read_by_ranges(
+        self, wanted: set[str], device: torch.device, names: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        held = [
+            (shard, [name for name in shard.header.tensors if name in wanted])
+            for shard in self.shards.values()
+            if isinstance(shard, RangedShard)
+        ]
+        total = sum(shard.header.tensors[name].nbytes for shard, some in held for name in some)
+        with bytes_bar("Loading", total, self.progress) as progress_callback:
+            tensors = read_whole(
+                held,
+                device,
+                level=self.level,
+                progress_callback=progress_callback,
+                memory_bytes=self.folder.memory_bytes,
+            )
+        return {name: tensors[name] for name in names}
+
     def is_unchanged(self) -> bool:
-        """Whether the directory still holds this checkpoint."""
-        return self.state_token == state_token(self.directory, self.names, self.weights_override)
+        """Whether the folder still holds this checkpoint."""
+        self.folder.look()
+        now = state_token(self.folder, self.names, self.weights_override)
+        return self.state_token == now and self.folder.still_holds(self.shards)
 
     def close(self) -> None:
         """Close all files; mapped tensors stay valid."""
@@ -112,7 +157,7 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(
-    directory: str,
+    directory: str | CheckpointFolder,
     *,
     variant: str | None = None,
     use_safetensors: bool | None = None,
@@ -129,7 +174,7 @@ def open_checkpoint(
     If a save replaces it meanwhile, it is opened again, until all its files belong to one save.
 
     Args:
-        directory: Where it is.
+        directory: Where it is: the path of a directory, or a folder.
         variant: Which variant; see `from_pretrained`.
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
         verify: "none": only what reading needs; "structure": sizes, fingerprints and the total too; "full" (or
@@ -150,9 +195,15 @@ def open_checkpoint(
     """
     check_verify_level(verify)
     names = WeightNames(variant, base)
-    checkpoint = _open_until_whole(directory, names, use_safetensors, verify, files_of, weights_name, key)
+    folder = folder_of(directory)
+    checkpoint = _open_until_whole(folder, names, use_safetensors, verify, files_of, weights_name, key)
+    checkpoint.level = verify
     try:
         if verify not in ("full", "sha256"):
+            yield checkpoint
+        elif checkpoint.is_ranged:  # compared while it is read, so that no byte is asked for twice
+            refuse_unverifiable(checkpoint.weights_path, checkpoint.index, checkpoint.shards)
+            check_small_files(folder, checkpoint.index)
             yield checkpoint
         elif check_beside:
             with _checked_beside(checkpoint, progress_callback):
@@ -170,7 +221,8 @@ def _check_contents(
     if checkpoint.pickles:
         check_pickles(checkpoint.pickles, cancellable(progress_callback, cancelled))
     else:
-        check_checksums(checkpoint.weights_path, checkpoint.index, checkpoint.shards, progress_callback, cancelled)
+        path, index, shards = checkpoint.weights_path, checkpoint.index, checkpoint.shards
+        check_checksums(checkpoint.folder, path, index, shards, progress_callback, cancelled)
 
 
 @contextmanager
@@ -196,7 +248,7 @@ def _checked_beside(checkpoint: OpenCheckpoint, progress_callback: ProgressCallb
 
 
 def _open_until_whole(
-    directory: str,
+    folder: CheckpointFolder,
     names: WeightNames,
     use_safetensors: bool | None,
     verify: Verify,
@@ -205,17 +257,20 @@ def _open_until_whole(
     key: str | None,
 ) -> OpenCheckpoint:
     last: HfshardError | None = None
-    for _ in range(CHANGED_RETRIES):
+    for _ in range(folder.most_tries):
         weights_override = weights_name
-        before = state_token(directory, names, weights_override)
+        folder.look()
+        before = state_token(folder, names, weights_override)
         try:
-            weights_override = weights_name or checked_weights_override(read_config(directory), directory, names)
+            weights_override = weights_name or checked_weights_override(config_in(folder), folder.path, names)
             if weights_override != weights_name:
-                before = (*before, *state_token(directory, names, weights_override)[len(before) :])
-            weights = find_weights(directory, names, use_safetensors, weights_override)
-            checkpoint = _open_once(directory, names, weights, verify, files_of, key)
+                before = (*before, *state_token(folder, names, weights_override)[len(before) :])
+            weights = find_weights(folder, names, use_safetensors, weights_override)
+            checkpoint = _open_once(folder, names, weights, verify, files_of, key)
         except HfshardError as error:
-            if before == state_token(directory, names, weights_override):
+            folder.look()
+            is_unchanged = before == state_token(folder, names, weights_override)
+            if is_unchanged and not isinstance(error, CheckpointChangedError):
                 raise
             last = error
         else:
@@ -223,40 +278,43 @@ def _open_until_whole(
             if checkpoint.is_unchanged():
                 return checkpoint
             checkpoint.close()
-        time.sleep(CHANGED_WAIT_SECONDS)
+        time.sleep(folder.wait_seconds)
     raise CheckpointChangedError(
-        f"The checkpoint in '{directory}' was replaced {CHANGED_RETRIES} times while it was being opened. "
+        f"The checkpoint in '{folder.path}' was replaced {folder.most_tries} times while it was being opened. "
         "Load it when that process has finished saving.",
-        path=directory,
+        path=folder.path,
     ) from last
 
 
 def _open_once(
-    directory: str,
+    folder: CheckpointFolder,
     names: WeightNames,
     weights: WeightsEntry,
     verify: Verify,
     files_of: FilesOf | None,
     key: str | None,
 ) -> OpenCheckpoint:
-    path = os.path.join(directory, weights.name)
+    path = os.path.join(folder.path, weights.name)
     if weights.kind == "bin":
-        pickled = PickleFile(path, directory, key)
+        pickled = folder.open_pickle(weights.name, key)
         index = CheckpointIndex(weight_map=dict.fromkeys(pickled.tensors, weights.name))
-        return OpenCheckpoint(directory, names, weights, index, pickles={weights.name: pickled})
+        return OpenCheckpoint(folder, names, weights, index, pickles={weights.name: pickled})
     if key is not None:
         raise InvalidArgumentError(
             f"'{path}' has no key={key!r:.200}: only what torch.save wrote into one file has keys. Leave it out.",
             path=path,
         )
     if weights.kind == "single":
-        checkpoint = _open_single(directory, names, weights)
+        checkpoint = _open_single(folder, names, weights)
     else:
-        raw, _ = read_small(path, directory, MAX_INDEX_BYTES)
-        checkpoint = OpenCheckpoint(directory, names, weights, CheckpointIndex.from_json(raw, path))
+        raw = folder.read_small(weights.name, MAX_INDEX_BYTES)
+        checkpoint = OpenCheckpoint(folder, names, weights, CheckpointIndex.from_json(raw, path))
     try:
         if weights.kind != "single":
             _open_files(checkpoint, files_of)
+        for file, shard in checkpoint.shards.items():
+            if isinstance(shard, RangedShard):
+                shard.recorded = checkpoint.index.files.get(file, FileDigest())
         if verify != "none":
             is_part = weights.kind != "single" and files_of is not None
             index = replace(checkpoint.index, total_size=None) if is_part else checkpoint.index
@@ -269,26 +327,22 @@ def _open_once(
 
 def _open_files(checkpoint: OpenCheckpoint, files_of: FilesOf | None) -> None:
     index = checkpoint.index
-    directory = checkpoint.directory
     weight_map = index.weight_map
     wanted = {name for name in index.files if name.endswith(SAFETENSORS_SUFFIX)} | set(weight_map.values())
     if files_of is not None:
         wanted &= set(files_of(index))
         weight_map = {name: file for name, file in weight_map.items() if file in wanted}
-    real_directory = os.path.realpath(directory)
-    for file in sorted(wanted):
-        path = os.path.join(directory, file)
-        if checkpoint.weights.kind == "index":
-            checkpoint.shards[file] = SafetensorsFile(path, directory, real_directory)
-        else:
-            checkpoint.pickles[file] = PickleFile(path, directory)
+    if checkpoint.weights.kind == "index":
+        checkpoint.shards = checkpoint.folder.open_shards(sorted(wanted))
+    else:
+        checkpoint.pickles = {file: checkpoint.folder.open_pickle(file, None) for file in sorted(wanted)}
     contents = {file: list(shard.header.tensors) for file, shard in checkpoint.shards.items()}
     contents |= {file: list(pickled.tensors) for file, pickled in checkpoint.pickles.items()}
     check_keys(checkpoint.weights_path, weight_map, contents)
 
 
-def _open_single(directory: str, names: WeightNames, weights: WeightsEntry) -> OpenCheckpoint:
-    shard = SafetensorsFile(os.path.join(directory, weights.name), directory)
+def _open_single(folder: CheckpointFolder, names: WeightNames, weights: WeightsEntry) -> OpenCheckpoint:
+    shard = folder.open_shards([weights.name])[weights.name]
     try:
         tensors = shard.header.tensors
         metadata = shard.hfshard_metadata
@@ -310,4 +364,4 @@ def _open_single(directory: str, names: WeightNames, weights: WeightsEntry) -> O
     except BaseException:
         shard.close()
         raise
-    return OpenCheckpoint(directory, names, weights, index, shards={weights.name: shard})
+    return OpenCheckpoint(folder, names, weights, index, shards={weights.name: shard})

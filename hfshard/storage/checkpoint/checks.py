@@ -11,13 +11,14 @@ from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import CONFIG_NAME, FILES_AT_ONCE, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, HfshardError, IntegrityError
-from hfshard.storage.disk.safe_open import read_small
+from hfshard.storage.checkpoint.folder import CheckpointFolder
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import INDEX_FILE
 from hfshard.storage.format.weights_override import as_saved
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,10 @@ def check_keys(weights_path: str, weight_map: Mapping[str, str], contents: Mappi
             raise _key_error(path, name, f"is missing in it, and the index '{weights_path}' says that it is in it")
 
 
-def check_fingerprints(weights_path: str, index: CheckpointIndex, shards: Mapping[str, SafetensorsFile]) -> None:
+def check_fingerprints(weights_path: str, index: CheckpointIndex, shards: Mapping[str, SafetensorsShard]) -> None:
     """Check the size and the fingerprint of every file, and the total size.
+
+    Of a file that is read by ranges not the fingerprint: it would take a request for each tensor.
 
     Raises:
         IntegrityError: A file is not the one that was saved.
@@ -61,7 +64,8 @@ def check_fingerprints(weights_path: str, index: CheckpointIndex, shards: Mappin
     """
     for file, shard in shards.items():
         if file in index.files:
-            shard.check_size_and_fingerprint(index.files[file], with_fingerprint=True)
+            is_local = isinstance(shard, SafetensorsFile)
+            shard.check_size_and_fingerprint(index.files[file], with_fingerprint=is_local)
     check_total(weights_path, index, sum(shard.data_bytes for shard in shards.values()))
 
 
@@ -84,15 +88,17 @@ def check_total(weights_path: str, index: CheckpointIndex, actual: int) -> None:
 
 
 def check_checksums(
+    folder: CheckpointFolder,
     weights_path: str,
     index: CheckpointIndex,
-    shards: Mapping[str, SafetensorsFile],
+    shards: Mapping[str, SafetensorsShard],
     progress_callback: ProgressCallback | None,
     cancelled: threading.Event | None = None,
 ) -> None:
     """Check every byte of every file against its checksum, several files at once.
 
     Args:
+        folder: Where they lie.
         weights_path: Path of the index or single file, for messages.
         index: With the checksums.
         shards: The files, open.
@@ -103,14 +109,7 @@ def check_checksums(
         DamagedCheckpointError: There are no checksums.
         IntegrityError: A file differs.
     """
-    if not index.is_verifiable:
-        lacking = sorted(file for file in shards if file not in index.files or not index.files[file].is_verifiable)
-        of_which = f" of '{lacking[0]}'" if 0 < len(lacking) < len(shards) else "s"
-        raise DamagedCheckpointError(
-            f"'{weights_path}' can't be verified in full: it has no checksum{of_which} (hfshard writes them). "
-            "Load it with verify='structure', or save it once with hfshard.",
-            path=weights_path,
-        )
+    refuse_unverifiable(weights_path, index, shards)
     in_threads(
         lambda file, cancelled: shards[file].check_contents(
             index.files[file], cancellable(progress_callback, cancelled), keep_cached=True
@@ -119,9 +118,34 @@ def check_checksums(
         FILES_AT_ONCE,
         cancelled=cancelled,
     )
+    check_small_files(folder, index)
+
+
+def check_small_files(folder: CheckpointFolder, index: CheckpointIndex) -> None:
+    """Compare config.json and generation_config.json with what was recorded when they were saved.
+
+    Raises:
+        DamagedCheckpointError: One is missing, or differs.
+    """
     for name, recorded in index.files.items():
         if name.endswith(".json"):
-            check_small_file(os.path.dirname(weights_path), name, recorded)
+            check_small_file(folder, name, recorded)
+
+
+def refuse_unverifiable(weights_path: str, index: CheckpointIndex, shards: Mapping[str, SafetensorsShard]) -> None:
+    """Refuse a checkpoint that has no checksums.
+
+    Raises:
+        DamagedCheckpointError: A file has none.
+    """
+    if not index.is_verifiable:
+        lacking = sorted(file for file in shards if file not in index.files or not index.files[file].is_verifiable)
+        of_which = f" of '{lacking[0]}'" if 0 < len(lacking) < len(shards) else "s"
+        raise DamagedCheckpointError(
+            f"'{weights_path}' can't be verified in full: it has no checksum{of_which} (hfshard writes them). "
+            "Load it with verify='structure', or save it once with hfshard.",
+            path=weights_path,
+        )
 
 
 def compare_pickles(pickles: Mapping[str, PickleFile], progress_callback: ProgressCallback | None = None) -> list[str]:
@@ -156,7 +180,7 @@ def check_pickles(pickles: Mapping[str, PickleFile], progress_callback: Progress
         )
 
 
-def check_small_file(directory: str, name: str, recorded: FileDigest) -> None:
+def check_small_file(folder: CheckpointFolder, name: str, recorded: FileDigest) -> None:
     """Compare config.json or generation_config.json with what was recorded when it was saved.
 
     A variant shares these files with the weights beside it, and the last save of either writes them: what any
@@ -165,10 +189,10 @@ def check_small_file(directory: str, name: str, recorded: FileDigest) -> None:
     Raises:
         DamagedCheckpointError: It is missing (`MissingShardError`), or differs (`IntegrityError`).
     """
-    path = os.path.join(directory, name)
-    raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
+    path = os.path.join(folder.path, name)
+    raw = folder.read_small(name, MAX_CONFIG_BYTES)
     found = sha256_of(as_saved(raw) if name == CONFIG_NAME else raw)
-    if recorded.sha256 not in (None, found) and found not in _recorded_by_others(directory, name):
+    if recorded.sha256 not in (None, found) and found not in _recorded_by_others(folder, name):
         raise IntegrityError(
             f"'{path}' is not the file that was saved: its sha256 is {found}, but was {recorded.sha256}. "
             "If you edited it on purpose, load with verify='structure', or save again.",
@@ -178,17 +202,17 @@ def check_small_file(directory: str, name: str, recorded: FileDigest) -> None:
         )
 
 
-def _recorded_by_others(directory: str, name: str) -> set[str | None]:
-    """The sha256 values that the checkpoints in a directory recorded for a small file; damaged ones are skipped."""
+def _recorded_by_others(folder: CheckpointFolder, name: str) -> set[str | None]:
+    """The sha256 values that the checkpoints in a folder recorded for a small file; damaged ones are skipped."""
     found: set[str | None] = set()
-    for file in os.listdir(directory):
-        path = os.path.join(directory, file)
+    for file in folder.names():
+        path = os.path.join(folder.path, file)
         try:
             if INDEX_FILE.fullmatch(file):
-                raw, _ = read_small(path, directory, MAX_INDEX_BYTES)
+                raw = folder.read_small(file, MAX_INDEX_BYTES)
                 found.add(CheckpointIndex.from_json(raw, path).files.get(name, FileDigest()).sha256)
             elif file.endswith(SAFETENSORS_SUFFIX):
-                shard = SafetensorsFile(path, directory)
+                shard = folder.open_shards([file])[file]
                 shard.close()
                 found.add(shard.hfshard_metadata.files.get(name, FileDigest()).sha256)
         except HfshardError as error:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from hfshard._util.addresses import is_address
 from hfshard._util.text import list_some
 from hfshard.constants import (
     ADAPTER_CONFIG_NAME,
@@ -18,7 +20,8 @@ from hfshard.constants import (
     WEIGHTS_OVERRIDE_KEY,
 )
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
-from hfshard.storage.disk.safe_open import Identity, identity_of, read_small
+from hfshard.storage.checkpoint.folder import CheckpointFolder, LocalFolder, folder_of
+from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames, check_file_name
 from hfshard.storage.format.strict_json import parse_json_object
 
@@ -44,15 +47,18 @@ class WeightsEntry:
         return self.kind in ("index", "bin_index")
 
 
-def locate_checkpoint(directory: str, names: WeightNames, use_safetensors: bool | None = None) -> WeightsEntry:
+def locate_checkpoint(
+    place: str | CheckpointFolder, names: WeightNames, use_safetensors: bool | None = None
+) -> WeightsEntry:
     """Find the file by which transformers enters a checkpoint.
 
     Raises:
         CheckpointNotFoundError: There is none.
         DamagedCheckpointError, UnsafePathError: config.json is not JSON, or names weights outside the directory.
     """
-    override = checked_weights_override(read_config(directory), directory, names)
-    return find_weights(directory, names, use_safetensors, override)
+    folder = folder_of(place)
+    override = checked_weights_override(config_in(folder), folder.path, names)
+    return find_weights(folder, names, use_safetensors, override)
 
 
 def candidate_weights(
@@ -113,15 +119,15 @@ def split_weights_path(path: str) -> tuple[str, str | None]:
 
 
 def find_weights(
-    directory: str, names: WeightNames, use_safetensors: bool | None, weights_override: str | None
+    folder: CheckpointFolder, names: WeightNames, use_safetensors: bool | None, weights_override: str | None
 ) -> WeightsEntry:
     """Find the file like `locate_checkpoint`, but with the config read already: it names `weights_override`."""
     candidates = candidate_weights(names, use_safetensors, weights_override)
     for candidate in candidates:
         # What the config names is not looked for: opening it says that it is missing.
-        if weights_override is not None or os.path.lexists(os.path.join(directory, candidate.name)):
+        if weights_override is not None or folder.has(candidate.name):
             return candidate
-    raise _not_found(directory, names, [candidate.name for candidate in candidates])
+    raise _not_found(folder, names, [candidate.name for candidate in candidates])
 
 
 def directory_not_found(directory: str) -> CheckpointNotFoundError:
@@ -129,33 +135,40 @@ def directory_not_found(directory: str) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(f"There is no directory '{directory}'. Check the path.", path=directory)
 
 
-def _not_found(directory: str, names: WeightNames, looked_for: list[str]) -> CheckpointNotFoundError:
-    if not os.path.isdir(directory):
+def _not_found(folder: CheckpointFolder, names: WeightNames, looked_for: list[str]) -> CheckpointNotFoundError:
+    directory = folder.path
+    is_far = is_address(directory)
+    if not is_far and not os.path.isdir(directory):
         return directory_not_found(directory)
-    found = sorted(name for name in os.listdir(directory) if name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)))
+    there = folder.names()
+    if is_far and not there:
+        return CheckpointNotFoundError(f"There is nothing at '{directory}'. Check the address.", path=directory)
+    found = [name for name in there if name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX))]
     hint = f"It holds {list_some(found, _SHOWN)}" if found else "It holds no weights at all"
-    if ADAPTER_CONFIG_NAME in os.listdir(directory):
+    if ADAPTER_CONFIG_NAME in there:
         hint = "It holds a PEFT adapter: load it with from_pretrained of a model class, with peft installed"
     variant = f" of variant '{names.variant}'" if names.variant is not None else ""
     return CheckpointNotFoundError(
-        f"There is no checkpoint{variant} in '{directory}': none of {', '.join(looked_for)}. {hint}. "
-        f"To see what is there, run: ls -l {directory}",
+        f"There is no checkpoint{variant} in '{directory}': none of {', '.join(looked_for)}. {hint}."
+        f"{'' if is_far else f' To see what is there, run: ls -l {directory}'}",
         path=directory,
     )
 
 
-def weights_bytes(directory: str, suffixes: tuple[str, ...] = (SAFETENSORS_SUFFIX, BIN_SUFFIX)) -> int:
-    """The size of all files of weights in a directory, in bytes; 0 where there is no directory."""
-    if not os.path.isdir(directory):
-        return 0
-    paths = [os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(suffixes)]
-    return sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
+def weights_bytes(place: str | CheckpointFolder, suffixes: tuple[str, ...] = (SAFETENSORS_SUFFIX, BIN_SUFFIX)) -> int:
+    """The size of all files of weights in a directory or folder, in bytes; 0 where there is none."""
+    folder = folder_of(place)
+    return sum(folder.size(name) for name in folder.names() if name.endswith(suffixes))
 
 
 def read_config(directory: str) -> bytes | None:
+    """The bytes of config.json in a directory, or None where there is none."""
+    return config_in(LocalFolder(directory))
+
+
+def config_in(folder: CheckpointFolder) -> bytes | None:
     """The bytes of config.json, or None where there is none."""
-    path = os.path.join(directory, CONFIG_NAME)
-    return read_small(path, directory, MAX_CONFIG_BYTES)[0] if os.path.lexists(path) else None
+    return folder.read_small(CONFIG_NAME, MAX_CONFIG_BYTES) if folder.has(CONFIG_NAME) else None
 
 
 def check_generation_config(directory: str) -> None:
@@ -194,16 +207,9 @@ def checked_weights_override(config: bytes | None, directory: str, names: Weight
     return value
 
 
-def state_token(directory: str, names: WeightNames, weights_override: str | None) -> tuple[Identity | None, ...]:
+def state_token(folder: CheckpointFolder, names: WeightNames, weights_override: str | None) -> tuple[Hashable, ...]:
     """The identities of all files by which a replaced checkpoint is noticed."""
     files = [CONFIG_NAME, names.single, names.index, names.hub_index, names.bin_single, names.bin_index]
     if weights_override:
         files.append(weights_override)
-    return tuple(_identity_or_none(os.path.join(directory, name)) for name in files)
-
-
-def _identity_or_none(path: str) -> Identity | None:
-    try:
-        return identity_of(os.stat(path))
-    except OSError:
-        return None
+    return tuple(folder.identity(name) for name in files)

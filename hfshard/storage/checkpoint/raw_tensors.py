@@ -16,7 +16,7 @@ from hfshard.storage.format.integrity import tensor_hasher
 from hfshard.storage.tensors.dtypes import DTYPE_BITS, TORCH_DTYPES, stored_dtype_name
 from hfshard.storage.tensors.tensor_bytes import iter_blocks, memory_of, own_memory, tensor_nbytes
 from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout, TensorLike, tensor_layout
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 
 _CAST_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 """What a cast changes: 8-bit floats and smaller are packed weights, which mean nothing without their scales."""
@@ -56,7 +56,7 @@ def is_compared(checkpoint: OpenCheckpoint) -> bool:
     return checkpoint.index.is_verifiable
 
 
-def _digests(shard: SafetensorsFile, recorded: FileDigest) -> dict[str, str]:
+def _digests(shard: SafetensorsShard, recorded: FileDigest) -> dict[str, str]:
     names = list(shard.header.tensors)
     digests = recorded.split_tensor_digests(len(names))
     if digests is not None:
@@ -66,7 +66,7 @@ def _digests(shard: SafetensorsFile, recorded: FileDigest) -> dict[str, str]:
 
 
 def _checked_blocks(
-    shard: SafetensorsFile, info: TensorInfo, digest: str | None, block_bytes: int
+    shard: SafetensorsShard, info: TensorInfo, digest: str | None, block_bytes: int
 ) -> Iterator[memoryview]:
     if digest is None:
         yield from shard.blocks(info, block_bytes)

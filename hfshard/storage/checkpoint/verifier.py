@@ -23,13 +23,14 @@ from hfshard.errors import (
 )
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file, check_total
-from hfshard.storage.checkpoint.locate import directory_not_found, entry_of, locate_checkpoint, weights_bytes
+from hfshard.storage.checkpoint.folder import CheckpointFolder, folder_of
+from hfshard.storage.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
-from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, check_tied_names
 from hfshard.storage.format.names import WeightNames
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.storage.weights.ranged.ranged_shard import RangedShard
+from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 
 
 @dataclass
@@ -42,7 +43,7 @@ class _Findings:
     data_bytes: int = 0
     """Bytes of tensor data, whether they were checked or not."""
 
-    def add_tensor(self, shard: SafetensorsFile, tensor: str, what: str) -> None:
+    def add_tensor(self, shard: SafetensorsShard, tensor: str, what: str) -> None:
         """Add a problem with one tensor."""
         message = readable(f"Tensor '{tensor}' {what}. Download or save it again.")
         self.problems.append(Problem(shard.path, tensor, message))
@@ -63,12 +64,16 @@ class _Findings:
 
 
 def verify_directory(
-    directory: str, names: WeightNames, level: str, progress: bool | None, weights_name: str | None = None
+    directory: str | CheckpointFolder,
+    names: WeightNames,
+    level: str,
+    progress: bool | None,
+    weights_name: str | None = None,
 ) -> VerifyReport:
     """Check the checkpoint in a directory, with a bar on the way; see `hfshard.verify_checkpoint`.
 
     Args:
-        directory: Where it is.
+        directory: Where it is: the path of a directory, or or a folder.
         names: Those of its files.
         level: "structure" or "full".
         progress: A bar on stderr; None: on a terminal.
@@ -80,8 +85,10 @@ def verify_directory(
     """
     if level not in ("structure", "full"):
         raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
-    verifier = Verifier(directory, names, level, weights_name)
-    total = weights_bytes(directory, (SAFETENSORS_SUFFIX,)) if level == "full" else 0
+    folder = folder_of(directory)
+    folder.look()
+    verifier = Verifier(folder, names, level, weights_name)
+    total = weights_bytes(folder, (SAFETENSORS_SUFFIX,)) if level == "full" else 0
     with bytes_bar("Verifying", total, progress if total else False) as progress_callback:
         verifier.run(progress_callback)
     return verifier.report()
@@ -90,8 +97,11 @@ def verify_directory(
 class Verifier:
     """Collects problems file by file, several at once, then those that only all files together show."""
 
-    def __init__(self, directory: str, names: WeightNames, level: str, weights_name: str | None = None) -> None:
-        self.directory = directory
+    def __init__(
+        self, folder: CheckpointFolder, names: WeightNames, level: str, weights_name: str | None = None
+    ) -> None:
+        self.folder = folder
+        self.directory = folder.path
         self.weights_name = weights_name
         self.names = names
         self.level = level
@@ -114,7 +124,7 @@ class Verifier:
         """Check everything."""
         try:
             named = self.weights_name
-            weights = entry_of(named) if named is not None else locate_checkpoint(self.directory, self.names)
+            weights = entry_of(named) if named is not None else locate_checkpoint(self.folder, self.names)
         except CheckpointNotFoundError:
             raise
         except HfshardError as error:
@@ -138,8 +148,7 @@ class Verifier:
         path = os.path.join(self.directory, name)
         self.files.append(name)
         try:
-            raw, _ = read_small(path, self.directory, MAX_INDEX_BYTES)
-            return CheckpointIndex.from_json(raw, path)
+            return CheckpointIndex.from_json(self.folder.read_small(name, MAX_INDEX_BYTES), path)
         except HfshardError as error:
             self.findings.add_error(error, self.directory)
             return None
@@ -151,7 +160,7 @@ class Verifier:
         for tensor, file in index.weight_map.items() if index is not None else ():
             self.names_in[file].append(tensor)
         self.files += names
-        largest_first = sorted(names, key=lambda name: -_size(os.path.join(self.directory, name)))
+        largest_first = sorted(names, key=lambda name: -self.folder.size(name))
         checked = in_threads(
             lambda name, cancelled: self._check_file(name, index, digests, cancellable(progress_callback, cancelled)),
             largest_first,
@@ -166,7 +175,7 @@ class Verifier:
     def _check_small_file(self, name: str, digest: FileDigest) -> None:
         self.files.append(name)
         try:
-            check_small_file(self.directory, name, digest)
+            check_small_file(self.folder, name, digest)
         except HfshardError as error:
             if isinstance(error, IntegrityError) and self.level != "full":
                 self.findings.warnings.append(error.message)  # people edit configs by hand
@@ -182,7 +191,7 @@ class Verifier:
     ) -> _Findings:
         findings = _Findings()
         try:
-            shard = SafetensorsFile(os.path.join(self.directory, name), self.directory)
+            shard = self.folder.open_shards([name])[name]
         except HfshardError as error:
             findings.add_error(error, self.directory)
             return findings
@@ -202,13 +211,13 @@ class Verifier:
 
     def _check_bytes(
         self,
-        shard: SafetensorsFile,
+        shard: SafetensorsShard,
         digest: FileDigest,
         findings: _Findings,
         progress_callback: ProgressCallback,
     ) -> None:
         try:
-            shard.check_size_and_fingerprint(digest, with_fingerprint=True)
+            shard.check_size_and_fingerprint(digest, with_fingerprint=not isinstance(shard, RangedShard))
             if self.level == "full" and digest.is_verifiable:
                 shard.check_contents(
                     replace(digest, tensor_digests=None), progress_callback
@@ -228,7 +237,7 @@ class Verifier:
             message = readable(f"'{shard.path}' can't be read: {error.strerror}. Download or save it again.")
             findings.problems.append(Problem(shard.path, None, message))
 
-    def _check_names(self, shard: SafetensorsFile, index: CheckpointIndex, findings: _Findings) -> None:
+    def _check_names(self, shard: SafetensorsShard, index: CheckpointIndex, findings: _Findings) -> None:
         name = os.path.relpath(shard.path, self.directory)
         for tensor in shard.header.tensors:
             if (where := index.weight_map.get(tensor, "no file")) != name:
@@ -237,7 +246,7 @@ class Verifier:
             if tensor not in shard.header.tensors:
                 findings.add_tensor(shard, tensor, f"is not in '{shard.path}', where the index says that it is")
 
-    def _note_no_checksum(self, shard: SafetensorsFile, index: CheckpointIndex | None, findings: _Findings) -> None:
+    def _note_no_checksum(self, shard: SafetensorsShard, index: CheckpointIndex | None, findings: _Findings) -> None:
         name = os.path.relpath(shard.path, self.directory)
         # Checksums are written for all files or for none, and a shard says by itself that hfshard wrote it.
         digests = index.files if index is not None else {}
@@ -250,7 +259,7 @@ class Verifier:
                 f"'{name}' carries no checksum (hfshard writes them): only its structure was checked."
             )
 
-    def _check_tied_names(self, shard: SafetensorsFile, findings: _Findings) -> None:
+    def _check_tied_names(self, shard: SafetensorsShard, findings: _Findings) -> None:
         try:
             check_tied_names(shard.hfshard_metadata.tied_names, shard.header.tensors, shard.path)
         except HfshardError as error:
@@ -280,7 +289,7 @@ class Verifier:
     @contextmanager
     def _opened_pickles(self) -> Iterator[OpenCheckpoint]:
         """Open the pickles; of one that holds several sets of weights, each is looked at, and the last stays open."""
-        opened = partial(open_checkpoint, self.directory, variant=self.names.variant, weights_name=self.weights_name)
+        opened = partial(open_checkpoint, self.folder, variant=self.names.variant, weights_name=self.weights_name)
         key = None
         try:
             with opened() as checkpoint:
@@ -307,31 +316,13 @@ class Verifier:
 
     def _warn_of_strays(self, index: CheckpointIndex | None) -> None:
         used = set(self.files) | (set(index.weight_map.values()) | set(index.files) if index is not None else set())
-        for name in sorted(entry.name for entry in _weights_files(self.directory)):
-            if name not in used and (
-                self.names.is_shard(name) or self.names.is_transient(name) or name == self.names.single
+        for name in self.folder.names():
+            is_file = name.endswith(SAFETENSORS_SUFFIX) and self.folder.identity(name) is not None
+            if (
+                is_file
+                and name not in used
+                and (self.names.is_shard(name) or self.names.is_transient(name) or name == self.names.single)
             ):
                 self.findings.warnings.append(
                     f"'{name}' belongs to nothing here; the next save by hfshard decides about it."
                 )
-
-
-def _weights_files(directory: str) -> list[os.DirEntry[str]]:
-    if not os.path.isdir(directory):
-        raise directory_not_found(directory)
-    with os.scandir(directory) as entries:
-        return [entry for entry in entries if entry.name.endswith(SAFETENSORS_SUFFIX) and _is_file(entry)]
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_file()
-    except OSError:
-        return False  # a link to itself
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0  # missing, or a link to itself: opening it tells

@@ -2,61 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import torch
 
 from hfshard._util.garbage import no_collection
-from hfshard._util.progress import ProgressCallback
-from hfshard._util.text import list_some
-from hfshard.constants import FINGERPRINT_BYTES, MAX_HEADER_BYTES, METADATA_KEY
-from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, IntegrityError, MissingShardError, remedy
+from hfshard.constants import MAX_HEADER_BYTES
+from hfshard.errors import CheckpointChangedError, MissingShardError
 from hfshard.storage.disk.block_reader import read_blocks, read_places
-from hfshard.storage.disk.direct_io import BLOCK_BYTES
-from hfshard.storage.disk.safe_open import identity_of, open_regular, read_text
-from hfshard.storage.format.header import (
-    LENGTH_BYTES,
-    Header,
-    TensorInfo,
-    damaged_header,
-    parse_header,
-    read_header_length,
-)
-from hfshard.storage.format.index import FileDigest, HfshardMetadata, metadata_of_file
-from hfshard.storage.format.integrity import (
-    HASHERS,
-    fingerprint_positions,
-    new_fingerprint,
-    tensor_digest,
-    zeroed,
-)
-from hfshard.storage.tensors.dtypes import DTYPE_NAMES, PLAIN_DTYPES, TORCH_DTYPES, torch_shape
+from hfshard.storage.disk.file_system import is_remote
+from hfshard.storage.disk.safe_open import Identity, identity_of, open_regular, read_text
+from hfshard.storage.format.header import LENGTH_BYTES, TensorInfo, read_header_length
+from hfshard.storage.tensors.dtypes import DTYPE_NAMES, PLAIN_DTYPES
 from hfshard.storage.weights.open_files import HeldFile, open_with_room
 from hfshard.storage.weights.populate import populated_blocks
-from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
+from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 
 _CPU: Final = torch.device("cpu")
 
 _PLAIN_DTYPES: Final = {DTYPE_NAMES[dtype]: dtype for dtype in PLAIN_DTYPES}
 
-_SHOWN: Final = 10
-"""Names of tensors in a message."""
 
-
-class SafetensorsFile:
-    """One safetensors file, checked; open while it is read, and as long as there is room (see `open_files`).
-
-    Attributes:
-        path: Where it was found.
-        size: Bytes.
-        header: What it says about its tensors, checked.
-        hfshard_metadata: What hfshard wrote into it, or what another library says of names that share a tensor.
-    """
+class SafetensorsFile(SafetensorsShard):
+    """One safetensors file of this machine; open while it is read, and as long as there is room (see `open_files`)."""
 
     def __init__(self, path: str, root: str, real_root: str | None = None) -> None:
         """Open and check a file (arguments as for `open_regular`).
@@ -65,25 +37,25 @@ class SafetensorsFile:
             DamagedCheckpointError: The header does not match itself or the size of the file.
             UnsafePathError: It is a link that leaves `root`.
         """
-        self.path = path
         self._root = root
         self._mapped: torch.UntypedStorage | None = None
         fd = open_with_room(partial(open_regular, path, root, real_root))
         try:
             status = os.fstat(fd)
-            self.size = status.st_size
-            self.identity = identity_of(status)
-            length = read_header_length(os.read(fd, LENGTH_BYTES), self.size, path)
+            self.identity: Identity = identity_of(status)
+            length = read_header_length(os.read(fd, LENGTH_BYTES), status.st_size, path)
             assert length <= MAX_HEADER_BYTES
-            raw = read_text(fd, length, path)
-            self._raw_header = length.to_bytes(LENGTH_BYTES, "little") + raw
-            self.header: Header = parse_header(raw, self.size, path)
-            self.hfshard_metadata: HfshardMetadata = metadata_of_file(self.header.metadata, self.header.tensors, path)
-            self._complex_as_real = self._complex_names()
+            raw_header = length.to_bytes(LENGTH_BYTES, "little") + read_text(fd, length, path)
+            super().__init__(path, raw_header, status.st_size)
         except BaseException:
             os.close(fd)
             raise
         self._file = HeldFile(fd, self._open_again)
+
+    @property
+    def is_far(self) -> bool:
+        """Whether it is on a file system of the network."""
+        return is_remote(self.identity[0])
 
     def close(self) -> None:
         """Close the file; tensors that were mapped stay valid, and the mapping ends with the last of them."""
@@ -97,16 +69,6 @@ class SafetensorsFile:
             CheckpointChangedError: It had to be opened again, and another file has its name now.
         """
         return self._file.opened()
-
-    @property
-    def written_by_hfshard(self) -> bool:
-        """Whether hfshard wrote it."""
-        return METADATA_KEY in self.header.metadata
-
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of its tensors, which lie without gaps between the header and the end."""
-        return self.size - self.header.data_start
 
     def tensor(self, name: str) -> torch.Tensor:
         """Map one tensor: a private mapping of its bytes, paged in when touched."""
@@ -133,147 +95,13 @@ class SafetensorsFile:
                 mapped[name] = torch.empty(0, dtype=dtype, device=_CPU).set_(storage, 0, shape)  # type: ignore[call-overload]
         return mapped
 
-    def shaped(self, name: str, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Make a tensor of bytes in memory or on a device, with its dtype and shape.
-
-        Raises:
-            DamagedCheckpointError: This torch does not know the dtype.
-        """
-        info = self.header.tensors[name]
-        if info.dtype not in TORCH_DTYPES:
-            raise DamagedCheckpointError(
-                f"Tensor '{name}' of shard '{self.path}' is {info.dtype}, "
-                f"which torch {torch.__version__} does not have. "
-                "Load it with a newer torch, or convert it with a tool that knows the dtype.",
-                path=self.path,
-                fqn=name,
-            )
-        dtype, shape = TORCH_DTYPES[info.dtype], torch_shape(info.dtype, info.shape)
-        tensor = torch.empty(shape if info.nbytes == 0 else 0, dtype=dtype, device=storage.device)
-        if info.nbytes:
-            tensor = tensor.set_(storage, 0, shape)  # type: ignore[call-overload]
-        return torch.view_as_complex(tensor) if name in self._complex_as_real else tensor
-
-    def described(self, name: str) -> torch.Tensor:
-        """A meta tensor of a stored tensor's dtype and shape; raises what `shaped` raises."""
-        return self.shaped(name, torch.UntypedStorage(self.header.tensors[name].nbytes, device="meta"))
-
-    @property
-    def complex_as_real(self) -> frozenset[str]:
-        """The tensors that are complex, and stored as real pairs."""
-        return self._complex_as_real
-
-    def blocks(self, info: TensorInfo, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
-        """Yield a tensor's bytes, `block_bytes` at a time and then the rest, read into one buffer.
-
-        A block is valid until the next one is asked for.
-
-        Raises:
-            DamagedCheckpointError: The file was truncated since it was opened.
-        """
-        count_bytes = 0
+    def _stretch(self, start: int, count_bytes: int, block_bytes: int) -> Iterator[memoryview]:
         with self.opened() as fd:
-            for block in read_blocks(fd, self.header.data_start + info.begin, info.nbytes, block_bytes):
-                count_bytes += len(block)
-                yield block
-        if count_bytes != info.nbytes:
-            raise self.truncated_error()
+            yield from read_blocks(fd, start, count_bytes, block_bytes)
 
-    def fingerprint(self) -> str:
-        """Compute the fingerprint of the file as it is now (see `integrity`)."""
-        fingerprint = new_fingerprint()
-        fingerprint.update(self._blank_header())
-        infos = list(self.header.tensors.values())
-        sampled = [infos[position] for position in fingerprint_positions(len(infos)) if infos[position].nbytes]
-        start = self.header.data_start
-        places = [(start + info.begin, min(info.nbytes, FINGERPRINT_BYTES)) for info in sampled]
+    def _places(self, places: Sequence[tuple[int, int]]) -> Iterator[bytes]:
         with self.opened() as fd:
-            for raw in read_places(fd, start, self.data_bytes, places):
-                fingerprint.update(raw)
-        return fingerprint.hexdigest()
-
-    def checksum(
-        self, kind: str, progress_callback: ProgressCallback | None = None, *, keep_cached: bool = False
-    ) -> str:
-        """Compute the checksum of the whole file as it is now.
-
-        Args:
-            kind: A key of `HASHERS`.
-            progress_callback: Called with the number of bytes of each block that was hashed.
-            keep_cached: Whether to leave the file in the page cache, because its tensors will be read.
-        """
-        hasher = HASHERS[kind]()
-        hasher.update(self._blank_header())
-        for block in self._data(keep_cached=keep_cached):
-            hasher.update(block)
-            if progress_callback is not None:
-                progress_callback(len(block))
-        return hasher.hexdigest()
-
-    def checked_sha256(self, recorded: FileDigest) -> str:
-        """Compute the sha256 of the file's bytes, and compare its recorded checksum in the same pass.
-
-        The two differ for a single file, which holds its own checksum: that one is computed with zeros in its place
-        (see `integrity`).
-
-        Raises:
-            IntegrityError: The bytes are not those that were saved.
-        """
-        plain = HASHERS["sha256"]()
-        plain.update(self._raw_header)
-        kind, expected = ("sha256", recorded.sha256) if recorded.sha256 is not None else ("xxh3", recorded.xxh3)
-        stated_hasher = HASHERS[kind]() if expected is not None else None
-        if stated_hasher is not None:
-            stated_hasher.update(self._blank_header())
-        for block in self._data():
-            plain.update(block)
-            if stated_hasher is not None:
-                stated_hasher.update(block)
-        if stated_hasher is not None and (found := stated_hasher.hexdigest()) != expected:
-            raise self._differs(kind, expected, found, self.damaged_tensors(recorded))
-        return plain.hexdigest()
-
-    def check_size_and_fingerprint(self, recorded: FileDigest, *, with_fingerprint: bool) -> None:
-        """Compare the file's size, and its fingerprint, with what was recorded when it was saved.
-
-        Raises:
-            IntegrityError: They differ.
-        """
-        if recorded.size is not None and recorded.size != self.size:
-            raise self._differs("size", recorded.size, self.size)
-        if not with_fingerprint or recorded.fingerprint is None:
-            return
-        found = self.fingerprint()
-        if found != recorded.fingerprint:
-            raise self._differs("fingerprint", recorded.fingerprint, found)
-
-    def check_contents(
-        self, recorded: FileDigest, progress_callback: ProgressCallback | None = None, *, keep_cached: bool = False
-    ) -> None:
-        """Compare the whole file's checksum with the recorded one, if there is one (arguments as for `checksum`).
-
-        Raises:
-            IntegrityError: They differ.
-        """
-        for kind, expected in (("sha256", recorded.sha256), ("xxh3", recorded.xxh3)):
-            if expected is None:
-                continue
-            found = self.checksum(kind, progress_callback, keep_cached=keep_cached)
-            if found != expected:
-                raise self._differs(kind, expected, found, self.damaged_tensors(recorded))
-
-    def damaged_tensors(self, recorded: FileDigest) -> list[str]:
-        """List the tensors whose bytes are not those that were saved, as far as the digests tell."""
-        infos = list(self.header.tensors.values())
-        expected = recorded.split_tensor_digests(len(infos))
-        if expected is None:
-            return []
-        with self.opened() as fd:
-            return [
-                info.name
-                for info, digest in zip(infos, expected, strict=True)
-                if tensor_digest(read_blocks(fd, self.header.data_start + info.begin, info.nbytes)) != digest
-            ]
+            yield from read_places(fd, self.header.data_start, self.data_bytes, places)
 
     def _data(self, *, keep_cached: bool = False) -> Iterator[memoryview]:
         start = self.header.data_start
@@ -282,44 +110,6 @@ class SafetensorsFile:
                 yield from populated_blocks(fd, self.mapping, start, self.size)
             else:
                 yield from read_blocks(fd, start, self.data_bytes)
-
-    def _differs(self, what: str, expected: Any, actual: Any, damaged: Sequence[str] = ()) -> IntegrityError:
-        which = "It is damaged, or belongs to another save."
-        if damaged:
-            which = f"Damaged: tensor {list_some(damaged, _SHOWN, quote=True)}."
-        return IntegrityError(
-            f"Shard '{self.path}' is not the file that was saved: its {what} is {actual}, but was {expected}. "
-            f"{which} {remedy(self.path)}",
-            path=self.path,
-            fqn=damaged[0] if damaged else None,
-            expected=expected,
-            actual=actual,
-        )
-
-    def truncated_error(self) -> DamagedCheckpointError:
-        """The error for a file that was truncated after it was opened."""
-        return DamagedCheckpointError(
-            f"Shard '{self.path}' was truncated while it was being read. {remedy(self.path)}", path=self.path
-        )
-
-    def _blank_header(self) -> bytes:
-        digests = self.hfshard_metadata.digests
-        stated = [(name, getattr(digests, name)) for name in ("sha256", "xxh3", "fingerprint", "tensor_digests")]
-        return zeroed(self._raw_header, [(name, digest) for name, digest in stated if digest is not None])
-
-    def _complex_names(self) -> frozenset[str]:
-        text = self.header.metadata.get(COMPLEX_AS_REAL_KEY)
-        if text is None:
-            return frozenset()
-        try:
-            names = json.loads(text)
-            infos = [self.header.tensors[name] for name in names]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            problem = f"its '{COMPLEX_AS_REAL_KEY}' must be a list of its tensors"
-            raise damaged_header(self.path, problem) from error
-        if not all(info.dtype in ("F64", "F16") and info.shape[-1:] == (2,) for info in infos):
-            raise damaged_header(self.path, f"a tensor in its '{COMPLEX_AS_REAL_KEY}' does not consist of real pairs")
-        return frozenset(names)
 
     def _slice(self, info: TensorInfo) -> torch.UntypedStorage:
         start = self.header.data_start + info.begin

@@ -16,7 +16,7 @@ from hfshard.storage.disk.companions import find_companion_files
 from hfshard.storage.disk.safe_open import Identity, open_regular, read_small
 from hfshard.storage.format.strict_json import parse_json_object
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 from hfshard.training.foreign.checkpoint import ForeignRequest
 from hfshard.training.foreign.pickles.plain_files import read_plain_file
 from hfshard.training.run.manifest import MANIFEST
@@ -77,8 +77,12 @@ class ForeignDirectory:
                 if self.request.verify == "full" and checkpoint.pickles:
                     compare_pickles(checkpoint.pickles)
                 elif self.request.verify == "full" and checkpoint.index.is_verifiable:
-                    check_checksums(checkpoint.weights_path, checkpoint.index, checkpoint.shards, None)
-                opened: list[SafetensorsFile | PickleFile] = [*checkpoint.shards.values(), *checkpoint.pickles.values()]
+                    weights_path = checkpoint.weights_path
+                    check_checksums(checkpoint.folder, weights_path, checkpoint.index, checkpoint.shards, None)
+                opened: list[SafetensorsShard | PickleFile] = [
+                    *checkpoint.shards.values(),
+                    *checkpoint.pickles.values(),
+                ]
                 self.has_order &= len(opened) == 1 and not checkpoint.shards
                 self.files |= {one.path: one.identity for one in opened}
                 return read_tensors(checkpoint, None, "cpu", "auto")

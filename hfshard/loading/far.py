@@ -1,0 +1,114 @@
+"""Checkpoints in stores: the folder whose files are read by ranges, and small files of it for who wants a directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from dataclasses import replace
+from typing import Final
+
+from hfshard._util.addresses import StoreAddress, parse_address
+from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES
+from hfshard.errors import InvalidArgumentError
+from hfshard.hub.resolve import CheckpointQuery
+from hfshard.storage.checkpoint.folder import RangedFolder
+from hfshard.storage.checkpoint.locate import is_weights_name
+from hfshard.storage.format.names import check_file_name
+from hfshard.stores.memory import store_memory_bytes
+from hfshard.stores.opening import open_store
+
+_SMALL_NAMES: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME)
+"""What a model is built from besides its weights."""
+
+_CODE_SUFFIX: Final = ".py"
+
+
+class Skeleton:
+    """The small files of a checkpoint that is far away, in a temporary directory; weights never.
+
+    The directory goes when nobody holds this any more, and when Python exits.
+    """
+
+    def __init__(self, folder: RangedFolder, *, has_code: bool) -> None:
+        """Make an empty directory.
+
+        Args:
+            folder: Where the files are.
+            has_code: Whether the checkpoint's own code may be run, so that it is needed too.
+        """
+        self._folder = folder
+        self._has_code = has_code
+        self._written: dict[str, bytes] = {}
+        self.directory = tempfile.mkdtemp(prefix="hfshard-")
+        weakref.finalize(self, _remove, self.directory, os.getpid())
+        self.is_filled = False
+        """Whether somebody wants the files, so that they are kept as they are far away."""
+
+    def fill(self) -> None:
+        """List what is there, and bring the directory to it (raises as `refresh`)."""
+        self._folder.look_early()
+        self.is_filled = True
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Bring the directory, if it was filled, to what was there at the folder's last look.
+
+        Raises:
+            DamagedCheckpointError: A file is too large, or no text.
+            CheckpointChangedError: It was replaced since.
+        """
+        if not self.is_filled:
+            return
+        for name in [name for name in self._written if not self._folder.has(name)]:
+            os.unlink(os.path.join(self.directory, name))
+            del self._written[name]
+        for name in self._names():
+            raw = self._folder.read_small(name, MAX_CONFIG_BYTES)
+            if self._written.get(name) != raw:
+                path = os.path.join(self.directory, name)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "wb") as out:
+                    out.write(raw)
+                self._written[name] = raw
+
+    def _names(self) -> list[str]:
+        code = self._folder.code_names() if self._has_code else []
+        for name in code:
+            check_file_name(name, index_path=self._folder.path, suffix=_CODE_SUFFIX)
+        return [name for name in _SMALL_NAMES if self._folder.has(name)] + code
+
+
+def _remove(directory: str, process: int) -> None:
+    if os.getpid() == process:  # a forked child leaves it to its parent
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def find_in_store(text: str, query: CheckpointQuery, *, takes_files: bool) -> tuple[RangedFolder, str | None]:
+    """Find the folder of a checkpoint in a store, and the file of weights that an address may name.
+
+    Args:
+        text: The address.
+        query: Which checkpoint.
+        takes_files: Whether the address may be that of one file of weights, or of an index.
+
+    Raises:
+        InvalidArgumentError: The query can't be answered by a store.
+        StoreError: There is no such bucket, no permission, no connection.
+    """
+    if query.local_files_only:
+        raise InvalidArgumentError(f"local_files_only=True, and '{text}' is not on this machine.", path=text)
+    address = parse_address(text)
+    parent, _, name = address.prefix.rpartition("/")
+    if takes_files and is_weights_name(name):
+        folder = _folder_at(replace(address, prefix=parent))
+        if folder.find(name):
+            if query.subfolder or query.variant is not None:
+                raise InvalidArgumentError(f"'{text}' is a file: leave out subfolder and variant.", path=text)
+            return folder, name
+    return _folder_at(address.joined(query.subfolder.strip("/")) if query.subfolder.strip("/") else address), None
+
+
+def _folder_at(address: StoreAddress) -> RangedFolder:
+    return RangedFolder(open_store(address), str(address), store_memory_bytes())
