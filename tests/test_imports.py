@@ -152,7 +152,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "stores.objects": (
         "failures settings",
         "connection part_memory retrying",
-        "s3 upload",
+        "azure gcs s3 upload",
         "connecting",
         "cloud_store",
     ),

@@ -8,13 +8,17 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from hfshard.stores.objects import s3
+from hfshard.stores.objects import azure, gcs, s3
 from hfshard.stores.objects.connection import Connection
 
 _VARIABLES: Final = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "CLOUDSDK_", "HFSHARD_STORE_", "HOME")
 """The beginnings of the names of environment variables that may change a connection."""
 
-_CONNECT: Final[dict[str, Callable[[str], Connection]]] = {"s3": s3.connect}
+_CONNECT: Final[dict[str, Callable[[str], Connection]]] = {
+    "s3": s3.connect,
+    "gs": gcs.connect,
+    "az": azure.connect,
+}
 
 _LOCK: Final = threading.Lock()
 _CONNECTIONS: Final[dict[tuple[str, str, str], Connection]] = {}

@@ -29,15 +29,14 @@ _SLOW_DOWN: Final = frozenset({429, 503})
 _COLLISIONS: Final = frozenset({"ConditionalRequestConflict", "OperationAborted"})
 """Codes of S3 for two requests at the same moment: neither was refused for its condition."""
 _NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"})
-_CREDENTIALS: Final = (
-    "token request",
-    "managed identity",
-    "metadata endpoint",
-    "credential",
-    "Credential",
-    "azure cli",
+_NO_TOKEN: Final = (
+    "Error performing token request",
+    "'az account get-access-token' command failed",
+    "Error reading federated token file",
+    "External AWS credential provider",
+    "External GCP credential provider",
 )
-"""Words of the errors of obstore that could not get credentials."""
+"""How obstore says that it could not get credentials."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ def read_failure(error: BaseException) -> Failure:
         differs=isinstance(error, AlreadyExistsError | PreconditionError | NotModifiedError)
         and code not in _COLLISIONS,
         missing=isinstance(error, FileNotFoundError) or code in _NO_BUCKET,
-        no_credentials=any(word in shown.partition("status code")[0] for word in _CREDENTIALS),
+        no_credentials=any(words in shown for words in _NO_TOKEN) and not (status and int(status.group(1)) >= 500),
         wrong_region="incorrectly configured region" in shown,
     )
 

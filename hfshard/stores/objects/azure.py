@@ -1,0 +1,127 @@
+"""Azure Blob Storage: the settings of the az command line, for obstore."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from obstore.exceptions import BaseError
+from obstore.store import AzureStore
+
+from hfshard.errors import StoreAccessError
+from hfshard.stores.objects.connection import Connection, Service, quick_options, upload_options
+
+if TYPE_CHECKING:
+    from obstore.store import AzureConfig
+
+SERVICE: Final = Service(
+    title="Azure Blob Storage",
+    has_content_etags=False,
+    has_generations=False,
+    deletes_together=256,
+    log_in=(
+        "Set AZURE_STORAGE_ACCOUNT and run 'az login', or set AZURE_STORAGE_KEY too; or set "
+        "AZURE_STORAGE_CONNECTION_STRING."
+    ),
+    who_am_i="az account show",
+    permissions="the role Storage Blob Data Contributor",
+    make_bucket="az storage container create --name {}",
+)
+
+_EMULATOR: Final = (
+    "AccountName=devstoreaccount1;BlobEndpoint=http://127.0.0.1:10000/devstoreaccount1;AccountKey="
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+"""What "UseDevelopmentStorage=true" stands for; the key is public, the same for every emulator."""
+_OTHER_LOGINS: Final = (
+    "AZURE_CLIENT_SECRET",
+    "AZURE_STORAGE_CLIENT_SECRET",
+    "AZURE_FEDERATED_TOKEN_FILE",
+    "AZURE_MSI_ENDPOINT",
+    "AZURE_IDENTITY_ENDPOINT",
+    "AZURE_STORAGE_TOKEN",
+    "AZURE_USE_AZURE_CLI",
+    "AZURE_SKIP_SIGNATURE",
+    "AZURE_CREDENTIAL_TYPE",
+)
+"""Variables by which obstore logs in."""
+
+
+def connect(container: str) -> Connection:
+    """Make the clients of a container.
+
+    Raises:
+        StoreAccessError: No storage account is named, or its key is none.
+    """
+    address = f"az://{container}"
+    settings = _settings(address)
+    allow_http = str(settings.get("endpoint", "")).startswith("http://")
+    quick, no_retries = quick_options(allow_http=allow_http)
+    slow, retries = upload_options(allow_http=allow_http)
+    try:
+        return Connection(
+            service=SERVICE,
+            address=address,
+            bucket=container,
+            quick=AzureStore(container, config=settings, client_options=quick, retry_config=no_retries),
+            uploads=AzureStore(container, config=settings, client_options=slow, retry_config=retries),
+            sweep=None,
+        )
+    except (BaseError, ValueError):  # without its words, which may hold the key
+        raise StoreAccessError(
+            f"The settings for {address} can't be used: a key or an endpoint in AZURE_STORAGE_* is not valid. "
+            f"{SERVICE.log_in}",
+            path=address,
+        ) from None
+
+
+def _settings(address: str) -> AzureConfig:
+    """The settings of the connection string, or else those by themselves."""
+    given = _connection_string(_variable("connection_string"))
+    suffix = given.get("endpointsuffix", "core.windows.net")
+    account = given.get("accountname", "") or _variable("account") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+    if not account and not os.environ.get("AZURE_STORAGE_USE_EMULATOR"):
+        raise StoreAccessError(f"No storage account is named for {address}. {SERVICE.log_in}", path=address)
+    endpoint = given.get("blobendpoint", "") or _variable("service_endpoint")
+    if not endpoint and "endpointsuffix" in given:
+        endpoint = f"{given.get('defaultendpointsprotocol', 'https')}://{account}.blob.{suffix}"
+    key = given.get("accountkey", "") or (_variable("key") if not given else "")
+    signature = given.get("sharedaccesssignature", "") or (_variable("sas_token") if not given else "")
+    settings: AzureConfig = {}
+    if account:
+        settings["account_name"] = account
+    if endpoint:
+        settings["endpoint"] = endpoint.rstrip("/")
+    if key:
+        settings["account_key"] = key
+    elif signature:
+        settings["sas_key"] = signature.removeprefix("?")
+    elif shutil.which("az") and not any(os.environ.get(name) for name in _OTHER_LOGINS):
+        settings["use_azure_cli"] = True
+    return settings
+
+
+def _connection_string(text: str) -> dict[str, str]:
+    """Its settings by their names in lower case."""
+    parts = (part.partition("=") for part in text.split(";") if part.strip())
+    found = {name.strip().lower(): value.strip() for name, _, value in parts}
+    if found.get("usedevelopmentstorage", "").lower() == "true":
+        return _connection_string(_EMULATOR)
+    return found
+
+
+def _variable(name: str) -> str:
+    """A setting of az: an environment variable, or what its configuration file says."""
+    value = os.environ.get(f"AZURE_STORAGE_{name.upper()}", "").strip()
+    if value:
+        return value
+    file = Path(os.environ.get("AZURE_CONFIG_DIR", "").strip() or "~/.azure").expanduser() / "config"
+    config = configparser.ConfigParser(interpolation=None)
+    try:
+        config.read(file)
+    except (configparser.Error, UnicodeDecodeError):
+        return ""  # az itself complains about it; a variable can stand in for it
+    return config.get("storage", name, fallback="").strip()
