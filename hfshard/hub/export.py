@@ -11,7 +11,8 @@ from hfshard.constants import CONFIG_NAME, README
 from hfshard.errors import SaveDirectoryError
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.commit.commit import SaveSession, save_session
-from hfshard.storage.commit.commit_plan import NewCheckpoint, content_digest, plan_commit
+from hfshard.storage.commit.commit_plan import plan_commit
+from hfshard.storage.commit.new_checkpoint import NewCheckpoint, content_digest
 from hfshard.storage.disk.clone import copy_file
 
 _LEFT_OUT: Final = frozenset({".gitattributes"})

@@ -13,8 +13,9 @@ from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.commit.commit import SaveSession, save_session
-from hfshard.storage.commit.commit_plan import NewCheckpoint, content_digest, plan_commit
+from hfshard.storage.commit.commit_plan import plan_commit
 from hfshard.storage.commit.directory_state import read_state
+from hfshard.storage.commit.new_checkpoint import NewCheckpoint, content_digest
 from hfshard.storage.disk.fsops import can_link
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.format.integrity import tensor_digest

@@ -1,4 +1,4 @@
-"""Links files of an older checkpoint that hold the very bytes which are to be written."""
+"""Links, or keeps, files of an older checkpoint that hold the very bytes which are to be written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 class KnownFile:
     """A file of an older checkpoint."""
 
-    path: str
+    path: str | None
+    """None: in a store, where it stays, and gets no second name."""
     digest: FileDigest
     """What a manifest tells of it: its size, a checksum and the fingerprint, not the digests of its tensors."""
 
@@ -59,10 +60,14 @@ def link_if_same(job: WriteJob, file: KnownFile, checksum: str, stop: Event) -> 
         stop: When it is set, this raises.
 
     Returns:
-        The digest; None where the bytes differ, the file is damaged, or there are no hard links.
+        The digest; None where the bytes differ, the file on the disk is damaged, or there are no hard links.
     """
     record, _ = digest_shard(job, checksum, None, stop)
-    if replace(record, tensor_digests=None) != file.digest or os.path.islink(file.path):
+    if replace(record, tensor_digests=None) != file.digest:
+        return None
+    if file.path is None:
+        return record
+    if os.path.islink(file.path):
         return None  # a link's bytes may go without it
     try:
         shard = SafetensorsFile(file.path, os.path.dirname(file.path))

@@ -13,7 +13,8 @@ from hfshard.planning.plan import PlannedShard, ShardPlan, plan_specs, with_one_
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.writing import ShardWriter
 from hfshard.storage.commit.commit import SaveSession
-from hfshard.storage.commit.commit_plan import NewCheckpoint, content_digest, needs_links
+from hfshard.storage.commit.commit_plan import needs_links
+from hfshard.storage.commit.new_checkpoint import NewCheckpoint, content_digest
 from hfshard.storage.disk.companions import copy_companion
 from hfshard.storage.disk.fsops import can_link
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, build_hfshard_metadata
@@ -178,16 +179,22 @@ def _stage_companion_files(
 
 
 def shard_jobs(
-    plan: ShardPlan, request: SaveRequest, paths: Sequence[str], like: os.stat_result | None = None
+    plan: ShardPlan,
+    request: SaveRequest,
+    paths: Sequence[str],
+    like: os.stat_result | None = None,
+    *,
+    has_index: bool = False,
 ) -> list[WriteJob]:
-    """Describe what to write for each file of a plan, into these paths."""
+    """Describe what to write for each file of a plan, into these paths; with an index, a single one is a shard too."""
     hfshard_metadata = None
-    if not plan.is_sharded:
+    has_index = has_index or plan.is_sharded
+    if not has_index:
         hfshard_metadata = build_hfshard_metadata(
             request.model_file_digests, request.tied_names, request.undeclared_ties
         )
     extra = dict(request.file_metadata)
-    if not plan.is_sharded:
+    if not has_index:
         for key, value in request.options.metadata.items():
             extra[key] = value if isinstance(value, str) else json.dumps(value)
     jobs = []

@@ -6,11 +6,13 @@ import logging
 import os
 from collections.abc import Callable
 
+from hfshard._util.addresses import is_address
 from hfshard._util.paths import absolute_path
 from hfshard._util.progress import bytes_bar
 from hfshard.planning.plan import with_one_more_shard
 from hfshard.saving.prepare import avoid_taken_names, needs_new_names, plan_request, with_free_names, write_staged
 from hfshard.saving.request import SaveRequest
+from hfshard.saving.to_store import save_to_store
 from hfshard.saving.writing import OwnShardWriter, ShardWriter
 from hfshard.storage.commit.commit import save_session
 from hfshard.storage.commit.commit_plan import plan_commit
@@ -30,7 +32,7 @@ def save_request(
 
     Args:
         request: What to save, and how.
-        save_directory: Made when it is missing.
+        save_directory: Made when it is missing; or the address of a place in a store (see `save_to_store`).
         check: Called when the directory is locked, and just before the commit.
         writer: Writes the files; None: this process does.
 
@@ -38,6 +40,8 @@ def save_request(
         Everything that `hfshard.save_state_dict` raises.
     """
     directory = absolute_path(save_directory, "save_directory")
+    if is_address(directory):
+        return save_to_store(request, directory, check, writer)
     names = request.options.names
     writer = writer or OwnShardWriter()
     writer_threads()  # raises where the environment asks for more than there is

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from hfshard._util.progress import ProgressCallback
 from hfshard.saving.linking import KnownFile, link_unchanged
+from hfshard.saving.stores.upload import upload_files
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.weights.safetensors_writer import WriteJob, fingerprint_of_job, write_shards
+from hfshard.stores.protocols import Store
 
 
 class ShardWriter(Protocol):
-    """Writes the files of a save into the staging directory."""
+    """Writes the files of a save into the staging directory, or sends them to a store."""
 
     def fingerprints(self, jobs: Sequence[WriteJob], checksum: str | None) -> Iterable[str]:
         """The fingerprints of the files that `write` would write for these jobs, in order; nothing is written."""
 
     def link(self, jobs: Sequence[WriteJob], known: Mapping[str, KnownFile], checksum: str) -> list[FileDigest | None]:
-        """Hard-link the files that are on the disk already, as `link_unchanged` does."""
+        """Hard-link the files that are on the disk already, as `link_unchanged` does; those in a store are kept."""
 
     def write(
-        self, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None
+        self,
+        jobs: Sequence[WriteJob],
+        checksum: str | None,
+        progress_callback: ProgressCallback | None,
+        store: Store | None = None,
     ) -> list[FileDigest]:
-        """Write the files as `write_shards` does, and return the digest of each."""
+        """Write the files, and return the digest of each: as `write_shards` does, or `upload_files` into a store."""
 
     def confirm(self) -> None:
         """Called right before the commit: the last moment for one who writes with others to raise."""
@@ -48,9 +55,16 @@ class OwnShardWriter:
         return link_unchanged(jobs, known, checksum)
 
     def write(
-        self, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None
+        self,
+        jobs: Sequence[WriteJob],
+        checksum: str | None,
+        progress_callback: ProgressCallback | None,
+        store: Store | None = None,
     ) -> list[FileDigest]:
         """Write several files at once, in threads."""
+        if store is not None:
+            named = {os.path.basename(job.path): job for job in jobs}
+            return list(upload_files(store, named, checksum, progress_callback).values())
         return write_shards(jobs, checksum=checksum, progress_callback=progress_callback)
 
     def confirm(self) -> None:

@@ -18,7 +18,8 @@ from hfshard.saving.prepare import avoid_taken_names, plan_request, staged_jobs,
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.writing import OwnShardWriter
 from hfshard.storage.commit.commit import save_session
-from hfshard.storage.commit.commit_plan import NewCheckpoint, needs_links, plan_commit
+from hfshard.storage.commit.commit_plan import needs_links, plan_commit
+from hfshard.storage.commit.new_checkpoint import NewCheckpoint
 from hfshard.storage.disk.block_reader import read_blocks
 from hfshard.storage.disk.fsops import copy_mode, sync, write_all
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
@@ -30,6 +31,7 @@ from hfshard.storage.weights.safetensors_writer import (
     digest_shard,
     writer_threads,
 )
+from hfshard.stores.protocols import Store
 
 logger = logging.getLogger(__name__)
 
@@ -183,9 +185,13 @@ class _FilledFiles(OwnShardWriter):
     """Completes files whose tensors are there already."""
 
     def write(
-        self, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None
+        self,
+        jobs: Sequence[WriteJob],
+        checksum: str | None,
+        progress_callback: ProgressCallback | None,
+        store: Store | None = None,
     ) -> list[FileDigest]:
-        """See `ShardWriter`."""
+        """See `ShardWriter`; it is for directories only."""
         work = partial(_complete, checksum=checksum, progress_callback=progress_callback)
         return in_threads(work, jobs, writer_threads())
 

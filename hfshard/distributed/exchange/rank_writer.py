@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from hfshard._util.addresses import is_address
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import start_thread
 from hfshard.distributed.exchange.holders import Holders
@@ -23,10 +24,13 @@ from hfshard.distributed.exchange.rounds import Exchange
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import HfshardError
 from hfshard.saving.linking import KnownFile, link_if_same
+from hfshard.saving.stores.upload import upload_files
 from hfshard.storage.commit.interrupts import deferred_interrupt
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.tensors.tensor_layout import RawTensor
 from hfshard.storage.weights.safetensors_writer import WriteJob, fingerprint_of_job, write_shards
+from hfshard.stores.opening import open_store
+from hfshard.stores.protocols import Store
 
 _END: Final = b"null"
 """The order after the last one."""
@@ -87,9 +91,13 @@ class RankWriter:
         return [digests.get(number) for number in range(len(jobs))]
 
     def write(
-        self, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None
+        self,
+        jobs: Sequence[WriteJob],
+        checksum: str | None,
+        progress_callback: ProgressCallback | None,
+        store: Store | None = None,
     ) -> list[FileDigest]:
-        """As in `ShardWriter`; on the leader."""
+        """As in `ShardWriter`; on the leader. Each rank opens the store that its files' paths lead to."""
         return [FileDigest(**value) for value in self._lead("write", jobs, checksum, progress_callback)]
 
     def confirm(self) -> None:
@@ -215,6 +223,9 @@ class RankWriter:
         return found
 
     def _write(self, job: WriteJob, checksum: str | None) -> FileDigest:
+        if is_address(job.path):
+            address, _, name = job.path.rpartition("/")
+            return upload_files(open_store(address), {name: job}, checksum)[name]
         try:
             return write_shards([job], checksum=checksum)[0]
         except FileNotFoundError as error:

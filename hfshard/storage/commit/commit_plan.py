@@ -17,54 +17,20 @@ README.md beside this file shows each path as a table; `scripts/crash_sweep` kil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final
+from dataclasses import replace
 
 from hfshard.constants import CONFIG_NAME
-from hfshard.storage.commit.directory_state import DirectoryState, weights_override_of
-from hfshard.storage.commit.steps import CommitPlan
-from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.format.weights_override import with_weights_override, without_weights_override
-
-_TRANSFORMERS: Final = "hfshard and transformers"
-_HUB: Final = "huggingface_hub"
-
-_NO_CONFIG: Final = b"{}"
-"""What stands in for a config that goes, while it has to lead to the new weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewCheckpoint:
-    """What a save has written into the staging directory, and what belongs to it."""
-
-    shards: Mapping[str, str]
-    """Name in the directory -> name in the staging directory."""
-    keys: Sequence[str]
-    """FQNs of the stored tensors."""
-    index: bytes | None
-    """The bytes of the index; None for a single file."""
-    config: bytes | None
-    """The bytes of config.json; None where the save has none and keeps the one that is there."""
-    model_files: Mapping[str, bytes]
-    """The other small files of the model: generation_config.json, custom code. Name -> bytes."""
-    digest: str
-    """Hex digits that depend on the content: part of the names that exist only during the commit."""
-    companion_files: Mapping[str, str] = field(default_factory=dict)
-    """Files that go along with the model, such as a tokenizer or a README. Name -> name in the staging directory."""
-    kept_shards: frozenset[str] = frozenset()
-    """Shards of the old checkpoint that belong to the new one too, and stay where they are."""
-    drops_config: bool = False
-    """Whether a config.json that is there goes, because the new checkpoint has none."""
-    hides_single: bool = False
-    """Whether readers that know nothing but config.json and `model.safetensors` are to find an error between old and
-    new, not the config of one and the weights of the other. It takes hard links."""
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether it has an index."""
-        return self.index is not None
+from hfshard.storage.commit.directory_state import DirectoryState
+from hfshard.storage.commit.new_checkpoint import (
+    NewCheckpoint,
+    changed_config,
+    compat_index,
+    content_digest,
+    outdated_files,
+    put_config,
+)
+from hfshard.storage.commit.steps import HUB, TRANSFORMERS, CommitPlan
+from hfshard.storage.format.weights_override import with_weights_override
 
 
 def plan_commit(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
@@ -74,7 +40,7 @@ def plan_commit(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
     """
     if not old.has_weights:
         return _into_empty(old, new)
-    config = _changed_config(old, new)
+    config = changed_config(old, new)
     # A variant shares config.json with the weights beside it, which must not be led to the variant's files.
     if config is None or old.shares_config:
         return _sharded_by_index(old, new, config) if new.is_sharded else _single_by_rename(old, new, config)
@@ -97,16 +63,16 @@ def _into_empty(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
 
     # Announce: config and index come before the weights that they name, so that half a save is an error to every
     # reader. Without the index, huggingface_hub would take the first of three shards for the whole checkpoint.
-    config = _changed_config(old, new)
+    config = changed_config(old, new)
     if config is not None:
-        _put_config(plan, new, config)
+        put_config(plan, new, config)
     for name, content in new.model_files.items():
         plan.write_small(name, content)
     plan.rename(new.companion_files)
     if new.index is not None:
         plan.write_small(old.names.index, new.index)
     elif old.strays:  # beside them, huggingface_hub needs to be told which file counts
-        plan.write_small(old.names.index, _compat_index(new.keys, old.names.single))
+        plan.write_small(old.names.index, compat_index(new.keys, old.names.single))
     plan.sync()
 
     # Commit: the last file of weights makes the checkpoint whole.
@@ -114,7 +80,7 @@ def _into_empty(old: DirectoryState, new: NewCheckpoint) -> CommitPlan:
     plan.sync()
 
     # Clean up: files with names that only a commit under way gives, and shards of a stock save that was killed.
-    plan.remove(_outdated_files(old, new))
+    plan.remove(outdated_files(old, new))
     plan.sync()
     if new.index is None and old.strays:
         plan.remove([old.names.index])
@@ -135,7 +101,7 @@ def _sharded_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | N
     # Commit: the index. For transformers, a single file outranks it: then it moves huggingface_hub alone, and the
     # removal of the single file is the commit.
     index = new.index or b""
-    plan.write_small(old.names.index, index, is_commit=not old.has_single, moves=_HUB if old.has_single else "")
+    plan.write_small(old.names.index, index, is_commit=not old.has_single, moves=HUB if old.has_single else "")
     plan.sync()
     if old.has_single:
         plan.remove([old.names.single], is_commit=True)
@@ -143,7 +109,7 @@ def _sharded_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | N
 
     # Replace the small files, then clean up what only the old checkpoint needed.
     _replace_small_files(plan, old, new, config)
-    _remove_old(plan, old, _outdated_files(old, new) - {old.names.single})
+    _remove_old(plan, old, outdated_files(old, new) - {old.names.single})
     return plan
 
 
@@ -160,7 +126,7 @@ def _sharded_by_config(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint
 
     # Commit: the new config has the override that leads transformers to the new index; the conventional index moves
     # huggingface_hub, and then leads transformers to the new weights too.
-    plan.write_small(CONFIG_NAME, with_weights_override(config, unique), moves=_TRANSFORMERS)
+    plan.write_small(CONFIG_NAME, with_weights_override(config, unique), moves=TRANSFORMERS)
     plan.sync()
     plan.write_small(old.names.index, new.index or b"", is_commit=True)
     plan.sync()
@@ -170,11 +136,11 @@ def _sharded_by_config(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint
     if old.has_single:  # it outranks the index once the override is gone
         plan.remove([old.names.single])
         plan.sync()
-    _put_config(plan, new, config)
+    put_config(plan, new, config)
     plan.sync()
 
     # Clean up.
-    _remove_old(plan, old, (_outdated_files(old, new) | {unique}) - {old.names.single})
+    _remove_old(plan, old, (outdated_files(old, new) | {unique}) - {old.names.single})
     return plan
 
 
@@ -192,15 +158,15 @@ def _single_by_rename(old: DirectoryState, new: NewCheckpoint, config: bytes | N
     # Commit: for transformers, `model.safetensors` outranks the old index. huggingface_hub reads that first, so it is
     # made to point at the single file ...
     needs_index = old.has_index or bool(old.strays)
-    plan.rename(new.shards, is_commit=not needs_index, moves=_TRANSFORMERS if needs_index else "")
+    plan.rename(new.shards, is_commit=not needs_index, moves=TRANSFORMERS if needs_index else "")
     plan.sync()
     if needs_index:
-        plan.write_small(old.names.index, _compat_index(new.keys, old.names.single), is_commit=True)
+        plan.write_small(old.names.index, compat_index(new.keys, old.names.single), is_commit=True)
         plan.sync()
     _replace_small_files(plan, old, new, config)
 
     # ... until the old shards are gone, and the single file is the only one left.
-    _remove_old(plan, old, _outdated_files(old, new) - {old.names.index})
+    _remove_old(plan, old, outdated_files(old, new) - {old.names.index})
     if needs_index:
         plan.remove([old.names.index])
         plan.sync()
@@ -223,21 +189,21 @@ def _single_by_config(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint,
 
     # Commit: the new config has the override that leads transformers to the new file, and an index leads
     # huggingface_hub there.
-    plan.write_small(CONFIG_NAME, with_weights_override(config, unique), moves=_TRANSFORMERS)
+    plan.write_small(CONFIG_NAME, with_weights_override(config, unique), moves=TRANSFORMERS)
     plan.sync()
-    plan.write_small(index, _compat_index(new.keys, unique), is_commit=True)
+    plan.write_small(index, compat_index(new.keys, unique), is_commit=True)
     plan.sync()
 
     # Settle: the new file gets its conventional name as a second one.
     _replace_small_files(plan, old, new, None)
     plan.link(unique, single)
     plan.sync()
-    _put_config(plan, new, config)
-    plan.write_small(index, _compat_index(new.keys, single))
+    put_config(plan, new, config)
+    plan.write_small(index, compat_index(new.keys, single))
     plan.sync()
 
     # Clean up: the index goes last, when `model.safetensors` is the only file of weights.
-    _remove_old(plan, old, (_outdated_files(old, new) | {unique}) - {index})
+    _remove_old(plan, old, (outdated_files(old, new) | {unique}) - {index})
     plan.remove([index])
     plan.sync()
     return plan
@@ -261,7 +227,7 @@ def _hide_single(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint) -> D
     plan.link(single, hidden)
     plan.sync()
     if is_indexed:
-        plan.write_small(old.names.index, _compat_index(keys, hidden))
+        plan.write_small(old.names.index, compat_index(keys, hidden))
     if old.config is not None and old.weights_override is None:
         plan.write_small(CONFIG_NAME, with_weights_override(old.config, hidden))
     plan.sync()
@@ -269,14 +235,6 @@ def _hide_single(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint) -> D
     plan.sync()
     listing = (old.listing - {single}) | {hidden, old.names.index}
     return replace(old, listing=listing, owned=(old.owned - {single}) | {hidden, old.names.index})
-
-
-def _put_config(plan: CommitPlan, new: NewCheckpoint, config: bytes) -> None:
-    """Write the config as it was given, or remove the one of a checkpoint that had one."""
-    if new.drops_config:
-        plan.remove([CONFIG_NAME])
-    else:
-        plan.write_small(CONFIG_NAME, config)
 
 
 def _protect_hub_readers(plan: CommitPlan, old: DirectoryState) -> None:
@@ -293,7 +251,7 @@ def _protect_hub_readers(plan: CommitPlan, old: DirectoryState) -> None:
 def _index_of_old_single(plan: CommitPlan, old: DirectoryState) -> None:
     keys = old.single_keys() if old.has_single else []
     if keys:  # otherwise the file is damaged, and loads nowhere
-        plan.write_small(old.names.index, _compat_index(keys, old.names.single))
+        plan.write_small(old.names.index, compat_index(keys, old.names.single))
 
 
 def _add_new_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint) -> None:
@@ -308,7 +266,7 @@ def _replace_small_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoi
     """Right after the commit: the small files that replace old ones."""
     before = len(plan.steps)
     if config is not None:
-        _put_config(plan, new, config)
+        put_config(plan, new, config)
     for name, content in new.model_files.items():
         if name in old.listing:
             plan.write_small(name, content)
@@ -317,45 +275,9 @@ def _replace_small_files(plan: CommitPlan, old: DirectoryState, new: NewCheckpoi
         plan.sync()
 
 
-def _changed_config(old: DirectoryState, new: NewCheckpoint) -> bytes | None:
-    """The config to commit; None where the one in the directory is right already."""
-    config = new.config
-    if new.drops_config and old.config is not None and not old.shares_config:
-        return _NO_CONFIG
-    if old.shares_config:
-        # An override there belongs to a killed commit of the weights beside this variant, which is not ours to end.
-        if config is not None and old.weights_override is not None:
-            config = with_weights_override(config, old.weights_override)
-    elif config is None and old.config is not None and weights_override_of(old.config) is not None:
-        config = without_weights_override(old.config)
-    return None if config == old.config else config
-
-
 def _remove_old(plan: CommitPlan, old: DirectoryState, outdated: set[str]) -> None:
     """Remove what is left of the old checkpoint; the index of pickled shards last, because it tells whose they are."""
     plan.remove(outdated - {old.names.bin_index})
     plan.sync()
     plan.remove(outdated & {old.names.bin_index})
     plan.sync()
-
-
-def _outdated_files(old: DirectoryState, new: NewCheckpoint) -> set[str]:
-    """What the old checkpoint owned and the new one does not, strays, and the placeholder of this commit."""
-    outdated = set(old.owned | old.strays)
-    has_others = (old.has_bins or old.has_hub_index) and not old.has_index and not old.has_single
-    if new.is_sharded and has_others:
-        outdated.add(old.names.placeholder)
-    kept = {*new.shards, *new.kept_shards, *new.model_files, *new.companion_files}
-    if new.is_sharded:
-        kept.add(old.names.index)
-    return outdated - kept
-
-
-def _compat_index(keys: Iterable[str], file: str) -> bytes:
-    """An index that maps every name to one file, for readers that look for an index first."""
-    return CheckpointIndex(weight_map=dict.fromkeys(keys, file)).to_json()
-
-
-def content_digest(parts: Iterable[bytes]) -> str:
-    """Hex digits that depend on some bytes: part of the names that exist only during a commit."""
-    return sha256_of(b"\0".join(parts))

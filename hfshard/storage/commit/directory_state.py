@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, WEIGHTS_OVERRIDE_KEY
@@ -82,15 +82,33 @@ class DirectoryState:
         return _keys_of(self.directory, self.names.single)
 
 
-def read_state(directory: str, names: WeightNames) -> DirectoryState:
-    """Look at a save directory. A file that is damaged counts as somebody else's, and is never removed.
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Whose the files of a save directory are, by what its indexes and its config name."""
 
-    Raises:
-        HfshardError, OSError: A file can't be opened or read.
+    owned: frozenset[str]
+    """As in `DirectoryState`, whether it is a regular file or not."""
+    referenced: frozenset[str]
+    """As in `DirectoryState`."""
+    is_known: bool
+    """Whether all indexes could be read. The shards of one that can't be look like those of a killed save, and may be
+    all that is left."""
+
+
+def find_ownership(
+    names: WeightNames,
+    listing: Collection[str],
+    override: str | None,
+    indexes: Mapping[str, CheckpointIndex | None],
+) -> Ownership:
+    """Find whose the files are.
+
+    Args:
+        names: The checkpoint's file names.
+        listing: All files.
+        override: The weights file that config.json names, if it exists.
+        indexes: Every index by name; None for one that can't be read.
     """
-    listing = frozenset(os.listdir(directory))
-    config, override = _config_and_override(directory, listing)
-    indexes = {name: _read_index(directory, name) for name in listing if INDEX_FILE.fullmatch(name)}
     # A temporary index that config.json does not name is a leftover, and so are the shards that only it names.
     orphans = {name for name in indexes if names.is_transient(name) and name != override}
     references = {name: _references(index) for name, index in indexes.items() if name not in orphans}
@@ -106,9 +124,24 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
     owned = _union(references.get(name, frozenset()) for name in own_indexes)
     owned |= {*own_indexes, names.bin_single, names.single}
     owned |= {name for name in listing if names.is_transient(name)}
+    return Ownership(
+        owned=frozenset(owned & set(listing) - foreign),
+        referenced=frozenset(referenced),
+        is_known=all(indexes[name] is not None for name in indexes if name not in orphans),
+    )
 
-    # The shards of an index that can't be read look like those of a killed save, and may be all that is left.
-    is_known = all(indexes[name] is not None for name in indexes if name not in orphans)
+
+def read_state(directory: str, names: WeightNames) -> DirectoryState:
+    """Look at a save directory. A file that is damaged counts as somebody else's, and is never removed.
+
+    Raises:
+        HfshardError, OSError: A file can't be opened or read.
+    """
+    listing = frozenset(os.listdir(directory))
+    config, override = _config_and_override(directory, listing)
+    indexes = {name: _read_index(directory, name) for name in listing if INDEX_FILE.fullmatch(name)}
+    found = find_ownership(names, listing, override, indexes)
+    unreferenced = listing - found.referenced
     return DirectoryState(
         directory=directory,
         names=names,
@@ -116,13 +149,13 @@ def read_state(directory: str, names: WeightNames) -> DirectoryState:
         config=config,
         weights_override=override,
         index=indexes.get(override) if override in indexes else indexes.get(names.index),
-        owned=frozenset(name for name in owned & listing - foreign if os.path.isfile(_at(directory, name))),
-        referenced=frozenset(referenced),
-        leftovers=_find_leftovers(directory, names, listing - referenced, is_known=is_known),
+        owned=frozenset(name for name in found.owned if os.path.isfile(_at(directory, name))),
+        referenced=found.referenced,
+        leftovers=_find_leftovers(directory, names, unreferenced, is_known=found.is_known),
         strays=frozenset(
             name
-            for name in listing - referenced
-            if is_known and names.is_stock_shard(name) and os.path.isfile(_at(directory, name))
+            for name in unreferenced
+            if found.is_known and names.is_stock_shard(name) and os.path.isfile(_at(directory, name))
         ),
     )
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
+
+TRANSFORMERS: Final = "hfshard and transformers"
+HUB: Final = "huggingface_hub"
+"""The two kinds of readers, which look for the weights in different orders."""
 
 
 @dataclass(frozen=True, slots=True)

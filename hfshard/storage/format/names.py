@@ -44,7 +44,8 @@ class WeightNames:
         self.bin_index = f"pytorch_{base}{BIN_SUFFIX}.index{infix}.json"
         self.placeholder = f"{self.stem}-hfshard-placeholder{SAFETENSORS_SUFFIX}"
         stem = re.escape(self.stem)
-        self._shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}\.safetensors")
+        self._shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}(?:-[0-9a-f]{{16}})?\.safetensors")
+        self._stored_shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}-[0-9a-f]{{16}}\.safetensors")
         self._stock_shard = re.compile(rf"{stem}-(\d{{5}})-of-(\d{{5}})\.safetensors")
         self._bin_shard = re.compile(rf"pytorch_{stem}-\d{{5,}}-of-\d{{5,}}\.bin")
         self._transient = re.compile(rf"{stem}-hfshard-(?:placeholder|[0-9a-f]{{16}})\.safetensors(?:\.index\.json)?")
@@ -57,6 +58,10 @@ class WeightNames:
         """The names of all `count` shards, in order."""
         return [self.shard(number, count) for number in range(1, count + 1)]
 
+    def stored_shards(self, count: int, digits: str) -> list[str]:
+        """The names of all `count` shards of one save into a store, in order; `digits` are 16 hex digits of its own."""
+        return [f"{name.removesuffix(SAFETENSORS_SUFFIX)}-{digits}{SAFETENSORS_SUFFIX}" for name in self.shards(count)]
+
     def unique_single(self, digest: str) -> str:
         """A temporary name for one file of weights during a commit; `digest` is hex that depends on its content."""
         return f"{self.stem}-hfshard-{digest[:16]}{SAFETENSORS_SUFFIX}"
@@ -68,6 +73,10 @@ class WeightNames:
     def is_shard(self, name: str) -> bool:
         """Whether a file has the name of a shard of this checkpoint."""
         return self._shard.fullmatch(name) is not None
+
+    def is_stored_shard(self, name: str) -> bool:
+        """Whether a file has a name that only hfshard gives, to a shard in a store."""
+        return self._stored_shard.fullmatch(name) is not None
 
     def is_stock_shard(self, name: str) -> bool:
         """Whether a file has a name that transformers' own save gives to a shard, and removes when it saves again."""

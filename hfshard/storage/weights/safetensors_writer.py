@@ -206,6 +206,32 @@ def _write_shard(
     return digest
 
 
+def stream_shard(
+    job: WriteJob, checksum: str | None, open_output: Callable[[int], Callable[[memoryview], object]]
+) -> FileDigest:
+    """Pass the bytes of the file that `write_shards` would write for a job on to an output, which can't seek.
+
+    They are read once; those of a single file, which states its own digests at its beginning, twice.
+
+    Args:
+        job: Its path does not matter.
+        checksum: A key of `HASHERS`, or None.
+        open_output: Gets the number of bytes, and returns what takes the blocks; each is valid until that returns.
+    """
+    head = _Head.of(job, checksum)
+    blank = head.blank()
+    put = open_output(len(blank) + head.data_bytes)
+    if job.hfshard_metadata is None:
+        return _put_through(head, blank, put)[0]
+    digest, header = digest_shard(job, checksum, None, threading.Event())
+    output = HashedOutput(put, None)
+    output.add([memoryview(header)], 0)
+    for tensor in job.tensors.values():
+        output.add_tensor(tensor, 0)
+    output.flush()
+    return digest
+
+
 def digest_shard(
     job: WriteJob, checksum: str | None, progress_callback: ProgressCallback | None, cancelled: threading.Event
 ) -> tuple[FileDigest, bytes]:

@@ -17,6 +17,7 @@ from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.names import MODEL_BASE
 from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLayout
 from hfshard.storage.weights.safetensors_writer import WriteJob
+from hfshard.stores.protocols import Store
 from hfshard.training.collecting import STATE_BASE, SavePayload, is_of_a_rank, rank_prefix
 
 _NUMBERLESS: Final = "rank*/"
@@ -159,10 +160,14 @@ class KeyedWriter:
         return self._ranks.link(_keyed(jobs), known, checksum)
 
     def write(
-        self, jobs: Sequence[WriteJob], checksum: str | None, progress_callback: ProgressCallback | None
+        self,
+        jobs: Sequence[WriteJob],
+        checksum: str | None,
+        progress_callback: ProgressCallback | None,
+        store: Store | None = None,
     ) -> list[FileDigest]:
         """As in `ShardWriter`."""
-        return self._ranks.write(_keyed(jobs), checksum, progress_callback)
+        return self._ranks.write(_keyed(jobs), checksum, progress_callback, store)
 
     def confirm(self) -> None:
         """As in `ShardWriter`."""

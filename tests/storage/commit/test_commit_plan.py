@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hfshard.save import save_state_dict
-from hfshard.storage.commit.commit_plan import NewCheckpoint, plan_commit
+from hfshard.storage.commit.commit_plan import plan_commit
 from hfshard.storage.commit.directory_state import read_state
+from hfshard.storage.commit.new_checkpoint import NewCheckpoint
 from hfshard.storage.commit.steps import CommitPlan
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import WeightNames

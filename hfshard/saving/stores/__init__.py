@@ -1,0 +1,1 @@
+"""How files get into a store, and how a checkpoint there replaces another one."""

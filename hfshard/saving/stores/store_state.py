@@ -1,0 +1,169 @@
+"""What is in a store before a commit: one listing, and the small files that say whose the others are."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, MAX_INDEX_BYTES
+from hfshard.errors import CheckpointChangedError, DamagedCheckpointError
+from hfshard.storage.commit.damage import unless_damaged
+from hfshard.storage.commit.directory_state import DirectoryState, find_ownership, weights_override_of
+from hfshard.storage.format.header import LENGTH_BYTES, parse_header, read_header_length
+from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.format.names import INDEX_FILE, WeightNames
+from hfshard.storage.format.strict_json import dump_json
+from hfshard.stores.protocols import Store, StoredObject
+
+_TRIES: Final = 5
+"""Times that the small files are read again because somebody replaced one after the listing."""
+
+_SAVE_KEY: Final = "hfshard_save"
+"""The key beside `weight_map` that makes the bytes of each save's index differ: an ETag may be a digest of them, and
+one that comes back would let a writer commit that has slept through two other commits."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreState(DirectoryState):
+    """What the place in a store holds; `directory` is its address."""
+
+    found: Mapping[str, StoredObject]
+    """All objects, also those in folders, which `listing` leaves out."""
+    raw_index: bytes | None
+    """The bytes of `model.safetensors.index.json`."""
+    names_in_single: tuple[str, ...]
+    """The names of the tensors in `model.safetensors`, where they matter."""
+
+    def single_keys(self) -> list[str]:
+        """The names of the tensors in `model.safetensors`; empty where it can't be read."""
+        return list(self.names_in_single)
+
+
+def read_store_state(store: Store, names: WeightNames, config: bytes | None = None) -> StoreState:
+    """Look at a place in a store. All reads are of what was listed.
+
+    Args:
+        store: The place.
+        names: The checkpoint's file names.
+        config: What config.json is likely to be; it is read only if it may be something else.
+
+    Raises:
+        StoreError: The store refused, or failed.
+        CheckpointChangedError: It kept changing meanwhile.
+    """
+    for _ in range(_TRIES - 1):
+        try:
+            return _read_state(store, names, config)
+        except CheckpointChangedError:
+            continue
+    return _read_state(store, names, config)
+
+
+def renewed_index(raw: bytes, digits: str) -> bytes:
+    """The bytes of an index that says the same, and of which no other save has made the like."""
+    return dump_json({**json.loads(raw), _SAVE_KEY: digits})
+
+
+def has_bytes(store: Store, found: StoredObject | None, raw: bytes) -> bool:
+    """Whether an object has these bytes; it is read only if neither its size nor its ETag says so."""
+    if found is None or found.size != len(raw):
+        return False
+    digest = hashlib.md5(raw, usedforsecurity=False).hexdigest()  # what S3 has for an object that was put whole
+    return found.etag.strip('"') == digest or store.read(found) == raw
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSource:
+    """The contents of a small object."""
+
+    store: Store
+    found: StoredObject
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.found.size
+
+    @property
+    def sha256(self) -> None:
+        """Not known without reading."""
+        return
+
+    def open(self) -> io.BufferedIOBase:
+        """Read it."""
+        return io.BytesIO(self.store.read(self.found))
+
+
+def _read_state(store: Store, names: WeightNames, config: bytes | None) -> StoreState:
+    found = store.list_objects()
+    listing = frozenset(name for name in found if "/" not in name)
+    old_config = _read_config(store, found.get(CONFIG_NAME), config)
+    override = weights_override_of(old_config) if old_config is not None else None
+    override = override if override in listing else None
+
+    raw_indexes = {name: _read_index(store, found[name]) for name in sorted(listing) if INDEX_FILE.fullmatch(name)}
+    indexes = {name: _parsed(store, name, raw) for name, raw in raw_indexes.items()}
+    ownership = find_ownership(names, listing, override, indexes)
+    unnamed = listing - ownership.referenced
+    needs_keys = names.single in listing and names.index not in listing
+    return StoreState(
+        directory=str(store.address),
+        names=names,
+        listing=listing,
+        config=old_config,
+        weights_override=override,
+        index=indexes.get(override) if override in indexes else indexes.get(names.index),
+        owned=ownership.owned,
+        referenced=ownership.referenced,
+        leftovers=(),
+        strays=frozenset(
+            name
+            for name in unnamed
+            if ownership.is_known and (names.is_stock_shard(name) or names.is_stored_shard(name))
+        ),
+        found=found,
+        raw_index=raw_indexes.get(names.index),
+        names_in_single=_names_in(store, found[names.single]) if needs_keys else (),
+    )
+
+
+def _read_config(store: Store, found: StoredObject | None, likely: bytes | None) -> bytes | None:
+    if found is None:
+        return None
+    if found.size > MAX_CONFIG_BYTES:
+        path = str(store.address.joined(CONFIG_NAME))
+        raise DamagedCheckpointError(f"'{path}' has {found.size} bytes, too many for a config. Remove it.", path=path)
+    if likely is not None and found.size == len(likely):
+        digest = hashlib.md5(likely, usedforsecurity=False).hexdigest()
+        if found.etag.strip('"') == digest:
+            return likely
+    return store.read(found)
+
+
+def _read_index(store: Store, found: StoredObject) -> bytes:
+    return store.read(found) if found.size <= MAX_INDEX_BYTES else b""
+
+
+def _parsed(store: Store, name: str, raw: bytes) -> CheckpointIndex | None:
+    path = str(store.address.joined(name))
+    return unless_damaged(lambda: CheckpointIndex.from_json(raw, path))
+
+
+def _names_in(store: Store, found: StoredObject) -> tuple[str, ...]:
+    """The names of the tensors in a file; none if it is damaged."""
+    path = str(store.address.joined(found.name))
+    if found.size < LENGTH_BYTES:
+        return ()
+    first = bytearray(LENGTH_BYTES)
+    store.read_into(found, 0, memoryview(first))
+    length = unless_damaged(lambda: read_header_length(bytes(first), found.size, path))
+    if length is None:
+        return ()
+    raw = bytearray(length)
+    store.read_into(found, LENGTH_BYTES, memoryview(raw))
+    header = unless_damaged(lambda: parse_header(bytes(raw), found.size, path))
+    return () if header is None else tuple(header.tensors)

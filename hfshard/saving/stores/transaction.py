@@ -1,0 +1,242 @@
+"""Carry out a commit in a store: every put is conditional, and before the deciding one the old checkpoint stays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+from hfshard.constants import CONFIG_NAME, COPY_BYTES
+from hfshard.errors import (
+    CommitUnfinishedError,
+    HfshardError,
+    RemoteChangedError,
+    StaleObjectError,
+    StoreAccessError,
+    StoreError,
+)
+from hfshard.saving.stores.store_state import StoreState, has_bytes, renewed_index
+from hfshard.saving.stores.upload import remove_unused
+from hfshard.storage.commit.interrupts import deferred_interrupt
+from hfshard.storage.commit.steps import CommitPlan, CommitStep
+from hfshard.storage.disk.byte_source import ByteSource
+from hfshard.stores.protocols import Store, StoredObject
+
+logger = logging.getLogger(__name__)
+
+_AGAIN: Final = "Save again to finish."
+
+
+class StoreTransaction:
+    """The changes that one save makes in a place of a store, beside sending its shards.
+
+    Args:
+        store: The place.
+        state: What was there.
+        digits: 16 hex digits of this save's own.
+        companion_files: What the steps with a source that is no small file put.
+    """
+
+    def __init__(self, store: Store, state: StoreState, digits: str, companion_files: Mapping[str, ByteSource]) -> None:
+        self._store = store
+        self._state = state
+        self._digits = digits
+        self._companion_files = companion_files
+        self.known = dict(state.found)
+        """What is there, as far as this save knows."""
+        self.is_decided = False
+        """Whether the deciding put is done, or nobody can tell."""
+        self._own: set[str] = set()
+        """What this save has put where nothing was, and nobody else refers to."""
+
+    def protect(self, plan: CommitPlan) -> None:
+        """Put what comes before the first shard.
+
+        Raises:
+            RemoteChangedError: Somebody else was faster.
+        """
+        try:
+            for step in plan.steps:
+                self._execute(step, plan)
+        except StaleObjectError as error:
+            raise self._lost() from error
+
+    def commit(self, plan: CommitPlan) -> None:
+        """Carry out a plan, and remove unfinished uploads of killed saves.
+
+        Args:
+            plan: Of `plan_store_commit`.
+
+        Raises:
+            RemoteChangedError: Somebody else has saved meanwhile; nothing was committed.
+            CommitUnfinishedError: The new checkpoint is committed, but not all that follows is done; or nobody can
+                tell whether it is.
+            KeyboardInterrupt: Ctrl-C was pressed: before the deciding put, or after it, and all steps are done.
+        """
+        deciding = next(number for number, step in enumerate(plan.steps) if step.moves or step.is_commit)
+        with deferred_interrupt() as was_interrupted:
+            try:
+                for step in plan.steps[:deciding]:
+                    self._execute(step, plan)
+            except StaleObjectError as error:
+                raise self._lost() from error
+            if was_interrupted():
+                raise KeyboardInterrupt
+            self._decide(plan.steps[deciding], plan)
+            self._finish(plan.steps[deciding:], plan)
+
+    def roll_back(self, shards: Collection[str]) -> None:
+        """Remove what this save has sent, before anybody could read it. The index and the config stay as they are."""
+        with deferred_interrupt():
+            remove_unused(self._store, sorted({*shards, *self._own}))
+
+    def missing(self, shards: Collection[str]) -> list[str]:
+        """The shards that are gone, though the index that this save has put is still there."""
+        name = self._state.names.index
+        found = self._store.list_objects()
+        if not _is_same(found.get(name), self.known.get(name)):
+            logger.info("A newer save has replaced the one into '%s'.", self._store.address)
+            return []
+        return [shard for shard in shards if shard not in found]
+
+    def lost_or(self, error: BaseException) -> BaseException:
+        """The error to raise where a shard could not be sent: the winner of two writers may have removed its upload."""
+        if not isinstance(error, StoreError):
+            return error
+        name = self._state.names.index
+        try:
+            now = self._store.find(name)
+        except StoreError:
+            return error
+        return error if _is_same(now, self.known.get(name)) else self._lost()
+
+    def _decide(self, step: CommitStep, plan: CommitPlan) -> None:
+        """Carry out the deciding put, and find out whether it was done where the store does not say so."""
+        try:
+            self._refuse_changed(step.target)
+            self._execute(step, plan)
+        except StaleObjectError as error:
+            raise self._lost() from error
+        except StoreError as error:
+            if not self._was_put(step, plan, error):
+                raise
+        self.is_decided = True
+
+    def _refuse_changed(self, name: str) -> None:
+        """Without conditional puts, look right before the put: a later one is found by `missing`."""
+        if not self._store.has_conditional_put and not _is_same(self._store.find(name), self.known.get(name)):
+            raise StaleObjectError(f"'{name}' was put by somebody else.")
+
+    def _was_put(self, step: CommitStep, plan: CommitPlan, error: StoreError) -> bool:
+        path = str(self._store.address.joined(step.target))
+        try:
+            now = self._store.find(step.target)
+            if _is_same(now, self.known.get(step.target)):
+                return False
+            if now is not None and has_bytes(self._store, now, self._raw(step, plan)):
+                self.known[step.target] = now
+                return True
+        except HfshardError:
+            logger.info("'%s' can't be looked at.", path, exc_info=True)
+        self.is_decided = True  # maybe
+        raise CommitUnfinishedError(
+            f"The put of '{path}' failed, and nobody can tell whether it was done: {error}. What is there loads as a "
+            "whole, old or new. Save again.",
+            path=path,
+        ) from error
+
+    def _finish(self, steps: Sequence[CommitStep], plan: CommitPlan) -> None:
+        """Carry out what follows the deciding put, which is the first of the steps."""
+        done = steps[0]
+        is_committed = done.is_commit
+        removals: list[str] = []
+        try:
+            for done in steps[1:]:
+                if done.kind == "remove":
+                    removals.append(done.target)
+                    continue
+                self._remove(removals)
+                self._execute(done, plan)
+                is_committed |= done.is_commit
+            self._remove(removals)
+            self._sweep()
+        except StaleObjectError as error:
+            if not is_committed:
+                raise self._unfinished(steps, done, error) from error
+            logger.info("A newer save has replaced the one into '%s': %s", self._store.address, error)
+        except StoreError as error:
+            raise self._unfinished(steps, done, error) from error
+
+    def _unfinished(self, steps: Sequence[CommitStep], failed: CommitStep, error: StoreError) -> CommitUnfinishedError:
+        address = str(self._store.address)
+        moves = steps[0].moves
+        who = "every reader loads it"
+        if moves and not any(step.is_commit for step in steps[: steps.index(failed)]):
+            who = f"{moves} load it, other readers the old one"
+        return CommitUnfinishedError(
+            f"The new checkpoint in '{address}' is saved, and {who}; but '{failed.kind} {failed.target}' failed: "
+            f"{error}. {_AGAIN}",
+            path=address,
+        )
+
+    def _sweep(self) -> None:
+        try:
+            self._store.sweep_uploads(self._state.names.is_shard)
+        except StoreAccessError as error:
+            logger.info("Unfinished uploads in '%s' can't be looked for: %s", self._store.address, error)
+
+    def _remove(self, names: list[str]) -> None:
+        """Remove what was collected, by one request."""
+        if names:
+            self._store.delete(list(names))
+        for name in names:
+            self.known.pop(name, None)
+        names.clear()
+
+    def _execute(self, step: CommitStep, plan: CommitPlan) -> None:
+        if step.kind == "rename":
+            self._put(step, plan)
+        elif step.kind == "remove":
+            self._remove([step.target])
+
+    def _put(self, step: CommitStep, plan: CommitPlan) -> None:
+        name = step.target
+        is_new = name not in self.known
+        source = self._companion_files.get(step.source) if step.source not in plan.small_files else None
+        if source is not None and source.size > COPY_BYTES:
+            put = self._send(name, source)
+        else:
+            put = self._store.put(name, self._raw(step, plan), self.known.get(name))
+        self.known[name] = put
+        if is_new and name not in (self._state.names.index, CONFIG_NAME):
+            self._own.add(name)
+
+    def _raw(self, step: CommitStep, plan: CommitPlan) -> bytes:
+        raw = plan.small_files.get(step.source)
+        if raw is None:
+            with self._companion_files[step.source].open() as reader:
+                return reader.read()
+        return renewed_index(raw, self._digits) if step.target == self._state.names.index else raw
+
+    def _send(self, name: str, source: ByteSource) -> StoredObject:
+        writer = self._store.open_writer(name, source.size)
+        try:
+            with source.open() as reader:
+                while block := reader.read(COPY_BYTES):
+                    writer.write(memoryview(block))
+            return writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+
+    def _lost(self) -> RemoteChangedError:
+        address = str(self._store.address)
+        return RemoteChangedError(
+            f"Somebody else has saved into '{address}' since this save began: theirs is there, and what this one has "
+            "sent is removed. Save again to replace it.",
+            path=address,
+        )
+
+
+def _is_same(one: StoredObject | None, other: StoredObject | None) -> bool:
+    return (one and one.etag) == (other and other.etag)

@@ -1,0 +1,92 @@
+"""Stream files from tensor memory into a store, several at once, with their checksums in the same pass."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+
+from hfshard._util.progress import ProgressCallback
+from hfshard._util.threads import cancellable, in_threads
+from hfshard.errors import StoreError
+from hfshard.storage.commit.interrupts import deferred_interrupt
+from hfshard.storage.format.index import FileDigest
+from hfshard.storage.weights.safetensors_writer import WriteJob, await_devices, stream_shard, writer_threads
+from hfshard.stores.protocols import ObjectWriter, Store
+
+logger = logging.getLogger(__name__)
+
+
+def upload_files(
+    store: Store,
+    jobs: Mapping[str, WriteJob],
+    checksum: str | None,
+    progress_callback: ProgressCallback | None = None,
+) -> dict[str, FileDigest]:
+    """Send files to a store, several at once; nothing is written to the disk.
+
+    Args:
+        store: Where to.
+        jobs: Name -> contents; the jobs' paths do not matter. No object may have such a name.
+        checksum: A key of `HASHERS`, or None.
+        progress_callback: Called from any thread with the number of bytes of each block that was taken.
+
+    Returns:
+        Name -> digest of the file.
+
+    Raises:
+        StoreError: The first error of any file; the others stop, and those that were finished are removed.
+    """
+    await_devices(list(jobs.values()))
+    upload = partial(_upload, store, checksum=checksum, progress_callback=progress_callback)
+    try:
+        return dict(in_threads(upload, jobs.items(), writer_threads()))
+    except BaseException:
+        with deferred_interrupt():
+            remove_unused(store, jobs)
+        raise
+
+
+def remove_unused(store: Store, names: Collection[str]) -> None:
+    """Remove what nobody will ever read; where the store refuses, the next save does it.
+
+    Called while another error is raised, which says more than one in here.
+    """
+    try:
+        if names:
+            store.delete(list(names))
+    except StoreError as error:
+        logger.warning("What was sent to '%s' could not be removed, the next save does it: %s", store.address, error)
+
+
+def _upload(
+    store: Store,
+    named: tuple[str, WriteJob],
+    cancelled: threading.Event,
+    *,
+    checksum: str | None,
+    progress_callback: ProgressCallback | None,
+) -> tuple[str, FileDigest]:
+    name, job = named
+    report = cancellable(progress_callback, cancelled)
+    opened: list[ObjectWriter] = []
+
+    def open_output(size: int) -> Callable[[memoryview], None]:
+        writer = store.open_writer(name, size)
+        opened.append(writer)
+
+        def put(block: memoryview) -> None:
+            writer.write(block)
+            report(len(block))
+
+        return put
+
+    try:
+        digest = stream_shard(job, checksum, open_output)
+        opened[0].finish()
+    except BaseException:
+        for writer in opened:
+            writer.abort()
+        raise
+    return name, digest

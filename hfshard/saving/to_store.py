@@ -1,0 +1,235 @@
+"""Saves into a store: plan, look at what is there, send what has changed, commit by one conditional put."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hfshard._util.progress import bytes_bar
+from hfshard.constants import README, SAFETENSORS_SUFFIX
+from hfshard.planning.plan import ShardPlan
+from hfshard.saving.linking import KnownFile
+from hfshard.saving.prepare import index_of, plan_request, shard_jobs
+from hfshard.saving.request import SaveRequest
+from hfshard.saving.stores.store_state import StoredSource, StoreState, has_bytes, read_store_state
+from hfshard.saving.stores.transaction import StoreTransaction
+from hfshard.saving.writing import OwnShardWriter, ShardWriter
+from hfshard.storage.commit.new_checkpoint import NewCheckpoint, changed_config, content_digest
+from hfshard.storage.commit.steps import CommitPlan
+from hfshard.storage.commit.store_plan import plan_protection, plan_store_commit
+from hfshard.storage.disk.byte_source import ByteSource, has_same_bytes
+from hfshard.storage.format.index import CheckpointIndex, FileDigest
+from hfshard.storage.weights.safetensors_writer import WriteJob, writer_threads
+from hfshard.stores.opening import open_store
+from hfshard.stores.protocols import Store
+
+logger = logging.getLogger(__name__)
+
+_DIGITS_BYTES = 8
+"""Random bytes in the names of a save's shards: no other save, of this machine or another one, gives the same."""
+
+
+def save_to_store(
+    request: SaveRequest,
+    address: str,
+    check: Callable[[], None] = lambda: None,
+    writer: ShardWriter | None = None,
+) -> CheckpointIndex:
+    """Save what a request holds into a store, all or nothing; nothing is written to the disk.
+
+    A save that changes nothing puts nothing, and shards that are there already are not sent again.
+
+    Args:
+        request: What to save, and how. `hides_single` does not matter: a checkpoint in a store has an index.
+        address: "s3://bucket/prefix" or another one.
+        check: Called when the place was looked at, and just before the commit.
+        writer: Sends the shards; None: this process does.
+
+    Returns:
+        The index.
+
+    Raises:
+        RemoteChangedError: Somebody else saved there meanwhile: their checkpoint stays, and nothing of this one.
+        CommitUnfinishedError: The new checkpoint is there, but not all that follows the commit is done.
+        StoreError: The store refused, or failed: the old checkpoint stays.
+    """
+    return save_into(open_store(address), request, check, writer or OwnShardWriter())
+
+
+def save_into(store: Store, request: SaveRequest, check: Callable[[], None], writer: ShardWriter) -> CheckpointIndex:
+    """Save into a store that is open; see `save_to_store`."""
+    writer_threads()  # raises where the environment asks for more than there is
+    plan = plan_request(request)
+    state = read_store_state(store, request.options.names, request.config)
+    check()
+    digits = secrets.token_hex(_DIGITS_BYTES)
+    plan = _with_files(plan, request.options.names.stored_shards(len(plan.shards), digits))
+    kept = _kept_shards(store, plan, request, state, writer)
+    plan = _with_files(plan, [kept[at][0] if at in kept else shard.file for at, shard in enumerate(plan.shards)])
+    save = _Save(store, request, state, plan, dict(kept.values()))
+    index = save.if_unchanged()
+    if index is not None:
+        logger.info("Nothing has changed in '%s': nothing was sent.", store.address)
+        return index
+    index = save.run(writer, check, digits)
+    logger.info("Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), plan.total_size, store.address)
+    return index
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """One save into a store, when it is known which shards are there already."""
+
+    store: Store
+    request: SaveRequest
+    state: StoreState
+    plan: ShardPlan
+    kept: Mapping[str, FileDigest]
+    """The shards that are there."""
+
+    def if_unchanged(self) -> CheckpointIndex | None:
+        """The index, if all that is to be saved is there, and leads every reader to it."""
+        state = self.state
+        if len(self.kept) < len(self.plan.shards) or state.has_single or state.weights_override is not None:
+            return None
+        index = index_of(self.plan, self.request, [self.kept[shard.file] for shard in self.plan.shards])
+        path = str(self.store.address.joined(state.names.index))
+        if CheckpointIndex.from_json(index.to_json(), path) != state.index:
+            return None
+        if changed_config(state, self._checkpoint(index)) is not None:
+            return None
+        return None if self._changed_model_files() or self._changed_companions() else index
+
+    def run(self, writer: ShardWriter, check: Callable[[], None], digits: str) -> CheckpointIndex:
+        """Send what is not there, and commit."""
+        companions = self._changed_companions()
+        transaction = StoreTransaction(self.store, self.state, digits, companions)
+        sent = [shard.file for shard in self.plan.shards if shard.file not in self.kept]
+        try:
+            transaction.protect(plan_protection(self.state))
+            index = self._send(writer, sent)
+            check()
+            writer.confirm()
+            transaction.commit(self._commit_plan(index, transaction, companions))
+        except BaseException as error:
+            if transaction.is_decided:
+                raise
+            transaction.roll_back(sent)
+            instead = transaction.lost_or(error)
+            if instead is error:
+                raise
+            raise instead from error
+        self._send_missing(writer, transaction)
+        return index
+
+    def _send(self, writer: ShardWriter, names: Collection[str]) -> CheckpointIndex:
+        """Send some shards, and make the index of all."""
+        jobs = {shard.file: job for shard, job in zip(self.plan.shards, self._jobs(), strict=True)}
+        new = {name: jobs[name] for name in names}
+        new_bytes = sum(shard.nbytes for shard in self.plan.shards if shard.file in new)
+        options = self.request.options
+        digests = dict(self.kept)
+        with bytes_bar("Saving", new_bytes, options.progress) as progress_callback:
+            sent = writer.write(list(new.values()), options.checksum, progress_callback, self.store)
+        digests |= dict(zip(new, sent, strict=True))
+        return index_of(self.plan, self.request, [digests[shard.file] for shard in self.plan.shards])
+
+    def _commit_plan(
+        self, index: CheckpointIndex, transaction: StoreTransaction, companions: Mapping[str, ByteSource]
+    ) -> CommitPlan:
+        state = self.state
+        is_readable = state.raw_index is not None and _is_json(state.raw_index)
+        put = transaction.known.keys() - state.found.keys()
+        old = replace(state, listing=state.listing | put, owned=state.owned | put)
+        new = replace(
+            self._checkpoint(index),
+            model_files=self._changed_model_files(),
+            companion_files={name: name for name in companions},
+        )
+        return plan_store_commit(old, new, state.raw_index if is_readable else None)
+
+    def _checkpoint(self, index: CheckpointIndex) -> NewCheckpoint:
+        """What is to be committed, but for the small files beside the config."""
+        raw = index.to_json()
+        return NewCheckpoint(
+            shards={},
+            kept_shards=frozenset(shard.file for shard in self.plan.shards),
+            keys=list(index.weight_map),
+            index=raw,
+            config=self.request.config,
+            drops_config=self.request.drops_config,
+            model_files={},
+            digest=content_digest([raw]),
+        )
+
+    def _jobs(self) -> list[WriteJob]:
+        return _jobs(self.store, self.plan, self.request)
+
+    def _send_missing(self, writer: ShardWriter, transaction: StoreTransaction) -> None:
+        """Without conditional puts, two writers may both commit: send again what the other one has removed."""
+        if not self.store.has_conditional_put:
+            missing = transaction.missing([shard.file for shard in self.plan.shards])
+            if missing:
+                self._send(writer, missing)
+
+    def _changed_model_files(self) -> dict[str, bytes]:
+        files, found = self.request.model_files, self.state.found
+        return {name: raw for name, raw in files.items() if not has_bytes(self.store, found.get(name), raw)}
+
+    def _changed_companions(self) -> dict[str, ByteSource]:
+        """The files to be copied along that are not there; a README that is there is the user's own."""
+        found = self.state.found
+        changed = {}
+        for name, source in self.request.companion_files.items():
+            there = found.get(name)
+            if there is not None and (name == README or has_same_bytes(source, StoredSource(self.store, there))):
+                continue
+            changed[name] = source
+        return changed
+
+
+def _with_files(plan: ShardPlan, files: Sequence[str]) -> ShardPlan:
+    """A plan with other names of files."""
+    return replace(
+        plan, shards=tuple(replace(shard, file=file) for shard, file in zip(plan.shards, files, strict=True))
+    )
+
+
+def _jobs(store: Store, plan: ShardPlan, request: SaveRequest) -> list[WriteJob]:
+    paths = [str(store.address.joined(shard.file)) for shard in plan.shards]
+    return shard_jobs(plan, request, paths, has_index=True)
+
+
+def _kept_shards(
+    store: Store, plan: ShardPlan, request: SaveRequest, state: StoreState, writer: ShardWriter
+) -> dict[int, tuple[str, FileDigest]]:
+    """Find the shards of a plan that the old checkpoint has, byte for byte: position -> its name there, and digest."""
+    checksum = request.options.checksum
+    if state.index is None or checksum is None:
+        return {}
+    names: dict[str, str] = {}
+    known: dict[str, KnownFile] = {}
+    for name, digest in state.index.files.items():
+        there = state.found.get(name)
+        is_whole = there is not None and there.size == digest.size and name.endswith(SAFETENSORS_SUFFIX)
+        if is_whole and digest.fingerprint is not None and digest.is_verifiable:
+            names[digest.fingerprint] = name
+            known[digest.fingerprint] = KnownFile(None, replace(digest, tensor_digests=None))
+    if not known:
+        return {}
+    digests = writer.link(_jobs(store, plan, request), known, checksum)
+    return {
+        position: (names[digest.fingerprint], digest)
+        for position, digest in enumerate(digests)
+        if digest is not None and digest.fingerprint is not None
+    }
+
+
+def _is_json(raw: bytes) -> bool:
+    try:
+        return isinstance(json.loads(raw), dict)
+    except (ValueError, RecursionError):
+        return False

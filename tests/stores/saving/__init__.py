@@ -1,0 +1,1 @@
+"""Saves into stores."""

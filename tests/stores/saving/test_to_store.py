@@ -1,0 +1,111 @@
+"""What a save leaves in a store, what it asks of it, and what it does not do again."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hfshard
+from hfshard.saving.options import SaveOptions
+from hfshard.saving.request import SaveRequest, request_from_state_dict
+from hfshard.saving.to_store import save_into
+from hfshard.saving.writing import OwnShardWriter
+from hfshard.storage.format.index import CheckpointIndex
+from tests.stores.saving.memory_store import MemoryStore
+
+INDEX = "model.safetensors.index.json"
+CONFIG = b'{\n  "hidden": 1\n}\n'
+
+
+def weights(value: float, count: int = 3) -> dict[str, torch.Tensor]:
+    return {f"layer.{i}": torch.full((4,), value + i) for i in range(count)}
+
+
+def request(tensors: dict[str, torch.Tensor], limit: int = 1, **more: Any) -> SaveRequest:
+    """A tensor a file, unless a limit is given."""
+    options = SaveOptions(max_shard_size=limit, progress=False, **more.pop("options", {}))
+    plain = request_from_state_dict(tensors, options)
+    return SaveRequest(tensors=plain.tensors, options=options, tied_names=plain.tied_names, **more)
+
+
+def save(store: MemoryStore, wanted: SaveRequest) -> CheckpointIndex:
+    store.requests.clear()
+    return save_into(store, wanted, lambda: None, OwnShardWriter())
+
+
+def shown(text: str) -> str:
+    """A name or a request, with zeros for the digits of one save."""
+    return re.sub(r"-[0-9a-f]{16}(?=\.safetensors)", "-0", text)
+
+
+def test_a_save_into_an_empty_place_puts_shards_then_the_index_then_the_config(tmp_path: Path) -> None:
+    store = MemoryStore()
+    index = save(store, request(weights(1), config=CONFIG, options={"metadata": {"run": 7}}))
+
+    assert [shown(one) for one in store.requests if one.startswith(("put", "delete", "list", "read", "sweep"))] == [
+        "list",
+        "put model-hfshard-placeholder.safetensors",
+        f"put {INDEX}",
+        "put config.json",
+        "delete model-hfshard-placeholder.safetensors",
+        "sweep",
+    ]
+    assert sorted(map(shown, store.objects)) == [
+        "config.json",
+        "model-00001-of-00003-0.safetensors",
+        "model-00002-of-00003-0.safetensors",
+        "model-00003-of-00003-0.safetensors",
+        INDEX,
+    ]
+    assert set(index.weight_map.values()) < store.objects.keys()
+    assert json.loads(store.objects[INDEX])["metadata"]["run"] == 7
+    loaded = hfshard.load_state_dict(store.into(tmp_path / "copy"), verify="full")
+    assert loaded.keys() == weights(1).keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights(1).items())
+
+
+def test_an_unchanged_save_puts_nothing_and_unchanged_shards_are_kept() -> None:
+    store = MemoryStore()
+    first = save(store, request(weights(1), config=CONFIG, model_files={"generation_config.json": b"{}"}))
+    before = dict(store.objects)
+
+    assert save(store, request(weights(1), config=CONFIG, model_files={"generation_config.json": b"{}"})) == first
+    assert store.requests == ["list", f"read {INDEX}"]  # S3's ETags tell of the small files
+    assert store.objects == before
+
+    tensors = weights(1) | {"layer.1": torch.zeros(4)}
+    second = save(store, request(tensors, config=CONFIG))
+    opened = [shown(one) for one in store.requests if one.startswith("open")]
+    assert opened == ["open model-00002-of-00003-0.safetensors"]
+    assert second.weight_map["layer.0"] == first.weight_map["layer.0"]
+    assert first.weight_map["layer.1"] not in store.objects
+    assert [one.split()[0] for one in store.requests] == ["list", "read", "open", "finish", "put", "delete", "sweep"]
+
+
+def test_who_edits_a_small_file_by_hand_is_noticed() -> None:
+    store = MemoryStore()
+    files = {"generation_config.json": b'{"a": 1}'}
+    save(store, request(weights(1), config=CONFIG, model_files=files))
+    store.objects["generation_config.json"] = b'{"a": 2}'
+    save(store, request(weights(1), config=CONFIG, model_files=files))
+    assert store.objects["generation_config.json"] == b'{"a": 1}'
+    store.objects["config.json"] = b"{}\n"
+    save(store, request(weights(1), config=CONFIG, model_files=files))
+    assert store.objects["config.json"] == CONFIG
+
+
+@pytest.mark.parametrize("checksum", ["sha256", "xxh3", None])
+def test_a_checkpoint_of_one_file_has_an_index_too(checksum: Any, tmp_path: Path) -> None:
+    store = MemoryStore()
+    index = save(store, request(weights(1), 10**6, options={"checksum": checksum, "variant": "fp16"}))
+    (name,) = set(index.weight_map.values())
+    assert shown(name) == "model.fp16-00001-of-00001-0.safetensors"
+    assert store.objects.keys() == {name, "model.safetensors.index.fp16.json"}
+    assert index.is_verifiable is (checksum is not None)
+    loaded = hfshard.load_state_dict(store.into(tmp_path / "copy"), variant="fp16")
+    assert torch.equal(loaded["layer.2"], weights(1)["layer.2"])
