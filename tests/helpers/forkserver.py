@@ -348,7 +348,7 @@ _SETTINGS = _import_settings(os.environ)
 
 
 @contextmanager
-def _listening(address: str) -> Iterator[socket.socket | None]:
+def listening(address: str) -> Iterator[socket.socket | None]:
     """A socket that listens, for a server; None where there is one."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
@@ -366,7 +366,7 @@ def _listening(address: str) -> Iterator[socket.socket | None]:
 def _torch(threads: str) -> _Server:
     """The session's server that has imported what no setting of a child reaches; all others are forks of it."""
     address = _address(threads, {})
-    with _listening(address) as listener:
+    with listening(address) as listener:
         if listener is not None:
             paths = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
             settings = {"PYTHONPATH": paths, "OMP_NUM_THREADS": threads, "PYTHONWARNINGS": "", **_QUICK_TO_FORK}
@@ -397,7 +397,7 @@ def _fork_server(address: str, modules: Sequence[str], environment: Mapping[str,
     """Fork a server; None where there is one."""
     environment = {name: value for name, value in environment.items() if value and name != "PYTHONWARNINGS"}
     torch = _torch(environment.get("OMP_NUM_THREADS", ""))
-    with _listening(address) as listener:
+    with listening(address) as listener:
         if listener is None:
             return None
         return torch.call(forked.serve, modules, owner, env=environment, cwd=REPOSITORY, stdin=listener.fileno())

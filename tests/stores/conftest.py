@@ -1,0 +1,61 @@
+"""Places in every service for tests of stores, each fresh, with the environment in which its own tools find it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.stores.services import running
+from tests.stores.services.buckets import BUCKET, BUCKETS, Bucket
+from tests.stores.services.kinds import SERVICES
+
+DIRECTORY = "directory"
+
+
+def use_service(scheme: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """Let this test find a service, or skip it aloud where that lacks something; gives its bucket."""
+    lacks = SERVICES[scheme].lacks()
+    if lacks:
+        pytest.skip(lacks)
+    url = running.url_of(scheme)
+    for name, text in SERVICES[scheme].environment(url).items():
+        monkeypatch.setenv(name, text)
+    return BUCKETS[scheme](url)
+
+
+@pytest.fixture(params=list(SERVICES))
+def scheme(request: pytest.FixtureRequest) -> str:
+    """That of each service, one after the other; `@pytest.mark.parametrize("scheme", ["s3"])` chooses."""
+    given: str = request.param
+    return given
+
+
+@pytest.fixture
+def bucket(scheme: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """The bucket of the service, for looking into it without hfshard."""
+    return use_service(scheme, monkeypatch)
+
+
+@pytest.fixture
+def store_address(scheme: str, bucket: Bucket) -> str:
+    """The address of a place in the service where nothing lies."""
+    return f"{scheme}://{BUCKET}/{secrets.token_hex(6)}/place"
+
+
+@pytest.fixture
+def store_prefix(store_address: str) -> str:
+    """What the keys in `bucket` of that place begin with, without the last slash."""
+    return store_address.partition(f"://{BUCKET}/")[2]
+
+
+@pytest.fixture(params=[DIRECTORY, *SERVICES])
+def store_place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where nothing lies yet: a directory, and an address in each service."""
+    if request.param == DIRECTORY:
+        yield str(tmp_path / "place")
+    else:
+        use_service(request.param, monkeypatch)
+        yield f"{request.param}://{BUCKET}/{secrets.token_hex(6)}/place"
