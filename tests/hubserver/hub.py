@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -49,8 +50,26 @@ class Hub:
         self.faults = Faults()
         self.errors: list[str] = []
         """Tracebacks of what went wrong in the server itself."""
-        self.api_origin = ""
-        self.storage_origin = ""
+        self.origins = ("", "")
+        """URLs of the API origin and of the storage origin."""
+        self._request = threading.local()
+
+    def answers_to(self, host: str) -> None:
+        """Note by which name a client that this thread answers has found the only origin: maybe that of a proxy."""
+        port = host.rpartition(":")[2]
+        self._request.origins = (f"http://127.0.0.1:{port}", f"http://localhost:{port}")
+
+    @property
+    def api_origin(self) -> str:
+        """The API origin's URL, as the client that this thread answers knows it."""
+        origin: str = getattr(self._request, "origins", self.origins)[0]
+        return origin
+
+    @property
+    def storage_origin(self) -> str:
+        """The storage origin's URL, as the client that this thread answers knows it."""
+        origin: str = getattr(self._request, "origins", self.origins)[1]
+        return origin
 
     def sign(self, path: str, method: str, **values: str) -> str:
         """Make a URL of the storage origin."""

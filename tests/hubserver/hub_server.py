@@ -155,6 +155,8 @@ class HubServer:
         multipart_bytes: Larger LFS files go up in parts of this size; None: never.
         max_commit_files: Operations that one commit may have.
         has_xet: Whether repositories take files through Xet, too (buckets always do).
+        has_one_origin: Whether all is served on the API origin's port, and the URLs in its answers have the port that
+            the client asked for: so a proxy before it sees all requests.
         port: Of the API origin; 0: any that is free.
     """
 
@@ -167,6 +169,7 @@ class HubServer:
         multipart_bytes: int | None = None,
         max_commit_files: int = MAX_COMMIT_FILES,
         has_xet: bool = False,
+        has_one_origin: bool = False,
         port: int = 0,
     ) -> None:
         self._hub = Hub(
@@ -178,17 +181,21 @@ class HubServer:
             has_xet=has_xet,
         )
         self._port = port
+        self._has_one_origin = has_one_origin
         self._origins: list[Origin] = []
 
     def start(self) -> None:
-        """Open both origins."""
-        self._origins = [Origin(self._hub, "api", self._port), Origin(self._hub, "storage")]
-        self._hub.api_origin, self._hub.storage_origin = (origin.url for origin in self._origins)
+        """Open the origins."""
+        if self._has_one_origin:
+            self._origins = [Origin(self._hub, ("api", "storage"), self._port)]
+        else:
+            self._origins = [Origin(self._hub, ("api",), self._port), Origin(self._hub, ("storage",))]
+        self._hub.origins = (self._origins[0].url, self._origins[-1].url)
         for origin in self._origins:
             origin.start()
 
     def stop(self) -> None:
-        """Let everyone at a gate go, and close both origins."""
+        """Let everyone at a gate go, and close the origins."""
         self.clear_faults()
         for origin in self._origins:
             origin.stop()

@@ -7,6 +7,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -88,14 +89,27 @@ ROUTES: dict[str, list[tuple[str, str, str, Route]]] = {
 }
 
 
-def find_route(origin: str, method: str, target: str) -> tuple[str, Route | None, dict[str, str]]:
-    """Find what answers a request: its kind, the function, and the parts of the path."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What answers a request."""
+
+    origin: str
+    kind: str
+    route: Route | None
+    parts: dict[str, str]
+    """Of the path: argument of the route -> text."""
+
+
+def find_route(origins: tuple[str, ...], method: str, target: str) -> Found:
+    """Find what answers a request on the port of one origin or of more."""
     path, _, query = target.partition("?")
-    for route_method, pattern, kind, route in ROUTES[origin]:
-        if route_method == method and (match := re.fullmatch(pattern, path)):
-            kind = "lfs_part" if kind == "lfs_put" and "partNumber=" in query else kind
-            return kind, route, {name: part for name, part in match.groupdict().items() if part is not None}
-    return "other", None, {}
+    for origin in origins:
+        for route_method, pattern, kind, route in ROUTES[origin]:
+            if route_method == method and (match := re.fullmatch(pattern, path)):
+                kind = "lfs_part" if kind == "lfs_put" and "partNumber=" in query else kind
+                parts = {name: part for name, part in match.groupdict().items() if part is not None}
+                return Found(origin, kind, route, parts)
+    return Found(origins[0], "other", None, {})
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -108,14 +122,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         """Answer one request: log it, let a fault have its way, route it."""
-        hub, origin = self.server.hub, self.server.name
-        kind, route, parts = find_route(origin, self.command, self.path)
+        hub = self.server.hub
+        found = find_route(self.server.names, self.command, self.path)
+        if len(self.server.names) > 1:
+            hub.answers_to(self.headers.get("Host", ""))
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
         record = Request(
             method=self.command,
             path=self.path,
-            origin=origin,
-            kind=kind,
+            origin=found.origin,
+            kind=found.kind,
             range=self.headers.get("Range"),
             token=token if scheme.lower() == "bearer" else None,
             user_agent=self.headers.get("User-Agent", ""),
@@ -127,7 +143,7 @@ class Handler(BaseHTTPRequestHandler):
         exchange = Exchange(self.connection, body, self.headers, record, fault)
         exchange.must_close = self.close_connection
         try:
-            self._answer(exchange, route, parts)
+            self._answer(exchange, found.route, found.parts)
         except HangUpError:
             self.close_connection = True
             if fault is not None:
@@ -178,7 +194,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Origin(ThreadingHTTPServer):
-    """One origin (host and port) on loopback.
+    """One origin (host and port) on loopback, or both on one port.
 
     The two have host names of their own, too: huggingface_hub 1.x goes by the host alone when it asks whether a
     redirect leaves the Hub (and then stops there, and leaves the token out).
@@ -188,13 +204,13 @@ class Origin(ThreadingHTTPServer):
     # Clients open many connections at once.
     request_queue_size = 128
 
-    def __init__(self, hub: Hub, name: str, port: int = 0) -> None:
+    def __init__(self, hub: Hub, names: tuple[str, ...], port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), Handler)
-        self.hub, self.name = hub, name
-        self.host = "127.0.0.1" if name == "api" else "localhost"
+        self.hub, self.names = hub, names
+        self.host = "127.0.0.1" if "api" in names else "localhost"
         self._connections: set[socket.socket] = set()
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name=f"hub-{name}", daemon=True)
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name=f"hub-{names[0]}", daemon=True)
 
     @property
     def url(self) -> str:
