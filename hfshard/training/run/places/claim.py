@@ -8,7 +8,7 @@ import secrets
 import socket
 from typing import Final
 
-from hfshard.errors import RemoteChangedError, StaleObjectError
+from hfshard.errors import HfshardError, RemoteChangedError, StaleObjectError
 from hfshard.stores.protocols import ANYTHING, Store, StoredObject
 
 CLAIM: Final = ".writer.json"
@@ -66,16 +66,23 @@ class RunClaim:
             RemoteChangedError: Another manager has taken the run over.
         """
         found = self._store.find(CLAIM)
-        if found is None or self._own is None or found.etag != self._own.etag:
+        if not self._is_own(found):
             raise RemoteChangedError(
                 f"Another CheckpointManager has begun to save into '{self._store.address}'{self._who(found)}, and has "
                 "taken the run over: this one saves no more. Stop one of the two runs, or give it another address.",
                 path=str(self._store.address),
             )
 
+    def is_there(self) -> bool:
+        """Whether it is still there."""
+        return self._is_own(self._store.find(CLAIM))
+
     def forget(self) -> None:
         """Claim no more; what was put stays, for the next one to replace."""
         self._own = None
+
+    def _is_own(self, found: StoredObject | None) -> bool:
+        return found is not None and self._own is not None and found.etag == self._own.etag
 
     def _who(self, found: StoredObject | None) -> str:
         """Say who has put a claim."""
@@ -84,7 +91,7 @@ class RunClaim:
         try:
             claim = json.loads(self._store.read(found))
             return f" (process {claim['pid']} on {claim['host']})"
-        except Exception:  # noqa: BLE001 - only words for an error that is raised anyway
+        except (HfshardError, ValueError, KeyError, TypeError):  # only words for an error that is raised anyway
             return ""
 
 

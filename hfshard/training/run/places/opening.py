@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from hfshard._util.addresses import is_address
 from hfshard.training.run.places.directory_place import DirectoryFiles, DirectoryPlace
 from hfshard.training.run.places.protocols import CheckpointFiles, RunPlace
+from hfshard.training.run.places.store_files import StoreFiles
+from hfshard.training.run.places.store_place import StorePlace
 from hfshard.training.run.run_checkpoint import RunCheckpoint, read_run_checkpoint
 
 
 def run_place(root: str) -> RunPlace:
     """The place of a run; nothing is read or created yet."""
-    return DirectoryPlace(root)
+    return StorePlace(root) if is_address(root) else DirectoryPlace(root)
 
 
 def files_at(path: str) -> CheckpointFiles:
     """The files of the checkpoint at a path; nothing is read yet."""
-    return DirectoryFiles(path)
+    return StoreFiles(path) if is_address(path) else DirectoryFiles(path)
 
 
 def checkpoint_at(path: str, step: int) -> RunCheckpoint:
