@@ -33,26 +33,6 @@ class KnownObject:
     """What the manifest tells of it."""
 
 
-def known_objects(newest: RunCheckpoint | None, listed: Mapping[str, StoredObject]) -> dict[str, KnownObject]:
-    """Index the weights of a checkpoint by fingerprint: those that did not change are copied on the server.
-
-    Args:
-        newest: The one that was saved last.
-        listed: Its files by name.
-    """
-    if newest is None or newest.manifest is None:
-        return {}
-    return {
-        record.fingerprint: KnownObject(listed[name], record)
-        for name, record in newest.manifest.files.items()
-        if name.endswith(SAFETENSORS_SUFFIX)
-        and record.fingerprint is not None
-        and record.is_verifiable
-        and name in listed
-        and listed[name].size == record.size
-    }
-
-
 @dataclass
 class Sender:
     """Sends one checkpoint; what it has put is noted, to be taken back."""
@@ -61,12 +41,25 @@ class Sender:
     """Of the run."""
     folder: str
     """Of the checkpoint in it."""
-    known: Mapping[str, KnownObject]
+    known: dict[str, KnownObject] = field(default_factory=dict)
     """Fingerprint -> a file that may have the same bytes."""
     put: dict[str, StoredObject | None] = field(default_factory=dict)
     """Names that may be there now, and the objects that were put under them where that is known."""
     manifest: bytes | None = None
     """What was, or may have been, put as the manifest."""
+
+    def know(self, newest: RunCheckpoint, listed: Mapping[str, StoredObject]) -> None:
+        """Copy the weights of a checkpoint that did not change, on the server.
+
+        Args:
+            newest: The one that was saved last.
+            listed: Its files by name.
+        """
+        assert newest.manifest is not None
+        for name, record in newest.manifest.files.items():
+            is_known = record.fingerprint is not None and record.is_verifiable and name in listed
+            if is_known and name.endswith(SAFETENSORS_SUFFIX) and listed[name].size == record.size:
+                self.known[record.fingerprint or ""] = KnownObject(listed[name], record)
 
     def send(self, order: CheckpointOrder) -> CheckpointManifest:
         """Send all files but the manifest.

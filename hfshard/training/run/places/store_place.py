@@ -18,7 +18,7 @@ from hfshard.stores.protocols import Store, StoredObject
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.places.claim import RunClaim
 from hfshard.training.run.places.protocols import CheckpointOrder
-from hfshard.training.run.places.sending import Sender, known_objects
+from hfshard.training.run.places.sending import Sender
 from hfshard.training.run.run_checkpoint import (
     CHECKPOINT,
     RunCheckpoint,
@@ -142,27 +142,25 @@ class StorePlace:
         step = order.manifest.step
         folder = checkpoint_path("", step)
         newest = next((one for one in found if one.manifest is not None), None)
-        before = _folder_of(newest) if newest is not None else ""
-        aside = self._move_aside(folder, found)
-        listed = self._files_in(aside if aside is not None and before == folder else before) if before else {}
-        sender = Sender(self._store, folder, known_objects(newest, listed))
+        aside = _name_aside(folder, found)
+        sender = Sender(self._store, folder)
         try:
+            if aside is not None:
+                self._move_aside(folder, aside)
+            if newest is not None:
+                before = _folder_of(newest)
+                sender.know(newest, self._files_in(aside if aside is not None and before == folder else before))
             manifest = self._send_and_commit(sender, order)
         except BaseException:
             self._take_back(sender, aside)
             raise
         if aside is not None:
-            self._remove_folder(aside, self._files_in(aside))
+            self._remove_or_warn(aside)
         return RunCheckpoint(checkpoint_path(self.root, step), step, manifest)
 
     def remove(self, checkpoint: RunCheckpoint) -> None:
         """Delete its manifest, and then its files."""
-        folder = _folder_of(checkpoint)
-        try:
-            self._remove_folder(folder, self._files_in(folder))
-        except StoreError as error:
-            logger.warning("'%s' can't be removed (%s); the next save tries again.", checkpoint.path, error)
-            self._is_littered = True
+        self._remove_or_warn(_folder_of(checkpoint))
 
     def _send_and_commit(self, sender: Sender, order: CheckpointOrder) -> CheckpointManifest:
         """Send all files, put the manifest, and look whether all of them are there: once more, if they are not."""
@@ -197,7 +195,11 @@ class StorePlace:
             kept = CheckpointManifest.from_json(raw, f"{self.root}/{folder}/{MANIFEST}").files if raw else {}
             self._delete(folder, sender.own_among(listed, is_alone=is_ours) - kept.keys())
             if aside is not None and is_ours:
-                self._put_back(aside, self._files_in(aside), folder)
+                copied = self._files_in(aside)
+                if MANIFEST in copied and raw is None:
+                    self._put_back(aside, copied, folder)
+                else:
+                    self._remove_folder(aside, copied)
         except HfshardError as error:
             logger.warning(
                 "What was put below '%s/%s' can't be removed (%s); the next save tries again.",
@@ -206,21 +208,16 @@ class StorePlace:
                 error,
             )
 
-    def _move_aside(self, folder: str, found: Sequence[RunCheckpoint]) -> str | None:
+    def _move_aside(self, folder: str, aside: str) -> None:
         """Copy the checkpoint that is in the way to another folder, where it counts until the new one is whole."""
-        old = next((one for one in found if _folder_of(one) == folder), None)
-        if old is None:
-            return None
-        number = old.manifest.save_number if old.manifest is not None else 0
-        aside = f".replaced-{old.step}-{number}"
         files = self._files_in(folder)
         self._copy_folder(files, aside)
         self._remove_folder(folder, files)
-        return aside
 
     def _put_back(self, aside: str, files: Mapping[str, StoredObject], folder: str) -> None:
         """Give a checkpoint that was moved aside its own name again."""
         logger.info("Putting '%s/%s' back, which an unfinished save was about to replace.", self.root, folder)
+        self._remove_folder(folder, self._files_in(folder))
         self._copy_folder(files, folder)
         self._remove_folder(aside, files)
 
@@ -235,6 +232,14 @@ class StorePlace:
         """Delete the manifest, and then the rest."""
         self._delete(folder, [MANIFEST] if MANIFEST in files else [])
         self._delete(folder, [name for name in files if name != MANIFEST])
+
+    def _remove_or_warn(self, folder: str) -> None:
+        """Remove a checkpoint that another one has replaced; if that fails, the next save tries again."""
+        try:
+            self._remove_folder(folder, self._files_in(folder))
+        except StoreError as error:
+            logger.warning("'%s/%s' can't be removed (%s); the next save tries again.", self.root, folder, error)
+            self._is_littered = True
 
     def _remove_unfinished(self, folder: str, files: Collection[str]) -> None:
         """Delete what a save has left that was never finished, and can't be any more."""
@@ -284,6 +289,14 @@ class StorePlace:
         """Read a manifest, once."""
         known = self._manifests.get((found.name, found.etag))
         return self._store.read(found) if known is None else known
+
+
+def _name_aside(folder: str, found: Sequence[RunCheckpoint]) -> str | None:
+    """The name by which a checkpoint that is in the way counts while it is replaced; None where there is none."""
+    old = next((one for one in found if _folder_of(one) == folder), None)
+    if old is None:
+        return None
+    return f".replaced-{old.step}-{old.manifest.save_number if old.manifest is not None else 0}"
 
 
 def _in_order_of_right(folders: Iterable[str]) -> list[tuple[str, int]]:
