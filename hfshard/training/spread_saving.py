@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from hfshard._util.addresses import is_address
 from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.listing import HeldTensor, RankGroup, list_tensors
 from hfshard.distributed.exchange.rank_writer import RankWriter
@@ -126,7 +127,7 @@ def _find_stages(order: SpreadSave, writer: RunWriter, status: SaveStatus) -> li
         InvalidArgumentError: A module is wrapped by FSDP1; or the ranks save spread modules into different directories.
     """
     is_spread = is_spread_state(order.state)
-    root = os.path.realpath(writer.root)
+    root = writer.root if is_address(writer.root) else os.path.realpath(writer.root)
     own = [is_spread, stage_digest(order.state), short_digest(root), "" if is_spread else values_digest(order.state)]
     told = [json.loads(raw) for raw in status.meet("save", json.dumps(own).encode()).values()]
     _, _, first_root, first_values = told[0]

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
+from hfshard._util.addresses import is_address
+from hfshard._util.paths import absolute_path
 from hfshard.constants import README, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     CheckpointNotFoundError,
@@ -28,7 +30,7 @@ from hfshard.training.collecting import PARTS
 from hfshard.training.pushing.contents import Hashes, VerifiedContents, read_manifest_of, read_whole
 from hfshard.training.run.finding import Level, check_run_checkpoint, checkpoint_of_step
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, read_checkpoint_manifest
-from hfshard.training.run.places.opening import run_place
+from hfshard.training.run.places.opening import files_at, run_place
 from hfshard.training.run.places.protocols import RunPlace
 from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.training.step import checked_step
@@ -222,7 +224,7 @@ def checked_at(
     """Find and check the checkpoint in a directory, a directory hub, or a repo of the Hub, from which it is downloaded.
 
     Args:
-        place: A path or `file://` URL, or "org/name"; on a hub with "@revision" unless it is main.
+        place: A path, an address or `file://` URL, or "org/name"; on a hub with "@revision" unless it is main.
         verify: As in `finding.check_run_checkpoint`.
         token: A token, as in huggingface_hub.
         progress: Whether to show a bar on stderr. None: on a terminal.
@@ -235,19 +237,19 @@ def checked_at(
     """
     if isinstance(place, str) and place.isdecimal() and not os.path.isdir(place):
         raise InvalidArgumentError(f"'{place}' is neither a place nor a step: give a step as a number, {int(place)}.")
+    if is_address(place):
+        found = _in(absolute_path(place, "place"))
+        return found, check_run_checkpoint(found, verify, progress)
     path, revision = split_address(place)
     query = CheckpointQuery(revision=revision, token=token)
     local = CheckpointSource(path, query).find_local()
     if local is not None:
-        directory = local.directory
-        _refuse_other_directories(directory)
+        found = _in(local.directory)
     else:
         from hfshard.hub.remote.fetching import fetch
 
         with no_directory_either(path):
-            directory = fetch(path, _resolve_run_checkpoint, query, progress).directory
-    manifest = read_checkpoint_manifest(directory)
-    found = RunCheckpoint(directory, manifest.step, manifest)
+            found = _in(fetch(path, _resolve_run_checkpoint, query, progress).directory)
     try:
         return found, check_run_checkpoint(found, verify, progress)
     except IntegrityError as error:
@@ -291,9 +293,12 @@ def _no_checkpoint(what: str, todo: str, path: str | None = None) -> CheckpointN
     return CheckpointNotFoundError(f"{what} holds no training checkpoint: there is no {MANIFEST}. {todo}", path=path)
 
 
-def _refuse_other_directories(directory: str) -> None:
-    if os.path.lexists(os.path.join(directory, MANIFEST)):
-        return
+def _in(directory: str) -> RunCheckpoint:
+    """The checkpoint in a directory or at an address, which must be one."""
+    files = files_at(directory)
+    if files.has(MANIFEST):
+        manifest = files.manifest()
+        return RunCheckpoint(directory, manifest.step, manifest)
     checkpoints = [one.path for one in run_place(directory).checkpoints()]
     todo = (
         f"It is a run: give one of its checkpoints, such as '{checkpoints[0]}'."

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from hfshard._util.addresses import is_address
 from hfshard._util.paths import absolute_path
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.hub.address import absolute_address
@@ -42,7 +43,8 @@ def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.
     """
     if not isinstance(step, str | os.PathLike):
         return step
-    return absolute_path(step, "step") if os.path.exists(step) else absolute_address(step)
+    is_path = is_address(step) or os.path.exists(step)
+    return absolute_path(step, "step") if is_path else absolute_address(step)
 
 
 def choose_checkpoint(

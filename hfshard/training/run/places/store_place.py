@@ -130,7 +130,7 @@ class StorePlace:
             match = CHECKPOINT.fullmatch(folder)
             if match is not None and is_own_name(folder, int(match[1])) and folder not in whole:
                 self._remove_unfinished(folder, files)
-        self._store.sweep_uploads()
+        self._store.sweep_uploads(_is_of_a_checkpoint)
 
     def write(self, order: CheckpointOrder, found: Sequence[RunCheckpoint]) -> RunCheckpoint:
         """Put all files, and the manifest last.
@@ -313,3 +313,9 @@ def _in_order_of_right(folders: Iterable[str]) -> list[tuple[str, int]]:
 
 def _folder_of(checkpoint: RunCheckpoint) -> str:
     return checkpoint.path.rpartition("/")[2]
+
+
+def _is_of_a_checkpoint(name: str) -> bool:
+    """Whether an object below the run is, or was to be, a file of a checkpoint."""
+    folder, _, file = name.partition("/")
+    return bool(file) and (CHECKPOINT.fullmatch(folder) or _REPLACED.fullmatch(folder)) is not None

@@ -1,0 +1,98 @@
+"""A run in a bucket, looked at without hfshard; and the tiny state that is saved there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfshard.training import CheckpointManager, TrainingState
+
+ALL_STEPS = 3
+"""Of `saved_run`."""
+
+
+@dataclass(frozen=True)
+class BucketRun:
+    """What lies below one prefix of a bucket."""
+
+    client: Any
+    bucket: str
+    prefix: str
+
+    @property
+    def root(self) -> str:
+        """What a manager is given."""
+        return f"s3://{self.bucket}/{self.prefix}"
+
+    def names(self, folder: str = "") -> list[str]:
+        """Name all objects, as deep as they lie."""
+        found = self.client.list_objects_v2(Bucket=self.bucket, Prefix=f"{self.prefix}/{folder}")
+        return sorted(one["Key"].removeprefix(f"{self.prefix}/") for one in found.get("Contents", []))
+
+    def folders(self) -> list[str]:
+        """Name the folders."""
+        return sorted({name.partition("/")[0] for name in self.names() if "/" in name})
+
+    def read(self, name: str) -> bytes:
+        """The bytes of an object."""
+        return bytes(self.client.get_object(Bucket=self.bucket, Key=f"{self.prefix}/{name}")["Body"].read())
+
+    def put(self, name: str, raw: bytes) -> None:
+        """Put an object, as another tool would."""
+        self.client.put_object(Bucket=self.bucket, Key=f"{self.prefix}/{name}", Body=raw)
+
+    def delete(self, name: str) -> None:
+        """Delete an object."""
+        self.client.delete_object(Bucket=self.bucket, Key=f"{self.prefix}/{name}")
+
+    def litter(self) -> list[str]:
+        """Name what belongs to no checkpoint, and is no claim."""
+        found = set(self.names()) - {".writer.json"}
+        for folder in self.folders():
+            manifest = f"{folder}/checkpoint.json"
+            if manifest in found and not folder.startswith("."):
+                files = json.loads(self.read(manifest))["files"]
+                found -= {manifest, *(f"{folder}/{name}" for name in files)}
+        return sorted(found)
+
+    def synced(self, target: Path) -> Path:
+        """Bring all objects to the disk, as `aws s3 sync` does."""
+        for name in self.names():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_bytes(self.read(name))
+        return target
+
+
+class Net(nn.Module):
+    """Two layers, of which the first one can be frozen."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 2)
+        self.fill(value)
+
+    def fill(self, value: float) -> None:
+        """Give all weights one value."""
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.fill_(value)
+
+    def value(self) -> float:
+        """The value of all weights."""
+        values = {float(number) for weight in self.parameters() for number in weight.flatten().tolist()}
+        assert len(values) == 1, f"a mixture of {values}"
+        return values.pop()
+
+
+def save_steps(manager: CheckpointManager, *steps: int) -> None:
+    """Save checkpoints of models whose weights have the numbers of their steps."""
+    net = Net()
+    for step in steps:
+        net.fill(step)
+        manager.save(step, TrainingState(model=net), metric={"loss": 1 / (step + 1)})
