@@ -150,7 +150,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "pickle_file",
     ),
     "stores": ("memory protocols", "buckets objects", "opening"),
-    "stores.buckets": ("hub_calls",),
+    "stores.buckets": ("hub_calls", "tokens", "xet", "errors", "calls", "bucket_store"),
     "stores.objects": (
         "failures settings",
         "connection part_memory retrying",
@@ -252,6 +252,7 @@ FOREIGN = {
     "huggingface_hub": {"hub", "modules", "pretrained", "stores"},
     "obstore": {"stores"},
     "botocore": {"stores"},
+    "hf_xet": {"stores"},
 }
 
 

@@ -23,6 +23,7 @@ _LONGEST_RETRY_AFTER: Final = 600.0
 _RETRIED: Final = frozenset({408, 429, 500, 502, 503, 504})
 
 _TOKEN_VARIABLES: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_QUERY: Final = re.compile(r"(https?://[^\s?\"'<>]*)\?[^\s\"'<>)]*")
 _SHOWN_CHARACTERS: Final = 4
 """Characters of a token in messages: enough to recognize it, too few to use it."""
 _SHOWN_FROM: Final = 16
@@ -65,6 +66,11 @@ def without_token(text: str, token: str | bool | None) -> str:
     """Mask the token of a call wherever a text, such as a server's answer, quotes it."""
     used = token if isinstance(token, str) else None if token is False else get_token()
     return re.sub(rf"(?<![\w-]){re.escape(used)}(?![\w-])", "…", text) if used else text
+
+
+def without_queries(text: str) -> str:
+    """Cut the queries from the addresses in a text: those of a storage server are signed."""
+    return _QUERY.sub(r"\1?…", text)
 
 
 def offline_variable() -> str:
