@@ -13,6 +13,8 @@ from tests.stores.services.buckets import BUCKET, BUCKETS, Bucket
 from tests.stores.services.kinds import SERVICES
 
 DIRECTORY = "directory"
+_RETRY_SECONDS = "10"
+"""What should fail for good does so soon."""
 
 
 def use_service(scheme: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
@@ -23,6 +25,7 @@ def use_service(scheme: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     url = running.url_of(scheme)
     for name, text in SERVICES[scheme].environment(url).items():
         monkeypatch.setenv(name, text)
+    monkeypatch.setenv("HFSHARD_STORE_RETRY_SECONDS", _RETRY_SECONDS)
     return BUCKETS[scheme](url)
 
 

@@ -11,6 +11,7 @@ import re
 import secrets
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote
@@ -20,7 +21,16 @@ from tests.stores.services.upstream import Answer, ask
 
 _JSON_API = ("/storage/", "/upload/", "/download/", "/batch/", "/_internal/")
 _HOP = {"connection", "content-length", "transfer-encoding", "keep-alive", "date"}
+_META = "x-goog-meta-"
 _BOUNDARY = "hfshard-tests"
+
+
+@dataclass(slots=True)
+class _Upload:
+    bucket: str
+    name: str
+    metadata: Mapping[str, str]
+    parts: dict[int, bytes] = field(default_factory=dict)
 
 
 class _Uploads:
@@ -28,35 +38,26 @@ class _Uploads:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._parts: dict[str, tuple[str, str, dict[int, bytes]]] = {}
+        self._uploads: dict[str, _Upload] = {}
 
-    def begin(self, bucket: str, name: str) -> str:
+    def begin(self, bucket: str, name: str, metadata: Mapping[str, str]) -> str:
         key = secrets.token_hex(8)
         with self._lock:
-            self._parts[key] = (bucket, name, {})
+            self._uploads[key] = _Upload(bucket, name, metadata)
         return key
 
-    def put(self, key: str, number: int, part: bytes) -> bool:
+    def find(self, key: str) -> _Upload | None:
         with self._lock:
-            if key not in self._parts:
-                return False
-            self._parts[key][2][number] = part
-            return True
+            return self._uploads.get(key)
 
-    def joined(self, key: str, numbers: list[int]) -> bytes | None:
-        """The bytes of an upload; None where there is no such one, or it lacks a part."""
+    def forget(self, key: str) -> None:
         with self._lock:
-            parts = self._parts.get(key, ("", "", {}))[2]
-            return b"".join(parts[number] for number in numbers) if numbers and set(numbers) <= set(parts) else None
-
-    def forget(self, key: str) -> bool:
-        with self._lock:
-            return self._parts.pop(key, None) is not None
+            self._uploads.pop(key, None)
 
     def below(self, bucket: str, prefix: str) -> list[tuple[str, str]]:
         """Name and key of each."""
         with self._lock:
-            uploads = [(name, key) for key, (of, name, _) in self._parts.items() if of == bucket]
+            uploads = [(upload.name, key) for key, upload in self._uploads.items() if upload.bucket == bucket]
         return sorted(upload for upload in uploads if upload[0].startswith(prefix))
 
 
@@ -78,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.command == "PUT" and "x-goog-copy-source" in self.headers:
             self._reply(self._copy(bucket, name))
         elif self.command == "PUT" and name:
-            self._reply(self._insert(bucket, name, body))
+            self._reply(self._insert(bucket, name, body, self._metadata()))
         else:
             self._reply(self._read(bucket, body))
 
@@ -115,14 +116,19 @@ class _Handler(BaseHTTPRequestHandler):
         if answer.status == 200 and self.command == "GET" and unquote(self.path.partition("?")[0]).strip("/") == bucket:
             body = re.sub(rb"<ETag>([^&<]*)</ETag>", rb"<ETag>&quot;\1&quot;</ETag>", answer.body)  # as GCS has them
             return Answer(answer.status, answer.headers, body)
-        return self._missing(bucket) if answer.status == 404 else answer
+        return self._missing(bucket) if answer.status in (404, 500) else answer
 
     def _missing(self, bucket: str) -> Answer:
         is_there = self._ask("GET", f"/storage/v1/b/{quote(bucket, safe='')}").status == 200
         return _refusal(404, "NoSuchKey" if is_there else "NoSuchBucket")
 
-    def _insert(self, bucket: str, name: str, raw: bytes) -> Answer:
-        about = json.dumps({"name": name, "contentType": "application/octet-stream"}).encode()
+    def _metadata(self) -> dict[str, str]:
+        given = {header.lower(): text for header, text in self.headers.items()}
+        return {header.removeprefix(_META): text for header, text in given.items() if header.startswith(_META)}
+
+    def _insert(self, bucket: str, name: str, raw: bytes, metadata: Mapping[str, str]) -> Answer:
+        fields = {"name": name, "contentType": "application/octet-stream", "metadata": metadata}
+        about = json.dumps(fields).encode()
         parts = [b"Content-Type: application/json\r\n\r\n" + about, b"Content-Type: application/octet-stream\r\n\r\n"]
         head = b"".join(b"\r\n--%s\r\n%s" % (_BOUNDARY.encode(), part) for part in parts)
         target = f"/upload/storage/v1/b/{quote(bucket, safe='')}/o?uploadType=multipart"
@@ -160,18 +166,24 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "POST" and "uploads" in asked:
             if self._ask("GET", f"/storage/v1/b/{quote(bucket, safe='')}").status != 200:
                 return _refusal(404, "NoSuchBucket")
-            key = uploads.begin(bucket, name)
+            key = uploads.begin(bucket, name, self._metadata())
             return _xml("InitiateMultipartUploadResult", f"{_place(bucket, name)}<UploadId>{key}</UploadId>")
-        if self.command == "PUT" and uploads.put(key, int(asked["partNumber"]), body):
+        upload = uploads.find(key)
+        if upload is None:
+            return _refusal(404, "NoSuchUpload")
+        if self.command == "PUT":
+            upload.parts[int(asked["partNumber"])] = body
             return Answer(200, {"etag": f'"{secrets.token_hex(8)}"'}, b"")
-        if self.command == "DELETE" and uploads.forget(key):
+        if self.command == "DELETE":
+            uploads.forget(key)
             return Answer(204, {}, b"")
-        numbers = [int(number) for number in re.findall(rb"<PartNumber>(\d+)</PartNumber>", body)]
-        raw = uploads.joined(key, numbers) if self.command == "POST" else None
-        return _refusal(404, "NoSuchUpload") if raw is None else self._complete(bucket, name, key, raw)
+        return self._complete(bucket, name, key, upload, body)
 
-    def _complete(self, bucket: str, name: str, key: str, raw: bytes) -> Answer:
-        answer = self._insert(bucket, name, raw)
+    def _complete(self, bucket: str, name: str, key: str, upload: _Upload, body: bytes) -> Answer:
+        numbers = [int(number) for number in re.findall(rb"<PartNumber>(\d+)</PartNumber>", body)]
+        if not numbers or not set(numbers) <= set(upload.parts):
+            return _refusal(400, "InvalidPart")
+        answer = self._insert(bucket, name, b"".join(upload.parts[number] for number in numbers), upload.metadata)
         if answer.status != 200:
             return answer
         self.server.uploads.forget(key)
