@@ -64,8 +64,8 @@ _HOMES = {
     "load_state_dict": "load",
     "parse_size": "_util.size",
     "plan_shards": "planning.plan",
-    "pull_checkpoint": "hub.pull",
-    "push_checkpoint": "hub.push",
+    "pull_checkpoint": "transfer.pull",
+    "push_checkpoint": "transfer.push",
     "reshard_checkpoint": "reshard",
     "save_model": "save",
     "save_state_dict": "save",
@@ -83,8 +83,6 @@ if TYPE_CHECKING:
     from hfshard import training as training
     from hfshard._util.size import parse_size as parse_size
     from hfshard.errors import HfshardError as HfshardError
-    from hfshard.hub.pull import pull_checkpoint as pull_checkpoint
-    from hfshard.hub.push import push_checkpoint as push_checkpoint
     from hfshard.hub.repo_tree import PushResult as PushResult
     from hfshard.load import load_model as load_model
     from hfshard.load import load_state_dict as load_state_dict
@@ -103,6 +101,8 @@ if TYPE_CHECKING:
     from hfshard.storage.format.index import FileDigest as FileDigest
     from hfshard.storage.tensors.tensor_spec import TensorSpec as TensorSpec
     from hfshard.training.manager import CheckpointManager as CheckpointManager
+    from hfshard.transfer.pull import pull_checkpoint as pull_checkpoint
+    from hfshard.transfer.push import push_checkpoint as push_checkpoint
     from hfshard.verify import verify_checkpoint as verify_checkpoint
 else:
     __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

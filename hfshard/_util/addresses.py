@@ -55,6 +55,11 @@ def is_address(place: Any) -> bool:
     return isinstance(place, str) and _URL.match(place) is not None and not place.startswith("file:")
 
 
+def names_store(place: Any) -> bool:
+    """Whether something is an address whose scheme is that of a store; a URL of another kind may be a wrong repo_id."""
+    return is_address(place) and place.partition("://")[0].lower() in SCHEMES
+
+
 def parse_address(text: str, argument: str = "path") -> StoreAddress:
     """Check and split an address.
 

@@ -8,13 +8,13 @@ from dataclasses import asdict
 from hfshard._util.size import format_size
 from hfshard.cli.output import print_json, print_message, print_text, printable, short_hash, table
 from hfshard.hub.directory.hub import DirectoryHub
-from hfshard.hub.pull import pull_checkpoint
-from hfshard.hub.push import push_directory
 from hfshard.hub.pushing.request import PushOptions
+from hfshard.transfer.pull import pull_checkpoint
+from hfshard.transfer.push import push_anywhere
 
 
 def push(arguments: argparse.Namespace) -> int:
-    """Push a directory, and show the commit."""
+    """Push a checkpoint, and show the commit, or where it is."""
     options = PushOptions(
         commit_message=arguments.commit_message,
         commit_description=arguments.commit_description,
@@ -26,7 +26,7 @@ def push(arguments: argparse.Namespace) -> int:
         follow_links=arguments.follow_links,
         progress=arguments.progress,
     )
-    result = push_directory(
+    result = push_anywhere(
         arguments.directory,
         arguments.repo_id,
         options,
@@ -44,7 +44,7 @@ def push(arguments: argparse.Namespace) -> int:
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    """Pull a checkpoint, and print the directory that it is in."""
+    """Pull a checkpoint, and print the directory or the address that it is in."""
     directory = pull_checkpoint(
         arguments.repo_id,
         arguments.directory,

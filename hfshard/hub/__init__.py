@@ -13,8 +13,6 @@ _HOMES = {
     "RemoteFile": "repo_tree",
     "RepoTree": "repo_tree",
     "Revision": "directory.revisions",
-    "pull_checkpoint": "pull",
-    "push_checkpoint": "push",
 }
 
 __all__ = sorted(_HOMES)
@@ -22,8 +20,6 @@ __all__ = sorted(_HOMES)
 if TYPE_CHECKING:
     from hfshard.hub.directory.hub import DirectoryHub as DirectoryHub
     from hfshard.hub.directory.revisions import Revision as Revision
-    from hfshard.hub.pull import pull_checkpoint as pull_checkpoint
-    from hfshard.hub.push import push_checkpoint as push_checkpoint
     from hfshard.hub.repo_tree import PushResult as PushResult
     from hfshard.hub.repo_tree import RemoteFile as RemoteFile
     from hfshard.hub.repo_tree import RepoTree as RepoTree

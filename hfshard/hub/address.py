@@ -6,7 +6,7 @@ import os
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from hfshard._util.addresses import SCHEMES, is_address, parse_address
+from hfshard._util.addresses import names_store, parse_address
 from hfshard._util.paths import absolute_path, path_text
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.disk.hub_place import has_hub_marker
@@ -35,7 +35,7 @@ def directory_of(repo_id: str | os.PathLike[str]) -> str | None:
                 path=repo_id,
             )
         return unquote(parts.path)
-    if is_address(repo_id) and repo_id.partition("://")[0].lower() in SCHEMES:
+    if names_store(repo_id):
         raise InvalidArgumentError(
             f"'{parse_address(repo_id, 'repo_id')}' is the address of a store, which holds checkpoints and no commits, "
             "so that no repo can be there: save to it (save_pretrained), or copy a checkpoint to it: "

@@ -6,12 +6,10 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.constants import CONFIG_NAME
-from hfshard.errors import IntegrityError, InvalidArgumentError
+from hfshard.errors import IntegrityError
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.export import export, exported_names
@@ -22,82 +20,35 @@ from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify, open_c
 logger = logging.getLogger(__name__)
 
 
-@names_files("repo_id")
-def pull_checkpoint(
+def pull_from_hub(
     repo_id: str | os.PathLike[str],
-    local_dir: str | os.PathLike[str] | None = None,
+    local_dir: str | os.PathLike[str] | None,
+    query: CheckpointQuery,
     *,
-    revision: str | None = None,
-    variant: str | None = None,
-    subfolder: str = "",
-    token: str | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    local_files_only: bool = False,
-    force_download: bool = False,
-    allow_patterns: Sequence[str] | str | None = None,
-    ignore_patterns: Sequence[str] | str | None = None,
     verify: Verify = "structure",
     progress: bool | None = None,
 ) -> str:
     """Download a checkpoint from a hub, and check that it is complete.
 
-    The other files of its folder are pulled too: config, tokenizer, code, README, and the weights in folders further
-    down; but not the weights of other variants and formats, except those that a class of transformers reads beside its
-    own (`spk_dict.pt` of Qwen2.5-Omni). All files are of one commit. A pull that was interrupted continues where it
-    stopped.
-
     Args:
-        repo_id: "org/name" on the Hugging Face Hub; or a directory hub, as a path or a `file://` URL.
-        local_dir: Plain directory for the files; what it held before can be loaded until the pull is complete. None:
-            the files stay in huggingface_hub's cache, where other tools find them.
-        revision: A branch, tag, commit, or "refs/pr/1". None: main.
-        variant, subfolder: Which checkpoint, as in transformers' `from_pretrained`.
-        token: A token, as in huggingface_hub. None: the saved one.
-        cache_dir: Directory of the cache. None: that of HF_HUB_CACHE.
-        local_files_only: Send no request; use what the cache holds.
-        force_download: Download files even if the cache holds them.
-        allow_patterns, ignore_patterns: Globs of paths: which of the other files are pulled; the checkpoint always is.
-            `allow_patterns` may name any file, except other weights of the same checkpoint.
-        verify: How the files are checked afterwards: "none", "structure", or "full" for every byte. From a directory
-            hub, every file is compared with its sha256 in any case, before it is copied.
-        progress: Whether to show a bar on stderr. None: on a terminal.
+        repo_id: As in `pull_checkpoint`, and so are verify and progress.
+        local_dir: A plain directory; None: the files stay in the cache.
+        query: Which checkpoint, and how it is fetched; it `needs_companions`.
 
     Returns:
-        The absolute path of the checkpoint: `local_dir`, or the snapshot in the cache (with the subfolder).
+        As `pull_checkpoint`.
 
     Raises:
-        HubNotFoundError, HubAccessError, HubConnectionError, HubError: The hub can't be asked, or refuses.
-        CheckpointNotFoundError: There are no weights; or, with local_files_only, the cache does not hold all files.
-        IntegrityError: A file was damaged on the way, or in the directory hub; nothing of it was kept.
-        NotEnoughSpaceError: The disk is too full. What arrived before it became full is kept in the cache, and the next
-            pull continues there.
-        SaveDirectoryError: `local_dir` is a file, is or lies in a directory hub, has shards of the same names with
-            other contents, or has a link where a folder is needed.
-
-    Example:
-        >>> directory = hfshard.pull_checkpoint("org/name", revision="v1", verify="full")
-        >>> state_dict = hfshard.load_state_dict(directory)
+        Everything that `pull_checkpoint` raises.
     """
-    query = CheckpointQuery(
-        variant=variant,
-        subfolder=subfolder,
-        revision=revision,
-        token=token,
-        cache_dir=cache_dir,
-        local_files_only=local_files_only,
-        force_download=force_download,
-        needs_companions=True,
-        allow_patterns=_listed(allow_patterns),
-        ignore_patterns=_listed(ignore_patterns),
-    )
     target = None if local_dir is None else absolute_path(local_dir, "local_dir")
     root = directory_of(repo_id)
     hub = DirectoryHub.open(root) if root is not None else None
-    commit = hub.resolve(revision) if hub is not None else None
+    commit = hub.resolve(query.revision) if hub is not None else None
     snapshot = hub.snapshot(commit) if hub is not None else _fetch_snapshot(os.fspath(repo_id), query, progress)
     directory = os.path.join(snapshot, *query.path("").split("/"))
     try:
-        with open_checkpoint(directory.rstrip("/"), variant=variant, verify=verify) as checkpoint:
+        with open_checkpoint(directory.rstrip("/"), variant=query.variant, verify=verify) as checkpoint:
             companions = [] if target is None else companion_files(_sizes_in(snapshot), query)
             if hub is not None:
                 hub.verify(
@@ -107,7 +58,7 @@ def pull_checkpoint(
                 return checkpoint.directory
             export(checkpoint, target, [path.removeprefix(query.path("")) for path in companions])
     except IntegrityError as error:
-        if root is not None or force_download:
+        if root is not None or query.force_download:
             raise
         raise IntegrityError(
             f"{error.message} What is in the cache may be damaged; to download it again, run: "
@@ -167,12 +118,3 @@ def _sizes_in(directory: str) -> dict[str, int]:
             if os.path.isfile(path):
                 sizes[os.path.relpath(path, directory).replace(os.sep, "/")] = os.path.getsize(path)
     return sizes
-
-
-def _listed(patterns: Sequence[str] | str | None) -> list[str] | None:
-    if patterns is None:
-        return None
-    listed: Any = [patterns] if isinstance(patterns, str) else patterns
-    if not isinstance(listed, Sequence) or not all(isinstance(one, str) for one in listed):
-        raise InvalidArgumentError(f"allow_patterns and ignore_patterns must be globs, got {patterns!r:.200}.")
-    return list(listed)

@@ -14,6 +14,7 @@ from typing import Any, Final
 from huggingface_hub import PyTorchModelHubMixin
 from torch import nn
 
+from hfshard._util.addresses import is_address
 from hfshard._util.arguments import refuse_pickles, refuse_unknown
 from hfshard._util.paths import absolute_path
 from hfshard.constants import CONFIG_NAME, DEFAULT_MAX_SHARD_SIZE, README
@@ -132,7 +133,7 @@ def save_plain(
         is_main_process=given["is_main_process"],
         state_dict=given["state_dict"],
         config=extras.config_of(model),
-        card=None if os.path.lexists(os.path.join(directory, README)) else extras.card_of(model),
+        card=None if not is_address(directory) and _has_card(directory) else extras.card_of(model),
         config_before=_identity_of_config(directory),
     )
     _run(save, is_overridden=is_overridden)
@@ -190,7 +191,16 @@ def _check_arguments(given: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
 
 
 def _run(save: _ModuleSave, *, is_overridden: bool) -> None:
-    """Call `_save_pretrained`, and finish what an override of it that saves by itself has left to do."""
+    """Call `_save_pretrained`, and finish what an override of it that saves by itself has left to do.
+
+    A store has no path that an override could be given, and is saved to without it.
+
+    Raises:
+        InvalidArgumentError: It is overridden, and the model is saved to a store.
+    """
+    if is_address(save.directory):
+        _save_to_store(save, is_overridden=is_overridden)
+        return
     if is_overridden and not os.path.isdir(save.directory):
         os.makedirs(save.directory)
     with _being(save):
@@ -202,8 +212,27 @@ def _run(save: _ModuleSave, *, is_overridden: bool) -> None:
         _put(save.directory, CONFIG_NAME, save.config)
     elif save.config is None and not save.is_config_written:
         unlink_if_there(path)
-    if save.card is not None and not os.path.lexists(os.path.join(save.directory, README)):
+    if save.card is not None and not _has_card(save.directory):
         _put(save.directory, README, save.card)
+
+
+def _save_to_store(save: _ModuleSave, *, is_overridden: bool) -> None:
+    if is_overridden:
+        raise InvalidArgumentError(
+            f"{type(save.model).__name__} has a _save_pretrained of its own, which writes into directories, not to "
+            f"'{save.directory}'. Save it into a directory, and copy that: hfshard push DIR {save.directory}",
+            path=save.directory,
+        )
+    save_module(save.model, save.directory, save.state_dict, save.options, save.is_main_process, _files_of(save))
+
+
+def _has_card(directory: str) -> bool:
+    """Whether there is a README.md, which may have been edited, and stays."""
+    if is_address(directory):
+        from hfshard.stores.opening import open_store  # imports what speaks to stores
+
+        return open_store(directory).find(README) is not None
+    return os.path.lexists(os.path.join(directory, README))
 
 
 @contextmanager
@@ -217,7 +246,7 @@ def _being(save: _ModuleSave) -> Iterator[None]:
 
 def _files_of(save: _ModuleSave) -> dict[str, Any]:
     """The fields of the request that hold config.json and README.md, as far as no override has written them."""
-    has_card = save.card is not None and not os.path.lexists(os.path.join(save.directory, README))
+    has_card = save.card is not None and not _has_card(save.directory)
     files: dict[str, Any] = {"model_files": {README: save.card} if has_card else {}}
     if save.is_config_written:
         return files

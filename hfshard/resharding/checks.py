@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 
+from hfshard._util.addresses import is_address
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.hub.address import directory_of
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.storage.disk.safe_open import Identity, identity_of
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
+
+
+def place_of(local: LocalCheckpoint) -> str:
+    """Where a checkpoint lies: its directory, or its address."""
+    return local.directory if local.folder is None else local.folder.path
+
+
+def source_text(local: LocalCheckpoint) -> str:
+    """The directory, the address or the file that tensors are read from."""
+    place = place_of(local)
+    return place if local.weights_name is None else os.path.join(place, local.weights_name)
+
+
+def is_same_place(local: LocalCheckpoint, other: str) -> bool:
+    """Whether a path leads to the directory of a checkpoint, or an address is its own."""
+    if local.folder is not None or is_address(other):
+        return place_of(local) == other
+    return is_same_directory(local.directory, other)
 
 
 def is_same_directory(directory: str, other: str) -> bool:
@@ -27,7 +46,7 @@ def refuse_beside_file(local: LocalCheckpoint, dst: str) -> None:
         SaveDirectoryError: `dst` lies in a directory hub.
     """
     refuse_hub(dst)
-    if is_same_directory(local.directory, dst):
+    if is_same_place(local, dst):
         raise InvalidArgumentError(
             f"'{dst}' is the directory of '{local.weights_name}' itself: give another one to write into, or the "
             "directory twice, to re-shard what it holds in place.",
@@ -43,6 +62,14 @@ def check_places(source: CheckpointSource, local: LocalCheckpoint, dst: str, *, 
         SaveDirectoryError: `dst` lies in a directory hub.
     """
     refuse_hub(dst)
+    if local.folder is not None or is_address(dst):
+        if f"{dst}/".startswith(f"{place_of(local)}/") and not is_in_place:
+            raise InvalidArgumentError(
+                f"'{dst}' lies in the checkpoint that is re-sharded: give another prefix, or '{place_of(local)}' "
+                "itself to re-shard in place.",
+                path=dst,
+            )
+        return
     root, target = os.path.realpath(local.directory), os.path.realpath(dst)
     subfolder = source.query.subfolder
     if subfolder and not is_in_place and is_same_directory(source.path, dst):
@@ -82,7 +109,7 @@ def check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:
         )
     names = checkpoint.names
     for name in (names.single, names.index):
-        if os.path.lexists(os.path.join(checkpoint.directory, name)):
+        if checkpoint.folder.has(name):
             raise InvalidArgumentError(
                 f"'{checkpoint.directory}' has '{name}' too, which is what is loaded: converting the pickles in place "
                 "would replace it. Give another directory, or remove what is old.",
@@ -90,28 +117,52 @@ def check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:
             )
 
 
-def identities_of(checkpoint: OpenCheckpoint) -> dict[str, Identity]:
-    """Path -> identity of the files of weights, as they were opened."""
-    pickles = {file.path: file.identity for file in checkpoint.pickles.values()}
-    return pickles | {shard.path: shard.identity for shard in checkpoint.shards.values()}
+def sizes_of(checkpoint: OpenCheckpoint) -> dict[str, int]:
+    """File of weights -> bytes."""
+    pickles = {name: file.identity[2] for name, file in checkpoint.pickles.items()}
+    return pickles | {name: shard.size for name, shard in checkpoint.shards.items()}
 
 
-def check_unchanged(checkpoint: OpenCheckpoint, identities: Mapping[str, Identity]) -> None:
-    """Refuse a source that somebody else has saved over since it was opened.
+def files_of(checkpoint: OpenCheckpoint) -> tuple[tuple[str, ...], ...]:
+    """The names in each safetensors file, in the order of the files and of the bytes in them; pickles are no such."""
+    return tuple(tuple(shard.header.tensors) for shard in checkpoint.shards.values())
 
-    Args:
-        checkpoint: The source, open.
-        identities: What `identities_of` returned when it was opened.
 
-    Raises:
-        CheckpointChangedError: A file is missing, or is another one.
+class SourceCheck:
+    """Refuses a source that somebody else has saved over since this was made; called before the commit.
+
+    A store that is re-sharded in place is looked at once, by the first call: from then on, the save itself changes it,
+    and commits only on top of what it has seen.
     """
-    try:
-        found = {path: identity_of(os.stat(path)) for path in identities}
-    except OSError as error:
-        raise _changed(checkpoint) from error
-    if found != identities or not checkpoint.is_unchanged():
-        raise _changed(checkpoint)
+
+    def __init__(self, checkpoint: OpenCheckpoint, *, is_in_place: bool) -> None:
+        self._checkpoint = checkpoint
+        self._identities = _identities_of(checkpoint)
+        self._looks_once = is_in_place and checkpoint.is_ranged
+        self._has_looked = False
+
+    def __call__(self) -> None:
+        """Look.
+
+        Raises:
+            CheckpointChangedError: A file is missing, or is another one.
+        """
+        if self._has_looked and self._looks_once:
+            return
+        self._has_looked = True
+        try:
+            found = {path: identity_of(os.stat(path)) for path in self._identities}
+        except OSError as error:
+            raise _changed(self._checkpoint) from error
+        if found != self._identities or not self._checkpoint.is_unchanged():
+            raise _changed(self._checkpoint)
+
+
+def _identities_of(checkpoint: OpenCheckpoint) -> dict[str, Identity]:
+    """Path -> identity of the files of weights on the disk, as they were opened."""
+    pickles = {file.path: file.identity for file in checkpoint.pickles.values()}
+    local = {shard.path: shard.identity for shard in checkpoint.shards.values() if isinstance(shard, SafetensorsFile)}
+    return pickles | local
 
 
 def _changed(checkpoint: OpenCheckpoint) -> CheckpointChangedError:

@@ -16,10 +16,10 @@ from hfshard.saving.prepare import plan_request
 from hfshard.saving.request import SaveRequest
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
-from hfshard.storage.checkpoint.locate import read_config
+from hfshard.storage.checkpoint.folder import CheckpointFolder
+from hfshard.storage.checkpoint.locate import config_in
 from hfshard.storage.checkpoint.raw_tensors import cast, is_packed, raw_tensors
 from hfshard.storage.commit.directory_state import weights_override_of
-from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.strict_json import parse_json_object
 from hfshard.storage.format.weights_override import without_weights_override
 from hfshard.storage.weights.safetensors_writer import COMPLEX_AS_REAL_KEY
@@ -56,26 +56,24 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, *, weights_on
         options=replace(request.options, metadata=metadata),
         file_metadata=_without(file_metadata, _OWN_KEYS | tied_names.keys()),
         total_parameters=index.total_parameters,
-        config=None if weights_only else _config_without_override(checkpoint.directory),
-        model_files={} if weights_only else _model_files_of(checkpoint.directory),
+        config=None if weights_only else _config_without_override(checkpoint.folder),
+        model_files={} if weights_only else _model_files_of(checkpoint.folder),
     )
-    if checkpoint.pickles or plan_request(request).weight_map == index.weight_map:
+    if checkpoint.pickles or request.kept_files or plan_request(request).weight_map == index.weight_map:
         return request
     return replace(request, tensors={name: tensors[name] for name in guess_order(checkpoint)})
 
 
-def _config_without_override(directory: str) -> bytes | None:
+def _config_without_override(folder: CheckpointFolder) -> bytes | None:
     """The config, without the weights that it may name while a commit is under way."""
-    config = read_config(directory)
+    config = config_in(folder)
     return config if config is None or weights_override_of(config) is None else without_weights_override(config)
 
 
-def _model_files_of(directory: str) -> dict[str, bytes]:
-    path = os.path.join(directory, GENERATION_CONFIG_NAME)
-    if not os.path.lexists(path):
+def _model_files_of(folder: CheckpointFolder) -> dict[str, bytes]:
+    if not folder.has(GENERATION_CONFIG_NAME):
         return {}
-    raw, _ = read_small(path, directory, MAX_CONFIG_BYTES)
-    return {GENERATION_CONFIG_NAME: raw}
+    return {GENERATION_CONFIG_NAME: folder.read_small(GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES)}
 
 
 def guess_order(checkpoint: OpenCheckpoint) -> list[str]:

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import logging
-import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 import torch
 
+from hfshard._util.addresses import is_address
 from hfshard._util.paths import absolute_path
 from hfshard.constants import CONFIG_NAME
 from hfshard.errors import InvalidArgumentError
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, open_source
+from hfshard.resharding.beside import companions_at, taken_at
 from hfshard.resharding.checks import (
+    SourceCheck,
     check_in_place,
     check_places,
-    check_unchanged,
-    identities_of,
-    is_same_directory,
+    files_of,
+    is_same_place,
     refuse_beside_file,
+    sizes_of,
+    source_text,
 )
 from hfshard.resharding.in_place import reshard_in_place
 from hfshard.resharding.request import with_dtype, with_tensors
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
+from hfshard.storage.checkpoint.checkpoint import Verify
 from hfshard.storage.checkpoint.raw_tensors import is_compared
-from hfshard.storage.disk.byte_source import ByteSource, FileSource, file_source
-from hfshard.storage.disk.companions import find_companion_files, refuse_conflicts
+from hfshard.storage.disk.byte_source import ByteSource
+from hfshard.storage.disk.companions import refuse_conflicts
 from hfshard.storage.format.index import CheckpointIndex
 
 logger = logging.getLogger(__name__)
@@ -46,10 +51,10 @@ class ReshardResult:
     """What a re-shard read and wrote."""
 
     directory: str
-    """The directory that was written."""
+    """The directory, or the address, that was written."""
     index: CheckpointIndex
     source: str
-    """The directory, or the one file, that the tensors were read from."""
+    """The directory, the address, or the one file, that the tensors were read from."""
     files_before: dict[str, int]
     """The source's files of weights -> bytes."""
     is_compared: bool
@@ -66,14 +71,19 @@ def reshard_source(
     dtype: str | torch.dtype | None = None,
     low_disk: bool = False,
     key: str | None = None,
+    beside: Mapping[str, ByteSource] | None = None,
+    verify: Verify = "structure",
 ) -> ReshardResult:
     """Save a checkpoint in files of another size, and tell what was read and written.
 
     Args:
         source: The checkpoint.
-        dst: Directory to save it in; the source's own: in place.
+        dst: Directory, or address of a store, to save it in; the source's own: in place.
         options: How to save it; `variant` is the source's.
         dtype, low_disk, key: As in `reshard_checkpoint`.
+        beside: For a copy, whose files hold what those of the source do: the other files that go along, and replace
+            those of the same names. None: the files are planned by size, and companions are found, and replace nothing.
+        verify: How the source is checked before the first byte is written.
 
     Raises:
         Everything that `reshard_checkpoint` raises.
@@ -83,10 +93,11 @@ def reshard_source(
     local = source.find_local()
     if local is not None and local.weights_name is not None:
         refuse_beside_file(local, dst)
-    is_in_place = local is not None and is_same_directory(local.directory, dst)
-    if low_disk and (not is_in_place or floating is not None):
+    is_in_place = local is not None and is_same_place(local, dst)
+    if low_disk and (not is_in_place or floating is not None or is_address(dst)):
         raise InvalidArgumentError(
-            "low_disk re-shards a checkpoint in place and as it is: give the same directory twice, and no dtype.",
+            "low_disk re-shards a checkpoint in place and as it is: give the same directory twice, and no dtype. "
+            "(In a store, nothing is written to the disk in any case.)",
             path=dst,
         )
     if local is None:
@@ -95,40 +106,34 @@ def reshard_source(
     is_file = local.weights_name is not None
     if not is_file:
         check_places(source, local, dst, is_in_place=is_in_place)
-    with open_source(source, LoadOptions(progress=options.progress, key=key), local) as checkpoint:
+    with open_source(source, LoadOptions(progress=options.progress, key=key, verify=verify), local) as checkpoint:
         if is_in_place:
             check_in_place(checkpoint, low_disk=low_disk)
-        request = with_tensors(SaveRequest(options=options), checkpoint, weights_only=is_file)
+        request = SaveRequest(options=options, kept_files=() if beside is None else files_of(checkpoint))
+        request = with_tensors(request, checkpoint, weights_only=is_file)
         if floating is not None:
             request = with_dtype(request, floating, checkpoint.directory)
-        if not is_in_place and not is_file:
+        if beside is not None:
+            request = replace(request, companion_files=beside)
+        elif not is_in_place and not is_file:
             request = _with_companion_files(request, checkpoint.directory, dst)
-        identities = identities_of(checkpoint)
         was_compared = is_compared(checkpoint)
         if not was_compared:
             logger.info(
                 "'%s' has no checksums: its structure was checked, its bytes can't be.", checkpoint.weights_path
             )
         save = partial(reshard_in_place, checkpoint) if low_disk else save_request
-        index = save(request, dst, partial(check_unchanged, checkpoint, identities))
-    files = {os.path.relpath(path, local.directory): size for path, (_, _, size, _) in identities.items()}
-    read_from = local.directory if local.weights_name is None else os.path.join(local.directory, local.weights_name)
-    return ReshardResult(dst, index, read_from, files, was_compared, tuple(request.companion_files))
-
-
-def _with_companion_files(request: SaveRequest, directory: str, dst: str) -> SaveRequest:
-    """Add the files beside the checkpoint, which `dst` must not have with other contents."""
-    companions = find_companion_files(directory, {CONFIG_NAME, *request.model_files})
-    taken = {name: os.path.join(dst, name) for name in companions}
-    refuse_conflicts(
-        companions, dst, {name: _contents_of(path) for name, path in taken.items() if os.path.lexists(path)}
+        index = save(request, dst, SourceCheck(checkpoint, is_in_place=is_in_place))
+    return ReshardResult(
+        dst, index, source_text(local), sizes_of(checkpoint), was_compared, tuple(request.companion_files)
     )
+
+
+def _with_companion_files(request: SaveRequest, place: str, dst: str) -> SaveRequest:
+    """Add the files beside the checkpoint, which `dst` must not have with other contents."""
+    companions = companions_at(place, {CONFIG_NAME, *request.model_files})
+    refuse_conflicts(companions, dst, taken_at(dst, companions))
     return replace(request, companion_files=companions)
-
-
-def _contents_of(path: str) -> ByteSource:
-    """The contents of what is in the way; a folder or a broken link has none."""
-    return file_source(path) if os.path.isfile(path) else FileSource(path, size=-1)
 
 
 def _floating_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -14,7 +14,7 @@ from hfshard.planning.plan import ShardPlan
 from hfshard.saving.linking import KnownFile
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
 from hfshard.saving.request import SaveRequest
-from hfshard.saving.stores.store_state import StoredSource, StoreState, has_bytes, read_store_state
+from hfshard.saving.stores.store_state import StoreState, has_bytes, read_store_state
 from hfshard.saving.stores.transaction import StoreTransaction
 from hfshard.saving.writing import OwnShardWriter, ShardWriter
 from hfshard.storage.commit.new_checkpoint import NewCheckpoint, changed_config, content_digest
@@ -25,6 +25,7 @@ from hfshard.storage.format.index import CheckpointIndex, FileDigest
 from hfshard.storage.weights.safetensors_writer import WriteJob, writer_threads
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import Store
+from hfshard.stores.stored_source import StoredSource
 
 logger = logging.getLogger(__name__)
 

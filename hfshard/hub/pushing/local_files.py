@@ -1,11 +1,13 @@
-"""Collects the files of a directory that is pushed: checked, with the hashes of the save, and without leftovers."""
+"""Collects the files that are pushed from one place: checked, with the hashes of the save, and without leftovers."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Collection, Iterator
-from typing import Final
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from huggingface_hub.utils import filter_repo_objects
 
@@ -57,36 +59,129 @@ def directory_contents(
             directory.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: A checkpoint can't be loaded.
     """
-    if not os.path.isdir(directory):
-        raise directory_not_found(directory)
-    paths = [path for path in _paths(directory) if names is None or path in names]
+    found = contents_of(
+        DirectoryFiles(directory, names, follow_links=follow_links),
+        allow_patterns=allow_patterns,
+        ignore_patterns=ignore_patterns,
+    )
+    return found.contents, found.indexes
+
+
+class FilesOfPlace(Protocol):
+    """The files below one place, as far as they may be pushed."""
+
+    @property
+    def place(self) -> str:
+        """Where they are, for messages."""
+
+    def paths(self) -> list[str]:
+        """The files' paths below the place."""
+
+    def sizes(self) -> dict[str, int]:
+        """Path -> bytes."""
+
+    def open_variant(self, variant: str | None) -> AbstractContextManager[OpenCheckpoint]:
+        """Open the checkpoint of a variant, its structure checked."""
+
+    def check(self, paths: Collection[str]) -> None:
+        """Raise where one of these files may not be pushed."""
+
+    def content(self, path: str, sha256: str | None) -> ByteSource:
+        """The contents of a file, and their hash if it is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushedContents:
+    """The files of a place that are pushed, and the checkpoints that they make."""
+
+    contents: dict[str, ByteSource]
+    """Path below the place -> contents, with the sha256 where the save recorded it."""
+    indexes: dict[str | None, CheckpointIndex]
+    """By variant."""
+    entries: dict[str | None, str]
+    """The file by which each variant is entered."""
+
+
+def contents_of(
+    files: FilesOfPlace,
+    *,
+    allow_patterns: list[str] | str | None = None,
+    ignore_patterns: list[str] | str | None = None,
+) -> PushedContents:
+    """Collect the files of any place, as `directory_contents` does, which raises the same."""
+    place = files.place
+    paths = files.paths()
     variants = variants_of(name for name in paths if "/" not in name)
     if not variants:
-        with open_checkpoint(directory):  # for its error, or weights that config.json names
+        with files.open_variant(None):  # for its error, or weights that config.json names
             variants = {None}
     indexes: dict[str | None, CheckpointIndex] = {}
+    entries: dict[str | None, str] = {}
     known: dict[str, str | None] = {}
     files_of: dict[str | None, set[str]] = {}
     for variant in sorted(variants, key=lambda name: name or ""):
-        with open_checkpoint(directory, variant=variant) as checkpoint:
+        with files.open_variant(variant) as checkpoint:
             indexes[variant] = checkpoint.index
+            entries[variant] = checkpoint.weights.name
             files_of[variant] = _files_of(checkpoint)
             known |= _known_hashes(checkpoint)
     selected = set(filter_repo_objects(paths, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
-    for variant in [variant for variant, files in files_of.items() if not _is_selected(files, selected, directory)]:
-        del indexes[variant]  # the hub keeps what it has of this one
-    used = {name for files in files_of.values() for name in files}
+    for variant in [variant for variant, held in files_of.items() if not _is_selected(held, selected, place)]:
+        del indexes[variant], entries[variant]  # the hub keeps what it has of this one
+    used = {name for held in files_of.values() for name in held}
     leftovers = _leftovers(selected, used, variants)
     for name in sorted(leftovers):
-        logger.warning("'%s' in '%s' belongs to no checkpoint there: it is not pushed.", name, directory)
+        logger.warning("'%s' in '%s' belongs to no checkpoint there: it is not pushed.", name, place)
     if not any(path.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) for path in selected - leftovers):
         raise InvalidArgumentError(
-            f"The patterns leave no weights of '{directory}' to push. Check allow_patterns and ignore_patterns.",
-            path=directory,
+            f"The patterns leave no weights of '{place}' to push. Check allow_patterns and ignore_patterns.",
+            path=place,
         )
-    if not follow_links:
-        _refuse_links(directory, selected - leftovers)
-    return {name: file_source(os.path.join(directory, name), known.get(name)) for name in selected - leftovers}, indexes
+    files.check(selected - leftovers)
+    return PushedContents(
+        {name: files.content(name, known.get(name)) for name in selected - leftovers}, indexes, entries
+    )
+
+
+class DirectoryFiles:
+    """The files of a directory.
+
+    Args:
+        place: The directory.
+        names: As in `directory_contents`, and so is follow_links.
+    """
+
+    def __init__(self, place: str, names: Collection[str] | None = None, *, follow_links: bool = False) -> None:
+        self.place = place
+        self._names = names
+        self._follow_links = follow_links
+
+    def paths(self) -> list[str]:
+        """All files; but for folders that are never pushed, pipes and broken links.
+
+        Raises:
+            CheckpointNotFoundError: There is no such directory.
+        """
+        if not os.path.isdir(self.place):
+            raise directory_not_found(self.place)
+        return [path for path in _paths(self.place) if self._names is None or path in self._names]
+
+    def sizes(self) -> dict[str, int]:
+        """Path -> bytes."""
+        return {path: os.path.getsize(os.path.join(self.place, path)) for path in self.paths()}
+
+    def open_variant(self, variant: str | None) -> AbstractContextManager[OpenCheckpoint]:
+        """Open the checkpoint of a variant."""
+        return open_checkpoint(self.place, variant=variant)
+
+    def check(self, paths: Collection[str]) -> None:
+        """Refuse links that leave the directory, unless they are to be followed."""
+        if not self._follow_links:
+            _refuse_links(self.place, paths)
+
+    def content(self, path: str, sha256: str | None) -> ByteSource:
+        """A file on the disk."""
+        return file_source(os.path.join(self.place, path), sha256)
 
 
 def _refuse_links(directory: str, names: Collection[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,28 +73,6 @@ def has_bytes(store: Store, found: StoredObject | None, raw: bytes) -> bool:
         return False
     digest = hashlib.md5(raw, usedforsecurity=False).hexdigest()  # what S3 has for an object that was put whole
     return found.etag.strip('"') == digest or store.read(found) == raw
-
-
-@dataclass(frozen=True, slots=True)
-class StoredSource:
-    """The contents of a small object."""
-
-    store: Store
-    found: StoredObject
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return self.found.size
-
-    @property
-    def sha256(self) -> None:
-        """Not known without reading."""
-        return
-
-    def open(self) -> io.BufferedIOBase:
-        """Read it."""
-        return io.BytesIO(self.store.read(self.found))
 
 
 def _read_state(store: Store, names: WeightNames, config: bytes | None) -> StoreState:

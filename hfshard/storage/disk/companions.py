@@ -75,9 +75,7 @@ def find_companion_files(directory: str, but: Collection[str]) -> dict[str, Comp
     found = {}
     for name in sorted(os.listdir(directory)):
         path = os.path.join(directory, name)
-        if name.startswith(".") or name == ADAPTER_CONFIG_NAME or name in but:
-            continue
-        if name.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(name):
+        if not is_companion(name, but):
             continue
         if os.path.exists(path) and not os.path.isfile(path):
             if not os.path.isdir(path):
@@ -87,11 +85,23 @@ def find_companion_files(directory: str, but: Collection[str]) -> dict[str, Comp
         if (outside := link_to_outside(path, directory)) is not None:
             logger.warning("'%s' is a link to '%s': what that holds is copied.", path, outside)
         size = os.stat(path).st_size
-        if size > MAX_COMPANION_BYTES:
-            logger.warning("'%s' has %d bytes, too many for a file beside the weights: it is not copied.", path, size)
-            continue
-        found[name] = CompanionFile(path, directory, size)
+        if fits_beside(path, size):
+            found[name] = CompanionFile(path, directory, size)
     return found
+
+
+def is_companion(name: str, but: Collection[str]) -> bool:
+    """Whether the name of a file directly beside a checkpoint is that of a file which goes along with it."""
+    if "/" in name or name.startswith(".") or name == ADAPTER_CONFIG_NAME or name in but:
+        return False
+    return not (name.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(name))
+
+
+def fits_beside(path: str, size: int) -> bool:
+    """Whether a file is small enough to go along with a checkpoint; if not, a warning says so."""
+    if size > MAX_COMPANION_BYTES:
+        logger.warning("'%s' has %d bytes, too many for a file beside the weights: it is not copied.", path, size)
+    return size <= MAX_COMPANION_BYTES
 
 
 def refuse_conflicts(files: Mapping[str, ByteSource], directory: str, taken: Mapping[str, ByteSource]) -> None:

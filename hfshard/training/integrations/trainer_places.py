@@ -12,6 +12,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.address import directory_of, split_address
 from hfshard.hub.repo_tree import RepoTree
+from hfshard.hub.resolve import CheckpointQuery
 from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.training.integrations.trainer_files import STATE_FILE
 from hfshard.training.manager import CheckpointManager
@@ -77,12 +78,13 @@ def _fetched_from_trainer(address: str | os.PathLike[str], token: str | None, pr
     found = [folder for folder in folders if _STOCK_FOLDER.fullmatch(folder)]
     if not found:
         return None
-    from hfshard.hub.pull import pull_checkpoint
+    from hfshard.hub.pull import pull_from_hub
 
     newest = max(found, key=_order)
-    return pull_checkpoint(
-        repo_id, revision=tree.commit, subfolder=newest, token=token, allow_patterns="*", progress=progress
+    query = CheckpointQuery(
+        revision=tree.commit, subfolder=newest, token=token, allow_patterns=["*"], needs_companions=True
     )
+    return pull_from_hub(repo_id, None, query, progress=progress)
 
 
 def _tree(repo_id: str, revision: str | None, token: str | None) -> RepoTree | None:

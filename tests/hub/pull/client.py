@@ -12,9 +12,9 @@ from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download, snapshot
 from transformers import AutoModel, AutoModelForCausalLM, BertModel
 
 import hfshard
-from hfshard.hub.pull import pull_checkpoint
 from hfshard.hub.remote import transport
 from hfshard.stores.buckets import hub_calls
+from hfshard.transfer.pull import pull_checkpoint
 from tests.hub.client_process import do_task, prepare
 from tests.hub.models import Bert, digest_of
 

@@ -29,7 +29,7 @@ import torch, hfshard
 
 tensors = {name: torch.full((4000,), float(number)) for number, name in enumerate("abc")}
 hfshard.save_state_dict(tensors, "out", max_shard_size="20KB")
-hfshard.hub.push_checkpoint  # imported before the exit, as huggingface_hub must be
+hfshard.push_checkpoint  # imported before the exit, as huggingface_hub must be
 
 
 def work():

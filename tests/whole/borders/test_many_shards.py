@@ -15,7 +15,7 @@ import os, resource
 import torch, hfshard
 
 tensors = {f"t{number:02d}": torch.full((40,), float(number)) for number in range(60)}
-hfshard.hub.push_checkpoint  # imports take descriptors, too
+hfshard.push_checkpoint  # imports take descriptors, too
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 

@@ -1,0 +1,119 @@
+"""Copies checkpoints between directories and stores: the same tensors in the same files, by the commit of a save."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from hfshard._util.addresses import is_address
+from hfshard.constants import CONFIG_NAME, GENERATION_CONFIG_NAME
+from hfshard.errors import InvalidArgumentError
+from hfshard.hub.pushing.local_files import DirectoryFiles, FilesOfPlace
+from hfshard.hub.pushing.plan import variants_of
+from hfshard.hub.repo_tree import PushResult
+from hfshard.hub.resolve import CheckpointQuery, companion_files
+from hfshard.loading.source import CheckpointSource
+from hfshard.resharding.reshard import reshard_source
+from hfshard.saving.options import SaveOptions
+from hfshard.storage.checkpoint.checkpoint import Verify
+from hfshard.storage.disk.byte_source import ByteSource
+from hfshard.stores.opening import open_store
+from hfshard.transfer.store_files import StoreFiles
+
+_OF_WEIGHTS: Final = frozenset({CONFIG_NAME, GENERATION_CONFIG_NAME})
+"""What goes with the weights by itself."""
+
+
+def copy_to_store(
+    files: FilesOfPlace,
+    address: str,
+    progress: bool | None,
+    *,
+    allow_patterns: list[str] | str | None = None,
+    ignore_patterns: list[str] | str | None = None,
+) -> PushResult:
+    """Copy all checkpoints of a place into a store, a commit for each variant, and the files beside them.
+
+    Args:
+        files: Of the place.
+        address: Where to.
+        progress: Whether to show a bar.
+        allow_patterns, ignore_patterns: Which of the files beside the checkpoints.
+
+    Returns:
+        What was sent; without a commit.
+
+    Raises:
+        Everything that `reshard_checkpoint` raises.
+    """
+    paths = files.paths()
+    variants = sorted(variants_of(name for name in paths if "/" not in name) or {None}, key=lambda name: name or "")
+    before = open_store(address).list_objects()
+    allowed = listed(allow_patterns)
+    ignored = listed(ignore_patterns)
+    for variant in variants:
+        query = CheckpointQuery(variant=variant, allow_patterns=allowed, ignore_patterns=ignored)
+        _copy_one(files, address, query, progress=progress)
+    after = open_store(address).list_objects()
+    new = [found for name, found in after.items() if before.get(name) != found]
+    return PushResult("", address, is_new=before != after, sent_bytes=sum(found.size for found in new))
+
+
+def copy_checkpoint(
+    place: str,
+    target: str,
+    query: CheckpointQuery,
+    *,
+    verify: Verify = "structure",
+    progress: bool | None = None,
+) -> str:
+    """Copy one checkpoint, and the files beside it.
+
+    Args:
+        place: A directory, or an address.
+        target: The same.
+        query: Which checkpoint, and which other files.
+        verify: As in `pull_checkpoint`.
+        progress: Whether to show a bar.
+
+    Returns:
+        The target.
+
+    Raises:
+        Everything that `reshard_checkpoint` raises.
+    """
+    if is_address(place) and query.subfolder:
+        place = f"{place}/{query.subfolder.strip('/')}"
+    files = StoreFiles(place) if is_address(place) else DirectoryFiles(place, follow_links=True)
+    _copy_one(files, target, query, verify=verify, progress=progress)
+    return target
+
+
+def _copy_one(
+    files: FilesOfPlace, target: str, query: CheckpointQuery, *, verify: Verify = "structure", progress: bool | None
+) -> None:
+    source = CheckpointSource(files.place, CheckpointQuery(variant=query.variant))
+    options = SaveOptions(variant=query.variant, progress=progress)
+    reshard_source(source, target, options, beside=_beside(files, query), verify=verify)
+
+
+def _beside(files: FilesOfPlace, query: CheckpointQuery) -> dict[str, ByteSource]:
+    """The files that go along with a checkpoint, as in a pull."""
+    found = companion_files({query.path(name): size for name, size in files.sizes().items()}, query)
+    names = {path.removeprefix(query.path("")) for path in found} - _OF_WEIGHTS
+    files.check(names)
+    return {name: files.content(name, None) for name in sorted(names)}
+
+
+def listed(patterns: Sequence[str] | str | None) -> list[str] | None:
+    """Globs as a list.
+
+    Raises:
+        InvalidArgumentError: They are none.
+    """
+    if patterns is None:
+        return None
+    found: Any = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(found, Sequence) or not all(isinstance(one, str) for one in found):
+        raise InvalidArgumentError(f"allow_patterns and ignore_patterns must be globs, got {patterns!r:.200}.")
+    return list(found)

@@ -1,0 +1,126 @@
+"""Pulls a checkpoint from a hub or a store: complete, of one save, and checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from hfshard._util.addresses import is_address, names_store
+from hfshard._util.file_errors import names_files
+from hfshard._util.paths import absolute_path, path_text
+from hfshard.errors import InvalidArgumentError
+from hfshard.hub.pull import pull_from_hub
+from hfshard.hub.resolve import CheckpointQuery
+from hfshard.storage.checkpoint.checkpoint import Verify
+from hfshard.transfer.copying import copy_checkpoint, listed
+
+
+@names_files("repo_id")
+def pull_checkpoint(
+    repo_id: str | os.PathLike[str],
+    local_dir: str | os.PathLike[str] | None = None,
+    *,
+    revision: str | None = None,
+    variant: str | None = None,
+    subfolder: str = "",
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
+    allow_patterns: Sequence[str] | str | None = None,
+    ignore_patterns: Sequence[str] | str | None = None,
+    verify: Verify = "structure",
+    progress: bool | None = None,
+) -> str:
+    """Bring a checkpoint from a hub or a store, and check that it is complete.
+
+    The other files of its folder are pulled too: config, tokenizer, code, README, and the weights in folders further
+    down; but not the weights of other variants and formats, except those that a class of transformers reads beside its
+    own (`spk_dict.pt` of Qwen2.5-Omni). All files are of one commit. A pull that was interrupted continues where it
+    stopped.
+
+    From a store, tensors are read by ranges and compared with their checksums on the way, straight into the files of
+    the directory, or of another store; the tensors of each file stay together. So are those that come from a hub and
+    go to a store, by way of the cache.
+
+    Args:
+        repo_id: "org/name" on the Hugging Face Hub; or a directory hub, as a path or a `file://` URL; or the address of
+            a store, as "s3://bucket/prefix".
+        local_dir: Plain directory for the files, or the address of a store; what it held before can be loaded until the
+            pull is complete. None: the files stay in huggingface_hub's cache, where other tools find them.
+        revision: A branch, tag, commit, or "refs/pr/1". None: main.
+        variant, subfolder: Which checkpoint, as in transformers' `from_pretrained`.
+        token: A token, as in huggingface_hub. None: the saved one.
+        cache_dir: Directory of the cache. None: that of HF_HUB_CACHE.
+        local_files_only: Send no request; use what the cache holds.
+        force_download: Download files even if the cache holds them.
+        allow_patterns, ignore_patterns: Globs of paths: which of the other files are pulled; the checkpoint always is.
+            `allow_patterns` may name any file, except other weights of the same checkpoint.
+        verify: How the files are checked afterwards: "none", "structure", or "full" for every byte. From a directory
+            hub, every file is compared with its sha256 in any case, before it is copied.
+        progress: Whether to show a bar on stderr. None: on a terminal.
+
+    Returns:
+        The absolute path, or the address, of the checkpoint: `local_dir`, or the snapshot in the cache (with the
+        subfolder).
+
+    Raises:
+        HubNotFoundError, HubAccessError, HubConnectionError, HubError: The hub can't be asked, or refuses.
+        CheckpointNotFoundError: There are no weights; or, with local_files_only, the cache does not hold all files.
+        IntegrityError: A file was damaged on the way, or in the directory hub; nothing of it was kept.
+        NotEnoughSpaceError: The disk is too full. What arrived before it became full is kept in the cache, and the next
+            pull continues there.
+        SaveDirectoryError: `local_dir` is a file, is or lies in a directory hub, has shards of the same names with
+            other contents, or has a link where a folder is needed.
+        InvalidArgumentError: From a store, what only a hub has (a revision, a cache), or no `local_dir`.
+        StoreError: A store refused or failed.
+
+    Example:
+        >>> directory = hfshard.pull_checkpoint("org/name", revision="v1", verify="full")
+        >>> state_dict = hfshard.load_state_dict(directory)
+    """
+    query = CheckpointQuery(
+        variant=variant,
+        subfolder=subfolder,
+        revision=revision,
+        token=token,
+        cache_dir=cache_dir,
+        local_files_only=local_files_only,
+        force_download=force_download,
+        needs_companions=True,
+        allow_patterns=listed(allow_patterns),
+        ignore_patterns=listed(ignore_patterns),
+    )
+    if local_dir is not None:
+        local_dir = absolute_path(local_dir, "local_dir")
+    if names_store(repo_id):
+        return _pull_from_store(path_text(repo_id, "repo_id"), local_dir, query, verify, progress)
+    if local_dir is None or not is_address(local_dir):
+        return pull_from_hub(repo_id, local_dir, query, verify=verify, progress=progress)
+    directory = pull_from_hub(repo_id, None, query, verify=verify, progress=progress)
+    return copy_checkpoint(directory, local_dir, query, progress=progress)
+
+
+def _pull_from_store(
+    address: str, local_dir: str | None, query: CheckpointQuery, verify: Verify, progress: bool | None
+) -> str:
+    given = {
+        "revision": query.revision,
+        "token": query.token,
+        "cache_dir": query.cache_dir,
+        "local_files_only": query.local_files_only,
+        "force_download": query.force_download,
+    }
+    for name, value in given.items():
+        if value not in (None, False):
+            raise InvalidArgumentError(
+                f"{name} is for a hub: '{address}' is in a store, which has no revisions and no cache. Leave it out.",
+                path=address,
+            )
+    if local_dir is None:
+        raise InvalidArgumentError(
+            f"'{address}' is in a store, and there is no cache for it: give local_dir, a directory or another address "
+            "(hfshard pull ADDRESS DIR).",
+            path=address,
+        )
+    return copy_checkpoint(absolute_path(address, "repo_id"), local_dir, query, verify=verify, progress=progress)

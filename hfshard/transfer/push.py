@@ -1,0 +1,142 @@
+"""Pushes a saved checkpoint to a hub as one commit, or copies it to a store."""
+
+from __future__ import annotations
+
+import os
+
+from hfshard._util.addresses import is_address, names_store, parse_address
+from hfshard._util.file_errors import names_files
+from hfshard._util.paths import absolute_path, path_text
+from hfshard.errors import InvalidArgumentError
+from hfshard.hub.address import absolute_address
+from hfshard.hub.push import push_directory
+from hfshard.hub.pushing.local_files import DirectoryFiles, contents_of
+from hfshard.hub.pushing.push_files import push_files
+from hfshard.hub.pushing.request import PushOptions, PushRequest
+from hfshard.hub.repo_tree import PushResult
+from hfshard.transfer.copying import copy_to_store
+from hfshard.transfer.store_files import StoreFiles, under_usual_names
+
+
+@names_files("directory")
+def push_checkpoint(
+    directory: str | os.PathLike[str],
+    repo_id: str | os.PathLike[str],
+    *,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    path_in_repo: str = "",
+    allow_patterns: list[str] | str | None = None,
+    ignore_patterns: list[str] | str | None = None,
+    follow_links: bool = False,
+    progress: bool | None = None,
+) -> PushResult:
+    """Push a saved checkpoint: to a hub as one commit, or to a store.
+
+    The directory is pushed as it is: checkpoint, config, tokenizer, README and what else is there, but for `.git`,
+    `.cache` and `__pycache__`. Files that the hub holds already are not sent. Shards, indexes and pickles that earlier
+    pushes of the same variants left in the repo are deleted in the same commit; all other files stay. Of more than 256
+    files, shards with new names are committed first: a push that fails in between leaves some that no index names.
+
+    What a store holds is pushed in the same way: its bytes go through memory, compared with their checksums, and shards
+    get the names that they have in a directory.
+
+    To the address of a store, every checkpoint of the directory is copied as `reshard_checkpoint` would write it there,
+    but in the same files: bit for bit, by one commit of a save for each variant; with the other files of at most
+    256 MiB, which replace those of the same names. What the store has is not sent. There are no commits and branches to
+    look back at: what they are for is refused.
+
+    Args:
+        directory: A directory with at least one checkpoint, written by hfshard or any other tool; or an address, as
+            "s3://bucket/prefix".
+        repo_id: "org/name", made if it is missing; or a path or `file://` URL of a directory that serves as a hub; or
+            the address of a store.
+        commit_message: Title of the commit. None: "Upload checkpoint".
+        commit_description: Further text of the commit.
+        private: Whether a repo that is made is private. None: the organisation's default.
+        token: A token, as in huggingface_hub. None: the saved one.
+        revision: A branch, made if it is missing, or "refs/pr/N". None: main.
+        create_pr: Open a pull request on main instead of pushing; not together with another revision.
+        path_in_repo: Folder of the repo, or below the address.
+        allow_patterns, ignore_patterns: Globs of paths in the directory, as in huggingface_hub's `upload_folder`.
+        follow_links: Push also what symbolic links lead to outside of the directory; without it they are refused.
+        progress: Whether to show a bar on stderr. None: on a terminal.
+
+    Returns:
+        The commit; where the hub holds everything already, none is made, and `is_new` is false. Of a store `commit` is
+        "", and `url` the address.
+
+    Raises:
+        CheckpointNotFoundError, DamagedCheckpointError: The directory holds no checkpoint, or one that can't be loaded.
+        InvalidArgumentError: An argument can't be served, such as create_pr together with another branch; or a link
+            leaves the directory.
+        HubAccessError, HubNotFoundError, HubConnectionError: The repo can't be pushed to; nothing was committed.
+        RemoteChangedError: Somebody else pushed other weights at the same time; nothing was committed.
+        IntegrityError: A file differs from its checksum; nothing was committed.
+        StoreError: A store refused or failed.
+
+    Example:
+        >>> hfshard.save_state_dict(model.state_dict(), "out")
+        >>> result = hfshard.push_checkpoint("out", "org/name", commit_message="First weights")
+        >>> result.url
+        'https://huggingface.co/org/name/commit/3f1c...'
+    """
+    options = PushOptions(
+        commit_message=commit_message,
+        commit_description=commit_description,
+        private=private,
+        token=token,
+        revision=revision,
+        create_pr=create_pr,
+        path_in_repo=path_in_repo,
+        follow_links=follow_links,
+        progress=progress,
+    )
+    return push_anywhere(directory, repo_id, options, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+
+
+def push_anywhere(
+    directory: str | os.PathLike[str],
+    repo_id: str | os.PathLike[str],
+    options: PushOptions,
+    *,
+    allow_patterns: list[str] | str | None = None,
+    ignore_patterns: list[str] | str | None = None,
+) -> PushResult:
+    """Do what `push_checkpoint` does, with its options as one object."""
+    place = absolute_path(directory, "directory")
+    patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+    if names_store(repo_id):
+        target = parse_address(path_text(repo_id, "repo_id"), "repo_id")
+        _refuse_commits(options, str(target))
+        files = StoreFiles(place) if is_address(place) else DirectoryFiles(place, follow_links=options.follow_links)
+        folder = options.folder.rstrip("/")
+        return copy_to_store(files, str(target.joined(folder) if folder else target), options.progress, **patterns)
+    if not is_address(place):
+        return push_directory(place, repo_id, options, **patterns)
+    repo_id = absolute_address(repo_id)
+    found = under_usual_names(contents_of(StoreFiles(place), **patterns))
+    return push_files(PushRequest(contents=found.contents, variants=frozenset(found.indexes), options=options), repo_id)
+
+
+def _refuse_commits(options: PushOptions, address: str) -> None:
+    """Refuse what only a hub has."""
+    given = {
+        "revision": options.revision,
+        "create_pr": options.create_pr,
+        "commit_message": options.commit_message,
+        "commit_description": options.commit_description,
+        "private": options.private,
+        "token": options.token,
+    }
+    for name, value in given.items():
+        if value not in (None, False, ""):
+            raise InvalidArgumentError(
+                f"{name} is for a hub: '{address}' is in a store, which has no commits, and is accessed as by the "
+                "service's own tools. Leave it out.",
+                path=address,
+            )
