@@ -123,6 +123,14 @@ def _xorbs(raw: bytes, position: int) -> list[XorbListing]:
         position += size
 
 
+def file_shard(recipe: FileRecipe) -> bytes:
+    """Write the shard that registers a file, with nothing to verify it by and without a list of chunks."""
+    bookend = RECORD.pack(_BOOKEND, 0, 0, 0, 0)
+    header = RECORD.pack(hash_bytes(recipe.hash), 0, len(recipe.terms), 0, 0)
+    terms = [RECORD.pack(hash_bytes(one.xorb), 0, one.size, one.begin, one.end) for one in recipe.terms]
+    return _HEADER.pack(TAG, HEADER_VERSION, 0) + header + b"".join(terms) + bookend + bookend
+
+
 def dedup_shard(records: Iterable[bytes], expires: int) -> bytes:
     """Write the shard that answers a query for a chunk: no files, some xorbs, and no key over the chunks' hashes.
 

@@ -13,6 +13,8 @@ from tests.bucket_server.lz4 import unpack_chunk
 
 # Version, 3 bytes of packed length, scheme, 3 bytes of unpacked length.
 CHUNK_HEADER_BYTES = 8
+# Clients refuse chunks of more than twice as many.
+PLAIN_CHUNK_BYTES = 64 * 1024
 # What stands in a header's place where the footer begins, if the client sent one.
 _FOOTER = b"XETBLOB"
 
@@ -40,6 +42,13 @@ def chunk_table(raw: bytes) -> ChunkTable:
     if position > len(raw) or not unpacked:
         raise ValueError("The xorb ends within a chunk.")
     return ChunkTable(packed, list(accumulate(unpacked, initial=0)))
+
+
+def plain_xorb(raw: bytes) -> tuple[bytes, int]:
+    """Write bytes as a xorb of chunks that are not packed; gives it, and the number of chunks."""
+    chunks = [raw[start : start + PLAIN_CHUNK_BYTES] for start in range(0, len(raw), PLAIN_CHUNK_BYTES)]
+    headers = [b"\0" + len(one).to_bytes(3, "little") for one in chunks]  # the version or the scheme, and a length
+    return b"".join(head * 2 + one for head, one in zip(headers, chunks, strict=True)), len(chunks)
 
 
 class XorbStore:

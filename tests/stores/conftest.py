@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from tests.stores.services import running
-from tests.stores.services.buckets import BUCKET, BUCKETS, Bucket
+from tests.stores.services.buckets import BUCKET, BUCKETS, HUB_BUCKET, Bucket
 from tests.stores.services.kinds import SERVICES
 
 DIRECTORY = "directory"
@@ -26,7 +27,17 @@ def use_service(scheme: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     for name, text in SERVICES[scheme].environment(url).items():
         monkeypatch.setenv(name, text)
     monkeypatch.setenv("HFSHARD_STORE_RETRY_SECONDS", _RETRY_SECONDS)
+    if scheme == "hf":
+        # huggingface_hub has read its environment.
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     return BUCKETS[scheme](url)
+
+
+def new_place(scheme: str) -> str:
+    """The address of a place in a service where nothing lies."""
+    root = f"hf://buckets/{HUB_BUCKET}" if scheme == "hf" else f"{scheme}://{BUCKET}"
+    return f"{root}/{secrets.token_hex(6)}/place"
 
 
 @pytest.fixture(params=list(SERVICES))
@@ -45,13 +56,13 @@ def bucket(scheme: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
 @pytest.fixture
 def store_address(scheme: str, bucket: Bucket) -> str:
     """The address of a place in the service where nothing lies."""
-    return f"{scheme}://{BUCKET}/{secrets.token_hex(6)}/place"
+    return new_place(scheme)
 
 
 @pytest.fixture
 def store_prefix(store_address: str) -> str:
     """What the keys in `bucket` of that place begin with, without the last slash."""
-    return store_address.partition(f"://{BUCKET}/")[2]
+    return store_address.partition(f"/{BUCKET}/")[2]
 
 
 @pytest.fixture(params=[DIRECTORY, *SERVICES])
@@ -61,4 +72,4 @@ def store_place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyt
         yield str(tmp_path / "place")
     else:
         use_service(request.param, monkeypatch)
-        yield f"{request.param}://{BUCKET}/{secrets.token_hex(6)}/place"
+        yield new_place(request.param)

@@ -1,1 +1,1 @@
-"""Object stores on loopback: S3, GCS and Azure as their own emulators speak them, started once in a test run."""
+"""Object stores on loopback: S3, GCS and Azure by their emulators, the Hub by ours, started once in a test run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +26,9 @@ ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1
 """Those of every Azurite, as its README says."""
 AZURITE = "HFSHARD_AZURITE"
 """The variable with the folder that `scripts/azurite` filled."""
+HUB_TOKEN = "hf_write"
+ENDS = ExitStack()
+"""What a process that holds a service has to do at its end."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -117,6 +122,33 @@ def _azure_environment(url: str) -> dict[str, str]:
     return {"AZURE_STORAGE_CONNECTION_STRING": f"DefaultEndpointsProtocol=http;{account}{endpoint}"}
 
 
+def _lacks_hub() -> str:
+    return "" if find_spec("hf_xet") else f"No buckets of the Hub here: {sys.executable} -m pip install hf_xet"
+
+
+def _start_hub() -> str:
+    from tests.hubserver.hub_server import HubServer
+
+    root = ENDS.enter_context(tempfile.TemporaryDirectory(prefix="hfshard-buckets-"))
+    hub = ENDS.enter_context(HubServer(Path(root), has_xet=True, has_one_origin=True))
+    ENDS.callback(shutil.rmtree, _xet_cache(hub.endpoint), ignore_errors=True)
+    return hub.endpoint
+
+
+def _hub_environment(url: str) -> dict[str, str]:
+    return {
+        "HF_ENDPOINT": url,
+        "HF_TOKEN": HUB_TOKEN,
+        "HF_HUB_OFFLINE": "0",
+        "HF_XET_CACHE": _xet_cache(url),
+        "HF_XET_CLIENT_RETRY_BASE_DELAY": "10ms",
+    }
+
+
+def _xet_cache(url: str) -> str:
+    return os.path.join(tempfile.gettempdir(), f"hfshard-xet-{url.rpartition(':')[2]}")
+
+
 def _start_child(command: Sequence[str], pattern: str) -> str:
     """Start a program that ends with this process; gives what its first output that has the pattern says there."""
     with tempfile.NamedTemporaryFile() as output:
@@ -146,5 +178,6 @@ SERVICES: dict[str, Service] = {
     "s3": Service(_lacks_moto, _start_moto, _s3_environment),
     "gs": Service(_lacks_gcs, _start_gcs, _gcs_environment),
     "az": Service(_lacks_azurite, _start_azurite, _azure_environment),
+    "hf": Service(_lacks_hub, _start_hub, _hub_environment),
 }
 """Scheme -> its service."""

@@ -18,7 +18,7 @@ from functools import cache
 from tests import REPOSITORY
 from tests.helpers import forkserver
 from tests.stores.services.buckets import BUCKETS
-from tests.stores.services.kinds import SERVICES, START_SECONDS
+from tests.stores.services.kinds import ENDS, SERVICES, START_SECONDS
 
 _ERROR = "error: "
 _LISTEN_SECONDS = 5.0
@@ -83,4 +83,5 @@ def _keep(scheme: str, owner: int, listener: socket.socket) -> None:
 if __name__ == "__main__":
     _, given_scheme, given_owner, given_listener = sys.argv
     _keep(given_scheme, int(given_owner), socket.socket(fileno=int(given_listener)))
+    ENDS.close()
     os._exit(0)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import REPOSITORY
 from tests.stores.services.buckets import Bucket
 from tests.stores.services.kinds import SERVICES
@@ -27,6 +29,7 @@ def test_what_is_put_is_listed_read_and_deleted(bucket: Bucket, store_prefix: st
     assert bucket.sizes(f"{store_prefix}/") == {f"{store_prefix}/a b/ü.json": 2}
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
 def test_an_unfinished_upload_is_seen_by_its_name(bucket: Bucket, scheme: str, store_prefix: str) -> None:
     key = f"{store_prefix}/part"
     if scheme == "az":
@@ -47,7 +50,12 @@ def test_each_process_of_a_run_has_the_same_service(bucket: Bucket, scheme: str)
 def test_a_place_is_fresh_and_known_to_the_tools_of_its_service(store_place: str) -> None:
     scheme = store_place.partition("://")[0]
     if scheme in SERVICES:
-        variable = {"s3": "AWS_ENDPOINT_URL_S3", "gs": "STORAGE_EMULATOR_HOST", "az": "AZURE_STORAGE_CONNECTION_STRING"}
+        variable = {
+            "s3": "AWS_ENDPOINT_URL_S3",
+            "gs": "STORAGE_EMULATOR_HOST",
+            "az": "AZURE_STORAGE_CONNECTION_STRING",
+            "hf": "HF_ENDPOINT",
+        }
         assert "http://127.0.0.1:" in os.environ[variable[scheme]]
     else:
         assert not Path(store_place).exists()
