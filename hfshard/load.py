@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,13 +19,13 @@ from hfshard.distributed.loading import (
     has_spread_state,
     load_into_spread_module,
     load_like,
+    load_opened,
 )
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.into_module import load_into_module
 from hfshard.loading.options import LoadOptions, checked_device
 from hfshard.loading.reading import files_holding, read_tensors, stored_names
-from hfshard.loading.source import CheckpointSource, open_source, open_source_by_ranges
+from hfshard.loading.source import CheckpointSource, open_source_by_ranges, with_checkpoint
 from hfshard.pretrained.request import is_plain_class
 from hfshard.state_dicts.keys import KeySelection
 from hfshard.storage.checkpoint.checkpoint import FilesOf, Verify
@@ -122,11 +123,12 @@ def load_state_dict(
     source = CheckpointSource(path_text(path), query, takes_files=True)
     if like is not None:
         return load_like(source, like, device, options)
-    if ranges and not local_files_only and source.find_local() is None:
+    local = source.find_local() if ranges and not local_files_only else None
+    if ranges and not local_files_only and local is None:
         with open_source_by_ranges(source, lambda index: stored_names(index, keys), options) as checkpoint:
             return read_tensors(checkpoint, keys, device, "pread")
-    with open_source(source, options) as checkpoint:
-        return read_tensors(checkpoint, keys, device, options.read)
+    use = partial(read_tensors, keys=keys, device=device, read=options.read)
+    return with_checkpoint(source, options, use, local)
 
 
 def load_model(
@@ -219,8 +221,7 @@ def load_model(
 def _load_module(model: nn.Module, source: CheckpointSource, options: LoadOptions) -> dict[str, Any]:
     if has_spread_state(model):
         return load_into_spread_module(model, source, options)
-    with open_source(source, options) as checkpoint:
-        return load_into_module(model, checkpoint, options)
+    return with_checkpoint(source, options, partial(load_opened, model, options=options))
 
 
 def _files_of(keys: KeySelection | None, like: Mapping[str, torch.Tensor] | None) -> FilesOf | None:

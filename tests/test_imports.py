@@ -55,7 +55,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "distributed": (
         "layout liveness",
         "runs status",
-        "part_reader participants spread_tensor",
+        "participants parts spread_tensor",
         "exchange reading",
         "agreement dcp saving",
         "loading pushing",
@@ -68,6 +68,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "rounds",
         "rank_writer",
     ),
+    "distributed.parts": ("part", "by_ranges", "part_reader"),
     "distributed.pushing": ("staging_folder", "together"),
     "distributed.liveness": ("messages process_record store waiting", "heartbeat", "watch"),
     "hub": (

@@ -57,8 +57,37 @@ def load_into_spread_module(model: nn.Module, source: CheckpointSource, options:
         load_together("load_model", is_collective=True) as agreement,
         agreement.opened(source, options) as checkpoint,
     ):
-        mapped = _mapped_tensors(checkpoint)
-        return load_into_module(model, checkpoint, options, mapped, partial(_fill, checkpoint, mapped, agreement))
+        return _load_in_place(model, checkpoint, options, agreement)
+
+
+def load_opened(model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions) -> dict[str, Any]:
+    """Load an open checkpoint into a module that is not spread over ranks.
+
+    What is far away is read straight into the module's memory: then the module is half loaded where a request fails
+    after all, or what comes is not what was saved.
+
+    Args, returns, raises: As `load_into_module`.
+    """
+    if checkpoint.is_ranged:
+        return _load_in_place(model, checkpoint, options, LoadAgreement(None))
+    return load_into_module(model, checkpoint, options)
+
+
+def _load_in_place(
+    model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions, agreement: LoadAgreement
+) -> dict[str, Any]:
+    """Read what a module takes straight into its memory, once every rank has found that the checkpoint fits."""
+    mapped = _mapped_tensors(checkpoint)
+    stored_names = {id(tensor): name for name, tensor in mapped.items()}
+
+    def values_of(described: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        stored = {name: stored_names[id(tensor)] for name, tensor in described.items()}
+        tied_names = checkpoint.index.tied_names
+        values = checkpoint.read({tied_names.get(name, name) for name in stored.values()})
+        return {name: values[tied_names.get(kept, kept)] for name, kept in stored.items()}
+
+    fill = partial(_fill, checkpoint, stored_names, agreement)
+    return load_into_module(model, checkpoint, options, mapped, fill, values_of if checkpoint.is_ranged else None)
 
 
 def load_like(
@@ -158,7 +187,7 @@ def _mapped_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
 
 def _fill(
     checkpoint: OpenCheckpoint,
-    mapped: Mapping[str, torch.Tensor],
+    stored_names: Mapping[int, str],
     agreement: LoadAgreement,
     model: nn.Module,
     tensors: Mapping[str, torch.Tensor],
@@ -167,12 +196,11 @@ def _fill(
 
     Args:
         checkpoint: Open.
-        mapped: Its tensors, by their stored names.
+        stored_names: Of its tensors, by their identities; what has none was read already.
         agreement: With the other ranks, before the first change.
         model: Unwrapped.
-        tensors: Those of `mapped` that fit, by the model's names.
+        tensors: Those that fit, by the model's names.
     """
-    stored_names = {id(tensor): name for name, tensor in mapped.items()}
     model_state = collect_state_dict(model)
     refuse_freed(model_state)
     by_modules = _loaded_by_modules(model, model_state)
@@ -185,6 +213,9 @@ def _fill(
     for name in [name for name in tensors if name in model_state]:
         own = model_state[name]
         tensor = tensors[name]
+        if id(tensor) not in stored_names:
+            fresh[name] = tensor
+            continue
         kept = tied.get(name, name)
         key = kept if kept in tensors and (kept in in_place) == (name in in_place) else name
         if key not in targets:
@@ -230,7 +261,8 @@ def _has_own_memory(value: Any) -> bool:
 
 def _device_of_meshes(model_state: Mapping[str, Any]) -> torch.device:
     """Where a module is, of which something may be on the meta device."""
-    return next(_mesh_device(tensor) for tensor in model_state.values() if is_dtensor(tensor))
+    meshes = (_mesh_device(tensor) for tensor in model_state.values() if is_dtensor(tensor))
+    return next(meshes, torch.device("cpu"))
 
 
 def _mesh_device(tensor: DTensor) -> torch.device:

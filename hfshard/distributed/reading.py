@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from hfshard.distributed.layout import Box, whole_box
-from hfshard.distributed.part_reader import FileTensor, Part, PartReader
+from hfshard.distributed.parts.part import FileTensor, Part
+from hfshard.distributed.parts.part_reader import PartReader
 from hfshard.distributed.spread_tensor import SpreadTensor
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError, UnstorableTensorError
 from hfshard.state_dicts.dtensors import is_dtensor
@@ -70,7 +71,8 @@ def prepare_reads(
     """
     finder = _Finder(checkpoint, is_far)
     parts = [finder.part(name, target) for name, target in wanted]
-    return partial(PartReader().read_all, sorted(parts, key=Part.place))
+    reader = PartReader(checkpoint.level)
+    return partial(reader.read_all, sorted(parts, key=Part.place), checkpoint.folder.memory_bytes, checkpoint.progress)
 
 
 def stored_tensors(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
@@ -144,7 +146,7 @@ class _Finder:
             described = shard.described(stored)
             start = shard.header.data_start + shard.header.tensors[stored].begin
             assert isinstance(shard, SafetensorsFile | RangedShard)
-            return FileTensor(shard, start, described.dtype, self._lies_far(shard)), tuple(described.shape)
+            return FileTensor(shard, stored, start, described.dtype, self._lies_far(shard)), tuple(described.shape)
         if file in self._checkpoint.pickles:
             tensor = self._checkpoint.pickles[file].tensors[stored]
             return tensor, tuple(tensor.shape)

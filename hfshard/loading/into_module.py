@@ -13,11 +13,14 @@ from hfshard.loading.options import LoadOptions
 from hfshard.loading.reading import read_tensors
 from hfshard.state_dicts.keys import KeyMismatch, compare
 from hfshard.state_dicts.offloaded import refuse_offloaded
-from hfshard.state_dicts.overlap import find_expanded_names, find_merged_names
+from hfshard.state_dicts.overlap import find_expanded_names, find_merged_names, names_to_compare
 from hfshard.state_dicts.state_dict import assign, collect_state_dict
 from hfshard.state_dicts.tied import find_shared_tensors
 from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, unwrap
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+
+ValuesOf = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
+"""Reads tensors that are described on the meta device, by any names."""
 
 Fill = Callable[[nn.Module, Mapping[str, torch.Tensor]], None]
 """Gives a module the tensors that a checkpoint has for it, by the names that `collect_state_dict` gives."""
@@ -29,6 +32,7 @@ def match_to_model(
     path: str,
     *,
     model_name: str = "model",
+    values_of: ValuesOf | None = None,
 ) -> tuple[dict[str, torch.Tensor], KeyMismatch]:
     """Rename the tensors of a checkpoint to the names that a model has for them, and compare the two.
 
@@ -37,6 +41,8 @@ def match_to_model(
         model_state: The model's tensors, under the names that `collect_state_dict` gives.
         path: The checkpoint's, for messages.
         model_name: What messages call the model.
+        values_of: Reads the tensors whose values have to be compared, where `tensors` has only descriptions on the
+            meta device.
 
     Raises:
         StateDictMismatchError: Two different tensors are one in the model, so that one of them would be lost.
@@ -46,8 +52,18 @@ def match_to_model(
         names = match_prefixes(renamed, model_state.keys())
         renamed = {names[name]: tensor for name, tensor in renamed.items()}
     renamed = _with_tied_names(renamed, model_state)
+    if values_of is not None:
+        renamed |= values_of(_in_need_of_values(renamed, model_state))
     _refuse_merging(renamed, model_state, path, model_name)
     return renamed, compare(renamed, model_state)
+
+
+def _in_need_of_values(
+    tensors: Mapping[str, torch.Tensor], model_state: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The tensors that are one in the model, at least in part, and two in the checkpoint."""
+    names = names_to_compare(tensors, model_state)
+    return {name: tensors[name] for name in names if tensors[name].shape == model_state[name].shape}
 
 
 def load_into_module(
@@ -56,6 +72,7 @@ def load_into_module(
     options: LoadOptions,
     stored: Mapping[str, torch.Tensor] | None = None,
     fill: Fill = assign,
+    values_of: ValuesOf | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint into a module.
 
@@ -65,6 +82,7 @@ def load_into_module(
         options: How; `strict=False` passes over missing and unexpected names.
         stored: Its tensors, tied names included; None: they are read as the options say.
         fill: Assigns what fits, once everything is checked.
+        values_of: As for `match_to_model`.
 
     Returns:
         What differs, in the form of transformers' `output_loading_info`.
@@ -78,7 +96,7 @@ def load_into_module(
     model_state = collect_state_dict(model)
     if stored is None:
         stored = read_tensors(checkpoint, None, "cpu", options.read)
-    tensors, difference = match_to_model(stored, model_state, checkpoint.directory)
+    tensors, difference = match_to_model(stored, model_state, checkpoint.directory, values_of=values_of)
     refuse_expanded(model, tensors, checkpoint.directory)
     matched = len(model_state) - len(difference.missing)
     difference.raise_unless_allowed(strict=options.strict is not False, path=checkpoint.directory, matched=matched)

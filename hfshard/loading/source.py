@@ -7,13 +7,14 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from hfshard._util.addresses import is_address
 from hfshard._util.paths import absolute_path, path_text
 from hfshard._util.progress import bytes_bar
 from hfshard.constants import CONFIG_NAME, SAFETENSORS_SUFFIX
 from hfshard.errors import (
+    CheckpointChangedError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     HfshardError,
@@ -27,13 +28,15 @@ from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file
-from hfshard.storage.checkpoint.folder import RangedFolder
+from hfshard.storage.checkpoint.folder import FAR_TRIES, RangedFolder
 from hfshard.storage.checkpoint.locate import directory_not_found, is_weights_name, split_weights_path, weights_bytes
 from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.storage.format.index import CheckpointIndex
 
 if TYPE_CHECKING:
     from hfshard.loading.far import Skeleton
+
+_Result = TypeVar("_Result")
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +195,51 @@ def open_source(
         if local.skeleton is not None:
             local.skeleton.refresh()
         yield checkpoint
+
+
+def with_checkpoint(
+    source: CheckpointSource,
+    options: LoadOptions,
+    use: Callable[[OpenCheckpoint], _Result],
+    local: LocalCheckpoint | None = None,
+) -> _Result:
+    """Open the checkpoint of a source and do something with it; again where a save replaced it meanwhile in a store.
+
+    Args:
+        source: As for `open_source`, and so are the options.
+        options: How.
+        use: What is done; it may be done again, from the beginning.
+        local: What `fetch` returned, or `find_local`.
+
+    Returns:
+        What it returns.
+
+    Raises:
+        CheckpointChangedError: It kept changing.
+        Everything that `open_source` and `use` raise.
+    """
+    local = local or source.find_local() or source.fetch(options.progress)
+
+    def work() -> _Result:
+        with open_source(source, options, local) as checkpoint:
+            return use(checkpoint)
+
+    return until_unchanged(source, work)
+
+
+def until_unchanged(source: CheckpointSource, work: Callable[[], _Result]) -> _Result:
+    """Do some work that reads a checkpoint; again, a few times, if it is in a store and was replaced meanwhile.
+
+    Raises:
+        CheckpointChangedError: It was replaced each time.
+        Everything that `work` raises.
+    """
+    for _ in range(FAR_TRIES - 1 if is_address(source.path) else 0):
+        try:
+            return work()
+        except CheckpointChangedError as error:
+            logger.info("%s Starting again.", error)
+    return work()
 
 
 @contextmanager

@@ -39,6 +39,20 @@ def find_merged_names(tensors: Mapping[str, Any], model_state: Mapping[str, Any]
     return next((pair for group in _overlapping(separate) if (pair := _lost(group, given)) is not None), None)
 
 
+def names_to_compare(tensors: Mapping[str, Any], model_state: Mapping[str, Any]) -> set[str]:
+    """Find the names whose values `find_merged_names` compares: they share memory in the model, and differ as objects.
+
+    Args:
+        tensors: As for `find_merged_names`; they may have no values yet.
+        model_state: The model's own tensors.
+    """
+    tied = find_shared_tensors(model_state)
+    separate = {name: model_state[name] for name in tensors if name in model_state and name not in tied}
+    groups = [[name, other] for name, other in tied.items() if name in tensors and other in tensors]
+    groups += [list(group) for group in _overlapping(separate)]
+    return {name for group in groups if len({id(tensors[name]) for name in group}) > 1 for name in group}
+
+
 def find_expanded_names(model: nn.Module) -> list[str]:
     """Find the names of expanded tensors: several of their elements are one in memory, and torch can't assign to them.
 

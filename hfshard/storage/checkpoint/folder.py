@@ -19,7 +19,7 @@ from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 _HEADERS_AT_ONCE: Final = 16
 """Files whose headers are asked for at once."""
 
-_FAR_TRIES: Final = 20
+FAR_TRIES: Final = 20
 """Times that a reader starts again when a checkpoint is replaced far away: each costs requests."""
 
 _FAR_WAIT_SECONDS: Final = 0.05
@@ -140,7 +140,7 @@ def folder_of(place: str | CheckpointFolder) -> CheckpointFolder:
 class RangedFolder:
     """A place whose files are read by ranges: what was listed is read, or an error says that it changed."""
 
-    most_tries = _FAR_TRIES
+    most_tries = FAR_TRIES
     wait_seconds = _FAR_WAIT_SECONDS
 
     def __init__(self, files: RangedFiles, path: str, memory_bytes: int = DEFAULT_MEMORY) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hfshard
-from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, StateDictMismatchError
 from tests.stores.reading.conftest import put_directory
 
 STATE = {
@@ -67,3 +67,55 @@ def test_what_is_not_there_or_can_not_be_read_is_refused(store_address: str, tmp
             InvalidArgumentError, match=r"pytorch_model.bin' is a file of torch.save.*hfshard pull s3://"
         ):
             hfshard.load_state_dict(path)
+
+
+class Odd(nn.Module):
+    """Two names for one tensor, a part of another one, half precision, and a column-major weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(700, 100, bias=False)
+        self.again = self.inner
+        self.small = nn.Linear(3, 3).half()
+        self.turned = nn.Parameter(torch.zeros(40, 30).t())
+        whole = torch.zeros(10)
+        self.register_buffer("whole", whole)
+        self.register_buffer("part", whole[2:5])
+
+
+def test_a_module_is_filled_in_place_whatever_its_memory_is_like(store_address: str, tmp_path: Path) -> None:
+    state = {
+        "inner.weight": torch.randn(100, 700),
+        "small.weight": torch.randn(3, 3),
+        "small.bias": torch.randn(3),
+        "turned": torch.randn(30, 40),
+        "whole": torch.arange(10.0),
+        "part": torch.arange(2.0, 5.0),
+    }
+    state["again.weight"] = state["inner.weight"].clone()
+    hfshard.save_state_dict(state, tmp_path / "a", max_shard_size="50KB")
+    put_directory(tmp_path / "a", store_address)
+
+    for verify in ("none", "full"):
+        module = Odd()
+        weight = module.inner.weight
+        hfshard.load_model(module, store_address, verify=verify)
+        assert module.inner.weight is weight
+        assert torch.equal(weight, state["inner.weight"])
+        assert torch.equal(module.small.weight, state["small.weight"].half())
+        assert torch.equal(module.turned, state["turned"])
+        assert torch.equal(module.get_buffer("part"), torch.tensor([2.0, 3.0, 4.0]))
+
+    on_meta = nn.Linear(700, 100, bias=False, device="meta")
+    hfshard.load_model(nn.ModuleDict({"inner": on_meta}), store_address, strict=False)
+    assert torch.equal(on_meta.weight, state["inner.weight"])
+
+
+def test_two_tensors_that_are_one_in_the_module_are_refused(store_address: str, tmp_path: Path) -> None:
+    hfshard.save_state_dict({"inner.weight": torch.ones(100, 700), "again.weight": torch.zeros(100, 700)}, tmp_path)
+    put_directory(tmp_path, store_address)
+    module = Odd()
+    before = module.inner.weight.clone()
+    with pytest.raises(StateDictMismatchError, match=r"'inner.weight' and 'again.weight' are one tensor, or overlap"):
+        hfshard.load_model(module, store_address, strict=False)
+    assert torch.equal(module.inner.weight, before)

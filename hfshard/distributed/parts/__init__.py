@@ -1,0 +1,1 @@
+"""Boxes of stored tensors, read into the memory of those who want them."""
