@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from hfshard._util.file_errors import names_files
@@ -220,7 +221,7 @@ class CheckpointManager(RunPushes):
             place = ranks.on_each(lambda: absolute_place(step))
             restored = resume_foreign(state, place, keys=keys, strict=strict, verify=verify, ranks=ranks)
             if restored is None:
-                restored = resume(state, lambda: self._choose(place, verify, token), step, strict=strict, ranks=ranks)
+                restored = resume(state, partial(self._choose, place, verify, token), step, strict=strict, ranks=ranks)
         if restored is None:
             raise CheckpointNotFoundError(
                 f"There is no checkpoint in '{self.root}'. Check the path, or train from the beginning.", path=self.root
@@ -246,7 +247,7 @@ class CheckpointManager(RunPushes):
             StateDictMismatchError: As in `restore`.
         """
         with self._writer.turn("restore_latest()"), self._ranks() as ranks:
-            return resume(state, lambda: self._choose(None, verify, None), strict=strict, ranks=ranks)
+            return resume(state, partial(self._choose, None, verify, None), strict=strict, ranks=ranks)
 
     @names_files("root")
     def wait_until_finished(self) -> None:
@@ -289,10 +290,14 @@ class CheckpointManager(RunPushes):
         return metrics
 
     def _choose(
-        self, step: int | str | os.PathLike[str] | None, verify: Level, token: str | bool | None
+        self,
+        step: int | str | os.PathLike[str] | None,
+        verify: Level,
+        token: str | bool | None,
+        passed_over: Collection[str],
     ) -> tuple[RunCheckpoint, CheckpointManifest] | None:
         """On the first rank: find and check the checkpoint to restore; None: the run has none."""
         self._writer.wait()
         if step is None:
-            return newest_whole(self._place, verify, self.progress)
+            return newest_whole(self._place, verify, self.progress, is_read_next=True, passed_over=passed_over)
         return choose_checkpoint(self._place, step, verify, token, self.progress)

@@ -219,7 +219,12 @@ def _is_as_recorded(file: RemoteFile, digest: FileDigest, name: str, read: Calla
 
 
 def checked_at(
-    place: str | os.PathLike[str], verify: Level, *, token: str | bool | None = None, progress: bool | None = None
+    place: str | os.PathLike[str],
+    verify: Level,
+    *,
+    token: str | bool | None = None,
+    progress: bool | None = None,
+    is_read_next: bool = False,
 ) -> tuple[RunCheckpoint, CheckpointManifest]:
     """Find and check the checkpoint in a directory, a directory hub, or a repo of the Hub, from which it is downloaded.
 
@@ -228,6 +233,7 @@ def checked_at(
         verify: As in `finding.check_run_checkpoint`.
         token: A token, as in huggingface_hub.
         progress: Whether to show a bar on stderr. None: on a terminal.
+        is_read_next: As in `finding.check_run_checkpoint`.
 
     Raises:
         InvalidArgumentError: `place` is not one.
@@ -239,7 +245,7 @@ def checked_at(
         raise InvalidArgumentError(f"'{place}' is neither a place nor a step: give a step as a number, {int(place)}.")
     if is_address(place):
         found = _in(absolute_path(place, "place"))
-        return found, check_run_checkpoint(found, verify, progress)
+        return found, check_run_checkpoint(found, verify, progress, is_read_next=is_read_next)
     path, revision = split_address(place)
     query = CheckpointQuery(revision=revision, token=token)
     local = CheckpointSource(path, query).find_local()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from hfshard._util.addresses import is_address
 from hfshard._util.paths import absolute_path
-from hfshard.errors import CheckpointChangedError, InvalidArgumentError
+from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, InvalidArgumentError
 from hfshard.hub.address import absolute_address
 from hfshard.training.pushing.hubs import checked_at
 from hfshard.training.ranks import Ranks
@@ -33,6 +34,9 @@ _TRIES: Final = 50
 """How often a checkpoint is chosen again that was replaced while it was read."""
 
 ChosenCheckpoint = tuple[RunCheckpoint, CheckpointManifest]
+
+Choose = Callable[[Collection[str]], ChosenCheckpoint | None]
+"""Chooses a checkpoint, but none of some paths; None if there is none."""
 
 
 def absolute_place(step: int | str | os.PathLike[str] | None) -> int | str | os.PathLike[str] | None:
@@ -58,14 +62,14 @@ def choose_checkpoint(
         DamagedCheckpointError: It is damaged.
     """
     if isinstance(step, str | os.PathLike):
-        return checked_at(step, verify, token=token, progress=progress)
+        return checked_at(step, verify, token=token, progress=progress, is_read_next=True)
     checkpoint = checkpoint_of_step(place, step)
-    return checkpoint, check_run_checkpoint(checkpoint, verify, progress)
+    return checkpoint, check_run_checkpoint(checkpoint, verify, progress, is_read_next=True)
 
 
 def resume(
     state: TrainingState,
-    choose: Callable[[], ChosenCheckpoint | None],
+    choose: Choose,
     wanted: int | str | os.PathLike[str] | None = None,
     *,
     strict: bool,
@@ -75,7 +79,7 @@ def resume(
 
     Args:
         state: It is changed if every rank can restore it.
-        choose: Called on the first rank; it returns None if there is no checkpoint.
+        choose: Called on the first rank, with the paths of checkpoints that were found damaged when they were read.
         wanted: The step or place that this rank asks for, which must be the same step on every rank.
         strict: Refuse any difference.
         ranks: This process among those that restore.
@@ -92,37 +96,47 @@ def resume(
     if any(wish != wishes[0] for wish in wishes):
         raise InvalidArgumentError(f"All ranks must restore the same step, got [{', '.join(wishes)}].")
     with torch.inference_mode(False):  # what is restored will be trained
-        return _resume_on_ranks(state, choose, ranks, strict=strict)
+        return _resume_on_ranks(state, choose, ranks, strict=strict, is_newest=wanted is None)
 
 
 def _resume_on_ranks(
     state: TrainingState,
-    choose: Callable[[], ChosenCheckpoint | None],
+    choose: Choose,
     ranks: Ranks,
     *,
     strict: bool,
+    is_newest: bool,
 ) -> RestoredStep | None:
     ranks.on_each(lambda: is_spread_state(state))
     stage = find_stage(state, ranks)
     own, names = (state, None) if stage is None else (stage.state, stage.names)
+    passed_over: list[str] = []
     for _ in range(_TRIES):
-        chosen_checkpoint = _choose_together(choose, ranks)
+        chosen_checkpoint = _choose_together(partial(choose, passed_over), ranks)
         if chosen_checkpoint is None:
             return None
         checkpoint, manifest = chosen_checkpoint
         restoration = Restoration()
+        files = files_at(checkpoint.path)
         error = None
         try:
             if not ranks.is_first:
-                checkpoint, manifest = _local_checkpoint(checkpoint, manifest, choose)
-            restoration = plan_restoration(
-                own, files_at(checkpoint.path), manifest, strict=strict, ranks=ranks, stage=names
-            )
+                checkpoint, manifest = _local_checkpoint(checkpoint, manifest, partial(choose, passed_over))
+                files = files_at(checkpoint.path)
+            if files.is_compared_when_read:
+                files.check(manifest, is_full=False)
+            restoration = plan_restoration(own, files, manifest, strict=strict, ranks=ranks, stage=names)
         except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
             error = caught
         is_replaced = (ranks.is_first or error is None) and has_changed(checkpoint)
-        if not any(ranks.all_of(is_replaced)):
-            break  # otherwise a run that is saving has removed or replaced it meanwhile
+        if any(ranks.all_of(is_replaced)):
+            continue  # a run that is saving has removed or replaced it meanwhile
+        is_damaged = is_newest and isinstance(error, DamagedCheckpointError) and files.is_compared_when_read
+        if not any(ranks.all_of(is_damaged)):
+            break
+        passed_over.append(checkpoint.path)
+        if is_damaged:
+            logger.warning("The checkpoint '%s' is passed over: %s", checkpoint.path, error)
     else:
         error = error or CheckpointChangedError(f"'{checkpoint.path}' was replaced while it was read. Try again.")
     ranks.agree(error)
@@ -169,7 +183,7 @@ def _local_checkpoint(
     here: ChosenCheckpoint | None
     if files_at(checkpoint.path).is_there():
         local = checkpoint_at(checkpoint.path, checkpoint.step)
-        here = local, check_run_checkpoint(local, "structure")
+        here = local, check_run_checkpoint(local, "structure", is_read_next=True)
     else:
         here = choose()
     if here is None or here[1].to_json() != manifest.to_json():  # compared as JSON, as NaN does not equal itself

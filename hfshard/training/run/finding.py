@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final, Literal
 
 from hfshard._util.progress import bytes_bar
@@ -50,13 +50,16 @@ def checkpoint_of_step(place: RunPlace, step: int) -> RunCheckpoint:
     )
 
 
-def check_run_checkpoint(checkpoint: RunCheckpoint, verify: Level, progress: bool | None = None) -> CheckpointManifest:
+def check_run_checkpoint(
+    checkpoint: RunCheckpoint, verify: Level, progress: bool | None = None, *, is_read_next: bool = False
+) -> CheckpointManifest:
     """Check that the files of a checkpoint are those that were saved, and return its manifest.
 
     Args:
-        found: The checkpoint.
+        checkpoint: The one.
         verify: "structure": sizes, headers and fingerprints; "full": every byte.
         progress: Whether to show a bar with "full".
+        is_read_next: Whether what can be compared while it is read is left to that.
 
     Raises:
         DamagedCheckpointError, UnsafePathError: A file is missing or not the one that was saved.
@@ -65,17 +68,29 @@ def check_run_checkpoint(checkpoint: RunCheckpoint, verify: Level, progress: boo
         raise InvalidArgumentError(f"verify must be 'structure' or 'full', got {verify!r}.")
     if checkpoint.manifest is None:
         raise checkpoint.problem or RuntimeError(f"'{checkpoint.path}' has no manifest.")
+    files = files_at(checkpoint.path)
+    if is_read_next and files.is_compared_when_read:
+        return checkpoint.manifest
     total = sum(record.size or 0 for record in checkpoint.manifest.files.values())
     with bytes_bar("Verifying", total, progress if verify == "full" else False) as progress_callback:
-        files = files_at(checkpoint.path)
         files.check(checkpoint.manifest, is_full=verify == "full", progress_callback=progress_callback)
     return checkpoint.manifest
 
 
 def newest_whole(
-    place: RunPlace, verify: Level, progress: bool | None = None
+    place: RunPlace,
+    verify: Level,
+    progress: bool | None = None,
+    *,
+    is_read_next: bool = False,
+    passed_over: Collection[str] = (),
 ) -> tuple[RunCheckpoint, CheckpointManifest] | None:
     """Find the whole checkpoint that was saved last, with a warning for each that is passed over; None in an empty run.
+
+    Args:
+        place: Of the run.
+        verify, progress, is_read_next: As in `check_run_checkpoint`.
+        passed_over: Paths of checkpoints that turned out to be damaged when they were read.
 
     Raises:
         DamagedCheckpointError: All of them are damaged.
@@ -83,9 +98,9 @@ def newest_whole(
     for _ in range(_TRIES):
         found = place.checkpoints()
         damaged: list[tuple[RunCheckpoint, HfshardError]] = []
-        for one in found:
+        for one in (one for one in found if one.path not in passed_over):
             try:
-                manifest = check_run_checkpoint(one, verify, progress)
+                manifest = check_run_checkpoint(one, verify, progress, is_read_next=is_read_next)
             except InvalidArgumentError:
                 raise
             except HfshardError as error:

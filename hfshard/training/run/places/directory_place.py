@@ -32,6 +32,8 @@ from hfshard.training.run.writing import ReusableShards, write_checkpoint
 class DirectoryFiles:
     """The files of a checkpoint in a directory."""
 
+    is_compared_when_read = False
+
     def __init__(self, path: str) -> None:
         self.path = path
 

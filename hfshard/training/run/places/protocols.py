@@ -22,6 +22,10 @@ class CheckpointFiles(Protocol):
     def path(self) -> str:
         """Of its directory, or its address."""
 
+    @property
+    def is_compared_when_read(self) -> bool:
+        """Whether tensors are compared with their checksums while they are read: then nothing is read only for that."""
+
     def is_there(self) -> bool:
         """Whether there is such a folder."""
 

@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from threading import Event
 from typing import Final
 
-from hfshard._util.threads import cancellable, in_threads
+from hfshard._util.threads import in_threads
 from hfshard.constants import FILES_AT_ONCE, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, RemoteChangedError, StaleObjectError
+from hfshard.planning.plan import ShardPlan
+from hfshard.saving.linking import KnownFile
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
+from hfshard.saving.writing import OwnShardWriter, ShardWriter
 from hfshard.storage.format.index import FileDigest
-from hfshard.storage.weights.safetensors_stream import SafetensorsStream
-from hfshard.storage.weights.safetensors_writer import WriteJob, await_devices, digest_shard, writer_threads
+from hfshard.storage.weights.safetensors_writer import WriteJob, await_devices
+from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import ANYTHING, Store, StoredObject
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, shard_record, small_record
 from hfshard.training.run.places.protocols import CheckpointOrder
 from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.training.run.writing import TRAINING_STATE
 
-_BLOCK_BYTES: Final = 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class KnownObject:
-    """A file of an older checkpoint in the same run."""
-
-    found: StoredObject
-    digest: FileDigest
-    """What the manifest tells of it."""
+_DIGITS_BYTES: Final = 8
+"""Random bytes in the names of a save's shards: no other save gives the same."""
 
 
 @dataclass
 class Sender:
-    """Sends one checkpoint; what it has put is noted, to be taken back."""
+    """Sends one checkpoint, and knows what it has put, which may have to be taken back."""
 
     store: Store
     """Of the run."""
     folder: str
     """Of the checkpoint in it."""
-    known: dict[str, KnownObject] = field(default_factory=dict)
-    """Fingerprint -> a file that may have the same bytes."""
-    put: dict[str, StoredObject | None] = field(default_factory=dict)
-    """Names that may be there now, and the objects that were put under them where that is known."""
+    known: dict[str, tuple[StoredObject, FileDigest]] = field(default_factory=dict)
+    """Fingerprint -> a file of the run that may have the same bytes, and what its manifest tells of it."""
+    shards: set[str] = field(default_factory=set)
+    """Names that only this save gives."""
+    small: dict[str, StoredObject | None] = field(default_factory=dict)
+    """Names that others may give, and the objects that were put under them; None: it is not known whether one was."""
     manifest: bytes | None = None
     """What was, or may have been, put as the manifest."""
 
@@ -59,10 +55,10 @@ class Sender:
         for name, record in newest.manifest.files.items():
             is_known = record.fingerprint is not None and record.is_verifiable and name in listed
             if is_known and name.endswith(SAFETENSORS_SUFFIX) and listed[name].size == record.size:
-                self.known[record.fingerprint or ""] = KnownObject(listed[name], record)
+                self.known[record.fingerprint or ""] = (listed[name], record)
 
     def send(self, order: CheckpointOrder) -> CheckpointManifest:
-        """Send all files but the manifest.
+        """Send all files but the manifest; a small one first, by which a killed save is found.
 
         Returns:
             The manifest with all files.
@@ -71,36 +67,54 @@ class Sender:
             StoreError: The store refused or failed.
             StaleObjectError: Somebody else puts files there.
         """
-        plans = {base: plan_request(request) for base, request in order.payload.requests.items()}
+        digits = secrets.token_hex(_DIGITS_BYTES)
         small = {**order.files, TRAINING_STATE: order.payload.training_state}
-        table: dict[str, FileDigest] = {}
+        self.put_small(TRAINING_STATE, small[TRAINING_STATE])
+        plans: dict[str, ShardPlan] = {}
+        jobs: dict[str, WriteJob] = {}
         for base, request in order.payload.requests.items():
-            plan = plans[base]
-            jobs = shard_jobs(plan, request, [""] * len(plan.shards))
-            sent = self._send_all(jobs, [shard.file for shard in plan.shards], order, request.options.checksum)
-            names = [name for name, _ in sent]
-            digests = [digest for _, digest in sent]
-            table |= {name: shard_record(digest) for name, digest in sent}
+            plan = plan_request(request)
+            names = request.options.names.stored_shards(len(plan.shards), digits)
+            shards = [replace(shard, file=name) for shard, name in zip(plan.shards, names, strict=True)]
+            plans[base] = replace(plan, shards=tuple(shards))
+            paths = [str(self.store.address.joined(f"{self.folder}/{name}")) for name in names]
+            jobs |= zip(names, shard_jobs(plans[base], request, paths, has_index=True), strict=True)
             small |= request.small_files
-            if plan.is_sharded:
-                shards = [replace(shard, file=name) for shard, name in zip(plan.shards, names, strict=True)]
-                named = replace(plan, shards=tuple(shards))
-                small[request.options.names.index] = index_of(named, request, digests).to_json()
-        in_threads(lambda item, _: self.put_small(*item), small.items(), FILES_AT_ONCE)
+        records = self._copy_or_send(jobs, order)
+        for base, request in order.payload.requests.items():
+            own = [records[shard.file] for shard in plans[base].shards]
+            small[request.options.names.index] = index_of(plans[base], request, own).to_json()
+        left = [(name, raw) for name, raw in small.items() if name != TRAINING_STATE]
+        in_threads(lambda item, _: self.put_small(*item), left, FILES_AT_ONCE)
+        table = {name: shard_record(record) for name, record in records.items()}
         table |= {name: small_record(raw) for name, raw in small.items()}
         return replace(order.manifest, files=table)
 
-    def put_manifest(self, manifest: CheckpointManifest) -> None:
+    def put_small(self, name: str, raw: bytes) -> None:
+        """Put a small file that is not there yet, or that a killed save has left.
+
+        A manager that has lost the run without knowing it never gets through: it replaces only what it has seen before.
+        """
+        path = f"{self.folder}/{name}"
+        self.small[name] = None
+        if not self.store.has_conditional_put:
+            self.small[name] = self.store.put(path, raw, ANYTHING)
+            return
+        try:
+            self.small[name] = self.store.put(path, raw, None)
+        except StaleObjectError:
+            self.small[name] = self.store.put(path, raw, self.store.find(path))
+
+    def put_manifest(self, manifest: CheckpointManifest) -> StoredObject:
         """Put the manifest, which makes the checkpoint whole.
 
         Raises:
             RemoteChangedError: Somebody else has made one of this step.
         """
         self.manifest = manifest.to_json()
+        condition = None if self.store.has_conditional_put else ANYTHING
         try:
-            self.store.put(
-                f"{self.folder}/{MANIFEST}", self.manifest, None if self.store.has_conditional_put else ANYTHING
-            )
+            return self.store.put(f"{self.folder}/{MANIFEST}", self.manifest, condition)
         except StaleObjectError as error:
             self.manifest = None
             where = f"{self.store.address}/{self.folder}"
@@ -114,7 +128,7 @@ class Sender:
         """Whether all files of the manifest are those that were put."""
         for name, record in manifest.files.items():
             found = listed.get(name)
-            own = self.put.get(name)
+            own = self.small.get(name)
             if found is None or found.size != record.size or (own is not None and own.etag != found.etag):
                 return False
         return True
@@ -126,75 +140,38 @@ class Sender:
             listed: What is there.
             is_alone: Whether nobody else saves there, so that what may have been put by this was.
         """
-        return {
+        small = {
             name
-            for name, own in self.put.items()
+            for name, own in self.small.items()
             if name in listed and (is_alone if own is None else own.etag == listed[name].etag)
         }
+        return small | (self.shards & listed.keys())
 
-    def put_small(self, name: str, raw: bytes) -> None:
-        """Put a small file that is not there yet, or that a killed save has left.
+    def _copy_or_send(self, jobs: Mapping[str, WriteJob], order: CheckpointOrder) -> dict[str, FileDigest]:
+        """Copy the shards that did not change, send all others, and return the digests of both by name."""
+        await_devices(list(jobs.values()))  # a step that still runs must not change what is compared and sent
+        writer = order.writer or OwnShardWriter()
+        checksum = next((request.options.checksum for request in order.payload.requests.values()), None)
+        self.shards |= jobs.keys()
+        records = self._copied(jobs, writer, checksum)
+        left = {name: job for name, job in jobs.items() if name not in records}
+        place = open_store(self.store.address.joined(self.folder))
+        sent = writer.write(list(left.values()), checksum, order.progress_callback, place)
+        return records | dict(zip(left, sent, strict=True))
 
-        A manager that has lost the run without knowing it never gets through: it replaces only what it has seen before.
-        """
-        path = f"{self.folder}/{name}"
-        self.put[name] = None
-        if not self.store.has_conditional_put:
-            self.put[name] = self.store.put(path, raw, ANYTHING)
-            return
+    def _copied(self, jobs: Mapping[str, WriteJob], writer: ShardWriter, checksum: str | None) -> dict[str, FileDigest]:
+        if checksum is None or not self.known:
+            return {}
+        known = {fingerprint: KnownFile(None, record) for fingerprint, (_, record) in self.known.items()}
+        linked = writer.link(list(jobs.values()), known, checksum)
+        same = {name: record for name, record in zip(jobs, linked, strict=True) if record is not None}
+        copied = in_threads(lambda item, _: self._copy(*item), same.items(), FILES_AT_ONCE)
+        return {name: record for (name, record), is_copied in zip(same.items(), copied, strict=True) if is_copied}
+
+    def _copy(self, name: str, record: FileDigest) -> bool:
+        found, _ = self.known[record.fingerprint or ""]
         try:
-            self.put[name] = self.store.put(path, raw, None)
-        except StaleObjectError:
-            self.put[name] = self.store.put(path, raw, self.store.find(path))
-
-    def _send_all(
-        self, jobs: Sequence[WriteJob], files: Sequence[str], order: CheckpointOrder, checksum: str | None
-    ) -> list[tuple[str, FileDigest]]:
-        await_devices(jobs)  # a step that still runs must not change what is hashed and sent
-        send = partial(self._send_one, order=order, checksum=checksum, is_sharded=len(files) > 1)
-        return in_threads(send, zip(jobs, files, strict=True), writer_threads())
-
-    def _send_one(
-        self,
-        item: tuple[WriteJob, str],
-        cancelled: Event,
-        *,
-        order: CheckpointOrder,
-        checksum: str | None,
-        is_sharded: bool,
-    ) -> tuple[str, FileDigest]:
-        job, file = item
-        digest, header = digest_shard(job, checksum, None, cancelled)
-        name = _name_by_content(file, digest) if is_sharded else file
-        path = f"{self.folder}/{name}"
-        self.put[name] = None
-        tell = cancellable(order.progress_callback, cancelled)
-        if not self._copy(digest, path):
-            stream = SafetensorsStream(header, list(job.tensors.values()))
-            writer = self.store.open_writer(path, digest.size or 0)
-            try:
-                while block := stream.read(_BLOCK_BYTES):
-                    writer.write(memoryview(block))
-                    tell(len(block))
-                self.put[name] = writer.finish()
-            except BaseException:
-                writer.abort()
-                raise
-        return name, digest
-
-    def _copy(self, digest: FileDigest, path: str) -> bool:
-        """Copy a file of the checkpoint before that has the same bytes, if there is one."""
-        known = self.known.get(digest.fingerprint or "")
-        if known is None or replace(digest, tensor_digests=None) != known.digest:
-            return False
-        try:
-            self.store.copy(known.found, path)
+            self.store.copy(found, f"{self.folder}/{name}")
         except CheckpointChangedError:  # somebody has replaced or removed it: then it is sent
             return False
         return True
-
-
-def _name_by_content(file: str, digest: FileDigest) -> str:
-    """The name of a shard, with digits of its content: two saves never give one name to different bytes."""
-    digits = (digest.xxh3 or digest.sha256 or digest.fingerprint or "")[:16]
-    return f"{file.removesuffix(SAFETENSORS_SUFFIX)}-{digits}{SAFETENSORS_SUFFIX}"

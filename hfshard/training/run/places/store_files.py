@@ -6,28 +6,38 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from threading import Event
+from typing import Final
 
 from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
-from hfshard.errors import DamagedCheckpointError, IntegrityError, remedy
+from hfshard.errors import DamagedCheckpointError, IntegrityError, MissingShardError, remedy
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.folder import RangedFolder
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.stores.memory import store_memory_bytes
 from hfshard.stores.opening import open_store
+from hfshard.stores.protocols import Store
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
+
+_JSON: Final = ".json"
 
 
 class StoreFiles:
     """The files of a checkpoint in a store."""
 
+    is_compared_when_read = True
+
     def __init__(self, path: str) -> None:
         self.path = path
 
     @cached_property
+    def _store(self) -> Store:
+        return open_store(self.path)
+
+    @cached_property
     def _folder(self) -> RangedFolder:
-        folder = RangedFolder(open_store(self.path), self.path, store_memory_bytes())
+        folder = RangedFolder(self._store, self.path, store_memory_bytes())
         folder.look()
         return folder
 
@@ -51,7 +61,7 @@ class StoreFiles:
         progress_callback: Callable[[int], object] | None = None,
         on_problem: Callable[[DamagedCheckpointError], object] | None = None,
     ) -> None:
-        """Compare every file with the manifest, several at once: sizes as they were listed, or every byte."""
+        """Compare all files with the manifest, several at once: weights by their listed sizes, or in full."""
         check = partial(self._check_one, is_full=is_full, progress_callback=progress_callback, on_problem=on_problem)
         in_threads(check, sorted(manifest.files.items(), key=lambda item: -(item[1].size or 0)), FILES_AT_ONCE)
 
@@ -80,6 +90,15 @@ class StoreFiles:
                 raise
             on_problem(error)
 
+    def _bytes_of(self, name: str) -> bytes:
+        """All bytes of a file that is no weights: not always text, such as a tokenizer's model."""
+        if name.endswith(_JSON):
+            return self.read_small(name)
+        found = self._store.find(name)
+        if found is None:
+            raise MissingShardError(f"'{self.path}/{name}' was removed while it was read.", path=f"{self.path}/{name}")
+        return self._store.read(found)
+
     def _compare(self, name: str, record: FileDigest, tell: Callable[[int], object], *, is_full: bool) -> None:
         path = f"{self.path}/{name}"
         size = self._folder.size(name) if self._folder.has(name) else None
@@ -91,12 +110,11 @@ class StoreFiles:
                 expected=record.size,
                 actual=size,
             )
-        if not is_full:
-            return
         if name.endswith(SAFETENSORS_SUFFIX):
-            self._folder.open_shards([name])[name].check_contents(record, tell)
+            if is_full:
+                self._folder.open_shards([name])[name].check_contents(record, tell)
             return
-        if (sha256 := sha256_of(self.read_small(name))) != record.sha256:
+        if (sha256 := sha256_of(self._bytes_of(name))) != record.sha256:
             raise IntegrityError(
                 f"'{path}' is not the file that was saved: its sha256 is {sha256}, but was {record.sha256}. "
                 f"{remedy(path)}",

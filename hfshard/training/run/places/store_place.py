@@ -12,7 +12,14 @@ from typing import Final
 from hfshard._util.addresses import parse_address
 from hfshard._util.threads import in_threads
 from hfshard.constants import FILES_AT_ONCE
-from hfshard.errors import CheckpointChangedError, HfshardError, RemoteChangedError, StaleObjectError, StoreError
+from hfshard.errors import (
+    CheckpointChangedError,
+    HfshardError,
+    RemoteChangedError,
+    StaleObjectError,
+    StoreAccessError,
+    StoreError,
+)
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import Store, StoredObject
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
@@ -130,7 +137,6 @@ class StorePlace:
             match = CHECKPOINT.fullmatch(folder)
             if match is not None and is_own_name(folder, int(match[1])) and folder not in whole:
                 self._remove_unfinished(folder, files)
-        self._store.sweep_uploads(_is_of_a_checkpoint)
 
     def write(self, order: CheckpointOrder, found: Sequence[RunCheckpoint]) -> RunCheckpoint:
         """Put all files, and the manifest last.
@@ -169,7 +175,8 @@ class StorePlace:
             if not attempt:
                 order.before_commit()
             self._claim.check()
-            sender.put_manifest(manifest)
+            put = sender.put_manifest(manifest)
+            self._manifests[put.name, put.etag] = sender.manifest or b""
             listed = self._files_in(sender.folder)
             if sender.are_there(manifest, listed):
                 strays = listed.keys() - manifest.files.keys() - {MANIFEST}
@@ -217,6 +224,7 @@ class StorePlace:
     def _put_back(self, aside: str, files: Mapping[str, StoredObject], folder: str) -> None:
         """Give a checkpoint that was moved aside its own name again."""
         logger.info("Putting '%s/%s' back, which an unfinished save was about to replace.", self.root, folder)
+        self._sweep_uploads(folder)
         self._remove_folder(folder, self._files_in(folder))
         self._copy_folder(files, folder)
         self._remove_folder(aside, files)
@@ -249,8 +257,16 @@ class StorePlace:
             except StaleObjectError:
                 return  # it was finished at this moment
         logger.info("Removing '%s/%s', left by a save that was never finished.", self.root, folder)
+        self._sweep_uploads(folder)
         self._delete(folder, [name for name in files if name != MANIFEST])
         self._delete(folder, [MANIFEST])
+
+    def _sweep_uploads(self, folder: str) -> None:
+        """Remove what unfinished uploads of a checkpoint have left, which no manifest will name."""
+        try:
+            open_store(self._address.joined(folder)).sweep_uploads(lambda name: True)
+        except StoreAccessError as error:
+            logger.info("Unfinished uploads in '%s/%s' can't be looked for: %s", self.root, folder, error)
 
     def _delete(self, folder: str, names: Collection[str]) -> None:
         if names:
@@ -313,9 +329,3 @@ def _in_order_of_right(folders: Iterable[str]) -> list[tuple[str, int]]:
 
 def _folder_of(checkpoint: RunCheckpoint) -> str:
     return checkpoint.path.rpartition("/")[2]
-
-
-def _is_of_a_checkpoint(name: str) -> bool:
-    """Whether an object below the run is, or was to be, a file of a checkpoint."""
-    folder, _, file = name.partition("/")
-    return bool(file) and (CHECKPOINT.fullmatch(folder) or _REPLACED.fullmatch(folder)) is not None
