@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from hfshard._util.addresses import StoreAddress, parse_address
 from hfshard.errors import StoreError
 from hfshard.stores.protocols import Store
@@ -27,8 +25,9 @@ def open_store(address: str | StoreAddress) -> Store:
     place = parse_address(address) if isinstance(address, str) else address
     try:
         if place.scheme == "hf":
-            store: Store = import_module("hfshard.stores.buckets.bucket_store").BucketStore(place)
-            return store
+            from hfshard.stores.buckets.bucket_store import BucketStore
+
+            return BucketStore(place)
         from hfshard.stores.objects.cloud_store import CloudStore
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "hfshard":

@@ -118,14 +118,14 @@ class Store(Protocol):
         """Delete objects; those that are missing already are no error."""
 
     def sweep_uploads(self, is_left: Callable[[str], bool]) -> int:
-        """Remove what unfinished uploads directly below the prefix have left, where the service keeps it.
+        """Remove what unfinished uploads below the prefix have left, as deep as it lies, where the service keeps it.
 
         Nobody can tell by looking whether an upload is under way or was left by a process that was killed. Whoever
         calls this after a conditional put that decided knows: no other upload of a part of that checkpoint can be
         committed any more. Their writers get a StaleObjectError.
 
         Args:
-            is_left: Whether the upload of an object of this name is to go. Uploads of others' files must not.
+            is_left: Whether the upload of an object of this name below the prefix is to go: no file of others.
 
         Returns:
             How many were removed.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError, StoreNotFoundError
 from hfshard.stores.objects.failures import Failure
-from hfshard.stores.objects.settings import retry_seconds, stall_seconds
+from hfshard.stores.objects.settings import first_wait, retry_seconds, stall_seconds
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, ClientConfig, GCSStore, RetryConfig, S3Store
@@ -22,7 +22,6 @@ _EXPIRED: Final = frozenset({"ExpiredToken", "TokenRefreshRequired"})
 _UNKNOWN_KEY: Final = frozenset(
     {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthenticationFailed", "InvalidAuthenticationInfo"}
 )
-_FIRST_BACKOFF: Final = timedelta(milliseconds=200)
 _LONGEST_BACKOFF: Final = timedelta(seconds=15)
 _CONNECT_SECONDS: Final = 10
 _WHOLE_DAY: Final = timedelta(days=1)
@@ -62,21 +61,30 @@ class Connection:
     uploads: Client = field(repr=False)
     """For bodies that take long: it tries parts again, and knows no silence while one is sent."""
     sweep: Callable[[str, Callable[[str], bool]], int] | None = field(repr=False)
-    """Aborts the unfinished uploads directly below a prefix whose names are to go; None: the service has none."""
+    """Aborts the unfinished uploads below a prefix whose names are to go; None: the service does it, or nobody can."""
     bucket: str
-    process: int = field(default_factory=os.getpid)
 
     def check_process(self) -> None:
-        """Refuse to go on in a forked child: the client's threads are not in it, and a request would hang.
+        """Refuse to go on in a forked child of a process that used a store: the request would hang.
+
+        The threads of obstore's runtime are not in the child, and it can't make new ones. A child of a process that
+        has only opened stores, or not even that, goes on.
 
         Raises:
-            StoreError: This is not the process that connected.
+            StoreError: An ancestor of this process has sent requests.
         """
-        if self.process != os.getpid():
+        global _user
+        if _user is None:
+            _user = os.getpid()
+        elif _user != os.getpid():
             raise StoreError(
-                f"{self.address} can't be reached from a process that was forked from one that had used it: the "
-                "client's threads are not in it. Start processes by 'spawn' or 'forkserver', or open no store before."
+                f"{self.address} can't be reached from a process that was forked from one that had used a store: the "
+                "client's threads are not in it. Start such processes by 'spawn' or 'forkserver'."
             )
+
+
+_user: int | None = None
+"""The process that has sent requests, or an ancestor of this one that has."""
 
 
 def quick_options(*, allow_http: bool) -> tuple[ClientConfig, RetryConfig]:
@@ -100,7 +108,7 @@ def upload_options(*, allow_http: bool) -> tuple[ClientConfig, RetryConfig]:
     retries: RetryConfig = {
         "max_retries": 10,
         "retry_timeout": timedelta(seconds=retry_seconds()),
-        "backoff": {"init_backoff": _FIRST_BACKOFF, "max_backoff": _LONGEST_BACKOFF, "base": 2},
+        "backoff": {"init_backoff": timedelta(seconds=first_wait()), "max_backoff": _LONGEST_BACKOFF, "base": 2},
     }
     return options, retries
 

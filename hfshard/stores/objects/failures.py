@@ -29,6 +29,9 @@ _SLOW_DOWN: Final = frozenset({429, 503})
 _COLLISIONS: Final = frozenset({"ConditionalRequestConflict", "OperationAborted"})
 """Codes of S3 for two requests at the same moment: neither was refused for its condition."""
 _NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"})
+_OTHER_REGION: Final = frozenset(
+    {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+)
 _NO_TOKEN: Final = (
     "Error performing token request",
     "'az account get-access-token' command failed",
@@ -101,7 +104,7 @@ def read_failure(error: BaseException) -> Failure:
         and code not in _COLLISIONS,
         missing=isinstance(error, FileNotFoundError) or code in _NO_BUCKET,
         no_credentials=any(words in shown for words in _NO_TOKEN) and not (status and int(status.group(1)) >= 500),
-        wrong_region="incorrectly configured region" in shown,
+        wrong_region=code in _OTHER_REGION or "incorrectly configured region" in shown,
     )
 
 

@@ -137,15 +137,15 @@ class _Uploads:
         self._token = token
 
     def sweep(self, prefix: str, is_left: Callable[[str], bool]) -> int:
-        """Abort those directly below a prefix whose names say that they are left over."""
+        """Abort those below a prefix whose names say that they are left over."""
         swept = 0
         markers = {"": ""}
         while markers:
-            query = {"uploads": "", "prefix": prefix, "delimiter": "/", **{k: v for k, v in markers.items() if k}}
+            query = {"uploads": "", "prefix": prefix, **{k: v for k, v in markers.items() if k}}
             page = self._ask("GET", f"?{urllib.parse.urlencode(query)}")
             for upload in _UPLOAD.findall(page):
                 key = _text(upload, "Key")
-                if "/" not in key.removeprefix(prefix) and is_left(key.removeprefix(prefix)):
+                if is_left(key.removeprefix(prefix)):
                     swept += self._abort(key, _text(upload, "UploadId"))
             more = _text(page, "IsTruncated") == "true"
             markers = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from mmap import mmap
 from typing import Final
 
 from hfshard.stores.memory import store_memory_bytes
@@ -18,7 +19,7 @@ class PartMemory:
     def __init__(self) -> None:
         # Reentrant: a buffer may come back while this very thread holds the lock.
         self._changed = threading.Condition(threading.RLock())
-        self._free: list[bytearray] = []
+        self._free: list[mmap] = []
         self._in_use = 0
         self._uploads = 0
 
@@ -34,7 +35,7 @@ class PartMemory:
             if not self._uploads:
                 self._free.clear()
 
-    def take(self, size: int) -> bytearray:
+    def take(self, size: int) -> mmap:
         """A buffer of this size. Waits until there is room; a part that is larger than all there is comes alone."""
         limit = store_memory_bytes() * _SHARE[0] // _SHARE[1]
         with self._changed:
@@ -47,15 +48,15 @@ class PartMemory:
                 return buffer
             while self._free and self._in_use + sum(map(len, self._free)) > limit:
                 self._free.pop()
-        return bytearray(size)
+        return mmap(-1, size)  # not from the heap, which would keep it
 
-    def lend(self, buffer: bytearray, used: int) -> memoryview:
+    def lend(self, buffer: mmap, used: int) -> memoryview:
         """A view of the beginning of a buffer; when nobody holds it any more, the buffer comes back."""
         view = memoryview(buffer)[:used]
         weakref.finalize(view, self.give_back, buffer).atexit = False
         return view
 
-    def give_back(self, buffer: bytearray) -> None:
+    def give_back(self, buffer: mmap) -> None:
         """The buffer is not used any more."""
         with self._changed:
             self._in_use -= len(buffer)

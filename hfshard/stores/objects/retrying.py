@@ -7,12 +7,10 @@ import time
 from typing import Final
 
 from hfshard.stores.objects.failures import Failure
-from hfshard.stores.objects.settings import retry_seconds
+from hfshard.stores.objects.settings import first_wait, retry_seconds
 
-_FIRST_WAIT: Final = 0.2
-"""Seconds; twice as many after each further failure."""
-_FIRST_SLOW_WAIT: Final = 1.0
-"""Seconds, where the service asks to slow down. obstore does not show its Retry-After, which is 1 mostly."""
+_QUICK: Final = 0.2
+"""A connection that broke may be tried again sooner than a service that asks for rest."""
 _LONGEST_WAIT: Final = 15.0
 _UNREACHED_SECONDS: Final = 15.0
 """A service that can't be connected to at all is not waited for as long as one that fails."""
@@ -29,8 +27,8 @@ class Patience:
         """Wait until the request should be tried again; False, at once, if it should not."""
         if not failure.is_transient:
             return False
-        first = _FIRST_SLOW_WAIT if failure.is_slow_down else _FIRST_WAIT
-        wait = min(first * 2**self._failures, _LONGEST_WAIT) * random.uniform(0.8, 1.2)
+        first = first_wait() * (1 if failure.is_slow_down else _QUICK)
+        wait = min(first * 2**self._failures, _LONGEST_WAIT) * random.uniform(1, 1.2)
         limit = retry_seconds()
         if failure.transport == "Connect":
             limit = min(limit, _UNREACHED_SECONDS)

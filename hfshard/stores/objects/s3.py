@@ -117,10 +117,10 @@ def _settings(bucket: str, client: Any) -> S3Config:
 
 
 def _sweep(client: Any, bucket: str, prefix: str, is_left: Callable[[str], bool]) -> int:
-    """Abort the unfinished uploads directly below a prefix whose names say that they are left over."""
+    """Abort the unfinished uploads below a prefix whose names say that they are left over."""
     swept = 0
     try:
-        pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix, Delimiter="/")
+        pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
         for page in pages:
             for upload in page.get("Uploads", ()):
                 if is_left(upload["Key"].removeprefix(prefix)):

@@ -15,6 +15,10 @@ RETRY_VARIABLE: Final = "HFSHARD_STORE_RETRY_SECONDS"
 """The environment variable that says for how many seconds a request that failed is tried again."""
 _RETRY: Final = 120.0
 
+_FIRST_WAIT: Final = 1.0
+_WAITS: Final = 32
+"""The sum of the first five waits is 31 of the first one."""
+
 _LEAST_PART: Final = 8 << 20
 """S3 and GCS take parts of 5 MiB and more, but for the last one."""
 _MOST_PARTS: Final = 10_000
@@ -29,6 +33,14 @@ def stall_seconds() -> float:
 def retry_seconds() -> float:
     """For how long a request that failed is tried again."""
     return _seconds(RETRY_VARIABLE, _RETRY)
+
+
+def first_wait() -> float:
+    """How many seconds to wait after the first failure: twice as many after each further one.
+
+    One, where nothing else is said, for the sake of services that ask for it: obstore does not show their Retry-After.
+    """
+    return min(_FIRST_WAIT, retry_seconds() / _WAITS)
 
 
 def _seconds(variable: str, default: float) -> float:

@@ -8,6 +8,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from mmap import mmap
 from typing import TYPE_CHECKING, Final
 
 import obstore
@@ -77,9 +78,9 @@ class Upload:
         self._refused = refused
         self._part_bytes = part_bytes(size)
         self._written = 0
-        self._buffer: bytearray | None = None
+        self._buffer: mmap | None = None
         self._used = 0
-        self._parts: queue.SimpleQueue[memoryview | _GivenUpError | None] = queue.SimpleQueue()
+        self._parts: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._asked = False
         self._result: PutResult | None = None
@@ -117,7 +118,7 @@ class Upload:
                     path=self._name,
                 )
             if self._thread is None:
-                return self._put_whole(memoryview(self._buffer or b"")[: self._used])
+                return self._put_whole(memoryview(self._buffer)[: self._used] if self._buffer else memoryview(b""))
             return self._complete(self._thread)
         finally:
             self.abort()
@@ -129,7 +130,7 @@ class Upload:
         self._over = True
         _OPEN.discard(self)
         if self._thread is not None and self._thread.is_alive():
-            self._parts.put(_GivenUpError())
+            self._parts.put(None)
             self._thread.join(_ABORT_SECONDS)
         if self._buffer is not None:
             PART_MEMORY.give_back(self._buffer)
@@ -193,6 +194,7 @@ class Upload:
                 return
             except _GivenUpError as error:
                 self._error = error
+                self._drop_parts()
                 return
             except OBSTORE_ERRORS as error:
                 # Before the first part was asked for, nothing is lost by beginning again.
@@ -207,10 +209,10 @@ class Upload:
         while True:
             part = self._parts.get()
             self._asked = True
+            if self._over:
+                raise _GivenUpError
             if part is None:
                 return
-            if isinstance(part, _GivenUpError):
-                raise part
             yield part
             del part
 
