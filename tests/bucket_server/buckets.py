@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tests.bucket_server.cas import Cas
 from tests.hubserver.objects import replace_file
 from tests.hubserver.repos import now
 
@@ -42,6 +43,36 @@ class Bucket:
         files = {name: asdict(entry) for name, entry in self.files.items()}
         state = {"created": self.created, "private": self.private, "files": files}
         replace_file(self._path, json.dumps(state).encode())
+
+
+class BucketView:
+    """One bucket, seen and changed from inside the test process, past the wire."""
+
+    def __init__(self, bucket: Bucket, cas: Cas) -> None:
+        self._bucket, self._cas = bucket, cas
+
+    def files(self) -> dict[str, BucketEntry]:
+        """List its files."""
+        with self._bucket.lock:
+            return dict(self._bucket.files)
+
+    def read(self, path: str) -> bytes:
+        """Read a file."""
+        recipe = self._cas.recipe(self.files()[path].xet_hash)
+        assert recipe is not None, path
+        return b"".join(self._cas.pieces(recipe, 0, recipe.size))
+
+    def copy(self, source: str, target: str) -> None:
+        """Give what a file holds another name, too, as somebody else."""
+        with self._bucket.lock:
+            self._bucket.files[target] = replace(self._bucket.files[source], uploaded=now())
+            self._bucket.save()
+
+    def delete(self, path: str) -> None:
+        """Delete a file as somebody else."""
+        with self._bucket.lock:
+            del self._bucket.files[path]
+            self._bucket.save()
 
 
 class BucketStore:

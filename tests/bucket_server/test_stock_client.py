@@ -121,3 +121,84 @@ def test_repositories_take_and_give_files_through_xet(tmp_path: Path) -> None:
     assert stored == {"config.json": b"{}", "model.safetensors": WEIGHTS, "copy.safetensors": WEIGHTS}
     assert copied == WEIGHTS
     assert (counted["lfs_batch"], counted["lfs_put"], counted["storage_get"], counted["xorb_put"]) == (0, 0, 0, 1)
+
+
+AGAIN = """
+import hf_xet
+bucket = f"{os.environ['HF_ENDPOINT']}/api/buckets/org/b"
+def upload(data):
+    session = hf_xet.XetSession()
+    headers = {"authorization": "Bearer hf_write"}
+    access = {"token_refresh_url": f"{bucket}/xet-write-token", "token_refresh_headers": headers}
+    with session.new_upload_commit(**access) as commit:
+        stream = commit.start_upload_stream(sha256=hf_xet.SKIP_SHA256)
+        stream.write(data)
+        metrics = stream.finish().dedup_metrics
+    return [metrics.new_bytes, metrics.deduped_bytes]
+data = bytes(range(256)) * 4096
+data = b"".join(bytes([n % 251]) * 3 + data[n * 7 : n * 7 + 997] for n in range(1000))
+result = upload(data)
+"""
+
+
+def test_chunks_that_any_client_has_sent_are_not_sent_again(tmp_path: Path) -> None:
+    with HubServer(tmp_path / "hub") as hub:
+        hub.create_bucket("org/b")
+        assert run(hub, tmp_path / "home", AGAIN, has_xet=True) == [1_000_000, 0]
+        assert run(hub, tmp_path / "home", AGAIN, has_xet=True) == [0, 1_000_000]  # it knows itself
+        assert hub.count("chunk_query") == 1
+        assert run(hub, tmp_path / "another", AGAIN, has_xet=True) == [0, 1_000_000]  # it asks
+        assert (hub.count("chunk_query"), hub.count("xorb_put"), hub.count("shard_put")) == (2, 1, 3)
+        assert hub.cas_counts.chunk_bytes == 1_000_000
+        assert hub.cas_counts.file_bytes == 3_000_000
+
+
+MANAGED = """
+from huggingface_hub.errors import HfHubHTTPError
+api = HfApi()
+def refused(function, *args, **kwargs):
+    try:
+        return [] if function(*args, **kwargs) is None else ["done"]
+    except HfHubHTTPError as error:
+        return [type(error).__name__, error.response.status_code]
+api.create_bucket("org/hidden", private=True)
+api.create_bucket("mine")
+api.move_bucket("org/hidden", "org/moved")
+reader, stranger = HfApi(token="hf_member"), HfApi(token=False)
+result = {
+    "all": [one.id for one in api.list_buckets("org")],
+    "mine": [one.id for one in api.list_buckets()],
+    "public": [one.id for one in stranger.list_buckets("org")],
+    "member": reader.bucket_info("org/moved").private,
+    "stranger": refused(stranger.bucket_info, "org/moved"),
+    "gone": refused(api.bucket_info, "org/hidden"),
+    "again": refused(api.create_bucket, "org/moved"),
+    "taken": refused(api.move_bucket, "alice/mine", "org/moved"),
+    "batch": refused(reader.batch_bucket_files, "org/moved", delete=["a"]),
+    "create": refused(reader.create_bucket, "org/new"),
+    "missing": refused(api.get_bucket_file_metadata, "org/moved", "a"),
+}
+api.update_bucket_settings("org/moved", private=False)
+result["shown"] = [one.id for one in stranger.list_buckets("org")]
+api.delete_bucket("org/moved")
+result["left"] = [one.id for one in api.list_buckets("org")]
+"""
+
+
+def test_buckets_are_moved_hidden_shown_and_deleted_by_those_who_may(tmp_path: Path) -> None:
+    with HubServer(tmp_path / "hub") as hub:
+        assert run(hub, tmp_path / "home", MANAGED, has_xet=True) == {
+            "all": ["org/moved"],
+            "mine": ["alice/mine"],
+            "public": [],
+            "member": True,
+            "stranger": ["BucketNotFoundError", 401],
+            "gone": ["BucketNotFoundError", 404],
+            "again": ["HfHubHTTPError", 409],
+            "taken": ["HfHubHTTPError", 409],
+            "batch": ["HfHubHTTPError", 403],
+            "create": ["HfHubHTTPError", 403],
+            "missing": ["RemoteEntryNotFoundError", 404],
+            "shown": ["org/moved"],
+            "left": [],
+        }

@@ -15,13 +15,13 @@ from types import TracebackType
 from typing import Self
 
 from tests import REPOSITORY
-from tests.bucket_server.buckets import Bucket, BucketEntry
+from tests.bucket_server.buckets import BucketView
 from tests.bucket_server.cas import CasCounts
 from tests.hubserver.faults import Fault
 from tests.hubserver.hub import Hub
 from tests.hubserver.log import Request
 from tests.hubserver.objects import Entry, lfs_entry, replace_file
-from tests.hubserver.repos import Commit, Repo, now
+from tests.hubserver.repos import Commit, Repo
 from tests.hubserver.routes.api import NO_HARNESSES
 from tests.hubserver.server import Origin
 
@@ -110,36 +110,6 @@ class RepoView:
     def mend(self, path: str, content: bytes, revision: str = "main") -> None:
         """Put back the contents that `corrupt` changed."""
         replace_file(self._repo.objects.path(self._repo.files(revision)[path].sha256), content)
-
-
-class BucketView:
-    """One bucket, seen and changed from inside the test process, past the wire."""
-
-    def __init__(self, hub: Hub, bucket: Bucket) -> None:
-        self._hub, self._bucket = hub, bucket
-
-    def files(self) -> dict[str, BucketEntry]:
-        """List its files."""
-        with self._bucket.lock:
-            return dict(self._bucket.files)
-
-    def read(self, path: str) -> bytes:
-        """Read a file."""
-        recipe = self._hub.cas.recipe(self.files()[path].xet_hash)
-        assert recipe is not None, path
-        return b"".join(self._hub.cas.pieces(recipe, 0, recipe.size))
-
-    def copy(self, source: str, target: str) -> None:
-        """Give somebody else's name to what a file holds."""
-        with self._bucket.lock:
-            self._bucket.files[target] = replace(self._bucket.files[source], uploaded=now())
-            self._bucket.save()
-
-    def delete(self, path: str) -> None:
-        """Delete a file as somebody else."""
-        with self._bucket.lock:
-            del self._bucket.files[path]
-            self._bucket.save()
 
 
 class HubServer:
@@ -283,7 +253,7 @@ class HubServer:
         bucket = self._hub.buckets.create(bucket_id, private)
         if bucket is None:
             raise ValueError(f"{bucket_id} is there already")
-        return BucketView(self._hub, bucket)
+        return BucketView(bucket, self._hub.cas)
 
     def bucket(self, bucket_id: str) -> BucketView:
         """Look at a bucket.
@@ -294,7 +264,7 @@ class HubServer:
         bucket = self._hub.buckets.get(bucket_id)
         if bucket is None:
             raise KeyError(bucket_id)
-        return BucketView(self._hub, bucket)
+        return BucketView(bucket, self._hub.cas)
 
     def create_repo(self, repo_id: str, *, private: bool = False, gated: bool = False) -> RepoView:
         """Make a repository as its namespace's owner."""

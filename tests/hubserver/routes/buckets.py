@@ -42,7 +42,8 @@ def create(hub: Hub, exchange: Exchange, bucket_id: str) -> None:
     bucket_id = f"{user.name if namespace == 'me' else namespace}/{name}"
     accounts.check_write(user, bucket_id.split("/")[0])
     answer = {"url": f"{hub.api_origin}/buckets/{bucket_id}", "name": bucket_id, "id": bucket_id}
-    if hub.buckets.create(bucket_id, private=request.get("visibility") == "private") is None:
+    private = bool(request.get("private")) or request.get("visibility") == "private"
+    if hub.buckets.create(bucket_id, private) is None:
         exchange.reply_json({"error": f"You already created this bucket: {bucket_id}", **answer}, 409)
     else:
         exchange.reply_json(answer)
