@@ -100,7 +100,7 @@ class BucketStore:
     def open_writer(self, name: str, size: int) -> BucketWriter:
         """Begin a large object of so many bytes."""
         with translate_bucket_errors(self.address):
-            return BucketWriter(self, name, size, XetUpload(self._write_tokens))
+            return BucketWriter(self, name, size, XetUpload(self._write_tokens, size))
 
     def copy(self, source: StoredObject, target: str) -> None:
         """Copy an object on the server, replacing one of that name; raises as `read_into`."""

@@ -17,6 +17,15 @@ import hf_xet
 from hfshard._util.threads import ProcessLock, start_thread
 from hfshard.stores.buckets.hub_calls import without_queries
 from hfshard.stores.buckets.tokens import XetTokens
+from hfshard.stores.buckets.turns import (
+    PIECE_BYTES,
+    SMALL_BYTES,
+    download_turn,
+    downloads_at_once,
+    give_memory_back,
+    upload_turn,
+    uploads_at_once,
+)
 from hfshard.stores.memory import store_memory_bytes
 
 logger = logging.getLogger(__name__)
@@ -73,11 +82,11 @@ class _Sessions:
 def _new_session(memory_bytes: int) -> Any:
     """Make a session that keeps to so many bytes, and else to hf_xet's own settings (HF_XET_...)."""
     config = hf_xet.XetConfig()
-    buffer = memory_bytes // 4
+    buffer, uploads = memory_bytes // 4, uploads_at_once(memory_bytes)
     most = {
-        "client.ac_initial_upload_concurrency": 1,
-        "client.ac_max_upload_concurrency": 1,
-        "client.ac_max_download_concurrency": 4,
+        "client.ac_initial_upload_concurrency": uploads,
+        "client.ac_max_upload_concurrency": uploads,
+        "client.ac_max_download_concurrency": downloads_at_once(memory_bytes),
         "reconstruction.download_buffer_size": buffer,
         "reconstruction.download_buffer_perfile_size": 0,
         "reconstruction.download_buffer_limit": buffer,
@@ -93,11 +102,12 @@ _SESSIONS: Final = _Sessions()
 class XetUpload:
     """A file that is sent as a stream, of which the storage keeps nothing before `finish`."""
 
-    def __init__(self, tokens: XetTokens, *, sha256: str | None = None) -> None:
-        """Begin.
+    def __init__(self, tokens: XetTokens, size: int, *, sha256: str | None = None) -> None:
+        """Begin, when it is this upload's turn.
 
         Args:
             tokens: To write.
+            size: Bytes that will be written.
             sha256: Of the contents, in hex, where it is known; repos need it, and buckets don't.
 
         Raises:
@@ -105,10 +115,16 @@ class XetUpload:
             Whatever `XetTokens.current` raises.
         """
         arguments = tokens.arguments()
-        self._commit: Any = _asked(lambda: _SESSIONS.get().new_upload_commit(**arguments))
-        self._stream: Any = self._do(
-            lambda: self._commit.start_upload_stream(sha256=sha256 if sha256 is not None else hf_xet.SKIP_SHA256)
-        )
+        known = hf_xet.SKIP_SHA256 if sha256 is None else sha256
+        self._size = size
+        self._turn = upload_turn(size)
+        self._commit: Any = None
+        try:
+            self._commit = self._do(lambda: _SESSIONS.get().new_upload_commit(**arguments))
+            self._stream: Any = self._do(lambda: self._commit.start_upload_stream(sha256=known))
+        except BaseException:
+            self.abort()
+            raise
 
     def write(self, block: memoryview) -> None:
         """Send the next bytes, which may change when this returns; raises XetFailedError."""
@@ -118,13 +134,23 @@ class XetUpload:
 
     def finish(self) -> XetFile:
         """Have the storage keep the file; raises XetFailedError."""
-        found = self._do(lambda: self._stream.finish()).xet_info
-        report = self._do(lambda: self._commit.wait_to_finish())
+        try:
+            found = self._do(lambda: self._stream.finish()).xet_info
+            report = self._do(lambda: self._commit.wait_to_finish())
+        finally:
+            self._end()
         return XetFile(str(found.hash), int(found.file_size), int(report.dedup_metrics.total_bytes_uploaded))
 
     def abort(self) -> None:
         """Send nothing more. What was sent has no name, and goes when the storage sweeps."""
-        self._commit.abort()
+        self._end()
+        if self._commit is not None:
+            self._commit.abort()
+
+    def _end(self) -> None:
+        if self._size > SMALL_BYTES:
+            give_memory_back()
+        self._turn.end()
 
     def _do(self, call: Callable[[], _Answer]) -> _Answer:
         return interruptible(lambda: _asked(call), self.abort)
@@ -157,11 +183,15 @@ class XetReader:
             XetFailedError: The storage refused, has no such file, can't be reached, or stopped answering.
             Whatever `XetTokens.current` raises.
         """
-        if not len(target):
-            return
-        group = self._current_group()
-        call = partial(_fill, group, (file_hash, size), begin, target)
-        interruptible(lambda: _asked(call), lambda: self._abort(group))
+        for at in range(0, len(target), PIECE_BYTES):
+            piece = target[at : at + PIECE_BYTES]
+            turn = download_turn(len(piece))
+            try:
+                group = self._current_group()
+                call = partial(_fill, group, (file_hash, size), begin + at, piece)
+                interruptible(partial(_asked, call), partial(self._abort, group))
+            finally:
+                turn.end()
 
     def _current_group(self) -> Any:
         arguments = self._tokens.arguments()
