@@ -5,34 +5,31 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from hfshard.training import CheckpointManager, TrainingState
-
-ALL_STEPS = 3
-"""Of `saved_run`."""
+from tests.stores.services.buckets import Bucket
 
 
 @dataclass(frozen=True)
 class BucketRun:
     """What lies below one prefix of a bucket."""
 
-    client: Any
-    bucket: str
-    prefix: str
+    bucket: Bucket
+    root: str
+    """What a manager is given."""
 
     @property
-    def root(self) -> str:
-        """What a manager is given."""
-        return f"s3://{self.bucket}/{self.prefix}"
+    def prefix(self) -> str:
+        """What the keys of its objects begin with, without the last slash."""
+        return self.root.partition(f"/{self.bucket.name}/")[2]
 
     def names(self, folder: str = "") -> list[str]:
         """Name all objects, as deep as they lie."""
-        found = self.client.list_objects_v2(Bucket=self.bucket, Prefix=f"{self.prefix}/{folder}")
-        return sorted(one["Key"].removeprefix(f"{self.prefix}/") for one in found.get("Contents", []))
+        names = [key.removeprefix(f"{self.prefix}/") for key in self.bucket.sizes(f"{self.prefix}/")]
+        return sorted(name for name in names if name.startswith(folder))
 
     def folders(self) -> list[str]:
         """Name the folders."""
@@ -40,15 +37,15 @@ class BucketRun:
 
     def read(self, name: str) -> bytes:
         """The bytes of an object."""
-        return bytes(self.client.get_object(Bucket=self.bucket, Key=f"{self.prefix}/{name}")["Body"].read())
+        return self.bucket.read(f"{self.prefix}/{name}")
 
     def put(self, name: str, raw: bytes) -> None:
         """Put an object, as another tool would."""
-        self.client.put_object(Bucket=self.bucket, Key=f"{self.prefix}/{name}", Body=raw)
+        self.bucket.put(f"{self.prefix}/{name}", raw)
 
     def delete(self, name: str) -> None:
         """Delete an object."""
-        self.client.delete_object(Bucket=self.bucket, Key=f"{self.prefix}/{name}")
+        self.bucket.delete(f"{self.prefix}/{name}")
 
     def litter(self) -> list[str]:
         """Name what belongs to no checkpoint, and is no claim."""
@@ -62,10 +59,7 @@ class BucketRun:
 
     def synced(self, target: Path) -> Path:
         """Bring all objects to the disk, as `aws s3 sync` does."""
-        for name in self.names():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            (target / name).write_bytes(self.read(name))
-        return target
+        return self.bucket.copy_to(self.prefix, target)
 
 
 class Net(nn.Module):

@@ -13,6 +13,8 @@ from hfshard.training import CheckpointManager, TrainingState
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
 from tests.training.fingerprint import flatten
 
+S3 = pytest.mark.parametrize("scheme", ["s3"])
+
 
 def trained(seed: int) -> tuple[TrainingState, nn.Module]:
     """A model, its optimizer and scheduler after two steps."""
@@ -82,6 +84,7 @@ def test_a_step_is_saved_again_and_leaves_nothing_of_the_first(run: BucketRun) -
     assert run.litter() == []
 
 
+@S3
 def test_weights_that_did_not_change_are_copied_in_the_store(run: BucketRun) -> None:
     net = Net()
     net.body.requires_grad_(False)
@@ -97,6 +100,7 @@ def test_weights_that_did_not_change_are_copied_in_the_store(run: BucketRun) -> 
     assert (len(first), len(second), len(first & second)) == (2, 2, 1)
 
 
+@S3
 def test_saves_beside_the_training_are_saved_as_they_were(run: BucketRun) -> None:
     net = Net(1.0)
     with CheckpointManager(run.root) as manager:
@@ -121,6 +125,7 @@ def test_a_manager_whose_run_is_taken_over_saves_no_more(run: BucketRun) -> None
     assert run.litter() == []
 
 
+@S3
 def test_a_damaged_checkpoint_is_passed_over(run: BucketRun, caplog: pytest.LogCaptureFixture) -> None:
     with CheckpointManager(run.root) as manager:
         save_steps(manager, 1, 2)

@@ -29,7 +29,7 @@ from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.training.run.writing import ReusableShards, write_checkpoint
 
 
-class DirectoryFiles:
+class DirectoryCheckpoint:
     """The files of a checkpoint in a directory."""
 
     is_compared_when_read = False

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hfshard._util.addresses import is_address
-from hfshard.training.run.places.directory_place import DirectoryFiles, DirectoryPlace
+from hfshard.training.run.places.directory_place import DirectoryCheckpoint, DirectoryPlace
 from hfshard.training.run.places.protocols import CheckpointFiles, RunPlace
-from hfshard.training.run.places.store_files import StoreFiles
+from hfshard.training.run.places.store_checkpoint import StoreCheckpoint
 from hfshard.training.run.places.store_place import StorePlace
 from hfshard.training.run.run_checkpoint import RunCheckpoint, read_run_checkpoint
 
@@ -17,7 +17,7 @@ def run_place(root: str) -> RunPlace:
 
 def files_at(path: str) -> CheckpointFiles:
     """The files of the checkpoint at a path; nothing is read yet."""
-    return StoreFiles(path) if is_address(path) else DirectoryFiles(path)
+    return StoreCheckpoint(path) if is_address(path) else DirectoryCheckpoint(path)
 
 
 def checkpoint_at(path: str, step: int) -> RunCheckpoint:

@@ -23,7 +23,7 @@ from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 _JSON: Final = ".json"
 
 
-class StoreFiles:
+class StoreCheckpoint:
     """The files of a checkpoint in a store."""
 
     is_compared_when_read = True
