@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from hfshard._util.progress import bytes_bar
 from hfshard.constants import README, SAFETENSORS_SUFFIX
+from hfshard.errors import RemoteChangedError
 from hfshard.planning.plan import ShardPlan
 from hfshard.saving.linking import KnownFile
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
@@ -64,20 +64,40 @@ def save_into(store: Store, request: SaveRequest, check: Callable[[], None], wri
     """Save into a store that is open; see `save_to_store`."""
     writer_threads()  # raises where the environment asks for more than there is
     plan = plan_request(request)
-    state = read_store_state(store, request.options.names, request.config)
+    save = _look(store, request, plan, writer)
     check()
-    digits = secrets.token_hex(_DIGITS_BYTES)
-    plan = _with_files(plan, request.options.names.stored_shards(len(plan.shards), digits))
-    kept = _kept_shards(store, plan, request, state, writer)
-    plan = _with_files(plan, [kept[at][0] if at in kept else shard.file for at, shard in enumerate(plan.shards)])
-    save = _Save(store, request, state, plan, dict(kept.values()))
     index = save.if_unchanged()
     if index is not None:
         logger.info("Nothing has changed in '%s': nothing was sent.", store.address)
         return index
-    index = save.run(writer, check, digits)
+    try:
+        index = save.run(writer, check)
+    except RemoteChangedError:
+        index = _look(store, request, plan, writer).if_unchanged()
+        if index is None:
+            raise
+        logger.info("Somebody else has saved the very same into '%s'.", store.address)
+        return index
     logger.info("Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), plan.total_size, store.address)
     return index
+
+
+def _look(store: Store, request: SaveRequest, plan: ShardPlan, writer: ShardWriter) -> _Save:
+    """Look at what is there, and compare it with what is to be saved."""
+    state = read_store_state(store, request.options.names, request.config)
+    digits = secrets.token_hex(_DIGITS_BYTES)
+    plan = _with_files(plan, request.options.names.stored_shards(len(plan.shards), digits))
+    kept = _kept_shards(store, plan, request, state, writer)
+    return _Save(
+        store,
+        request,
+        state,
+        _with_files(plan, [kept[at][0] if at in kept else shard.file for at, shard in enumerate(plan.shards)]),
+        kept=dict(kept.values()),
+        model_files=_changed_model_files(store, request, state),
+        companion_files=_changed_companions(store, request, state),
+        digits=digits,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +110,12 @@ class _Save:
     plan: ShardPlan
     kept: Mapping[str, FileDigest]
     """The shards that are there."""
+    model_files: Mapping[str, bytes]
+    """Those that are not there, or have other bytes."""
+    companion_files: Mapping[str, ByteSource]
+    """Those that are not there, or have other bytes."""
+    digits: str
+    """Of this save."""
 
     def if_unchanged(self) -> CheckpointIndex | None:
         """The index, if all that is to be saved is there, and leads every reader to it."""
@@ -100,21 +126,20 @@ class _Save:
         path = str(self.store.address.joined(state.names.index))
         if CheckpointIndex.from_json(index.to_json(), path) != state.index:
             return None
-        if changed_config(state, self._checkpoint(index)) is not None:
-            return None
-        return None if self._changed_model_files() or self._changed_companions() else index
+        is_changed = changed_config(state, self._checkpoint(index)) is not None
+        return None if is_changed or self.model_files or self.companion_files else index
 
-    def run(self, writer: ShardWriter, check: Callable[[], None], digits: str) -> CheckpointIndex:
+    def run(self, writer: ShardWriter, check: Callable[[], None]) -> CheckpointIndex:
         """Send what is not there, and commit."""
-        companions = self._changed_companions()
-        transaction = StoreTransaction(self.store, self.state, digits, companions)
+        transaction = StoreTransaction(self.store, self.state, self.digits, self.companion_files)
         sent = [shard.file for shard in self.plan.shards if shard.file not in self.kept]
         try:
-            transaction.protect(plan_protection(self.state))
+            protection = plan_protection(self.state)
+            transaction.protect(protection)
             index = self._send(writer, sent)
             check()
             writer.confirm()
-            transaction.commit(self._commit_plan(index, transaction, companions))
+            transaction.commit(self._commit_plan(index, protection))
         except BaseException as error:
             if transaction.is_decided:
                 raise
@@ -138,22 +163,18 @@ class _Save:
         digests |= dict(zip(new, sent, strict=True))
         return index_of(self.plan, self.request, [digests[shard.file] for shard in self.plan.shards])
 
-    def _commit_plan(
-        self, index: CheckpointIndex, transaction: StoreTransaction, companions: Mapping[str, ByteSource]
-    ) -> CommitPlan:
+    def _commit_plan(self, index: CheckpointIndex, protection: CommitPlan) -> CommitPlan:
         state = self.state
-        is_readable = state.raw_index is not None and _is_json(state.raw_index)
-        put = transaction.known.keys() - state.found.keys()
-        old = replace(state, listing=state.listing | put, owned=state.owned | put)
-        new = replace(
+        put = {step.target: protection.small_files[step.source] for step in protection.steps}
+        return plan_store_commit(
+            replace(state, listing=state.listing | put.keys(), owned=state.owned | put.keys()),
             self._checkpoint(index),
-            model_files=self._changed_model_files(),
-            companion_files={name: name for name in companions},
+            claim=put.get(state.names.index, state.raw_index),
+            contested=self.digits if state.is_claimed else None,
         )
-        return plan_store_commit(old, new, state.raw_index if is_readable else None)
 
     def _checkpoint(self, index: CheckpointIndex) -> NewCheckpoint:
-        """What is to be committed, but for the small files beside the config."""
+        """What is to be committed."""
         raw = index.to_json()
         return NewCheckpoint(
             shards={},
@@ -162,8 +183,9 @@ class _Save:
             index=raw,
             config=self.request.config,
             drops_config=self.request.drops_config,
-            model_files={},
+            model_files=self.model_files,
             digest=content_digest([raw]),
+            companion_files={name: name for name in self.companion_files},
         )
 
     def _jobs(self) -> list[WriteJob]:
@@ -176,20 +198,20 @@ class _Save:
             if missing:
                 self._send(writer, missing)
 
-    def _changed_model_files(self) -> dict[str, bytes]:
-        files, found = self.request.model_files, self.state.found
-        return {name: raw for name, raw in files.items() if not has_bytes(self.store, found.get(name), raw)}
 
-    def _changed_companions(self) -> dict[str, ByteSource]:
-        """The files to be copied along that are not there; a README that is there is the user's own."""
-        found = self.state.found
-        changed = {}
-        for name, source in self.request.companion_files.items():
-            there = found.get(name)
-            if there is not None and (name == README or has_same_bytes(source, StoredSource(self.store, there))):
-                continue
+def _changed_model_files(store: Store, request: SaveRequest, state: StoreState) -> dict[str, bytes]:
+    files, found = request.model_files, state.found
+    return {name: raw for name, raw in files.items() if not has_bytes(store, found.get(name), raw)}
+
+
+def _changed_companions(store: Store, request: SaveRequest, state: StoreState) -> dict[str, ByteSource]:
+    """The files to be copied along that are not there; a README that is there is the user's own."""
+    changed = {}
+    for name, source in request.companion_files.items():
+        there = state.found.get(name)
+        if there is None or (name != README and not has_same_bytes(source, StoredSource(store, there))):
             changed[name] = source
-        return changed
+    return changed
 
 
 def _with_files(plan: ShardPlan, files: Sequence[str]) -> ShardPlan:
@@ -227,10 +249,3 @@ def _kept_shards(
         for position, digest in enumerate(digests)
         if digest is not None and digest.fingerprint is not None
     }
-
-
-def _is_json(raw: bytes) -> bool:
-    try:
-        return isinstance(json.loads(raw), dict)
-    except (ValueError, RecursionError):
-        return False

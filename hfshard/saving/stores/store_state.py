@@ -25,6 +25,9 @@ _SAVE_KEY: Final = "hfshard_save"
 """The key beside `weight_map` that makes the bytes of each save's index differ: an ETag may be a digest of them, and
 one that comes back would let a writer commit that has slept through two other commits."""
 
+_CLAIM_KEY: Final = "hfshard_claim"
+"""The key of an index that says what the one before said, put by a save that goes on to change the config."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoreState(DirectoryState):
@@ -33,9 +36,11 @@ class StoreState(DirectoryState):
     found: Mapping[str, StoredObject]
     """All objects, also those in folders, which `listing` leaves out."""
     raw_index: bytes | None
-    """The bytes of `model.safetensors.index.json`."""
+    """The bytes of `model.safetensors.index.json`, if it is an index."""
     names_in_single: tuple[str, ...]
     """The names of the tensors in `model.safetensors`, where they matter."""
+    is_claimed: bool
+    """Whether a save that changes the config is under way, or was killed, that others can only stop by the config."""
 
     def single_keys(self) -> list[str]:
         """The names of the tensors in `model.safetensors`; empty where it can't be read."""
@@ -62,9 +67,11 @@ def read_store_state(store: Store, names: WeightNames, config: bytes | None = No
     return _read_state(store, names, config)
 
 
-def renewed_index(raw: bytes, digits: str) -> bytes:
+def renewed_index(raw: bytes, digits: str, *, is_claim: bool) -> bytes:
     """The bytes of an index that says the same, and of which no other save has made the like."""
-    return dump_json({**json.loads(raw), _SAVE_KEY: digits})
+    value = {**json.loads(raw), _SAVE_KEY: digits}
+    value.pop(_CLAIM_KEY, None)
+    return dump_json({**value, _CLAIM_KEY: digits} if is_claim else value)
 
 
 def has_bytes(store: Store, found: StoredObject | None, raw: bytes) -> bool:
@@ -86,6 +93,8 @@ def _read_state(store: Store, names: WeightNames, config: bytes | None) -> Store
     indexes = {name: _parsed(store, name, raw) for name, raw in raw_indexes.items()}
     ownership = find_ownership(names, listing, override, indexes)
     unnamed = listing - ownership.referenced
+    raw_index = raw_indexes.get(names.index)
+    raw_index = raw_index if indexes.get(names.index) is not None else None
     needs_keys = names.single in listing and names.index not in listing
     return StoreState(
         directory=str(store.address),
@@ -103,8 +112,9 @@ def _read_state(store: Store, names: WeightNames, config: bytes | None) -> Store
             if ownership.is_known and (names.is_stock_shard(name) or names.is_stored_shard(name))
         ),
         found=found,
-        raw_index=raw_indexes.get(names.index),
+        raw_index=raw_index,
         names_in_single=_names_in(store, found[names.single]) if needs_keys else (),
+        is_claimed=_CLAIM_KEY in json.loads(raw_index) if raw_index is not None else names.placeholder in listing,
     )
 
 

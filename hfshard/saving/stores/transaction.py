@@ -24,6 +24,9 @@ from hfshard.stores.protocols import Store, StoredObject
 
 logger = logging.getLogger(__name__)
 
+_TRIES: Final = 10
+"""Times that a save puts its index over that of others, who do the same."""
+
 _AGAIN: Final = "Save again to finish."
 
 
@@ -46,6 +49,7 @@ class StoreTransaction:
         """What is there, as far as this save knows."""
         self.is_decided = False
         """Whether the deciding put is done, or nobody can tell."""
+        self._is_protecting = True
         self._own: set[str] = set()
         """What this save has put where nothing was, and nobody else refers to."""
 
@@ -60,6 +64,7 @@ class StoreTransaction:
                 self._execute(step, plan)
         except StaleObjectError as error:
             raise self._lost() from error
+        self._is_protecting = False
 
     def commit(self, plan: CommitPlan) -> None:
         """Carry out a plan, and remove unfinished uploads of killed saves.
@@ -74,6 +79,7 @@ class StoreTransaction:
             KeyboardInterrupt: Ctrl-C was pressed: before the deciding put, or after it, and all steps are done.
         """
         deciding = next(number for number, step in enumerate(plan.steps) if step.moves or step.is_commit)
+        uploads = self._unfinished_uploads()
         with deferred_interrupt() as was_interrupted:
             try:
                 for step in plan.steps[:deciding]:
@@ -83,7 +89,7 @@ class StoreTransaction:
             if was_interrupted():
                 raise KeyboardInterrupt
             self._decide(plan.steps[deciding], plan)
-            self._finish(plan.steps[deciding:], plan)
+            self._finish(plan.steps[deciding:], plan, uploads)
 
     def roll_back(self, shards: Collection[str]) -> None:
         """Remove what this save has sent, before anybody could read it. The index and the config stay as they are."""
@@ -145,10 +151,9 @@ class StoreTransaction:
             path=path,
         ) from error
 
-    def _finish(self, steps: Sequence[CommitStep], plan: CommitPlan) -> None:
+    def _finish(self, steps: Sequence[CommitStep], plan: CommitPlan, uploads: Collection[str]) -> None:
         """Carry out what follows the deciding put, which is the first of the steps."""
         done = steps[0]
-        is_committed = done.is_commit
         removals: list[str] = []
         try:
             for done in steps[1:]:
@@ -156,16 +161,33 @@ class StoreTransaction:
                     removals.append(done.target)
                     continue
                 self._remove(removals)
-                self._execute(done, plan)
-                is_committed |= done.is_commit
+                try:
+                    self._execute(done, plan)
+                except StaleObjectError as error:
+                    if not (done.target == self._state.names.index and self._take_over(done, plan)):
+                        logger.info("A newer save replaces the one into '%s': %s", self._store.address, error)
+                        return
             self._remove(removals)
-            self._sweep()
-        except StaleObjectError as error:
-            if not is_committed:
-                raise self._unfinished(steps, done, error) from error
-            logger.info("A newer save has replaced the one into '%s': %s", self._store.address, error)
+            if uploads:
+                self._store.sweep_uploads(uploads.__contains__)
         except StoreError as error:
             raise self._unfinished(steps, done, error) from error
+
+    def _take_over(self, step: CommitStep, plan: CommitPlan) -> bool:
+        """Put the index over whoever was faster, as long as the config leads to this save's weights.
+
+        Whoever put it did so before this save's config, or is going to find that the config has changed.
+        """
+        for _ in range(_TRIES):
+            index = self._store.find(step.target)
+            if not _is_same(self._store.find(CONFIG_NAME), self.known.get(CONFIG_NAME)):
+                return False
+            try:
+                self.known[step.target] = self._store.put(step.target, self._raw(step, plan), index)
+            except StaleObjectError:
+                continue
+            return True
+        return False
 
     def _unfinished(self, steps: Sequence[CommitStep], failed: CommitStep, error: StoreError) -> CommitUnfinishedError:
         address = str(self._store.address)
@@ -179,11 +201,23 @@ class StoreTransaction:
             path=address,
         )
 
-    def _sweep(self) -> None:
+    def _unfinished_uploads(self) -> set[str]:
+        """The uploads that are there before the first put that stops other saves: none of those is committed any more.
+
+        One that is seen later may belong to a save that began after this commit.
+        """
+        names: set[str] = set()
+
+        def note(name: str) -> bool:
+            if self._state.names.is_stored_shard(name):
+                names.add(name)
+            return False
+
         try:
-            self._store.sweep_uploads(self._state.names.is_shard)
+            self._store.sweep_uploads(note)
         except StoreAccessError as error:
             logger.info("Unfinished uploads in '%s' can't be looked for: %s", self._store.address, error)
+        return names
 
     def _remove(self, names: list[str]) -> None:
         """Remove what was collected, by one request."""
@@ -201,22 +235,32 @@ class StoreTransaction:
 
     def _put(self, step: CommitStep, plan: CommitPlan) -> None:
         name = step.target
-        is_new = name not in self.known
+        if name not in self.known and name not in (self._state.names.index, CONFIG_NAME):
+            self._own.add(name)  # also where its answer is lost
         source = self._companion_files.get(step.source) if step.source not in plan.small_files else None
         if source is not None and source.size > COPY_BYTES:
             put = self._send(name, source)
         else:
-            put = self._store.put(name, self._raw(step, plan), self.known.get(name))
+            put = self._put_small(name, self._raw(step, plan))
         self.known[name] = put
-        if is_new and name not in (self._state.names.index, CONFIG_NAME):
-            self._own.add(name)
+
+    def _put_small(self, name: str, raw: bytes) -> StoredObject:
+        try:
+            return self._store.put(name, raw, self.known.get(name))
+        except StaleObjectError:
+            self._own.discard(name)  # it is somebody else's
+            raise
 
     def _raw(self, step: CommitStep, plan: CommitPlan) -> bytes:
         raw = plan.small_files.get(step.source)
         if raw is None:
             with self._companion_files[step.source].open() as reader:
                 return reader.read()
-        return renewed_index(raw, self._digits) if step.target == self._state.names.index else raw
+        if step.target == self._state.names.placeholder:
+            return self._digits.encode()  # of each save another one
+        if step.target == self._state.names.index:
+            return renewed_index(raw, self._digits, is_claim=not (step.moves or step.is_commit or self._is_protecting))
+        return raw
 
     def _send(self, name: str, source: ByteSource) -> StoredObject:
         writer = self._store.open_writer(name, source.size)

@@ -22,7 +22,7 @@ from hfshard.storage.commit.new_checkpoint import (
     put_config,
 )
 from hfshard.storage.commit.steps import HUB, TRANSFORMERS, CommitPlan
-from hfshard.storage.format.weights_override import with_weights_override
+from hfshard.storage.format.weights_override import with_mark, with_weights_override
 
 
 def plan_protection(old: DirectoryState) -> CommitPlan:
@@ -35,11 +35,13 @@ def plan_protection(old: DirectoryState) -> CommitPlan:
     if keys:
         plan.write_small(old.names.index, compat_index(keys, old.names.single))
     elif not old.has_index:
-        plan.write_small(old.names.placeholder, b"")  # a second file, which no reader takes for weights
+        plan.write_small(old.names.placeholder, b"")  # a second file; the one that is there is put once more
     return plan
 
 
-def plan_store_commit(old: DirectoryState, new: NewCheckpoint, claim: bytes | None) -> CommitPlan:
+def plan_store_commit(
+    old: DirectoryState, new: NewCheckpoint, *, claim: bytes | None, contested: str | None = None
+) -> CommitPlan:
     """Plan the commit of a new checkpoint, whose shards lie in the store under names that nobody reads.
 
     A pure function. Of `new`, `shards` is empty, `kept_shards` names all, and `model_files` and `companion_files` are
@@ -48,14 +50,18 @@ def plan_store_commit(old: DirectoryState, new: NewCheckpoint, claim: bytes | No
     Args:
         old: What was there before, with what `plan_protection` has put.
         new: What is to be there.
-        claim: The old index, to be put once more; None where there is none, or this save has put it.
+        claim: The index that is there; None: there is none.
+        contested: 16 hex digits of this save's own, where somebody else's claim was found: they have been killed, or
+            are about to put config.json, which must fail then.
     """
     config = changed_config(old, new)
+    if contested is not None and config is None and old.config is not None and not old.shares_config:
+        config = old.config
     # Beside no weights, a config that is not there yet goes last. One that is there would lead to the new weights.
     is_first = not old.has_weights and old.config is None
     if config is None or old.shares_config or is_first:
         return _commit_by_index(old, new, config)
-    return _commit_by_config(old, new, config, claim)
+    return _commit_by_config(old, new, config, claim, contested)
 
 
 def _commit_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> CommitPlan:
@@ -81,14 +87,17 @@ def _commit_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | No
     return plan
 
 
-def _commit_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes, claim: bytes | None) -> CommitPlan:
+def _commit_by_config(
+    old: DirectoryState, new: NewCheckpoint, config: bytes, claim: bytes | None, contested: str | None
+) -> CommitPlan:
     """Commit weights and a changed config by the put of config.json, which names the new index for a while."""
     plan = CommitPlan()
     unique = old.names.unique_index(new.digest)
     changed = set(new.model_files) | set(new.companion_files)
     absent = changed - old.listing
 
-    # Claim: another index that says the same as the old one. Who has read the old one can't commit any more.
+    # Claim: another index that says the same as the old one. Who has read the old one can't commit any more. (Beside
+    # pickles, the placeholder is the claim.)
     if claim is not None:
         plan.write_small(old.names.index, claim)
         plan.sync()
@@ -112,7 +121,10 @@ def _commit_by_config(old: DirectoryState, new: NewCheckpoint, config: bytes, cl
     if old.has_single:  # it outranks the index once the override is gone
         plan.remove([old.names.single])
         plan.sync()
-    put_config(plan, new, config)
+    if contested is not None and config == old.config:
+        plan.write_small(CONFIG_NAME, with_mark(config, contested))  # its old bytes would have the old ETag
+    else:
+        put_config(plan, new, config)
     plan.sync()
 
     plan.remove((outdated_files(old, new) | {unique}) - {old.names.single})

@@ -16,6 +16,9 @@ _LINE = re.compile(
     rb'\{\n  "' + WEIGHTS_OVERRIDE_KEY.encode() + rb'": "[^"\\/]+-hfshard-[0-9a-f]{16}\.safetensors(?:\.index\.json)?",'
 )
 
+_MARK = re.compile(rb"(?<=\n)[ \t]{64}\n\Z")
+"""The line of `with_mark`."""
+
 
 def with_weights_override(config: bytes, weights: str) -> bytes:
     """Insert the key: transformers then loads the file `weights` before all others."""
@@ -34,5 +37,12 @@ def without_weights_override(config: bytes) -> bytes:
 
 
 def as_saved(config: bytes) -> bytes:
-    """The bytes of a config.json as they were saved: without a key that a commit of hfshard inserted."""
+    """The bytes of a config.json as they were saved: without a key or a mark that a commit of hfshard inserted."""
+    config = _MARK.sub(b"", config)
     return without_weights_override(config) if _LINE.match(config) is not None else config
+
+
+def with_mark(config: bytes, digits: str) -> bytes:
+    """Append a line of blanks and tabs that stand for 16 hex digits: JSON that says the same, in other bytes."""
+    bits = f"{int(digits, 16):064b}"
+    return config + bits.replace("0", " ").replace("1", "\t").encode() + b"\n"

@@ -1,0 +1,140 @@
+"""Several writers whose requests come in any order: one after another, as if nobody else were there, or refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hfshard.errors import RemoteChangedError
+from hfshard.saving.request import SaveRequest
+from hfshard.saving.to_store import save_into
+from hfshard.saving.writing import OwnShardWriter
+from tests.stores.saving.checkpoints import config, found_in, pickles, request, saved, settled, single, stock_shards
+from tests.stores.saving.memory_store import MemoryStore
+
+CASES: dict[str, tuple[Callable[[], dict[str, bytes]], list[SaveRequest]]] = {
+    "into nothing": (dict, [request(2, None), request(4, None)]),
+    "into nothing, with a config": (dict, [request(2, 2), request(4, 4)]),
+    "beside a config": (lambda: {"config.json": config(1)}, [request(2, 2), request(4, 1)]),
+    "over shards": (lambda: saved(request(1, 1)), [request(2, 1), request(4, 1)]),
+    "over shards, a new config": (lambda: saved(request(1, 1)), [request(2, 2), request(4, 1)]),
+    "over shards, two new configs": (lambda: saved(request(1, 1)), [request(2, 2), request(4, 4)]),
+    "there and back again": (lambda: saved(request(1, 1)), [request(2, 2), request(1, 1), request(4, 1)]),
+    "three": (lambda: saved(request(1, 1)), [request(2, 2), request(4, 4), request(5, 1)]),
+    "over stock shards": (lambda: stock_shards(1) | {"config.json": config(1)}, [request(2, 2), request(4, 1)]),
+    "over a single file": (lambda: single(1), [request(2, None), request(4, None)]),
+    "over a single file, a new config": (
+        lambda: single(1) | {"config.json": config(1)}, [request(2, 2), request(4, 1)],
+    ),
+    "over pickles": (lambda: pickles(1) | {"config.json": config(1)}, [request(2, 2), request(4, 1)]),
+}  # fmt: skip
+SEEDS = range(4)
+
+
+class Turns:
+    """Lets one thread after another go on to its next request, in an order that a seed gives."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._stays = self._random.choice((0, 0.5, 0.9))
+        self._condition = threading.Condition()
+        self._running = set(range(count))
+        self._waiting: set[int] = set()
+        self._turn: int | None = None
+        self._last: int | None = None
+
+    def take(self, number: int) -> None:
+        """Wait for the turn of a thread."""
+        with self._condition:
+            self._waiting.add(number)
+            self._turn = None
+            self._choose()
+            self._condition.wait_for(lambda: self._turn == number)
+            self._waiting.discard(number)
+
+    def leave(self, number: int) -> None:
+        """The thread makes no more requests."""
+        with self._condition:
+            self._running.discard(number)
+            self._choose()
+
+    def _choose(self) -> None:
+        if self._waiting and self._waiting == self._running:
+            stays = self._last in self._waiting and self._random.random() < self._stays
+            self._turn = self._last if stays else self._random.choice(sorted(self._waiting))
+            self._last = self._turn
+            self._condition.notify_all()
+
+
+def wanted_by(one: SaveRequest) -> tuple[Any, Any]:
+    value = float(next(iter(one.tensors.values()))[0])  # type: ignore[index]
+    return (None if one.config is None else json.loads(one.config)["value"], {value}), {value}
+
+
+class Meeting:
+    """Some saves into one store, each in a thread, with their requests in an order that a seed gives."""
+
+    def __init__(self, before: dict[str, bytes], requests: list[SaveRequest], seed: int) -> None:
+        self.objects = dict(before)
+        self.uploads: set[str] = set()
+        self.needs_config = any(one.config is not None for one in requests)
+        self.seen: list[tuple[Any, Any]] = []
+        """What readers find after each change."""
+        self.outcomes: dict[int, Exception | None] = {}
+        self._turns = Turns(len(requests), seed)
+        threads = [threading.Thread(target=self._save, args=pair) for pair in enumerate(requests)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _save(self, number: int, wanted: SaveRequest) -> None:
+        store = MemoryStore(self.objects)
+        store.uploads = self.uploads
+        store.before = lambda kind, name: self._turns.take(number)
+        store.after = lambda kind, name: self.seen.append(found_in(self.objects, self.needs_config))
+        self.outcomes[number] = None
+        try:
+            save_into(store, wanted, lambda: None, OwnShardWriter())
+        except Exception as error:
+            self.outcomes[number] = error
+        self._turns.leave(number)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_writers_who_meet_leave_one_checkpoint_and_no_mixture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFSHARD_WRITERS", "1")
+    make, requests = CASES[name]
+    before = make()
+    refused = 0
+    for seed in SEEDS:
+        met = Meeting(before, requests, seed)
+
+        errors = [error for error in met.outcomes.values() if error is not None]
+        assert {type(error) for error in errors} <= {RemoteChangedError}, (seed, errors)
+        refused += len(errors)
+        winners = [wanted_by(requests[number]) for number, error in met.outcomes.items() if error is None]
+        assert found_in(met.objects, met.needs_config) in winners, seed
+        old = found_in(before, met.needs_config)
+        for transformers, hub in met.seen:
+            assert transformers in [old[0], *(wanted_by(one)[0] for one in requests)], seed
+            assert hub in [old[1], *(wanted_by(one)[1] for one in requests)], seed
+        last = MemoryStore(met.objects)
+        last.uploads = met.uploads
+        save_into(last, request(9, 9), lambda: None, OwnShardWriter())
+        assert met.objects.keys() == settled(met.objects), seed
+        assert not met.uploads, seed
+    assert refused
+
+
+def test_writers_of_the_very_same_all_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFSHARD_WRITERS", "1")
+    for seed in range(4):
+        met = Meeting(saved(request(1, 1)), [request(2, 1), request(2, 1)], seed)
+        assert met.outcomes == {0: None, 1: None}
+        assert met.objects.keys() == settled(met.objects)
