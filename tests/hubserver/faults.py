@@ -43,7 +43,7 @@ class Fault:
     """Seconds."""
     after_bytes: int = 0
     how: str = "fin"
-    """How a connection ends: `"fin"` (an ordinary close) or `"rst"` (a reset)."""
+    """How a connection ends: `"fin"` (an ordinary close), `"rst"` (a reset) or `"silence"` (the client ends it)."""
     direction: str | None = None
     """Which body `after_bytes` counts: `"up"` or `"down"`; None: up if the request has a body."""
     offset: int = 0
@@ -51,14 +51,15 @@ class Fault:
     bytes_per_second: float | None = None
     gate: threading.Event | None = None
     action: Callable[[], object] | None = None
+    """Of a race; what ends a connection does it just before."""
     reached: threading.Event = field(default_factory=threading.Event)
     """Set when the fault has taken hold of a request (and, at a gate, when the server waits there)."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"Unknown kind of fault {self.kind!r}: it is one of {', '.join(KINDS)}.")
-        if self.how not in ("fin", "rst"):
-            raise ValueError(f"A connection ends by 'fin' or 'rst', not {self.how!r}.")
+        if self.how not in ("fin", "rst", "silence"):
+            raise ValueError(f"A connection ends by 'fin', 'rst' or 'silence', not {self.how!r}.")
         if self.kind == "race" and self.action is None:
             raise ValueError("A race needs an action.")
 

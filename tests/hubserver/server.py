@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.hubserver.faults import Fault
 from tests.hubserver.hub import Hub
 from tests.hubserver.log import Request
 from tests.hubserver.routes import api, buckets, cas, commits, discussions, lfs, resolve
 from tests.hubserver.urls import StorageError
-from tests.hubserver.wire import Body, ClientGoneError, Exchange, HangUpError, HubError, reset
+from tests.hubserver.wire import Body, ClientGoneError, Exchange, HangUpError, Headers, HubError, reset, wait_until_gone
 
 # How long a stopping server waits for the threads of its connections.
 STOP_SECONDS = 5.0
@@ -123,7 +124,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self) -> None:
         """Answer one request: log it, let a fault have its way, route it."""
         hub = self.server.hub
-        found = find_route(self.server.names, self.command, self.path)
+        found = self.server.find(self.command, self.path, self.headers)
         if len(self.server.names) > 1:
             hub.answers_to(self.headers.get("Host", ""))
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
@@ -147,11 +148,7 @@ class Handler(BaseHTTPRequestHandler):
         except HangUpError:
             self.close_connection = True
             if fault is not None:
-                fault.reached.set()
-                if fault.how == "rst":
-                    # The buffered reader holds the connection open, too.
-                    self.rfile.close()
-                    reset(self.connection)
+                self._hang_up(fault)
         except (ClientGoneError, ConnectionError, TimeoutError):
             self.close_connection = True
         except Exception:
@@ -160,6 +157,17 @@ class Handler(BaseHTTPRequestHandler):
             if not exchange.is_answered:
                 exchange.must_close = True
                 exchange.reply_error(HubError(500, "Internal error of the test server; see its `errors`"))
+
+    def _hang_up(self, fault: Fault) -> None:
+        if fault.action is not None:
+            fault.action()
+        fault.reached.set()
+        if fault.how == "silence":
+            wait_until_gone(self.connection, IDLE_SECONDS)
+        elif fault.how == "rst":
+            # The buffered reader holds the connection open, too.
+            self.rfile.close()
+            reset(self.connection)
 
     def _answer(self, exchange: Exchange, route: Route | None, parts: dict[str, str]) -> None:
         hub, fault = self.server.hub, exchange.fault
@@ -216,6 +224,10 @@ class Origin(ThreadingHTTPServer):
     def url(self) -> str:
         """The origin as a URL."""
         return f"http://{self.host}:{self.server_address[1]}"
+
+    def find(self, method: str, target: str, headers: Headers) -> Found:
+        """Find what answers a request."""
+        return find_route(self.names, method, target)
 
     def start(self) -> None:
         """Answer requests from now on."""

@@ -248,6 +248,14 @@ def _is_gone(connection: socket.socket) -> bool:
         return True
 
 
+def wait_until_gone(connection: socket.socket, seconds: float) -> None:
+    """Wait until the client has closed its side, for so long at most; what it still sends is thrown away."""
+    connection.settimeout(seconds)
+    with contextlib.suppress(OSError):
+        while connection.recv(PIECE_BYTES):
+            pass
+
+
 def reset(connection: socket.socket) -> None:
     """Close a connection by RST, once the peer's system has what was sent."""
     deadline = time.monotonic() + LINGER_SECONDS

@@ -11,6 +11,7 @@ from huggingface_hub import constants
 
 from tests.stores.services import running
 from tests.stores.services.buckets import BUCKET, BUCKETS, HUB_BUCKET, Bucket
+from tests.stores.services.fault_proxy import FaultProxy
 from tests.stores.services.kinds import SERVICES
 
 DIRECTORY = "directory"
@@ -24,14 +25,19 @@ def use_service(scheme: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     if lacks:
         pytest.skip(lacks)
     url = running.url_of(scheme)
+    lead_to(url, scheme, monkeypatch)
+    monkeypatch.setenv("HFSHARD_STORE_RETRY_SECONDS", _RETRY_SECONDS)
+    return BUCKETS[scheme](url)
+
+
+def lead_to(url: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the clients of a service take this URL for its own."""
     for name, text in SERVICES[scheme].environment(url).items():
         monkeypatch.setenv(name, text)
-    monkeypatch.setenv("HFSHARD_STORE_RETRY_SECONDS", _RETRY_SECONDS)
     if scheme == "hf":
         # huggingface_hub has read its environment.
         monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    return BUCKETS[scheme](url)
 
 
 def new_place(scheme: str) -> str:
@@ -51,6 +57,14 @@ def scheme(request: pytest.FixtureRequest) -> str:
 def bucket(scheme: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """The bucket of the service, for looking into it without hfshard."""
     return use_service(scheme, monkeypatch)
+
+
+@pytest.fixture
+def proxy(scheme: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """Stands before the service from now on: counts the requests, and breaks those that the test chooses."""
+    with FaultProxy(bucket.url, scheme) as proxy:
+        lead_to(proxy.url, scheme, monkeypatch)
+        yield proxy
 
 
 @pytest.fixture

@@ -21,7 +21,11 @@ class Answer:
 
 
 def ask(
-    host: str, method: str, target: str, body: bytes | Iterable[bytes] = b"", headers: Mapping[str, str] | None = None
+    host: str,
+    method: str,
+    target: str,
+    body: bytes | Iterable[bytes] | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> Answer:
     """Send a request, and read its answer whole.
 
@@ -29,12 +33,11 @@ def ask(
         host: "127.0.0.1:PORT", or a URL with nothing behind that.
         method: Of HTTP.
         target: Path and query.
-        body: Of the request; for an iterable, the headers say how long it is.
-        headers: Of the request; "Host" is the service's own.
+        body: Of the request; for an iterable, the headers say how long it is, or it is sent in chunks.
+        headers: Of the request.
     """
     with closing(HTTPConnection(host.removeprefix("http://"), timeout=UPSTREAM_SECONDS)) as connection:
-        given = {name: text for name, text in (headers or {}).items() if name.lower() != "host"}
-        connection.request(method, target, body or None, given)
+        connection.request(method, target, body, dict(headers or {}))
         answer = connection.getresponse()
         return Answer(answer.status, _headers_of(answer), answer.read())
 

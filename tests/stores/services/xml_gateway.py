@@ -20,7 +20,7 @@ from xml.sax.saxutils import escape
 from tests.stores.services.upstream import Answer, ask
 
 _JSON_API = ("/storage/", "/upload/", "/download/", "/batch/", "/_internal/")
-_HOP = {"connection", "content-length", "transfer-encoding", "keep-alive", "date"}
+_HOP = {"host", "connection", "content-length", "transfer-encoding", "keep-alive", "date"}
 _META = "x-goog-meta-"
 _BOUNDARY = "hfshard-tests"
 
@@ -102,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
         return piece
 
     def _ask(self, method: str, target: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> Answer:
-        return ask(self.server.upstream, method, target, body, headers)
+        return ask(self.server.upstream, method, target, body or None, headers)
 
     def _pass_on(self, body: bytes) -> Answer:
         headers = {name: text for name, text in self.headers.items() if name.lower() not in _HOP}
