@@ -1,0 +1,120 @@
+"""Models of transformers and plain modules in every place: as their own methods save and load them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+
+import hfshard
+from hfshard.errors import InvalidArgumentError
+from tests.helpers.tiny_bert import SHARDED, SINGLE, Bert, bert, read_by_all, value_of
+from tests.stores.suite.conftest import Place
+
+pytestmark = pytest.mark.compat
+
+
+class Net(hfshard.ShardedModelMixin, nn.Module, license="mit"):
+    """As a user writes it."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+
+class OwnWay(hfshard.ShardedModelMixin, nn.Module):
+    """A class that saves in a way of its own."""
+
+    def _save_pretrained(self, save_directory: Any) -> None:
+        (save_directory / "mine").touch()
+
+
+def _assert_all_read(place: Place, value: float) -> None:
+    assert set(read_by_all(place.synced()).values()) == {value}
+    assert value_of(Bert.from_pretrained(place.path, verify="full")) == value
+
+
+def test_saves_of_a_model_replace_each_other_for_every_reader(place: Place) -> None:
+    bert(1).save_pretrained(place.path, max_shard_size=SHARDED)
+    _assert_all_read(place, 1)
+    bert(2).save_pretrained(place.path, max_shard_size=SINGLE)
+    _assert_all_read(place, 2)
+    bert(3, hidden=16).save_pretrained(place.path, max_shard_size=SHARDED)  # another config
+    assert value_of(Bert.from_pretrained(place.path, verify="full")) == 3
+    assert value_of(BertModel.from_pretrained(place.synced())) == 3
+    assert json.loads(place.files()["config.json"])["hidden_size"] == 16
+    bert(4).save_pretrained(place.path, variant="fp16")
+    bert(4).save_pretrained(place.path)
+    bert(5).half().save_pretrained(place.path, variant="fp16")
+    assert value_of(Bert.from_pretrained(place.path)) == 4
+    assert value_of(Bert.from_pretrained(place.path, variant="fp16")) == 5
+    assert value_of(BertModel.from_pretrained(place.synced(), variant="fp16")) == 5
+
+
+def test_a_model_with_a_generation_config_and_ties(place: Place) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1, n_positions=4)).eval()
+    model.generation_config.max_new_tokens = 7
+    hfshard.save_model(model, place.path, max_shard_size="1KB")
+
+    loaded = hfshard.load_model(GPT2LMHeadModel, place.path, verify="full")
+    auto = hfshard.load_model(AutoModel, place.path)
+
+    assert type(auto).__name__ == "GPT2Model"
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert loaded.generation_config.max_new_tokens == 7
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_a_plain_module_with_config_and_card(place: Place) -> None:
+    net = Net(width=3)
+    net.save_pretrained(place.path, max_shard_size="1KB")
+    place.put("README.md", b"edited")
+    net.save_pretrained(place.path)
+
+    loaded = Net.from_pretrained(place.path)
+
+    assert torch.equal(loaded.layer.weight, net.layer.weight)
+    assert json.loads(place.files()["config.json"]) == {"width": 3}
+    assert place.files()["README.md"] == b"edited"
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_push_to_hub_after_a_save_into_a_store(store: Place) -> None:
+    hub = store.folder / "hub"
+    bert(1).save_pretrained(store.path, push_to_hub=True, repo_id=str(hub))
+    Net().save_pretrained(f"{store.path}/net", push_to_hub=True, repo_id=str(store.folder / "net"))
+
+    assert value_of(Bert.from_pretrained(hub)) == value_of(Bert.from_pretrained(store.path)) == 1
+    assert torch.equal(
+        Net.from_pretrained(store.folder / "net").layer.bias, Net.from_pretrained(f"{store.path}/net").layer.bias
+    )
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_install_serves_addresses_too(store: Place) -> None:
+    hfshard.install()
+    try:
+        model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
+        model.save_pretrained(store.path)
+        loaded = BertModel.from_pretrained(store.path)
+    finally:
+        hfshard.uninstall()
+    name = "pooler.dense.weight"
+    assert torch.equal(loaded.state_dict()[name], model.state_dict()[name])
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_what_writes_by_itself_into_a_directory_is_refused(store: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(store.folder)
+    with pytest.raises(InvalidArgumentError, match="OwnWay has a _save_pretrained of its own"):
+        OwnWay().save_pretrained(store.path)
+    model = bert(1)
+    model.hf_device_map = {"": "disk"}
+    with pytest.raises(InvalidArgumentError, match="goes into directories only"):
+        model.save_pretrained(store.path)
+    assert store.files() == {}
+    assert list(store.folder.iterdir()) == []
