@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from typing import Literal
 
+from hfshard._util.addresses import is_address
 from hfshard._util.arguments import check_texts
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.report import verify_hub
+from hfshard.hub.resolve import CheckpointQuery
+from hfshard.loading.source import CheckpointSource
 from hfshard.storage.checkpoint.locate import split_weights_path
 from hfshard.storage.checkpoint.report import VerifyReport
 from hfshard.storage.checkpoint.verifier import verify_directory
@@ -26,18 +29,19 @@ def verify_checkpoint(
     level: Literal["structure", "full"] = "full",
     progress: bool | None = None,
 ) -> VerifyReport:
-    """Check a checkpoint in a directory and report each file and tensor that is damaged.
+    """Check a checkpoint in a directory or a store, and report each file and tensor that is damaged.
 
     Of a directory hub, the checkpoint on its `main` is checked, with the sha256 of every file of the commit; and
     whether commits have lost their manifests, or weights lie beside the commits.
 
     Args:
-        path: A directory, or a directory hub; or one file of weights, or an index, which is checked whatever else lies
-            beside it. The checksum of one of several shards is in their index. Of a file of torch.save all bytes are
-            compared, and every set of weights in it is looked at.
+        path: A directory, an address of a store, or a directory hub; or one file of weights, or an index, which is
+            checked whatever else lies beside it. The checksum of one of several shards is in their index. Of a file of
+            torch.save all bytes are compared, and every set of weights in it is looked at.
         variant, subfolder: As in `from_pretrained`.
-        level: "structure": names, sizes, headers and fingerprints; "full": the checksum of every file too. Safetensors
-            files that hfshard did not write have none: that is a warning. Of .bin files, those in the zip are compared.
+        level: "structure": names, sizes, headers and, of a directory, fingerprints; "full": the checksum of every file
+            too. Safetensors files that hfshard did not write have none: that is a warning. Of .bin files, those in the
+            zip are compared.
         progress: Whether to show a bar on stderr; None: only on a terminal.
 
     Returns:
@@ -45,6 +49,8 @@ def verify_checkpoint(
 
     Raises:
         CheckpointNotFoundError: There is no such directory, or it holds no weights.
+        CheckpointChangedError: It kept being replaced in a store.
+        StoreError: The store refuses, or can't be reached.
         InvalidArgumentError: `level` has another value, or the path is a file that is no checkpoint.
 
     Example:
@@ -52,6 +58,11 @@ def verify_checkpoint(
         assert report.ok, report.problems
     """
     check_texts(subfolder=subfolder or None)
+    if is_address(path):
+        query = CheckpointQuery(variant=variant, subfolder=subfolder)
+        local = CheckpointSource(str(path), query, takes_files=True).find_local()
+        assert local is not None and local.folder is not None
+        return verify_directory(local.folder, WeightNames(variant), level, progress, local.weights_name)
     directory = absolute_path(directory_of(path) or path)
     if has_hub_marker(directory):
         return verify_hub(directory, WeightNames(variant), subfolder=subfolder, level=level, progress=progress)

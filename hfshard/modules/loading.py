@@ -14,15 +14,16 @@ from typing import Any, Final
 
 from torch import nn
 
+from hfshard._util.addresses import is_address
 from hfshard._util.paths import path_text
 from hfshard._util.text import list_some
 from hfshard.constants import CHANGED_RETRIES, CONFIG_NAME, WEIGHTS_OVERRIDE_KEY
+from hfshard.distributed.loading import load_opened
 from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.hub.address import directory_of
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.into_module import load_into_module
 from hfshard.loading.options import LoadOptions, checked_device
-from hfshard.loading.source import CheckpointSource, open_source
+from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source
 from hfshard.modules.upstream import constructor_names
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.locate import read_config
@@ -53,6 +54,8 @@ class _ModuleLoad:
     options: LoadOptions
     query: CheckpointQuery
     checkpoint: OpenCheckpoint | None = None
+    far: tuple[CheckpointSource, LocalCheckpoint] | None = None
+    """Of a store, where the class loads by itself: what its directory stands for."""
     config: bytes | None = None
     """Of a directory, where the class loads by itself: what was there before."""
     is_under_way: bool = True
@@ -134,7 +137,9 @@ def build_module(
                 raise _ChangedMeanwhile
             model = _build(model_class, call.checkpoint, model_kwargs, replace(call.options, strict=strict))
         else:
-            with open_source(_chosen(source, call), call.options) as checkpoint:
+            is_far = call.far is not None and source.path == call.far[1].directory
+            chosen, local = call.far if is_far and call.far is not None else (_chosen(source, call), None)
+            with open_source(chosen, call.options, local) as checkpoint:
                 if call.is_under_way and os.path.isdir(source.path):
                     is_same = _config_in(source.path) == call.config
                     if not (is_same and checkpoint.is_unchanged()):
@@ -184,8 +189,13 @@ def _build_by_override(
 ) -> Any:
     """Let a class load by its own `_from_pretrained`, which may call the mixin's."""
     options = call.options
-    is_hub = has_hub_marker(directory_of(source.path) or source.path)
-    place = source.fetch(options.progress).path if is_hub else path
+    is_far = is_address(source.path)
+    is_hub = not is_far and has_hub_marker(directory_of(source.path) or source.path)
+    place: str | os.PathLike[str] = path
+    if is_hub or is_far:
+        local = source.fetch(options.progress)
+        place = local.path
+        call.far = (source, local) if is_far else None
     for _ in range(CHANGED_RETRIES):
         call.config = _config_in(os.fspath(place))
         try:
@@ -237,6 +247,9 @@ def _build_unchanged(call: _ModuleLoad, start: Any, source: CheckpointSource, kw
                     return start.from_pretrained(place, **kwargs)
             except _ChangedMeanwhile:
                 continue
+            except CheckpointChangedError:
+                if local.folder is None:
+                    raise
     raise _kept_changing(source.path)
 
 
@@ -270,7 +283,7 @@ def _build(model_class: Any, checkpoint: OpenCheckpoint, model_kwargs: Mapping[s
         raise InvalidArgumentError(
             f"{model_class.__name__} is no nn.Module: give it a _from_pretrained of its own, or make it one."
         )
-    info = load_into_module(model, checkpoint, options)
+    info = load_opened(model, checkpoint, options)
     for what, names in (("lacks", info["missing_keys"]), ("has no place for", info["unexpected_keys"])):
         if names:
             who = f"'{checkpoint.directory}'" if what == "lacks" else model_class.__name__

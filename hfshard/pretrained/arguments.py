@@ -148,9 +148,10 @@ def refuse_file_without_config(local: LocalCheckpoint, kwargs: Mapping[str, Any]
         CheckpointNotFoundError: There is none.
     """
     beside = os.path.join(local.directory, CONFIG_NAME)
+    place = local.directory if local.folder is None else local.folder.path
     if local.weights_name is not None and kwargs.get("config") is None and not os.path.lexists(beside):
         raise CheckpointNotFoundError(
-            f"There is no config beside the file '{os.path.join(local.directory, local.weights_name)}', so that no "
+            f"There is no config beside the file '{os.path.join(place, local.weights_name)}', so that no "
             "model can be built from it. Give one: config=; or load it into a model that you built: load_model(model, "
             "path).",
             path=beside,

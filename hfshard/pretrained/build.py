@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hfshard._util.addresses import is_address
 from hfshard._util.paths import path_text
 from hfshard.constants import (
     CHANGED_RETRIES,
@@ -73,6 +74,8 @@ def load_class(
     with load_on_ranks(options, kwargs):
         local = current_agreement().fetch(source_of(name, kwargs), options.progress)
         if local.weights_name is None and is_adapter(local.directory):  # its base may be another repo
+            if local.folder is not None:
+                raise _needs_disk(local.folder.path, "an adapter")
             return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
         refuse_file_without_config(local, kwargs)
         before = read_config(local.directory)
@@ -131,18 +134,25 @@ def load_through(
         )  # load_model has come to the mixin's method: its options count
 
     def answer(pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
-        known = local if _source(pretrained_model_name_or_path, kwargs) == asked else None
+        name = pretrained_model_name_or_path
+        if is_far and name == shown:
+            name = path
+        known = local if _source(name, kwargs) == asked else None
         with load_on_ranks(options, kwargs):
-            built = answer_load(model_class, pretrained_model_name_or_path, model_args, kwargs, options, known)
+            built = answer_load(model_class, name, model_args, kwargs, options, known)
         call.answers.append(built)
         return built
 
     asked = _source(path, kwargs)
     call = ChainCall("from_pretrained", model_class, answer, [] if outer is None else outer.answers)
+    shown: Any = path
+    is_far = is_address(path)
     if has_override(model_class, "from_pretrained"):
-        path = _path_for_override(path, kwargs)
+        if asked is not None and is_far:
+            local = local or asked.fetch(options.progress)
+        shown = _path_for_override(path, kwargs) if local is None or not is_far else local.directory
     with load_on_ranks(options, kwargs):
-        built = run_chain(call, start, path, *model_args, **kwargs)
+        built = run_chain(call, start, shown, *model_args, **kwargs)
     if not call.answers and _asks_for_checks(options):
         raise InvalidArgumentError(
             f"{model_class.__name__}.from_pretrained built the model without transformers' loader, so that strict and "
@@ -157,7 +167,7 @@ def _asks_for_checks(options: LoadOptions) -> bool:
 
 def _path_for_override(path: Any, kwargs: Mapping[str, Any]) -> Any:
     """What transformers and an override can read: of a directory hub the snapshot, anything else as it was given."""
-    source = _source(path, kwargs)
+    source = None if is_address(path) else _source(path, kwargs)
     is_hub = source is not None and has_hub_marker(directory_of(source.path) or source.path)
     return source.fetch().path if source is not None and is_hub else path
 
@@ -213,15 +223,19 @@ def _build(
         local = local or agreement.fetch(source, options.progress)
         refuse_file_without_config(local, kwargs)
     except (InvalidArgumentError, CheckpointNotFoundError, HubError):
-        if not options.is_lenient:
+        if not options.is_lenient or is_address(path):
             raise
         return build(path, *model_args, **kwargs)  # which has an error of its own, or knows what we don't
     if local.weights_name is None and is_adapter(local.directory):  # its base may be another repo, without our commit
+        if local.folder is not None:
+            raise _needs_disk(local.folder.path, "an adapter")
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
     kwargs = pin_to_commit(kwargs, local)
     if needs_transformers_loader(local.directory, model_class, kwargs):
         if local.weights_name is not None and options.is_lenient:
             return build(path, *model_args, **kwargs)
+        if local.folder is not None:
+            raise _needs_disk(local.folder.path, "what transformers reads by itself (quantized ...)")
         if local.weights_name is not None or options.parallelize is not None:
             what = "it can't be loaded by parts" if local.weights_name is None else "give a directory, not a file"
             raise InvalidArgumentError(
@@ -236,7 +250,8 @@ def _build(
                 opened = agreement.opened(source, options, local, check_beside=True)
                 checkpoint = stack.enter_context(opened)
             except (CheckpointNotFoundError, UnsafePickleError) as error:
-                if not (options.is_lenient if isinstance(error, CheckpointNotFoundError) else takes_any_pickle):
+                is_theirs = options.is_lenient if isinstance(error, CheckpointNotFoundError) else takes_any_pickle
+                if not is_theirs or local.folder is not None:
                     raise
                 return build(known, *model_args, **kwargs)
             if checkpoint.pickles and takes_any_pickle:
@@ -245,9 +260,13 @@ def _build(
             config, model_kwargs = config_of(model_class, local, kwargs)
             if not agreement.all_say("unchanged", is_so=checkpoint.is_unchanged()):
                 continue  # a save came between the config and the weights
-            return ModelBuilder(build, model_class, name, local, checkpoint, options).build(
-                model_args, config, model_kwargs, kwargs
-            )
+            try:
+                return ModelBuilder(build, model_class, name, local, checkpoint, options).build(
+                    model_args, config, model_kwargs, kwargs
+                )
+            except CheckpointChangedError:
+                if local.folder is None or agreement.is_collective:
+                    raise  # of a directory, what is open stays as it is
     raise CheckpointChangedError(f"The checkpoint in '{name}' kept changing. Load it when the save is done.", path=name)
 
 
@@ -261,6 +280,13 @@ def _refuse_beside_parallelize(path: Any, kwargs: Mapping[str, Any]) -> None:
     given = [name for name in others if kwargs.get(name) is not None] + (["no path"] if path is None else [])
     if given:
         raise InvalidArgumentError(f"parallelize can't be given together with {given[0]}. Leave out one of them.")
+
+
+def _needs_disk(address: str, what: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"'{address}' holds {what}, whose files must be on a disk. Bring them there: hfshard pull {address} DIR",
+        path=address,
+    )
 
 
 def _check_then_delegate(

@@ -76,7 +76,7 @@ class ModelBuilder:
             StateDictMismatchError: No name fits, a shape differs, or strict and any name differs.
         """
         if self.model_class.can_generate() and kwargs.get("generation_config") is None:
-            check_generation_config(self.checkpoint.directory)
+            check_generation_config(self.local.directory)
         parallel = self._parallelized_load(kwargs)
         tensors = self._tensors(config, kwargs) if parallel is None else self._described(config, parallel)
         arguments = {key: value for key, value in kwargs.items() if key in MODEL_ARGUMENTS | CONFIG_ATTRIBUTES}
@@ -186,7 +186,7 @@ class ModelBuilder:
         if (self.options.strict and differs) or (nothing and not self.options.is_lenient):
             raise StateDictMismatchError(
                 f"The checkpoint '{self.name}' does not fit {type(model).__name__}: {difference.summary()}. "
-                f"Compare the names with: hfshard inspect --tensors {self.local.directory}",
+                f"Compare the names with: hfshard inspect --tensors {self.checkpoint.directory}",
                 path=self.name,
                 missing_keys=difference.missing,
                 unexpected_keys=difference.unexpected,

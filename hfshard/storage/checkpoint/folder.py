@@ -43,6 +43,9 @@ class CheckpointFolder(Protocol):
     def look(self) -> None:
         """See what is there now."""
 
+    def has_changed(self) -> bool:
+        """Whether what is there is not what the last look found, where files are only known by it."""
+
     def names(self) -> list[str]:
         """Name the files that lie directly in it; none where there is no such place."""
 
@@ -85,6 +88,10 @@ class LocalFolder:
 
     def look(self) -> None:
         """Each file is looked at when it is asked for."""
+
+    def has_changed(self) -> bool:
+        """No: what is open stays what it is."""
+        return False
 
     def names(self) -> list[str]:
         """Name what lies directly in it."""
@@ -169,6 +176,10 @@ class RangedFolder:
         """List all files for what comes before the checkpoint is opened, and for its opening."""
         self.look()
         self._was_just_listed = True
+
+    def has_changed(self) -> bool:
+        """Whether another listing differs from that of the last look."""
+        return dict(self._listed) != dict(self._files.list_objects())
 
     def find(self, name: str) -> bool:
         """Ask whether there is a file of this name, without a listing."""

@@ -14,16 +14,18 @@ from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import (
     AmbiguousWeightsError,
+    CheckpointChangedError,
     CheckpointNotFoundError,
     HfshardError,
     IntegrityError,
     InvalidArgumentError,
+    StoreError,
     readable,
     remedy,
 )
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file, check_total
-from hfshard.storage.checkpoint.folder import CheckpointFolder, folder_of
+from hfshard.storage.checkpoint.folder import FAR_TRIES, CheckpointFolder, folder_of
 from hfshard.storage.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, check_tied_names
@@ -49,7 +51,13 @@ class _Findings:
         self.problems.append(Problem(shard.path, tensor, message))
 
     def add_error(self, error: HfshardError, directory: str) -> None:
-        """Add a check that failed."""
+        """Add a check that failed.
+
+        Raises:
+            StoreError: That of a store that can't be asked, which says nothing of the checkpoint.
+        """
+        if isinstance(error, StoreError):
+            raise error
         path = error.path if error.path is not None else directory
         # The message may end with the advice to run this very check.
         message = error.message.replace(f", or run 'hfshard verify {directory}'", "")
@@ -81,17 +89,25 @@ def verify_directory(
 
     Raises:
         CheckpointNotFoundError: There is no such directory, or it holds no weights.
+        CheckpointChangedError: It kept being replaced in a store.
         InvalidArgumentError: `level` is neither "structure" nor "full".
     """
     if level not in ("structure", "full"):
         raise InvalidArgumentError(f"level must be 'structure' or 'full', got {level!r}.")
     folder = folder_of(directory)
-    folder.look()
-    verifier = Verifier(folder, names, level, weights_name)
-    total = weights_bytes(folder, (SAFETENSORS_SUFFIX,)) if level == "full" else 0
-    with bytes_bar("Verifying", total, progress if total else False) as progress_callback:
-        verifier.run(progress_callback)
-    return verifier.report()
+    for _ in range(FAR_TRIES):
+        folder.look()
+        verifier = Verifier(folder, names, level, weights_name)
+        total = weights_bytes(folder, (SAFETENSORS_SUFFIX,)) if level == "full" else 0
+        with bytes_bar("Verifying", total, progress if total else False) as progress_callback:
+            verifier.run(progress_callback)
+        report = verifier.report()
+        if report.ok or not folder.has_changed():
+            return report
+    raise CheckpointChangedError(
+        f"The checkpoint in '{folder.path}' kept being replaced. Check it when the process that saves there is done.",
+        path=folder.path,
+    )
 
 
 class Verifier:
