@@ -80,7 +80,7 @@ def _of_answer(error: HfHubHTTPError, address: StoreAddress) -> StoreError:
     status, used = status_of(error), describe_token(None)
     about: dict[str, Any] = {"path": str(address), "actual": status}
     said = _masked(error.server_message or "")
-    said = f" The Hub said: {said}" if said else ""
+    said = f" The Hub said: {said}." if said else ""
     if isinstance(error, BucketBatchError) and error.failures:
         reasons = [f"'{failure.get('path')}': {_masked(str(failure.get('error')))}" for failure in error.failures]
         return StoreError(f"The Hub did not do all that '{address}' was to get: {list_some(reasons, _SHOWN)}.", **about)
@@ -102,7 +102,7 @@ def _of_answer(error: HfHubHTTPError, address: StoreAddress) -> StoreError:
             f"{constants.ENDPOINT} could not answer for '{address}' (HTTP {status}).{said} Run it again later.", **about
         )
     return StoreError(
-        f"{constants.ENDPOINT} answered HTTP {status} for '{address}'.{said or ' ' + _masked(str(error))}", **about
+        f"{constants.ENDPOINT} answered HTTP {status} for '{address}'.{said or f' {_masked(str(error))}.'}", **about
     )
 
 
@@ -126,4 +126,5 @@ def _unreachable(address: StoreAddress, problem: str) -> StoreConnectionError:
 
 
 def _masked(text: str) -> str:
-    return without_queries(without_token(text, None))
+    """A text of others', for the middle of a message: without secrets, and without a full stop at its end."""
+    return without_queries(without_token(text, None)).rstrip(". \n")

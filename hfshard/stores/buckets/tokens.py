@@ -60,6 +60,11 @@ class XetTokens:
                 self._kept = XetToken(str(answer["casUrl"]), str(answer["accessToken"]), int(answer["exp"]))
             return self._kept
 
+    def forget(self) -> None:
+        """Ask for a new token the next time: the storage does not take this one."""
+        with self._lock:
+            self._kept = None
+
     def arguments(self) -> dict[str, Any]:
         """What hf_xet's calls take: a token, and how to get the next one; raises as `current`.
 

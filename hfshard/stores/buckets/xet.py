@@ -116,7 +116,7 @@ class XetUpload:
         """
         arguments = tokens.arguments()
         known = hf_xet.SKIP_SHA256 if sha256 is None else sha256
-        self._size = size
+        self._tokens, self._size = tokens, size
         self._turn = upload_turn(size)
         self._commit: Any = None
         try:
@@ -153,7 +153,12 @@ class XetUpload:
         self._turn.end()
 
     def _do(self, call: Callable[[], _Answer]) -> _Answer:
-        return interruptible(lambda: _asked(call), self.abort)
+        try:
+            return interruptible(lambda: _asked(call), self.abort)
+        except XetFailedError as error:
+            if error.kind == "access":
+                self._tokens.forget()
+            raise
 
 
 class XetReader:
@@ -187,11 +192,29 @@ class XetReader:
             piece = target[at : at + PIECE_BYTES]
             turn = download_turn(len(piece))
             try:
-                group = self._current_group()
-                call = partial(_fill, group, (file_hash, size), begin + at, piece)
-                interruptible(partial(_asked, call), partial(self._abort, group))
+                self._read_piece((file_hash, size), begin + at, piece)
             finally:
                 turn.end()
+
+    def _read_piece(self, file: tuple[str, int], begin: int, piece: memoryview) -> None:
+        """Read what one stream brings; once more where that may help, by a new group and with a new token.
+
+        One stream that fails can spoil all others of its group, and hf_xet asks for a new token by the clock alone.
+        """
+        for is_last in (False, True):
+            group = self._current_group()
+            try:
+                interruptible(partial(_asked, partial(_fill, group, file, begin, piece)), partial(self._abort, group))
+            except XetFailedError as error:
+                self._forget(group)
+                if error.kind in ("access", "other"):
+                    self._tokens.forget()
+                if is_last and error.kind == "other":  # what failed is lost in hf_xet: "Data sender was dropped"
+                    raise XetFailedError(f"it stopped sending ({error})", "connection") from error
+                if is_last or error.kind not in ("access", "other"):
+                    raise
+            else:
+                return
 
     def _current_group(self) -> Any:
         arguments = self._tokens.arguments()
@@ -202,10 +225,13 @@ class XetReader:
                 self._session = session
             return self._group
 
-    def _abort(self, group: Any) -> None:
+    def _forget(self, group: Any) -> None:
         with self._lock:
             if self._group is group:
                 self._group = self._session = None
+
+    def _abort(self, group: Any) -> None:
+        self._forget(group)
         group.abort()
 
 
@@ -228,7 +254,7 @@ def _fill(group: Any, file: tuple[str, int], begin: int, target: memoryview) -> 
             logger.info("A stream from Xet storage broke off after %d bytes: %s", at, without_queries(str(error)))
         fruitless = fruitless + 1 if at == before else 0
         if fruitless == _FRUITLESS_STREAMS:
-            raise ConnectionError(f"its streams end after {at} of {len(target)} bytes, and do not say why")
+            raise RuntimeError(f"its streams end after {at} of {len(target)} bytes, and do not say why")
 
 
 def interruptible(call: Callable[[], _Answer], cancel: Callable[[], object]) -> _Answer:
