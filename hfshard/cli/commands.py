@@ -9,6 +9,7 @@ from dataclasses import asdict
 from math import prod
 from typing import Any, Final
 
+from hfshard._util.addresses import is_address
 from hfshard._util.size import format_size
 from hfshard.cli.inspection import Inspection, TensorEntry, inspect_checkpoint
 from hfshard.cli.output import (
@@ -51,7 +52,8 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Check a checkpoint, and name everything that is wrong with it; 0 when it is whole, 1 when not."""
-    if os.path.isdir(arguments.directory) and is_training(arguments.directory):
+    is_folder = is_address(arguments.directory) or os.path.isdir(arguments.directory)
+    if is_folder and is_training(arguments.directory):
         return _verify_training(arguments)
     report = verify_checkpoint(
         arguments.directory,

@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from hfshard._util.size import format_size
@@ -21,7 +21,7 @@ from hfshard.training.foreign.checkpoint import ForeignCheckpoint
 from hfshard.training.foreign.converting import ConvertedRun, convert_foreign, is_foreign_run
 from hfshard.training.foreign.directories.trainer import is_trainer_directory
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
-from hfshard.training.run.places.opening import run_place
+from hfshard.training.run.places.opening import files_at, run_place
 from hfshard.training.run.rotation import best_of
 from hfshard.training.run.run_checkpoint import RunCheckpoint
 
@@ -104,15 +104,15 @@ def _list_one(
     manifest = found.manifest
     if manifest is None:
         return _ListedCheckpoint(found.path, found.step, problems, is_verified)
-    own = os.stat(os.path.join(found.path, MANIFEST))
+    files = files_at(found.path)
     return _ListedCheckpoint(
         found.path,
         found.step,
         problems,
         is_verified,
         save_number=manifest.save_number,
-        saved=datetime.fromtimestamp(own.st_mtime, UTC),
-        size=own.st_size + sum(digest.size or 0 for digest in manifest.files.values()),
+        saved=files.saved_at(),
+        size=files.size(MANIFEST) + sum(digest.size or 0 for digest in manifest.files.values()),
         metrics=manifest.metrics,
         files=len(manifest.files) + 1,
         is_latest=manifest.save_number == latest and not problems,

@@ -12,9 +12,8 @@ from hfshard.errors import CheckpointNotFoundError, HfshardError
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.training.run.finding import Level, checkpoint_problems
-from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, read_checkpoint_manifest
-from hfshard.training.run.places.opening import run_place
-from hfshard.training.run.root import names_in
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
+from hfshard.training.run.places.opening import files_at, run_place
 from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.training.run.writing import TRAINING_STATE
 from hfshard.verify import verify_checkpoint
@@ -22,7 +21,8 @@ from hfshard.verify import verify_checkpoint
 
 def is_checkpoint(directory: str) -> bool:
     """Whether a directory is, or was, a training checkpoint."""
-    return any(os.path.lexists(os.path.join(directory, name)) for name in (MANIFEST, TRAINING_STATE))
+    files = files_at(directory)
+    return files.has(MANIFEST) or files.has(TRAINING_STATE)
 
 
 def is_training(directory: str) -> bool:
@@ -42,7 +42,7 @@ def reports(arguments: argparse.Namespace) -> Iterator[VerifyReport]:
             yield VerifyReport(one.path, (MANIFEST,), tuple(as_problems([one.problem], one.path)), (), 0)
         else:
             report = report_of(one.path, level, progress=progress)
-            if not report.problems or os.path.isdir(one.path):  # or else a run that saves there has removed it
+            if not report.problems or files_at(one.path).is_there():  # or else a run that saves there has removed it
                 yield report
     try:
         yield verify_checkpoint(arguments.directory, level=level, progress=progress)
@@ -52,8 +52,9 @@ def reports(arguments: argparse.Namespace) -> Iterator[VerifyReport]:
 
 def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyReport:
     """Check every file that the manifest of a training checkpoint names; of damaged weights, name the tensors."""
+    files = files_at(directory)
     try:
-        manifest = read_checkpoint_manifest(directory)
+        manifest = files.manifest()
     except HfshardError as error:
         return VerifyReport(directory, (MANIFEST,), tuple(as_problems([error], directory)), (), 0)
     total = sum(digest.size or 0 for digest in manifest.files.values())
@@ -63,12 +64,12 @@ def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyR
     damaged = {os.path.basename(problem.file) for problem in problems}
     warnings = tuple(
         f"'{name}' in '{directory}' belongs to no checkpoint: its manifest does not name it."
-        for name in sorted(set(names_in(directory)) - manifest.files.keys() - damaged)
+        for name in sorted(set(files.names()) - manifest.files.keys() - damaged)
         if _is_weights_file(name)
     )
     compared = sum(digest.size or 0 for name, digest in manifest.files.items() if name not in damaged)
-    files = (*sorted(manifest.files), MANIFEST)
-    return VerifyReport(directory, files, tuple(problems), warnings, compared if level == "full" else 0)
+    checked = (*sorted(manifest.files), MANIFEST)
+    return VerifyReport(directory, checked, tuple(problems), warnings, compared if level == "full" else 0)
 
 
 def _name_damaged_tensors(

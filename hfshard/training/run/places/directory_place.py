@@ -7,6 +7,7 @@ import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import DamagedCheckpointError
@@ -22,9 +23,9 @@ from hfshard.training.run.directory import (
     writing_path,
 )
 from hfshard.training.run.lock import RunLock
-from hfshard.training.run.manifest import CheckpointManifest, check_files, read_checkpoint_manifest
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, check_files, read_checkpoint_manifest
 from hfshard.training.run.places.protocols import CheckpointOrder
-from hfshard.training.run.root import removed, saving_into
+from hfshard.training.run.root import names_in, removed, saving_into
 from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.training.run.writing import ReusableShards, write_checkpoint
 
@@ -44,6 +45,18 @@ class DirectoryCheckpoint:
     def has(self, name: str) -> bool:
         """Whether the directory has such a name."""
         return os.path.lexists(os.path.join(self.path, name))
+
+    def names(self) -> list[str]:
+        """List the directory."""
+        return names_in(self.path)
+
+    def size(self, name: str) -> int:
+        """As the file system says."""
+        return os.stat(os.path.join(self.path, name)).st_size
+
+    def saved_at(self) -> datetime | None:
+        """As the file system says."""
+        return datetime.fromtimestamp(os.stat(os.path.join(self.path, MANIFEST)).st_mtime, UTC)
 
     def manifest(self) -> CheckpointManifest:
         """Read its manifest."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Protocol
 
 from hfshard.errors import DamagedCheckpointError
@@ -31,6 +32,15 @@ class CheckpointFiles(Protocol):
 
     def has(self, name: str) -> bool:
         """Whether it has a file of this name, whatever is in it."""
+
+    def names(self) -> list[str]:
+        """Name the files that lie directly in it."""
+
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+
+    def saved_at(self) -> datetime | None:
+        """When the manifest was written; None where the place does not say."""
 
     def manifest(self) -> CheckpointManifest:
         """Read its manifest; the other files are not checked.

@@ -49,6 +49,17 @@ class StoreCheckpoint:
         """Whether there is such an object."""
         return self._folder.has(name)
 
+    def names(self) -> list[str]:
+        """As they were listed."""
+        return self._folder.names()
+
+    def size(self, name: str) -> int:
+        """As it was listed."""
+        return self._folder.size(name)
+
+    def saved_at(self) -> None:
+        """A store's listing does not say it."""
+
     def manifest(self) -> CheckpointManifest:
         """Read its manifest."""
         return CheckpointManifest.from_json(self.read_small(MANIFEST), f"{self.path}/{MANIFEST}")

@@ -1,0 +1,38 @@
+"""The command line on runs in stores."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hfshard.cli.main import main
+from hfshard.training import CheckpointManager
+from tests.stores.runs.bucket_run import BucketRun, save_steps
+
+pytestmark = pytest.mark.parametrize("scheme", ["s3"])
+
+
+@pytest.fixture
+def saved(run: BucketRun) -> BucketRun:
+    """A run of two checkpoints."""
+    with CheckpointManager(run.root) as manager:
+        save_steps(manager, 1, 2)
+    return run
+
+
+def test_checkpoints_of_a_run_are_listed(saved: BucketRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", saved.root, "--best", "loss", "--format", "json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["checkpoints"]
+    shown = [(one["step"], one["metrics"], one["is_latest"], one["is_best"]) for one in listed]
+    assert shown == [(1, {"loss": 0.5}, False, False), (2, {"loss": 1 / 3}, True, True)]
+
+    saved.delete("checkpoint-00000002/training_state.json")
+    assert main(["checkpoints", saved.root, "--verify"]) == 1
+    assert "training_state.json' is missing" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_checkpoint_is_verified(saved: BucketRun, capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"{saved.root}/checkpoint-00000002"
+    assert main(["verify", address]) == 0
+    assert f"{address}: " in capsys.readouterr().out
