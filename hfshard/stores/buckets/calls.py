@@ -8,13 +8,18 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+import huggingface_hub
 from huggingface_hub import BucketFile, BucketFolder, HfApi
-from huggingface_hub.errors import BucketBatchError, EntryNotFoundError
+from huggingface_hub.errors import BucketBatchError, EntryNotFoundError, HfHubHTTPError
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+from packaging.version import Version
 
 from hfshard._util.addresses import StoreAddress
 from hfshard.stores.buckets.errors import translate_bucket_errors
+from hfshard.stores.buckets.hub_calls import ATTEMPTS, is_passing, transport_errors, wait_before
 
+_LISTS_ONCE: Final = Version(huggingface_hub.__version__) < Version("2")
+"""Whether huggingface_hub asks for the first page of a list only once; later versions try again."""
 _PARTLY: Final = (200, 422)
 """The statuses of answers that list the operations which failed: some of them, or all."""
 
@@ -33,14 +38,13 @@ class BucketCalls:
 
     def files(self, folder: str) -> list[BucketFile]:
         """All files below a folder; "" for all of the bucket."""
-        with self._errors():
-            return [found for found in self._below(folder, recursive=True) if isinstance(found, BucketFile)]
+        found = self._listed(folder, recursive=True)
+        return [item for item in found if isinstance(item, BucketFile)]
 
     def children(self, folder: str) -> list[str]:
         """The paths of what lies directly in a folder: files, and folders with "/" behind."""
         start = f"{folder}/" if folder else ""
-        with self._errors():
-            found = list(self._below(folder, recursive=False))
+        found = self._listed(folder, recursive=False)
         names = {item.path[len(start) :] + ("/" if isinstance(item, BucketFolder) else "") for item in found}
         return sorted({start + name.partition("/")[0] + ("/" if "/" in name else "") for name in names if name})
 
@@ -83,15 +87,26 @@ class BucketCalls:
                 if list(self._api.get_bucket_paths_info(self._bucket, list(paths))):
                     raise
 
-    def _below(self, folder: str, *, recursive: bool) -> Iterator[BucketFile | BucketFolder]:
+    def _listed(self, folder: str, *, recursive: bool) -> list[BucketFile | BucketFolder]:
         """What the Hub lists for a folder, without those beside it whose names only begin like it."""
         start = f"{folder}/" if folder else ""
-        try:
-            for found in self._api.list_bucket_tree(self._bucket, prefix=folder or None, recursive=recursive):
-                if found.path.startswith(start):
-                    yield found
-        except EntryNotFoundError:
-            return
+        with self._errors():
+            found = self._ask_for_list(folder, recursive)
+        return [item for item in found if item.path.startswith(start)]
+
+    def _ask_for_list(self, folder: str, recursive: bool) -> list[BucketFile | BucketFolder]:
+        attempts = ATTEMPTS if _LISTS_ONCE else 1
+        failures: tuple[type[Exception], ...] = (HfHubHTTPError, *transport_errors())
+        for attempt in range(1, attempts + 1):
+            try:
+                return list(self._api.list_bucket_tree(self._bucket, prefix=folder or None, recursive=recursive))
+            except EntryNotFoundError:
+                return []
+            except failures as error:
+                if attempt == attempts or not is_passing(error):
+                    raise
+                wait_before(attempt + 1, error, f"'{self._address}' could not be listed")
+        raise AssertionError("unreachable")
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

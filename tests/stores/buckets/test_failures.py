@@ -60,7 +60,7 @@ def test_the_hub_says_how_long_to_wait(store: BucketStore, hub: HubServer, waits
 
     assert store.list_objects() == {}
 
-    assert waits == [8.0]
+    assert waits in ([7.0], [8.0])  # huggingface_hub adds a second from 2.0 on
 
 
 @pytest.mark.parametrize("kind", ["bucket_batch", "shard_put", "xorb_get", "reconstruction"])
