@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import asdict, dataclass
 from math import prod
@@ -11,6 +10,7 @@ from typing import Any
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.storage.checkpoint.folder import CheckpointFolder
 from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.tensors.dtypes import stored_dtype_name
@@ -126,7 +126,7 @@ def inspect_checkpoint(path: str, *, variant: str | None = None, key: str | None
     """Read a checkpoint's index and headers; of a directory hub, those of its `main`.
 
     Args:
-        path: A directory, or one file of weights.
+        path: A directory, an address of a store, or one file of weights.
         variant: Of a directory.
         key: Of a file of torch.save, as in `load_state_dict`.
 
@@ -137,11 +137,13 @@ def inspect_checkpoint(path: str, *, variant: str | None = None, key: str | None
     source = CheckpointSource(path, CheckpointQuery(variant=variant), takes_files=True)
     local = source.find_local()
     is_named = local is not None and (has_hub_marker(path) or local.weights_name is not None)
-    directory = local.directory if local is not None and is_named else path
+    place: str | CheckpointFolder = local.directory if local is not None and is_named else path
+    if local is not None and local.folder is not None:
+        place = local.folder
     weights_name = None if local is None else local.weights_name
-    with open_checkpoint(directory, variant=variant, verify="none", weights_name=weights_name, key=key) as checkpoint:
+    with open_checkpoint(place, variant=variant, verify="none", weights_name=weights_name, key=key) as checkpoint:
         return Inspection(
-            directory=directory,
+            directory=checkpoint.directory,
             entry=checkpoint.weights.name,
             key=next((pickled.key for pickled in checkpoint.pickles.values()), None),
             files=tuple(_files(checkpoint)),
@@ -158,8 +160,7 @@ def _files(checkpoint: OpenCheckpoint) -> list[FileEntry]:
     configs = [name for name in digests if name not in checkpoint.shards]
     entries = []
     for name in [*checkpoint.shards, *checkpoint.pickles, *sorted(configs)]:
-        path = os.path.join(checkpoint.directory, name)
-        nbytes = os.stat(path).st_size if os.path.exists(path) else 0
+        nbytes = checkpoint.folder.size(name)
         is_config = name in configs and name not in checkpoint.pickles
         entries.append(FileEntry(name, nbytes, None if is_config else counts[name], digests.get(name, FileDigest())))
     return entries

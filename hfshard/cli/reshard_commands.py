@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 from collections import Counter
 from dataclasses import asdict
@@ -69,12 +68,16 @@ def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None, low
 
 
 def _has_safetensors(arguments: argparse.Namespace) -> bool:
-    directory = os.path.join(arguments.source, arguments.subfolder)
-    if not os.path.isdir(directory):
-        return False
+    """Whether a directory or a store has weights that need no conversion; of a hub it is not known."""
     try:
-        locate_checkpoint(directory, WeightNames(arguments.variant), use_safetensors=True)
-    except CheckpointNotFoundError:
+        local = CheckpointSource(arguments.source, CheckpointQuery(subfolder=arguments.subfolder)).find_local()
+        if local is None:
+            return False
+        if local.folder is not None:
+            local.folder.look()
+        place = local.directory if local.folder is None else local.folder
+        locate_checkpoint(place, WeightNames(arguments.variant), use_safetensors=True)
+    except (CheckpointNotFoundError, InvalidArgumentError):
         return False
     return True
 

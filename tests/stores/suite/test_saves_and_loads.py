@@ -44,6 +44,7 @@ def test_saves_replace_each_other_whole(place: Place) -> None:
         assert torch.equal(stock["b.weight"], state["b.weight"])
         weights = {name for name in place.files() if name.endswith(".safetensors")}
         assert weights == {name for name in index.files if name.endswith(".safetensors")}
+        assert hfshard.verify_checkpoint(place.path).ok
 
 
 def test_variants_and_what_users_put_there_stay(place: Place) -> None:
