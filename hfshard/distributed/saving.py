@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from hfshard._util.addresses import is_address
 from hfshard._util.paths import absolute_path
 from hfshard.distributed.exchange.holders import Holders
 from hfshard.distributed.exchange.listing import HeldTensor, Listing, Mesh, RankGroup, digest_of, list_tensors
@@ -62,7 +63,7 @@ def save_anywhere(
     if not has_other_ranks():
         return save_request(request_of_one(request), directory, check)
     needs_all = needs_all_ranks(request)
-    with gather_participants(os.path.realpath(directory), needs_all=needs_all) as participation:
+    with gather_participants(_meeting_place(directory), needs_all=needs_all) as participation:
         status = participation.status
         assert status is not None
         if participation.role is Role.LATE:
@@ -85,7 +86,7 @@ def telling_other_ranks(save_directory: str | os.PathLike[str], is_part: Callabl
         raise
     except BaseException as error:
         if has_other_ranks() and is_part():
-            place = os.path.realpath(absolute_path(save_directory, "save_directory"))
+            place = _meeting_place(absolute_path(save_directory, "save_directory"))
             with (
                 suppress(HfshardError, type(error)),
                 gather_participants(place, needs_all=True, patience_seconds=_TELL_SECONDS),
@@ -97,9 +98,14 @@ def telling_other_ranks(save_directory: str | os.PathLike[str], is_part: Callabl
 def decline_save(save_directory: str | os.PathLike[str]) -> None:
     """Tell the ranks that save replicated tensors into a directory not to wait for this one."""
     if has_other_ranks():
-        place = os.path.realpath(absolute_path(save_directory, "save_directory"))
+        place = _meeting_place(absolute_path(save_directory, "save_directory"))
         with gather_participants(place, needs_all=False, is_writer=False):
             return
+
+
+def _meeting_place(directory: str) -> str:
+    """What all ranks call the place that they save into, whatever links lead there."""
+    return directory if is_address(directory) else os.path.realpath(directory)
 
 
 def needs_all_ranks(request: SaveRequest) -> bool:

@@ -73,7 +73,8 @@ def save_into(store: Store, request: SaveRequest, check: Callable[[], None], wri
     try:
         index = save.run(writer, check)
     except RemoteChangedError:
-        index = _look(store, request, plan, writer).if_unchanged()
+        is_alone = isinstance(writer, OwnShardWriter)  # other ranks have given up
+        index = _look(store, request, plan, writer).if_unchanged() if is_alone else None
         if index is None:
             raise
         logger.info("Somebody else has saved the very same into '%s'.", store.address)
@@ -136,7 +137,8 @@ class _Save:
         try:
             protection = plan_protection(self.state)
             transaction.protect(protection)
-            index = self._send(writer, sent)
+            digests = {**self.kept, **self._send(writer, sent)}
+            index = index_of(self.plan, self.request, [digests[shard.file] for shard in self.plan.shards])
             check()
             writer.confirm()
             transaction.commit(self._commit_plan(index, protection))
@@ -151,17 +153,15 @@ class _Save:
         self._send_missing(writer, transaction)
         return index
 
-    def _send(self, writer: ShardWriter, names: Collection[str]) -> CheckpointIndex:
-        """Send some shards, and make the index of all."""
-        jobs = {shard.file: job for shard, job in zip(self.plan.shards, self._jobs(), strict=True)}
-        new = {name: jobs[name] for name in names}
+    def _send(self, writer: ShardWriter, names: Collection[str]) -> dict[str, FileDigest]:
+        """Send some of the shards."""
+        jobs = zip(self.plan.shards, _jobs(self.store, self.plan, self.request), strict=True)
+        new = {shard.file: job for shard, job in jobs if shard.file in names}
         new_bytes = sum(shard.nbytes for shard in self.plan.shards if shard.file in new)
         options = self.request.options
-        digests = dict(self.kept)
         with bytes_bar("Saving", new_bytes, options.progress) as progress_callback:
-            sent = writer.write(list(new.values()), options.checksum, progress_callback, self.store)
-        digests |= dict(zip(new, sent, strict=True))
-        return index_of(self.plan, self.request, [digests[shard.file] for shard in self.plan.shards])
+            digests = writer.write(list(new.values()), options.checksum, progress_callback, self.store)
+        return dict(zip(new, digests, strict=True))
 
     def _commit_plan(self, index: CheckpointIndex, protection: CommitPlan) -> CommitPlan:
         state = self.state
@@ -187,9 +187,6 @@ class _Save:
             digest=content_digest([raw]),
             companion_files={name: name for name in self.companion_files},
         )
-
-    def _jobs(self) -> list[WriteJob]:
-        return _jobs(self.store, self.plan, self.request)
 
     def _send_missing(self, writer: ShardWriter, transaction: StoreTransaction) -> None:
         """Without conditional puts, two writers may both commit: send again what the other one has removed."""

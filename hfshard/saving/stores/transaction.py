@@ -119,7 +119,6 @@ class StoreTransaction:
     def _decide(self, step: CommitStep, plan: CommitPlan) -> None:
         """Carry out the deciding put, and find out whether it was done where the store does not say so."""
         try:
-            self._refuse_changed(step.target)
             self._execute(step, plan)
         except StaleObjectError as error:
             raise self._lost() from error
@@ -127,11 +126,6 @@ class StoreTransaction:
             if not self._was_put(step, plan, error):
                 raise
         self.is_decided = True
-
-    def _refuse_changed(self, name: str) -> None:
-        """Without conditional puts, look right before the put: a later one is found by `missing`."""
-        if not self._store.has_conditional_put and not _is_same(self._store.find(name), self.known.get(name)):
-            raise StaleObjectError(f"'{name}' was put by somebody else.")
 
     def _was_put(self, step: CommitStep, plan: CommitPlan, error: StoreError) -> bool:
         path = str(self._store.address.joined(step.target))

@@ -49,13 +49,18 @@ class MemoryStore:
         return bytes(raw)
 
     def put(self, name: str, raw: bytes, condition: StoredObject | Anything | None = ANYTHING) -> StoredObject:
+        if not isinstance(condition, Anything) and not self.has_conditional_put and self.find(name) != condition:
+            raise StaleObjectError(f"'{name}' is another one.")
         self._ask("put", name)
         there = self._stored(name) if name in self.objects else None
         if self.has_conditional_put and not isinstance(condition, Anything) and there != condition:
             raise StaleObjectError(f"'{name}' is another one.")
         self.objects[name] = bytes(raw)
+        put = self._stored(name)
         self.after("put", name)
-        return self._stored(name)
+        if not isinstance(condition, Anything) and not self.has_conditional_put and self.find(name) != put:
+            raise StaleObjectError(f"'{name}' was replaced at once.")
+        return put
 
     def open_writer(self, name: str, size: int) -> _Writer:
         self._ask("open", name)
