@@ -25,6 +25,7 @@ QUESTIONS = (
     "imports",
     "plan",
     "push",
+    "stores",
     "memory",
     "training",
     "loader",
