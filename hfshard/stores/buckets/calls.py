@@ -12,13 +12,12 @@ import huggingface_hub
 from huggingface_hub import BucketFile, BucketFolder, HfApi
 from huggingface_hub.errors import BucketBatchError, EntryNotFoundError, HfHubHTTPError
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
-from packaging.version import Version
 
 from hfshard._util.addresses import StoreAddress
 from hfshard.stores.buckets.errors import translate_bucket_errors
 from hfshard.stores.buckets.hub_calls import ATTEMPTS, is_passing, transport_errors, wait_before
 
-_LISTS_ONCE: Final = Version(huggingface_hub.__version__) < Version("2")
+_LISTS_ONCE: Final = int(huggingface_hub.__version__.partition(".")[0]) < 2
 """Whether huggingface_hub asks for the first page of a list only once; later versions try again."""
 _PARTLY: Final = (200, 422)
 """The statuses of answers that list the operations which failed: some of them, or all."""
