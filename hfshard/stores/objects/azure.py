@@ -28,7 +28,7 @@ SERVICE: Final = Service(
     ),
     who_am_i="az account show",
     permissions="the role Storage Blob Data Contributor",
-    make_bucket="az storage container create --name {}",
+    make_bucket="az storage container create --name {1}",
 )
 
 _EMULATOR: Final = (

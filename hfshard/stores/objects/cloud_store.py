@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import obstore
 
 from hfshard._util.addresses import StoreAddress
-from hfshard.errors import CheckpointChangedError, HfshardError, StaleObjectError, StoreError
+from hfshard.errors import CheckpointChangedError, HfshardError, StaleObjectError, StoreConnectionError, StoreError
 from hfshard.stores.objects.connecting import connection_to
 from hfshard.stores.objects.connection import refusal
 from hfshard.stores.objects.failures import OBSTORE_ERRORS, Failure, read_failure
@@ -24,6 +24,9 @@ _READ_BLOCK: Final = 1 << 20
 """Bytes that are gathered before they are copied: few calls, and little memory."""
 _BODY_BYTES: Final = 1 << 20
 """A put of more bytes may take longer than the service may be silent."""
+
+LARGEST_COPY: Final = 5 << 30
+"""Bytes that S3 copies in one request."""
 
 T = TypeVar("T")
 
@@ -109,7 +112,7 @@ class CloudStore:
                     filled += len(block)
                     patience.reset()
                 if filled < len(target):
-                    raise FileNotFoundError(f"{found.name}: the answer was too short")
+                    raise StoreConnectionError(f"The answer for '{self._at(found.name)}' was too short. Try again.")
             except OBSTORE_ERRORS as error:
                 failure = read_failure(error)
                 if not patience.wait_after(failure):
@@ -162,12 +165,12 @@ class CloudStore:
 
     def copy(self, source: StoredObject, target: str) -> None:
         """Copy an object on the server; see `Store`."""
-        try:
-            self._attempt(
-                lambda: obstore.copy(self._connection.uploads, self._key(source.name), self._key(target)), source.name
-            )
-        except _MissingError:
-            raise self._changed(source.name) from None
+        in_parts = self._connection.copy_in_parts
+        if in_parts is not None and source.size > LARGEST_COPY:
+            if not in_parts(self._key(source.name), source.etag, source.size, self._key(target)):
+                raise self._changed(source.name)
+        else:
+            self._copy_whole(source.name, target)
         # obstore's copies have no condition, so the source must be the same one afterwards still.
         after = self.find(source.name)
         if after is None or after.etag != source.etag:
@@ -309,6 +312,13 @@ class CloudStore:
         if own is None:
             raise error
         return own
+
+    def _copy_whole(self, source: str, target: str) -> None:
+        keys = self._key(source), self._key(target)
+        try:
+            self._attempt(lambda: obstore.copy(self._connection.uploads, *keys), source)
+        except _MissingError:
+            raise self._changed(source) from None
 
     def _delete(self, keys: list[str]) -> None:
         try:

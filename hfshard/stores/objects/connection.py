@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     Client = S3Store | GCSStore | AzureStore
 
-_CLOCK: Final = frozenset({"RequestTimeTooSkewed", "RequestExpired"})
 _EXPIRED: Final = frozenset({"ExpiredToken", "TokenRefreshRequired"})
 _UNKNOWN_KEY: Final = frozenset(
     {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthenticationFailed", "InvalidAuthenticationInfo"}
@@ -46,7 +45,7 @@ class Service:
     permissions: str
     """What saving, loading and cleaning up need."""
     make_bucket: str
-    """The command that makes a bucket; {} is its name."""
+    """The command that makes a bucket; {0} is its address, {1} its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +62,9 @@ class Connection:
     sweep: Callable[[str, Callable[[str], bool]], int] | None = field(repr=False)
     """Aborts the unfinished uploads below a prefix whose names are to go; None: the service does it, or nobody can."""
     bucket: str
+    copy_in_parts: Callable[[str, str, int, str], bool] | None = field(default=None, repr=False)
+    """Copies what is too large for one request: key, ETag, bytes, and the key of the copy; False: it has another ETag.
+    None: nothing is too large."""
 
     def check_process(self) -> None:
         """Refuse to go on in a forked child of a process that used a store: the request would hang.
@@ -125,10 +127,10 @@ def refusal(service: Service, bucket: str, where: str, failure: Failure) -> Stor
     if failure.no_bucket:
         return StoreNotFoundError(
             f"There is no {bucket}, or these credentials may not see it. Check the name, or make it with "
-            f"'{service.make_bucket.format(bucket)}'.",
+            f"'{service.make_bucket.format(bucket, bucket.partition('://')[2])}'.",
             path=where,
         )
-    if failure.code in _CLOCK or "time too skewed" in failure.message.lower():
+    if failure.clock_is_off:
         return StoreAccessError(
             f"{service.title} refuses requests for {where}: this machine's clock is too far off. Set it, such as with "
             "'timedatectl set-ntp true'.",
@@ -156,7 +158,7 @@ def refusal(service: Service, bucket: str, where: str, failure: Failure) -> Stor
             f"{bucket} lies in another region. Set AWS_REGION to its own ('aws s3api head-bucket' shows it).",
             path=where,
         )
-    if failure.status is None:
+    if failure.transport:
         how = {"Connect": "can't be reached", "Timeout": "stopped answering"}.get(failure.transport, "broke off")
         return StoreConnectionError(
             f"{service.title} {how} while it was asked for {where}. Check the network and endpoint, then try again.",

@@ -28,6 +28,8 @@ _TRANSIENT: Final = frozenset({408, 429, 500, 502, 503, 504})
 _SLOW_DOWN: Final = frozenset({429, 503})
 _COLLISIONS: Final = frozenset({"ConditionalRequestConflict", "OperationAborted"})
 """Codes of S3 for two requests at the same moment: neither was refused for its condition."""
+_CLOCK: Final = ("RequestTimeTooSkewed", "RequestExpired", "Request date header too old", "in a reasonable timeframe")
+"""Words of S3, of Azure and of Google's token service."""
 _NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"})
 _OTHER_REGION: Final = frozenset(
     {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
@@ -51,7 +53,7 @@ class Failure:
     code: str
     """The service's own word for it, such as "AccessDenied"; empty where it gave none."""
     message: str
-    """The service's own sentence, without secrets; empty where it gave none."""
+    """The service's own sentence, or the client's where nothing was sent; without secrets, and perhaps empty."""
     transport: str
     """How the connection failed, such as "Connect" or "Timeout"; empty where it did not."""
     differs: bool
@@ -61,6 +63,8 @@ class Failure:
     no_credentials: bool
     """The client could not get credentials to send with it."""
     wrong_region: bool
+    clock_is_off: bool
+    """The service does not believe the time that the request names."""
 
     @property
     def no_bucket(self) -> bool:
@@ -72,7 +76,7 @@ class Failure:
         """Whether the same request may succeed a little later."""
         if self.differs or self.missing or self.no_credentials or self.wrong_region:
             return False
-        return self.status is None or self.status in _TRANSIENT or self.code in _COLLISIONS
+        return bool(self.transport) or self.status in _TRANSIENT or self.code in _COLLISIONS
 
     @property
     def is_slow_down(self) -> bool:
@@ -82,7 +86,9 @@ class Failure:
     @property
     def may_be_done(self) -> bool:
         """Whether the service may have done what it was asked: there was no answer that says no."""
-        return self.transport != "Connect" and (self.status is None or self.status >= 500 or self.status == 408)
+        if self.status is None:
+            return self.transport not in {"", "Connect"}
+        return self.status >= 500 or self.status == 408
 
 
 def read_failure(error: BaseException) -> Failure:
@@ -98,12 +104,13 @@ def read_failure(error: BaseException) -> Failure:
     return Failure(
         status=int(status.group(1)) if status else None,
         code=code,
-        message=_SECRET.sub("***", _first(_MESSAGE, shown)).strip(),
+        message=_SECRET.sub("***", _first(_MESSAGE, shown) or ("" if status else shown.partition("\n")[0])).strip(" ."),
         transport=transport.group(1) if transport and not status else "",
         differs=isinstance(error, AlreadyExistsError | PreconditionError | NotModifiedError)
         and code not in _COLLISIONS,
         missing=isinstance(error, FileNotFoundError) or code in _NO_BUCKET,
         no_credentials=any(words in shown for words in _NO_TOKEN) and not (status and int(status.group(1)) >= 500),
+        clock_is_off=any(words in shown for words in _CLOCK),
         wrong_region=code in _OTHER_REGION or "incorrectly configured region" in shown,
     )
 

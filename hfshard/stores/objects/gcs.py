@@ -31,7 +31,7 @@ SERVICE: Final = Service(
     log_in="Run 'gcloud auth application-default login', or set GOOGLE_APPLICATION_CREDENTIALS to a key file.",
     who_am_i="gcloud auth list",
     permissions="storage.objects.list, .get, .create and .delete (the role Storage Object User)",
-    make_bucket="gcloud storage buckets create {}",
+    make_bucket="gcloud storage buckets create {0}",
 )
 
 EMULATOR_VARIABLE: Final = "STORAGE_EMULATOR_HOST"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 import botocore.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.loaders import create_loader
 from obstore.store import S3Store
 
-from hfshard.errors import StoreAccessError, StoreError
+from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError
 from hfshard.stores.objects.connection import Connection, Service, quick_options, refusal, upload_options
 from hfshard.stores.objects.failures import Failure
 from hfshard.stores.objects.settings import stall_seconds
@@ -32,9 +35,14 @@ SERVICE: Final = Service(
         "s3:ListBucket, s3:GetObject, s3:PutObject, s3:DeleteObject, s3:AbortMultipartUpload and "
         "s3:ListBucketMultipartUploads"
     ),
-    make_bucket="aws s3 mb {}",
+    make_bucket="aws s3 mb {0}",
 )
 
+_LOADER: Final = create_loader()
+"""Keeps what botocore reads of its descriptions of S3, which takes a tenth of a second."""
+COPIED_PART: Final = 1 << 30
+"""Bytes of an object that one request copies; at most 5 GiB."""
+_COPIES_AT_ONCE: Final = 8
 _CREDENTIALS_LAST: Final = timedelta(minutes=10)
 """botocore is asked again after this time; it renews them by itself, long before they expire."""
 
@@ -64,6 +72,7 @@ def connect(bucket: str) -> Connection:
     address = f"s3://{bucket}"
     try:
         session = botocore.session.Session()
+        session.register_component("data_loader", _LOADER)
         found = session.get_credentials()
         if found is None:
             raise StoreAccessError(f"There are no credentials for {address}. {SERVICE.log_in}", path=address)
@@ -72,6 +81,7 @@ def connect(bucket: str) -> Connection:
         stall = stall_seconds() or 1
         client = session.create_client(
             "s3",
+            region_name=os.environ.get("AWS_REGION"),  # as the aws command line does it; botocore knows its elder alone
             config=Config(connect_timeout=min(stall, 10), read_timeout=stall, retries={"total_max_attempts": 5}),
         )
     except BotoCoreError as error:
@@ -91,6 +101,7 @@ def connect(bucket: str) -> Connection:
             bucket, config=settings, client_options=slow, retry_config=retries, credential_provider=credentials
         ),
         sweep=lambda prefix, is_left: _sweep(client, bucket, prefix, is_left),
+        copy_in_parts=lambda *which: _copy_in_parts(client, bucket, *which),
     )
 
 
@@ -114,6 +125,52 @@ def _settings(bucket: str, client: Any) -> S3Config:
     if checksums:
         settings["checksum_algorithm"] = "CRC64NVME"
     return settings
+
+
+def _copy_in_parts(client: Any, bucket: str, key: str, etag: str, size: int, target: str) -> bool:
+    """Copy an object of more than 5 GiB on the server.
+
+    Args:
+        client: botocore's.
+        bucket: Of both.
+        key: Of the object.
+        etag: What it must have.
+        size: Its bytes.
+        target: The key of the copy.
+
+    Returns:
+        Whether it was copied; False: its ETag is another one, or it is gone.
+    """
+    copied = {"Bucket": bucket, "Key": target}
+
+    def copy_part(number: int) -> dict[str, Any]:
+        begin = (number - 1) * COPIED_PART
+        made = client.upload_part_copy(
+            **copied,
+            UploadId=upload,
+            PartNumber=number,
+            CopySource={"Bucket": bucket, "Key": key},
+            CopySourceIfMatch=f'"{etag}"',
+            CopySourceRange=f"bytes={begin}-{min(begin + COPIED_PART, size) - 1}",
+        )
+        return {"PartNumber": number, "ETag": made["CopyPartResult"]["ETag"]}
+
+    try:
+        upload = client.create_multipart_upload(**copied)["UploadId"]
+        try:
+            with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
+                parts = list(pool.map(copy_part, range(1, -(-size // COPIED_PART) + 1)))
+            client.complete_multipart_upload(**copied, UploadId=upload, MultipartUpload={"Parts": parts})
+        except BaseException:
+            client.abort_multipart_upload(**copied, UploadId=upload)
+            raise
+    except ClientError as error:
+        if error.response["Error"].get("Code") in {"PreconditionFailed", "NoSuchKey", "412", "404"}:
+            return False
+        raise _refused(bucket, key, error) from None
+    except BotoCoreError as error:
+        raise StoreConnectionError(f"The copy of s3://{bucket}/{key} broke off: {error}") from error
+    return True
 
 
 def _sweep(client: Any, bucket: str, prefix: str, is_left: Callable[[str], bool]) -> int:
@@ -153,5 +210,6 @@ def _refused(bucket: str, prefix: str, error: ClientError) -> StoreError:
         missing=False,
         no_credentials=False,
         wrong_region=False,
+        clock_is_off=said.get("Code", "") == "RequestTimeTooSkewed",
     )
     return refusal(SERVICE, f"s3://{bucket}", f"s3://{bucket}/{prefix}", failure)

@@ -92,10 +92,12 @@ class Upload:
     def write(self, block: memoryview) -> None:
         """Send the next bytes; see `ObjectWriter`."""
         rest = block.cast("B") if block.ndim != 1 or block.format != "B" else block
+        if self._written + len(rest) > self._size:
+            raise StoreError(f"'{self._name}' was to have {self._size} bytes and got more.", path=self._name)
         while len(rest):
             self._check()
             if self._buffer is None:
-                self._buffer = PART_MEMORY.take(min(self._part_bytes, max(self._size - self._written, 1)))
+                self._buffer = PART_MEMORY.take(min(self._part_bytes, self._size - self._written))
                 self._used = 0
             taken = min(len(rest), len(self._buffer) - self._used)
             self._buffer[self._used : self._used + taken] = rest[:taken]
@@ -132,6 +134,7 @@ class Upload:
         if self._thread is not None and self._thread.is_alive():
             self._parts.put(None)
             self._thread.join(_ABORT_SECONDS)
+        self._drop_parts()
         if self._buffer is not None:
             PART_MEMORY.give_back(self._buffer)
             self._buffer = None
