@@ -70,6 +70,8 @@ class StorePlace:
         self._address = parse_address(root, "root")
         self._manifests: dict[tuple[str, str], bytes] = {}
         """Manifests that were read: name and ETag -> bytes."""
+        self._listed: Folders = {}
+        """What the last listing has found."""
         self._is_littered = False
         """Whether something could not be removed."""
 
@@ -89,7 +91,8 @@ class StorePlace:
         """
         for attempt in range(_LOOKS):
             try:
-                return self._checkpoints_of(self._folders())
+                self._listed = self._folders()
+                return self._checkpoints_of(self._listed)
             except CheckpointChangedError:  # a run that is saving has removed or replaced one since it was listed
                 if attempt == _LOOKS - 1:
                     raise
@@ -155,7 +158,8 @@ class StorePlace:
                 self._move_aside(folder, aside)
             if newest is not None:
                 before = _folder_of(newest)
-                sender.know(newest, self._files_in(aside if aside is not None and before == folder else before))
+                is_aside = aside is not None and before == folder
+                sender.know(newest, self._files_in(aside or "") if is_aside else self._listed.get(before, {}))
             manifest = self._send_and_commit(sender, order)
         except BaseException:
             self._take_back(sender, aside)
