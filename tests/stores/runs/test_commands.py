@@ -32,7 +32,8 @@ def test_checkpoints_of_a_run_are_listed(saved: BucketRun, capsys: pytest.Captur
     assert "training_state.json' is missing" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_checkpoint_is_verified(saved: BucketRun, capsys: pytest.CaptureFixture[str]) -> None:
-    address = f"{saved.root}/checkpoint-00000002"
-    assert main(["verify", address]) == 0
-    assert f"{address}: " in capsys.readouterr().out
+def test_a_run_is_verified(saved: BucketRun, capsys: pytest.CaptureFixture[str]) -> None:
+    addresses = [f"{saved.root}/checkpoint-0000000{step}" for step in (1, 2)]
+    assert main(["verify", saved.root]) == 0
+    assert [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines()] == addresses
+    assert main(["verify", addresses[1], "--level", "structure"]) == 0
