@@ -10,6 +10,7 @@ from typing import Final
 
 from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, MAX_INDEX_BYTES
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError
+from hfshard.saving.stores.own_puts import read_small
 from hfshard.storage.commit.damage import unless_damaged
 from hfshard.storage.commit.directory_state import DirectoryState, find_ownership, weights_override_of
 from hfshard.storage.format.header import LENGTH_BYTES, parse_header, read_header_length
@@ -79,7 +80,7 @@ def has_bytes(store: Store, found: StoredObject | None, raw: bytes) -> bool:
     if found is None or found.size != len(raw):
         return False
     digest = hashlib.md5(raw, usedforsecurity=False).hexdigest()  # what S3 has for an object that was put whole
-    return found.etag.strip('"') == digest or store.read(found) == raw
+    return found.etag.strip('"') == digest or read_small(store, found) == raw
 
 
 def _read_state(store: Store, names: WeightNames, config: bytes | None) -> StoreState:
@@ -128,11 +129,11 @@ def _read_config(store: Store, found: StoredObject | None, likely: bytes | None)
         digest = hashlib.md5(likely, usedforsecurity=False).hexdigest()
         if found.etag.strip('"') == digest:
             return likely
-    return store.read(found)
+    return read_small(store, found)
 
 
 def _read_index(store: Store, found: StoredObject) -> bytes:
-    return store.read(found) if found.size <= MAX_INDEX_BYTES else b""
+    return read_small(store, found) if found.size <= MAX_INDEX_BYTES else b""
 
 
 def _parsed(store: Store, name: str, raw: bytes) -> CheckpointIndex | None:

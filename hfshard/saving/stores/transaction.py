@@ -15,6 +15,7 @@ from hfshard.errors import (
     StoreAccessError,
     StoreError,
 )
+from hfshard.saving.stores.own_puts import note_put
 from hfshard.saving.stores.store_state import StoreState, has_bytes, renewed_index
 from hfshard.saving.stores.upload import remove_unused
 from hfshard.storage.commit.interrupts import deferred_interrupt
@@ -201,6 +202,8 @@ class StoreTransaction:
         One that is seen later may belong to a save that began after this commit.
         """
         names: set[str] = set()
+        if not (self._state.has_index or self._state.strays or self._state.is_claimed):
+            return names  # a save that was killed would have left the placeholder, at least
 
         def note(name: str) -> bool:
             if self._state.names.is_stored_shard(name):
@@ -240,10 +243,12 @@ class StoreTransaction:
 
     def _put_small(self, name: str, raw: bytes) -> StoredObject:
         try:
-            return self._store.put(name, raw, self.known.get(name))
+            put = self._store.put(name, raw, self.known.get(name))
         except StaleObjectError:
             self._own.discard(name)  # it is somebody else's
             raise
+        note_put(self._store, put, raw)
+        return put
 
     def _raw(self, step: CommitStep, plan: CommitPlan) -> bytes:
         raw = plan.small_files.get(step.source)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from hfshard._util.addresses import StoreAddress
 from hfshard.errors import CheckpointChangedError, StaleObjectError
 from hfshard.stores.protocols import ANYTHING, Anything, StoredObject
+
+_NUMBERS = itertools.count()
 
 
 class MemoryStore:
@@ -20,7 +23,7 @@ class MemoryStore:
         self.objects: dict[str, bytes] = {} if objects is None else objects
         self.uploads: set[str] = set()
         self.has_conditional_put = has_conditional_put
-        self.address = StoreAddress("s3", "models", "bert")
+        self.address = StoreAddress("s3", "models", f"bert-{next(_NUMBERS)}")
         self.before: Callable[[str, str], object] = lambda kind, name: None
         self.after: Callable[[str, str], object] = lambda kind, name: None
         self.requests: list[str] = []
