@@ -144,7 +144,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "storage.weights.ranged": ("ranged_shard running_digest", "requests", "comparison", "whole_tensors"),
     "storage.weights.pickles": (
-        "choosing nested other_formats",
+        "choosing file_in_memory nested other_formats",
         "zip_check",
         "opcode_scan refusals",
         "reading",

@@ -10,6 +10,7 @@ from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.hub.address import directory_of
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.checkpoint.folder import RangedFolder
 from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.storage.disk.safe_open import Identity, identity_of
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
@@ -138,7 +139,7 @@ class SourceCheck:
     def __init__(self, checkpoint: OpenCheckpoint, *, is_in_place: bool) -> None:
         self._checkpoint = checkpoint
         self._identities = _identities_of(checkpoint)
-        self._looks_once = is_in_place and checkpoint.is_ranged
+        self._looks_once = is_in_place and isinstance(checkpoint.folder, RangedFolder)
         self._has_looked = False
 
     def __call__(self) -> None:
@@ -159,7 +160,9 @@ class SourceCheck:
 
 
 def _identities_of(checkpoint: OpenCheckpoint) -> dict[str, Identity]:
-    """Path -> identity of the files of weights on the disk, as they were opened."""
+    """Path -> identity of the files of weights on the disk, as they were opened; a store keeps its own account."""
+    if isinstance(checkpoint.folder, RangedFolder):
+        return {}
     pickles = {file.path: file.identity for file in checkpoint.pickles.values()}
     local = {shard.path: shard.identity for shard in checkpoint.shards.values() if isinstance(shard, SafetensorsFile)}
     return pickles | local

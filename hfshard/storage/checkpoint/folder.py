@@ -10,6 +10,7 @@ from hfshard._util.threads import in_threads
 from hfshard.constants import CHANGED_RETRIES, CHANGED_WAIT_SECONDS
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, MissingShardError, remedy
 from hfshard.storage.disk.safe_open import identity_of, read_small
+from hfshard.storage.weights.pickles.file_in_memory import FileInMemory
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.ranged.ranged_shard import RangedFiles, RangedShard
 from hfshard.storage.weights.ranged.requests import DEFAULT_MEMORY
@@ -240,13 +241,17 @@ class RangedFolder:
         return dict(zip(names, opened, strict=True))
 
     def open_pickle(self, name: str, key: str | None) -> PickleFile:
-        """Refuse it: torch reads pickles from a disk only."""
+        """Read a file as it was listed, as a whole and into memory, which its tensors then are."""
+        entry = self._entry(name)
         path = self._path(name)
-        raise InvalidArgumentError(
-            f"'{path}' is a file of torch.save, which can only be read from a disk. Bring it there: "
-            f"hfshard pull {self.path} DIR. Or save it as safetensors: hfshard convert DIR.",
-            path=path,
-        )
+        if not hasattr(os, "memfd_create"):
+            raise InvalidArgumentError(
+                f"'{path}' is a file of torch.save, which this system can only read from a disk. Bring it there by the "
+                "tool of the service, and save it as safetensors: hfshard convert DIR DIR.",
+                path=path,
+            )
+        held = FileInMemory(entry.size, lambda begin, target: self._files.read_into(entry, begin, target))
+        return PickleFile(path, self.path, key, held.open)
 
     def still_holds(self, shards: Mapping[str, SafetensorsShard]) -> bool:
         """Whether the last look found the files that are open, and no others in their place."""

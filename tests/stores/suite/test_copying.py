@@ -152,3 +152,25 @@ def test_pickles_become_safetensors_on_their_way_to_a_store(store: Place, tmp_pa
 
     _assert_loads(store.path)
     _assert_loads(f"{store.path}-2")
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_pickles_in_a_store_are_read_from_memory(store: Place, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    torch.save(_state(), tmp_path / "old" / "pytorch_model.bin")
+    torch.save(_state(), tmp_path / "old" / "legacy.pt", _use_new_zipfile_serialization=False)
+    for name in ("pytorch_model.bin", "legacy.pt"):
+        store.put(name, (tmp_path / "old" / name).read_bytes())
+
+    loaded = [hfshard.load_state_dict(path) for path in (store.path, f"{store.path}/legacy.pt")]
+    report = hfshard.verify_checkpoint(store.path)
+    hfshard.pull_checkpoint(store.path, tmp_path / "new")
+    hfshard.reshard_checkpoint(store.path, store.path, "2KB")  # in place
+
+    for state in loaded:
+        assert all(torch.equal(state[name], tensor) for name, tensor in _state().items())
+    assert report.ok
+    _assert_loads(tmp_path / "new")
+    _assert_loads(store.path)
+    assert "pytorch_model.bin" not in store.files()
+    assert "legacy.pt" in store.files()

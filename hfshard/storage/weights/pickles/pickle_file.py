@@ -22,13 +22,14 @@ class PickleFile:
         identity: Which file it was.
     """
 
-    def __init__(self, path: str, root: str, key: str | None = None) -> None:
+    def __init__(self, path: str, root: str, key: str | None = None, opener: Callable[[], int] | None = None) -> None:
         """Read a file.
 
         Args:
             path: The file.
             root: The directory in which it, and what it links to, must lie.
             key: As for `choose_weights`.
+            opener: As for `read_pickle`.
 
         Raises:
             AmbiguousWeightsError, InvalidArgumentError: `key` does not say which weights.
@@ -36,7 +37,7 @@ class PickleFile:
             DamagedCheckpointError: It is not whole, or there are no weights in it.
         """
         self.path = path
-        contents = read_pickle(path, root)
+        contents = read_pickle(path, root, opener)
         self.key: str | None
         self.tensors: dict[str, torch.Tensor]
         self.key, self.tensors = choose_weights(contents.value, path, key)

@@ -44,7 +44,7 @@ class PickleContents:
 
     Attributes:
         path: Where it was found.
-        root: Where links may lead.
+        opener: Opens the file for reading.
         value: What was saved: tensors on the CPU in any nesting of plain containers.
         is_zip: Whether it is a zip file, which is mapped; an older one is read.
         size: Bytes.
@@ -52,7 +52,7 @@ class PickleContents:
     """
 
     path: str
-    root: str
+    opener: Callable[[], int]
     value: Any
     is_zip: bool
     size: int
@@ -68,7 +68,7 @@ class PickleContents:
             IntegrityError: They differ.
             CheckpointChangedError: It was replaced since it was read.
         """
-        fd = open_regular(self.path, self.root)
+        fd = self.opener()
         try:
             if identity_of(os.fstat(fd)) != self.identity:
                 raise CheckpointChangedError(
@@ -79,7 +79,7 @@ class PickleContents:
             os.close(fd)
 
 
-def read_pickle(path: str, root: str) -> PickleContents:
+def read_pickle(path: str, root: str, opener: Callable[[], int] | None = None) -> PickleContents:
     """Read what torch.save wrote, with `weights_only=True`; a zip file is mapped, not read.
 
     That a tensor's bytes are in the file, as many as it says, is checked here; whether they are those that were saved
@@ -88,12 +88,14 @@ def read_pickle(path: str, root: str) -> PickleContents:
     Args:
         path: The file.
         root: The directory in which it, and what it links to, must lie.
+        opener: Opens the file for reading, where it is not on the disk; then the path is for messages.
 
     Raises:
         UnsafePickleError: It asks for anything but plain tensors and containers.
         DamagedCheckpointError: It is not whole, or no file of torch.save.
     """
-    fd = open_regular(path, root)
+    opener = opener or partial(open_regular, path, root)
+    fd = opener()
     try:
         is_zip = _is_zip(fd, path)
         if is_zip:
@@ -103,7 +105,7 @@ def read_pickle(path: str, root: str) -> PickleContents:
         if is_zip:
             _check_sizes(value, data_records(fd, path), path)
         status = os.fstat(fd)
-        return PickleContents(path, root, value, is_zip, status.st_size, identity_of(status))
+        return PickleContents(path, opener, value, is_zip, status.st_size, identity_of(status))
     finally:
         os.close(fd)
 
