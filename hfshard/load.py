@@ -61,8 +61,9 @@ def load_state_dict(
     """Load a state dict from a checkpoint of hfshard, transformers, huggingface_hub or torch.save.
 
     Args:
-        path: A directory, or a repo of the Hub ("org/name"); or one file: safetensors, one of torch.save (.pt, .pth,
-            .pth.tar, .ckpt, .bin), or an index. Then it is loaded whatever else lies beside it.
+        path: A directory, an address of a store ("s3://bucket/prefix"), or a repo of the Hub ("org/name"); or one file:
+            safetensors, one of torch.save (.pt, .pth, .pth.tar, .ckpt, .bin; not in a store), or an index. Then it is
+            loaded whatever else lies beside it.
         keys: Which names to load: names, globs ("*.bias"), or a function of the name. None: all. Only they are
             loaded, and only the shards that hold them are downloaded, opened and checked.
         key: Of a file of torch.save that holds more than weights, the key that they have in it: "model_state_dict", or
@@ -75,7 +76,7 @@ def load_state_dict(
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles.
         verify: "none": only what reading needs; "structure": names, sizes, headers and fingerprints; "full" (or
             "sha256"): every byte against its checksum, which hfshard writes, and torch.save since 1.6; files
-            without one are refused.
+            without one are refused. What is read from a store is compared, tensor by tensor, at every level but "none".
         disable_mmap: As in transformers: True is read="pread".
         read: "auto": on the CPU the tensors are mapped (a page is read when it is touched), and what is not in the page
             cache is read ahead; for a GPU, and from network file systems, several threads read them at once. "mmap" or
@@ -93,6 +94,8 @@ def load_state_dict(
         CheckpointNotFoundError: There are no weights.
         AmbiguousWeightsError: A file of torch.save holds several sets of weights, and `key` does not say which.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before any tensor is returned.
+        CheckpointChangedError: It kept being replaced in a store.
+        StoreError: The store refuses, or can't be reached.
         StateDictMismatchError: `keys` or `like` names something that is not there; or it is there in another shape than
             in `like`, or in a dtype that can't be cast to that one's (`torch.can_cast`).
         RankFailedError: Another rank refused, failed, died, or did not come.
@@ -151,8 +154,8 @@ def load_model(
             transformers, concrete or Auto, or a plain module's with the mixin. Of a module with DTensors (fully_shard,
             parallelize_module) each rank reads its part: every rank of the default process group must call, and all
             load or none.
-        path: A directory, or a repo of the Hub; or one file, as in `load_state_dict`. A class takes its config from the
-            directory of the file, or from `config=`.
+        path: A directory, a store, a repo of the Hub, or one file, as in `load_state_dict`. A class takes its config
+            from the directory of the file, or from `config=`.
         key: As in `load_state_dict`.
         model_args: For a class: passed to its `from_pretrained`.
         strict: For a module, True (the default) refuses missing and unexpected names, False ignores them; shapes must
@@ -174,7 +177,8 @@ def load_model(
     Raises:
         StateDictMismatchError: Names or shapes do not fit; nothing was assigned.
         RankFailedError: Another rank refused, failed, died, or did not come.
-        Everything that `load_state_dict` raises.
+        Everything that `load_state_dict` raises. A module that is filled from a store, or spread over ranks, is half
+        loaded where a read fails after all, or brings other bytes than were saved: load it again.
 
     Example:
         hfshard.load_model(model, "out")

@@ -6,14 +6,15 @@ import os
 import shutil
 import tempfile
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 from hfshard._util.addresses import StoreAddress, parse_address
 from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME, MAX_CONFIG_BYTES
-from hfshard.errors import InvalidArgumentError
+from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.storage.checkpoint.folder import RangedFolder
+from hfshard.storage.checkpoint.folder import FAR_TRIES, RangedFolder
 from hfshard.storage.checkpoint.locate import is_weights_name
 from hfshard.storage.format.names import check_file_name
 from hfshard.stores.memory import store_memory_bytes
@@ -47,9 +48,14 @@ class Skeleton:
         """Whether somebody wants the files, so that they are kept as they are far away."""
 
     def fill(self) -> None:
-        """List what is there, and bring the directory to it (raises as `refresh`)."""
-        self._folder.look_early()
+        """List what is there, and bring the directory to it (raises as `refresh`, if it kept changing)."""
         self.is_filled = True
+        for _ in range(FAR_TRIES - 1):
+            self._folder.look_early()
+            with suppress(CheckpointChangedError):
+                self.refresh()
+                return
+        self._folder.look()
         self.refresh()
 
     def refresh(self) -> None:

@@ -219,27 +219,14 @@ def with_checkpoint(
         Everything that `open_source` and `use` raise.
     """
     local = local or source.find_local() or source.fetch(options.progress)
-
-    def work() -> _Result:
+    for _ in range(FAR_TRIES - 1 if local.folder is not None else 0):
         with open_source(source, options, local) as checkpoint:
-            return use(checkpoint)
-
-    return until_unchanged(source, work)
-
-
-def until_unchanged(source: CheckpointSource, work: Callable[[], _Result]) -> _Result:
-    """Do some work that reads a checkpoint; again, a few times, if it is in a store and was replaced meanwhile.
-
-    Raises:
-        CheckpointChangedError: It was replaced each time.
-        Everything that `work` raises.
-    """
-    for _ in range(FAR_TRIES - 1 if is_address(source.path) else 0):
-        try:
-            return work()
-        except CheckpointChangedError as error:
-            logger.info("%s Starting again.", error)
-    return work()
+            try:
+                return use(checkpoint)
+            except CheckpointChangedError as error:
+                logger.info("%s Starting again.", error)
+    with open_source(source, options, local) as checkpoint:
+        return use(checkpoint)
 
 
 @contextmanager

@@ -175,7 +175,7 @@ class RangedFolder:
 
     def look_early(self) -> None:
         """List all files for what comes before the checkpoint is opened, and for its opening."""
-        self.look()
+        self._listed = self._files.list_objects()
         self._was_just_listed = True
 
     def has_changed(self) -> bool:

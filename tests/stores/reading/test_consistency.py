@@ -1,0 +1,97 @@
+"""A reader beside writers: whenever they come, what it gets is of one save, or it says that it could not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hfshard
+from hfshard.errors import CheckpointChangedError
+from hfshard.loading import far
+from hfshard.loading.options import LoadOptions
+from hfshard.loading.source import CheckpointSource, with_checkpoint
+from hfshard.saving.options import SaveOptions
+from hfshard.saving.request import SaveRequest, request_from_state_dict
+from hfshard.saving.to_store import save_into
+from hfshard.saving.writing import OwnShardWriter
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from tests.stores.saving.memory_store import MemoryStore
+
+ADDRESS = "s3://models/bert"
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+    place = MemoryStore()
+    monkeypatch.setattr(far, "open_store", lambda address: place)
+    return place
+
+
+def save(store: MemoryStore, number: int, *, has_new_config: bool = False) -> None:
+    """Save weights that are all a number, in a few files of another size each time."""
+    tensors = {f"layer.{i}.weight": torch.full((1, 20_000), float(number)) for i in range(4)}
+    options = SaveOptions(max_shard_size=(1, 200_000, 1_000_000)[number % 3], progress=False)
+    plain = request_from_state_dict(tensors, options)
+    config = json.dumps({"number": number if has_new_config else -1}).encode()
+    before, store.before = store.before, lambda kind, name: None
+    save_into(store, SaveRequest(tensors=plain.tensors, options=options, config=config), lambda: None, OwnShardWriter())
+    store.before = before
+
+
+def load_with_config() -> tuple[set[float], int]:
+    """The numbers in a checkpoint, and that in its config, as a model is built from them."""
+    source = CheckpointSource(ADDRESS)
+    local = source.fetch()
+
+    def use(checkpoint: OpenCheckpoint) -> tuple[set[float], int]:
+        config = json.loads(Path(local.directory, "config.json").read_bytes())
+        tensors = checkpoint.read(checkpoint.keys)
+        return {value for tensor in tensors.values() for value in tensor.unique().tolist()}, config["number"]
+
+    return with_checkpoint(source, LoadOptions(), use, local)
+
+
+@pytest.mark.parametrize("has_new_config", [False, True])
+def test_a_save_between_any_two_requests_gives_the_old_or_the_new_one(
+    store: MemoryStore, *, has_new_config: bool
+) -> None:
+    numbers = count(1)
+    save(store, 0, has_new_config=has_new_config)
+    seen: list[float] = []
+    for stop in range(1, 40):
+        asked = count(1)
+        number = next(numbers)
+
+        def before(kind: str, name: str, asked: Iterator[int] = asked, stop: int = stop, number: int = number) -> None:
+            if next(asked) == stop:
+                save(store, number, has_new_config=has_new_config)
+
+        store.before = before
+        (value,), configured = load_with_config()
+        assert value in (number - 1, number)
+        assert configured == (value if has_new_config else -1)
+        seen.append(value - number)
+        if next(asked) <= stop:
+            break  # the load was over before
+    assert 0.0 in seen
+    assert seen[-1] == -1.0
+    assert len(seen) > 6
+
+
+def test_a_reader_that_is_always_overtaken_gives_up(store: MemoryStore) -> None:
+    numbers = count(1)
+    save(store, 0)
+    store.before = lambda kind, name: save(store, next(numbers)) if kind == "read" else None
+    module = nn.ModuleDict({"layer": nn.ModuleList([nn.Linear(20_000, 1, bias=False) for _ in range(4)])})
+    with pytest.raises(CheckpointChangedError, match=r"was replaced 20 times while it was being opened"):
+        hfshard.load_model(module, ADDRESS)
+
+    store.before = lambda kind, name: save(store, next(numbers)) if next(numbers) % 9 == 0 else None
+    loaded = hfshard.load_state_dict(ADDRESS)
+    assert len({value for tensor in loaded.values() for value in tensor.unique().tolist()}) == 1
