@@ -112,7 +112,7 @@ def examine(transition: Transition, baseline: Baseline, directory: Path, target:
     verdicts = read_all(transition.readers, directory, transition.contents)
     found.readers = {label: str(verdict) for label, verdict in verdicts.items()}
     found.notes += [f"{label}: {verdict.note}" for label, verdict in verdicts.items() if verdict.note]
-    quiet = _judge_readers(transition, baseline, verdicts, found)
+    quiet = judge_readers(transition, baseline, verdicts, found)
     if spoiled := touched(baseline.snapshot, left, transition.bystanders):
         found.problems.append(("wrong", f"bystanders touched: {spoiled}"))
     left_over = litter(directory, transition)
@@ -148,9 +148,7 @@ def judge(transition: Transition, baseline: Baseline, seen: Examination, run: Ru
     return found.settle(seen.quiet)
 
 
-def _judge_readers(
-    transition: Transition, baseline: Baseline, verdicts: Mapping[str, Verdict], found: Judgement
-) -> str:
+def judge_readers(transition: Transition, baseline: Baseline, verdicts: Mapping[str, Verdict], found: Judgement) -> str:
     """Hold every verdict against before and after; return the category if nothing is wrong."""
     sides = set()
     for label, verdict in verdicts.items():

@@ -54,6 +54,8 @@ class Reader:
 def read(reader: Reader, directory: Path, contents: Sequence[Content]) -> Verdict:
     """Load a directory and say which of the known contents it is."""
     try:
+        if reader.name == "hfshard" and "://" in str(directory):
+            return _by_hfshard_from_store(str(directory), reader.variant, contents)
         return READERS[reader.name](directory, reader.variant, contents)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
@@ -86,7 +88,7 @@ def _describe(state_dict: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{count} tensors {text}" for text, count in sorted(values.items()))
 
 
-def _model_verdict(model: Any, contents: Sequence[Content]) -> Verdict:
+def model_verdict(model: Any, contents: Sequence[Content]) -> Verdict:
     weights = _weights_verdict(model.state_dict(), contents)
     if weights.kind != "whole":
         return weights
@@ -103,21 +105,28 @@ def _model_verdict(model: Any, contents: Sequence[Content]) -> Verdict:
 
 def _by_transformers(directory: Path, variant: str | None, contents: Sequence[Content]) -> Verdict:
     model = model_class(contents[0].arch).from_pretrained(directory, variant=variant, local_files_only=True)
-    return _model_verdict(model, contents)
+    return model_verdict(model, contents)
 
 
 def _by_hfshard(directory: Path, variant: str | None, contents: Sequence[Content]) -> Verdict:
     from tests.crash.saves.targets import sharded_class
 
     model = sharded_class(contents[0].arch).from_pretrained(directory, variant=variant, local_files_only=True)
-    return _model_verdict(model, contents)
+    return model_verdict(model, contents)
+
+
+def _by_hfshard_from_store(address: str, variant: str | None, contents: Sequence[Content]) -> Verdict:
+    """As from a directory, but that it is not on this machine."""
+    from tests.crash.saves.targets import sharded_class
+
+    return model_verdict(sharded_class(contents[0].arch).from_pretrained(address, variant=variant), contents)
 
 
 def _by_hub_mixin(directory: Path, variant: str | None, contents: Sequence[Content]) -> Verdict:
     """huggingface_hub's mixin, which reads config.json and `model.safetensors`, and nothing else."""
     del variant  # it knows none
     with redirect_stdout(StringIO()):  # it prints
-        return _model_verdict(stock_class().from_pretrained(directory, strict=True), contents)
+        return model_verdict(stock_class().from_pretrained(directory, strict=True), contents)
 
 
 def _by_hfshard_weights(directory: Path, variant: str | None, contents: Sequence[Content]) -> Verdict:

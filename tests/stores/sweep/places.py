@@ -1,0 +1,101 @@
+"""Places in a service that hold given objects, and what lies in them, in a form in which random names are alike."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.stores.services.buckets import BUCKET, BUCKETS, HUB_BUCKET, Bucket
+from tests.stores.services.kinds import SERVICES
+
+INDEX = "model.safetensors.index.json"
+_RANDOM = re.compile(rb"[0-9a-f]{16,64}|[ \t]{64}\n")
+"""Digits in names, digests, and the mark that a config may end with."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlace:
+    """A place in a service, as processes tell each other."""
+
+    scheme: str
+    url: str
+    """The service's own."""
+    prefix: str
+
+    @property
+    def address(self) -> str:
+        """What hfshard calls it."""
+        root = f"hf://buckets/{HUB_BUCKET}" if self.scheme == "hf" else f"{self.scheme}://{BUCKET}"
+        return f"{root}/{self.prefix}"
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket that it lies in."""
+        return BUCKETS[self.scheme](self.url)
+
+    def objects(self) -> dict[str, bytes]:
+        """All that lies there."""
+        return self.bucket.objects(self.prefix)
+
+    def with_objects(self, objects: Mapping[str, bytes]) -> StorePlace:
+        """A new place beside it that holds these objects."""
+        place = StorePlace(self.scheme, self.url, f"sweep/{secrets.token_hex(6)}/place")
+        for name, raw in objects.items():
+            place.bucket.put(f"{place.prefix}/{name}", raw)
+        return place
+
+    def clear(self) -> None:
+        """Delete all that lies there."""
+        for key in self.bucket.sizes(f"{self.prefix}/"):
+            self.bucket.delete(key)
+
+
+def lead_to(url: str, scheme: str) -> None:
+    """Let the clients of a service in this process take this URL for its own."""
+    os.environ.update(SERVICES[scheme].environment(url))
+    if scheme == "hf":
+        from huggingface_hub import constants
+
+        # huggingface_hub has read its environment.
+        constants.ENDPOINT = url
+        constants.HF_HUB_OFFLINE = False
+
+
+def alike(objects: Mapping[str, bytes]) -> frozenset[tuple[bytes, str]]:
+    """What is the same for two places that differ in random names only."""
+    return frozenset(
+        (_RANDOM.sub(b"#", name.encode()), hashlib.sha256(_RANDOM.sub(b"#", raw)).hexdigest())
+        for name, raw in objects.items()
+    )
+
+
+def write_to(directory: Path, objects: Mapping[str, bytes]) -> Path:
+    """Make a directory of objects, as the services' own tools do."""
+    for name, raw in objects.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(raw)
+    return directory
+
+
+def in_directory(directory: Path) -> dict[str, bytes]:
+    """The files of a directory as objects."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def litter(objects: Mapping[str, bytes], wanted: set[str]) -> str:
+    """What lies there beyond what a whole save needs, or is lacking; empty when nothing."""
+    wanted = set(wanted)
+    for name in [name for name in objects if re.fullmatch(r"model\.safetensors\.index(\.\w+)?\.json", name)]:
+        wanted |= {name, *json.loads(objects[name])["weight_map"].values()}
+    pointed = json.loads(objects.get("config.json", b"{}")).get("transformers_weights")
+    if pointed in objects:
+        wanted |= {pointed, *json.loads(objects[pointed])["weight_map"].values()}
+    parts = [f"+{name}" for name in sorted(objects.keys() - wanted)]
+    return " ".join(parts + [f"-{name}" for name in sorted(wanted - objects.keys())])

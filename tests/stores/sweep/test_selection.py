@@ -1,0 +1,33 @@
+"""A selection of the sweep of stores; `scripts/store_sweep` does all of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.stores.services.kinds import SERVICES
+from tests.stores.sweep.sweep import KINDS, Sweep
+
+CASES = {
+    "s3": "sharded->sharded+config",
+    "gs": "upstream-single->sharded+config",
+    "az": "variant-over-variant",
+    "hf": "single->sharded",
+}
+"""A transition for each service; they do the same in all."""
+POINTS = 5
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("scheme", CASES)
+def test_a_save_that_is_broken_at_a_request_leaves_the_old_or_the_new_checkpoint(scheme: str) -> None:
+    if lacks := SERVICES[scheme].lacks():
+        pytest.skip(lacks)
+    sweep = Sweep(scheme, CASES[scheme])
+    assert sweep.problems == []
+
+    kinds = [kind for kind in KINDS if kind not in ("503", "429")]  # these only take longer
+    points = [(kind, at) for kind in kinds for at in range(len(sweep.requests))]
+    results = [sweep.break_at(kind, at) for kind, at in random.Random(7).sample(points, POINTS)]
+    assert [str(result) for result in results if result.is_failure] == []
