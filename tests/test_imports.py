@@ -151,7 +151,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "pickle_file",
     ),
     "stores": ("memory protocols", "buckets objects stored_source", "opening"),
-    "stores.buckets": ("hub_calls turns", "tokens", "xet", "errors", "calls", "bucket_store"),
+    "stores.buckets": ("hub_calls turns", "tokens xet", "download errors upload", "calls", "bucket_store"),
     "stores.objects": (
         "failures settings",
         "connection part_memory retrying",

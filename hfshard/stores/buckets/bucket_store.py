@@ -9,9 +9,11 @@ from huggingface_hub import BucketFile
 from hfshard._util.addresses import StoreAddress
 from hfshard.errors import CheckpointChangedError, StaleObjectError, StoreConnectionError, StoreError
 from hfshard.stores.buckets.calls import BucketCalls
+from hfshard.stores.buckets.download import XetReader
 from hfshard.stores.buckets.errors import translate_bucket_errors
 from hfshard.stores.buckets.tokens import XetTokens, bucket_token_url
-from hfshard.stores.buckets.xet import XetFailedError, XetReader, XetUpload
+from hfshard.stores.buckets.upload import XetUpload
+from hfshard.stores.buckets.xet import XetFailedError
 from hfshard.stores.protocols import ANYTHING, Anything, StoredObject
 
 

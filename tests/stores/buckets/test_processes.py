@@ -1,0 +1,82 @@
+"""Ctrl-C, threads and forked processes over hf_xet's sessions."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hfshard.stores.buckets.bucket_store import BucketStore
+from tests.hubserver.faults import Fault
+from tests.hubserver.hub_server import HubServer
+
+pytestmark = pytest.mark.compat
+
+RAW = random.Random(9).randbytes(1_000_000)
+
+
+def interrupt_at(fault: Fault) -> None:
+    """Send Ctrl-C to this process when the server waits at a gate."""
+
+    def send() -> None:
+        fault.reached.wait(10)
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+@pytest.mark.parametrize("kind", ["chunk_query", "xorb_put", "shard_put", "reconstruction", "xorb_get"])
+def test_ctrl_c_ends_a_transfer_that_waits_for_the_network(store: BucketStore, hub: HubServer, kind: str) -> None:
+    raw = random.Random(kind).randbytes(200_000)
+    put = store.put("old", raw) if kind in ("reconstruction", "xorb_get") else None
+    gate = threading.Event()
+    fault = hub.fail(Fault(match=f" {kind} ", kind="slow", direction="down", gate=gate, times=100))
+    interrupt_at(fault)
+    began = time.monotonic()
+
+    with pytest.raises(KeyboardInterrupt):
+        if put is None:
+            store.put("new", raw)
+        else:
+            store.read(put)
+
+    assert time.monotonic() - began < 5
+    gate.set()
+    hub.clear_faults()
+    assert store.find("new") is None
+    assert store.read(store.put("after", b"works")) == b"works"
+
+
+def test_threads_share_a_store(store: BucketStore) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        puts = list(pool.map(lambda i: store.put(f"{i}", RAW[i : i + 100_000]), range(16)))
+        reads = list(pool.map(lambda i: store.read(puts[i]), range(16)))
+
+    assert reads == [RAW[i : i + 100_000] for i in range(16)]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_uses_the_store_of_its_parent(store: BucketStore) -> None:
+    put = store.put("a", RAW)
+    assert store.read(put) == RAW
+
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(20)
+            done = store.read(put) == RAW and store.read(store.put("b", b"child")) == b"child"
+            os._exit(0 if done else 1)
+        finally:
+            os._exit(2)
+
+    assert os.waitpid(child, 0)[1] == 0
+    assert sorted(store.list_objects()) == ["a", "b"]
+    assert store.read(put) == RAW
