@@ -192,7 +192,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "training.foreign.pickles": ("inert_pickle", "data_types described_tensors", "plain_values", "plain_files"),
     "training.integrations": (
         "rank_batches trainer_files trainer_names trainer_settings trainer_weights",
-        "accelerate lightning trainer_data trainer_places",
+        "accelerate lightning trainer_data trainer_far trainer_places",
         "trainer_callback",
     ),
     "training.parts": (

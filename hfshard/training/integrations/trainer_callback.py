@@ -12,7 +12,9 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from hfshard._util.addresses import is_address
 from hfshard.errors import HfshardError, InvalidArgumentError
+from hfshard.load import load_model
 from hfshard.training.integrations.trainer_data import (
     UnloggedLoss,
     batch_seed,
@@ -20,6 +22,7 @@ from hfshard.training.integrations.trainer_data import (
     data_settings,
     prepared_seeded_loader,
 )
+from hfshard.training.integrations.trainer_far import near_checkpoint
 from hfshard.training.integrations.trainer_files import trainer_files
 from hfshard.training.integrations.trainer_places import Place, bring_here
 from hfshard.training.integrations.trainer_settings import (
@@ -32,6 +35,7 @@ from hfshard.training.integrations.trainer_weights import is_stock_checkpoint, l
 from hfshard.training.manager import CheckpointManager
 from hfshard.training.parts.rng import rng_state, set_rng_state
 from hfshard.training.ranks import Ranks
+from hfshard.training.run.places.opening import files_at
 from hfshard.training.state import TrainingState
 
 logger = logging.getLogger(__name__)
@@ -104,6 +108,8 @@ class CheckpointCallback(TrainerCallback):
         """The checkpoint that `latest` has verified, or a download."""
         self._resumed: tuple[int, str] | None = None
         """The step that was restored, and the directory of its checkpoint."""
+        self._brought: tuple[str, str] = ("", "")
+        """The directory that Trainer resumes from, if it was brought here, and where the checkpoint itself is."""
         self._rng: dict[str, Any] | None = None
         """The RNG states of the checkpoint that is being resumed, until Trainer has skipped to its batch."""
         self._progress: dict[str, Any] = {}
@@ -170,7 +176,7 @@ class CheckpointCallback(TrainerCallback):
         trainer.store_flos()
         if state.best_global_step is not None:
             best = manager.path_of(state.best_global_step)
-            if state.best_global_step == step or os.path.isdir(best):
+            if state.best_global_step == step or files_at(best).is_there():
                 state.best_model_checkpoint = best
         exportable = [*trainer.callback_handler.callbacks, trainer.control]
         exportable = [callback for callback in exportable if isinstance(callback, ExportableState)]
@@ -189,7 +195,11 @@ class CheckpointCallback(TrainerCallback):
         manager, trainer = self._attached()
         place = resume_from_checkpoint
         if place and (here := bring_here(place, manager, trainer.args)) is not None:
-            place = self._verified = here
+            self._verified = here
+            self._resumed = None
+            with near_checkpoint(here) as directory:
+                self._brought = (directory, here)
+                return self._originals["train"](directory, *args, **kwargs)
         self._resumed = None
         return self._originals["train"](place, *args, **kwargs)
 
@@ -199,7 +209,9 @@ class CheckpointCallback(TrainerCallback):
             return
         manager, trainer = self._attached()
         path = os.path.realpath(checkpoint)
-        is_verified = self._verified is not None and path == os.path.realpath(self._verified)
+        if path == self._brought[0]:
+            path = self._brought[1]
+        is_verified = self._verified is not None and path in (self._verified, os.path.realpath(self._verified))
         unlogged = UnloggedLoss()
         restored = manager.restore(self._training_state(unlogged), path, verify="structure" if is_verified else "full")
         if not trainer.args.ignore_data_skip:
@@ -216,7 +228,12 @@ class CheckpointCallback(TrainerCallback):
     def _load_best(self) -> None:
         """Trainer calls it on all ranks; its own way takes the weights of a whole model."""
         _, trainer = self._attached()
-        if not load_parts(trainer.model, trainer.state.best_model_checkpoint):
+        best = trainer.state.best_model_checkpoint
+        if load_parts(trainer.model, best):
+            return
+        if best is not None and is_address(best):
+            load_model(trainer.model, best)
+        else:
             self._originals["_load_best_model"]()
 
     def _load_rng(self, checkpoint: str | None) -> None:
@@ -256,7 +273,7 @@ class CheckpointCallback(TrainerCallback):
             getattr(trainer, _LOSS).add_(self._progress["loss"])
             setattr(trainer, _LOGGED, self._progress["logged"])
             self._progress = {}
-        if state.best_global_step is not None and os.path.isdir(best := manager.path_of(state.best_global_step)):
+        if state.best_global_step is not None and files_at(best := manager.path_of(state.best_global_step)).is_there():
             state.best_model_checkpoint = best  # the directory of the run may have been moved
         elif self._resumed is not None and self._resumed[0] == state.best_global_step:
             state.best_model_checkpoint = self._resumed[1]  # it was downloaded

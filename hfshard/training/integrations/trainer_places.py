@@ -9,6 +9,7 @@ from typing import Final
 from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from hfshard._util.addresses import is_address
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.address import directory_of, split_address
 from hfshard.hub.repo_tree import RepoTree
@@ -33,13 +34,15 @@ def bring_here(place: Place, manager: CheckpointManager, args: TrainingArguments
     alone has pushed has the Hub's checksums only.
 
     Args:
-        place: A directory, "org/name" on the Hub, or a directory hub, these two with "@revision" for one other than
-            main. True: of the run; if that has none, of the hub that the manager pushes to.
+        place: A directory, an address of a store, "org/name" on the Hub, or a directory hub, the last two with
+            "@revision" for one other than main. True: of the run; if that has none, of the hub that the manager pushes
+            to.
         manager: The run's.
         args: The Trainer's, for its directory and token.
 
     Returns:
-        The checkpoint's directory; None where the place is for Trainer to find: a directory, or what True means to it.
+        The checkpoint's directory, or its address, from which nothing is downloaded yet; None where the place is for
+        Trainer to find: a directory, or what True means to it.
 
     Raises:
         CheckpointNotFoundError: There is no training checkpoint.
@@ -59,8 +62,10 @@ def _fetched(place: Place, manager: CheckpointManager, args: TrainingArguments) 
     if address is None or (os.path.isdir(address) and not has_hub_marker(os.fspath(address))):
         return None
     try:
-        checkpoint, _ = checked_at(address, "full", token=args.hub_token, progress=manager.progress)
+        checkpoint, _ = checked_at(address, "full", token=args.hub_token, progress=manager.progress, is_read_next=True)
     except CheckpointNotFoundError:
+        if is_address(address):
+            raise
         stock = _fetched_from_trainer(address, args.hub_token, manager.progress)
         if stock is None:
             raise
@@ -108,6 +113,8 @@ def _order(folder: str) -> tuple[bool, bool, int]:
 
 def _newest(manager: CheckpointManager, args: TrainingArguments) -> str | None:
     """What True means, where Trainer does not find it by itself."""
+    if is_address(manager.root) and (step := manager.latest_step()) is not None:
+        return manager.path_of(step)
     root = str(args.output_dir)
     if os.path.isdir(root) and get_last_checkpoint(root) is not None:
         return None
