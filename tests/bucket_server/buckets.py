@@ -96,6 +96,11 @@ class BucketStore:
         with self._lock:
             return [one for name, one in sorted(self._buckets.items()) if name.startswith(f"{namespace}/")]
 
+    def all_hashes(self) -> set[str]:
+        """What all files of all buckets hold."""
+        with self._lock:
+            return {entry.xet_hash for one in self._buckets.values() for entry in list(one.files.values())}
+
     def create(self, bucket_id: str, private: bool) -> Bucket | None:
         """Make a bucket; None: it is there already."""
         with self._lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -118,6 +118,23 @@ class Cas:
         """The file whose writer said that it has this digest."""
         path = self._sha256 / sha256
         return self.recipe(path.read_text()) if path.is_file() else None
+
+    def keep_only(self, file_hashes: Collection[str]) -> None:
+        """Forget all other files, and the xorbs that none of these needs."""
+        xorbs: set[str] = set()
+        for path in list(self._files.glob("*")):
+            recipe = self.recipe(path.name)
+            if path.name in file_hashes and recipe is not None:
+                xorbs.update(term.xorb for term in recipe.terms)
+                continue
+            path.unlink()
+            self._recipes.pop(path.name, None)
+        self.xorbs.keep_only(xorbs)
+        with self._lock:
+            self._xorb_of_chunk = {chunk: xorb for chunk, xorb in self._xorb_of_chunk.items() if xorb in xorbs}
+        for listing in list(self._listings.glob("*")):
+            if listing.name not in xorbs:
+                listing.unlink()
 
     def listing_of_chunk(self, chunk: str) -> bytes | None:
         """What was listed of the xorb that holds a chunk; None: no xorb does."""

@@ -82,6 +82,21 @@ def test_a_restarted_store_has_its_files_and_knows_its_chunks(cas: Cas, tmp_path
     assert parse_shard(dedup_shard([listing], 0))[1][0].chunk_hashes == [CHUNK]
 
 
+def test_garbage_is_what_no_bucket_has(cas: Cas, tmp_path: Path) -> None:
+    other = "f" * 64
+    cas.add_xorb(other, [XORB_BYTES])
+    cas.keep_only({FILE})
+    assert cas.recipe(FILE) is not None
+    assert (cas.xorbs.has(XORB), cas.xorbs.has(other)) == (True, False)
+
+    cas.keep_only(set())
+    assert cas.recipe(FILE) is None
+    assert cas.by_sha256(SHA256) is None
+    assert cas.listing_of_chunk(CHUNK) is None
+    assert not cas.xorbs.has(XORB)
+    assert Cas(tmp_path).listing_of_chunk(CHUNK) is None
+
+
 def test_shards_of_what_was_not_uploaded_are_refused(cas: Cas, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no chunks 3 to 5"):
         cas.add_shard(shard([(4, 3, 5)]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -80,6 +80,13 @@ class XorbStore:
             file.write(content)
         os.replace(file.name, self.path(xorb))
         return not was_there
+
+    def keep_only(self, xorbs: Collection[str]) -> None:
+        """Delete all others."""
+        for path in list(self.directory.glob("*")):
+            if path.name not in xorbs:
+                path.unlink()
+                self._tables.pop(path.name, None)
 
     def table(self, xorb: str) -> ChunkTable:
         """Where its chunks lie."""

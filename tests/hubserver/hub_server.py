@@ -248,6 +248,10 @@ class HubServer:
         """Let all tokens for Xet's store that were given so far be expired."""
         self._hub.signer.expire_tokens()
 
+    def collect_garbage(self) -> None:
+        """Forget what was uploaded through Xet and is in no bucket; repositories have files of their own."""
+        self._hub.cas.keep_only(self._hub.buckets.all_hashes())
+
     def create_bucket(self, bucket_id: str, *, private: bool = False) -> BucketView:
         """Make a bucket as its namespace's owner."""
         bucket = self._hub.buckets.create(bucket_id, private)
