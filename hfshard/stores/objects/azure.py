@@ -8,11 +8,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from obstore.exceptions import BaseError
 from obstore.store import AzureStore
 
 from hfshard.errors import StoreAccessError
-from hfshard.stores.objects.connection import Connection, Service, quick_options, upload_options
+from hfshard.stores.objects.connection import Connection, Service, make_clients
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig
@@ -58,24 +57,13 @@ def connect(container: str) -> Connection:
     """
     address = f"az://{container}"
     settings = _settings(address)
-    allow_http = str(settings.get("endpoint", "")).startswith("http://")
-    quick, no_retries = quick_options(allow_http=allow_http)
-    slow, retries = upload_options(allow_http=allow_http)
-    try:
-        return Connection(
-            service=SERVICE,
-            address=address,
-            bucket=container,
-            quick=AzureStore(container, config=settings, client_options=quick, retry_config=no_retries),
-            uploads=AzureStore(container, config=settings, client_options=slow, retry_config=retries),
-            sweep=None,
-        )
-    except (BaseError, ValueError):  # without its words, which may hold the key
-        raise StoreAccessError(
-            f"The settings for {address} can't be used: a key or an endpoint in AZURE_STORAGE_* is not valid. "
-            f"{SERVICE.log_in}",
-            path=address,
-        ) from None
+    quick, uploads = make_clients(
+        lambda options, retries: AzureStore(container, config=settings, client_options=options, retry_config=retries),
+        SERVICE,
+        address,
+        allow_http=str(settings.get("endpoint", "")).startswith("http://"),
+    )
+    return Connection(service=SERVICE, address=address, bucket=container, quick=quick, uploads=uploads, sweep=None)
 
 
 def _settings(address: str) -> AzureConfig:

@@ -10,6 +10,7 @@ import obstore
 
 from hfshard._util.addresses import StoreAddress
 from hfshard.errors import CheckpointChangedError, HfshardError, StaleObjectError, StoreConnectionError, StoreError
+from hfshard.stores.memory import store_memory_bytes
 from hfshard.stores.objects.connecting import connection_to
 from hfshard.stores.objects.connection import refusal
 from hfshard.stores.objects.failures import OBSTORE_ERRORS, Failure, read_failure
@@ -31,12 +32,12 @@ LARGEST_COPY: Final = 5 << 30
 T = TypeVar("T")
 
 
-class _MissingError(Exception):
+class _MissingError(StoreError):
     """There is no such object."""
 
 
-class _DiffersError(Exception):
-    """A condition of the request does not hold."""
+class _DiffersError(StoreError):
+    """A condition of the request does not hold, or one of the service's own, such as a lease."""
 
 
 class CloudStore:
@@ -53,6 +54,7 @@ class CloudStore:
         Raises:
             StoreAccessError: There are no credentials.
         """
+        store_memory_bytes()  # raises where the environment asks for too little
         self._address = address
         self._connection = connection_to(address.scheme, address.bucket)
         self._prefix = f"{address.prefix}/" if address.prefix else ""
@@ -117,8 +119,6 @@ class CloudStore:
                 failure = read_failure(error)
                 if not patience.wait_after(failure):
                     raise self._unreadable(found, failure) from None
-            except _DiffersError:
-                raise self._changed(found.name) from None
 
     def read(self, found: StoredObject) -> bytes:
         """The bytes of a small object; see `Store`."""
@@ -224,13 +224,14 @@ class CloudStore:
                 # Without the cause: obstore prints requests and answers whole, signatures included.
                 raise self._final(failure, name) from None
 
-    def _final(self, failure: Failure, name: str) -> Exception:
+    def _final(self, failure: Failure, name: str) -> StoreError:
         if failure.no_bucket:
             return self._refused(failure, name)
+        where = self._at(name)
         if failure.differs:
-            return _DiffersError()
+            return _DiffersError(f"'{where}' is locked, or was changed meanwhile ({failure.code}).", path=where)
         if failure.missing:
-            return _MissingError()
+            return _MissingError(f"'{where}' is not there.", path=where)
         return self._refused(failure, name)
 
     def _refused(self, failure: Failure, name: str) -> StoreError:
@@ -251,14 +252,11 @@ class CloudStore:
         options: GetOptions = {"if_match": f'"{found.etag}"', "range": (begin, end)}
         answer = obstore.get(self._connection.quick, self._key(found.name), options=options)
         if (answer.meta["e_tag"] or "").strip('"') != found.etag:
-            raise _DiffersError  # a service that knows no conditions
+            raise self._changed(found.name)  # the service knows no conditions
         return answer.stream(_READ_BLOCK)
 
     def _put_whole(self, name: str, raw: memoryview) -> StoredObject:
-        try:
-            return self._put(name, raw, "overwrite", None)
-        except _MissingError:
-            raise StoreError(f"'{self._at(name)}' can't be put: there is no such place.", path=self._at(name)) from None
+        return self._put(name, raw, "overwrite", None)
 
     def _put(
         self,
@@ -288,7 +286,7 @@ class CloudStore:
         if self._generations.get(condition.name, ("", ""))[0] != condition.etag:
             now = self.find(condition.name)
             if now is None or now.etag != condition.etag:
-                raise _DiffersError
+                raise _DiffersError(f"'{self._at(condition.name)}' was changed meanwhile.")
         etag, generation = self._generations[condition.name]
         return {"e_tag": f'"{etag}"', "version": generation}
 

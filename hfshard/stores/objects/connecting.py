@@ -20,7 +20,7 @@ _CONNECT: Final[dict[str, Callable[[str], Connection]]] = {
     "az": azure.connect,
 }
 
-_LOCK: Final = threading.Lock()
+_lock = threading.Lock()
 _CONNECTIONS: Final[dict[tuple[str, str, str], Connection]] = {}
 
 
@@ -31,10 +31,20 @@ def connection_to(scheme: str, bucket: str) -> Connection:
         StoreAccessError: There are no credentials.
     """
     key = (scheme, bucket, _environment())
-    with _LOCK:
+    with _lock:
         if key not in _CONNECTIONS:
             _CONNECTIONS[key] = _CONNECT[scheme](bucket)
         return _CONNECTIONS[key]
+
+
+def _forget() -> None:
+    """Begin anew in a forked child: another thread of the parent may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+    _CONNECTIONS.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _environment() -> str:

@@ -8,22 +8,27 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
+from obstore.exceptions import BaseError
+
 from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError, StoreNotFoundError
 from hfshard.stores.objects.failures import Failure
 from hfshard.stores.objects.settings import first_wait, retry_seconds, stall_seconds
 
 if TYPE_CHECKING:
-    from obstore.store import AzureStore, ClientConfig, GCSStore, RetryConfig, S3Store
+    from obstore.store import AzureStore, BackoffConfig, ClientConfig, GCSStore, RetryConfig, S3Store
 
     Client = S3Store | GCSStore | AzureStore
 
+_FORBIDDEN: Final = frozenset({"AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch"})
 _EXPIRED: Final = frozenset({"ExpiredToken", "TokenRefreshRequired"})
 _UNKNOWN_KEY: Final = frozenset(
     {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthenticationFailed", "InvalidAuthenticationInfo"}
 )
 _LONGEST_BACKOFF: Final = timedelta(seconds=15)
-_CONNECT_SECONDS: Final = 10
+_CONNECT: Final = timedelta(seconds=10)
 _WHOLE_DAY: Final = timedelta(days=1)
+_RETRIES: Final = 10
+"""Of a part, at most."""
 _UPLOAD_STALLS: Final = 10
 """A part may take this many stalls: 256 MiB under way on a line of 4 Mbit/s take nine minutes."""
 
@@ -89,30 +94,46 @@ _user: int | None = None
 """The process that has sent requests, or an ancestor of this one that has."""
 
 
-def quick_options(*, allow_http: bool) -> tuple[ClientConfig, RetryConfig]:
-    """The options of `Connection.quick`."""
+def make_clients(
+    make: Callable[[ClientConfig, RetryConfig], Client],
+    service: Service,
+    address: str,
+    *,
+    allow_http: bool,
+    authority: bytes | None = None,
+) -> tuple[Client, Client]:
+    """Make `Connection.quick` and `Connection.uploads`.
+
+    Args:
+        make: Of a bucket, with its settings.
+        service: Whose.
+        address: Of the bucket.
+        allow_http: Whether the endpoint that the user has set is one without encryption.
+        authority: The certificates to trust, besides the system's.
+
+    Raises:
+        StoreAccessError: obstore refuses the settings.
+    """
     stall = timedelta(seconds=stall_seconds() or 1)
-    options: ClientConfig = {
-        "allow_http": allow_http,
-        "connect_timeout": min(stall, timedelta(seconds=_CONNECT_SECONDS)),
-        "timeout": _WHOLE_DAY,
-        "read_timeout": stall,
-    }
-    retries: RetryConfig = {"max_retries": 0}
-    return options, retries
-
-
-def upload_options(*, allow_http: bool) -> tuple[ClientConfig, RetryConfig]:
-    """The options of `Connection.uploads`."""
-    options, _ = quick_options(allow_http=allow_http)
-    del options["read_timeout"]
-    options["timeout"] = timedelta(seconds=_UPLOAD_STALLS * (stall_seconds() or 1))
+    common: ClientConfig = {"allow_http": allow_http, "connect_timeout": min(stall, _CONNECT)}
+    if authority is not None:
+        common["root_certificate"] = authority
+    backoff: BackoffConfig = {"init_backoff": timedelta(seconds=first_wait()), "max_backoff": _LONGEST_BACKOFF}
     retries: RetryConfig = {
-        "max_retries": 10,
+        "max_retries": _RETRIES,
         "retry_timeout": timedelta(seconds=retry_seconds()),
-        "backoff": {"init_backoff": timedelta(seconds=first_wait()), "max_backoff": _LONGEST_BACKOFF, "base": 2},
+        "backoff": backoff,
     }
-    return options, retries
+    try:
+        quick = make({**common, "timeout": _WHOLE_DAY, "read_timeout": stall}, {"max_retries": 0})
+        uploads = make({**common, "timeout": _UPLOAD_STALLS * stall}, retries)
+    except (BaseError, ValueError):  # without its words, which may hold a key
+        raise StoreAccessError(
+            f"The settings for {address} can't be used: a key, an endpoint or a certificate among them is not valid. "
+            f"{service.log_in}",
+            path=address,
+        ) from None
+    return quick, uploads
 
 
 def refusal(service: Service, bucket: str, where: str, failure: Failure) -> StoreError:
@@ -147,7 +168,7 @@ def refusal(service: Service, bucket: str, where: str, failure: Failure) -> Stor
             f"'{service.who_am_i}'. {service.log_in}",
             path=where,
         )
-    if failure.status == 403:
+    if failure.status == 403 or failure.code in _FORBIDDEN:
         return StoreAccessError(
             f"{service.title} does not permit this request for {where} ({said}). Loading and saving need "
             f"{service.permissions}; '{service.who_am_i}' shows who asked.",

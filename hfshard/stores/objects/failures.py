@@ -17,7 +17,8 @@ OBSTORE_ERRORS: Final = (BaseError, FileNotFoundError)
 """What obstore raises when a request fails."""
 
 _STATUS: Final = re.compile(r"status code: (\d{3})")
-_CODE: Final = re.compile(r"<Code>\s*([A-Za-z0-9]+)\s*</Code>")
+_CODE: Final = re.compile(r"<Code>\s*([A-Za-z0-9]+)\s*</Code>|\(code: ([A-Za-z0-9]+)\)")
+"""In an answer, or of one of many objects to delete."""
 _MESSAGE: Final = re.compile(r"<Message>([^\n<]{1,300})")
 _TRANSPORT: Final = re.compile(r"kind: (Connect|Request|Timeout|Interrupted|Unknown|Decode)\b")
 _SECRET: Final = re.compile(r"(?i)\b(sig|signature|token|key|secret|credential)s?\s*[=:]\s*\S+|\?\S+")
@@ -26,6 +27,8 @@ _DEBUG: Final = "\n\nDebug source:\n"
 
 _TRANSIENT: Final = frozenset({408, 429, 500, 502, 503, 504})
 _SLOW_DOWN: Final = frozenset({429, 503})
+_BUSY: Final = frozenset({"SlowDown", "ServiceUnavailable", "InternalError", "ServerBusy", "RequestTimeout"})
+"""Codes that come with other statuses too: S3 calls a body that came too slowly a bad request."""
 _COLLISIONS: Final = frozenset({"ConditionalRequestConflict", "OperationAborted"})
 """Codes of S3 for two requests at the same moment: neither was refused for its condition."""
 _CLOCK: Final = ("RequestTimeTooSkewed", "RequestExpired", "Request date header too old", "in a reasonable timeframe")
@@ -76,7 +79,7 @@ class Failure:
         """Whether the same request may succeed a little later."""
         if self.differs or self.missing or self.no_credentials or self.wrong_region:
             return False
-        return bool(self.transport) or self.status in _TRANSIENT or self.code in _COLLISIONS
+        return bool(self.transport) or self.status in _TRANSIENT or self.code in _BUSY | _COLLISIONS
 
     @property
     def is_slow_down(self) -> bool:
@@ -117,4 +120,4 @@ def read_failure(error: BaseException) -> Failure:
 
 def _first(pattern: re.Pattern[str], text: str) -> str:
     found = pattern.search(text)
-    return found.group(1) if found else ""
+    return next(filter(None, found.groups()), "") if found else ""

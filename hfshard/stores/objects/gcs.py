@@ -13,11 +13,10 @@ from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from obstore.exceptions import BaseError
 from obstore.store import GCSStore
 
 from hfshard.errors import StoreAccessError, StoreError
-from hfshard.stores.objects.connection import Connection, Service, quick_options, upload_options
+from hfshard.stores.objects.connection import Connection, Service, make_clients
 from hfshard.stores.objects.settings import stall_seconds
 
 if TYPE_CHECKING:
@@ -64,29 +63,18 @@ def connect(bucket: str) -> Connection:
             token = lambda: str(provider()["token"])  # noqa: E731
         elif file is not None:
             settings = {"application_credentials": str(file)}
-    allow_http = endpoint.startswith("http://")
-    quick, no_retries = quick_options(allow_http=allow_http)
-    slow, retries = upload_options(allow_http=allow_http)
-    try:
-        return Connection(
-            service=SERVICE,
-            address=address,
-            bucket=bucket,
-            quick=GCSStore(
-                bucket, config=settings, client_options=quick, retry_config=no_retries, credential_provider=provider
-            ),
-            uploads=GCSStore(
-                bucket, config=settings, client_options=slow, retry_config=retries, credential_provider=provider
-            ),
-            sweep=None
-            if token is None
-            else lambda prefix, is_left: _Uploads(bucket, endpoint or _ENDPOINT, token).sweep(prefix, is_left),
-        )
-    except BaseError as error:
-        raise StoreAccessError(
-            f"The credentials for {address} can't be read: {str(error).partition(chr(10))[0]}. {SERVICE.log_in}",
-            path=address,
-        ) from None
+    quick, uploads = make_clients(
+        lambda options, retries: GCSStore(
+            bucket, config=settings, client_options=options, retry_config=retries, credential_provider=provider
+        ),
+        SERVICE,
+        address,
+        allow_http=endpoint.startswith("http://"),
+    )
+    sweep = None
+    if token is not None:
+        sweep = _Uploads(bucket, endpoint or _ENDPOINT, token).sweep
+    return Connection(service=SERVICE, address=address, bucket=bucket, quick=quick, uploads=uploads, sweep=sweep)
 
 
 def _credentials_file() -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from mmap import mmap
@@ -22,6 +23,10 @@ class PartMemory:
         self._free: list[mmap] = []
         self._in_use = 0
         self._uploads = 0
+
+    def forget(self) -> None:
+        """Begin anew in a forked child: another thread of the parent may have held the lock."""
+        self.__init__()  # type: ignore[misc]
 
     def join(self) -> None:
         """An upload begins."""
@@ -66,3 +71,4 @@ class PartMemory:
 
 
 PART_MEMORY: Final = PartMemory()
+os.register_at_fork(after_in_child=PART_MEMORY.forget)

@@ -6,16 +6,18 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import botocore.session
+from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.loaders import create_loader
 from obstore.store import S3Store
 
 from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError
-from hfshard.stores.objects.connection import Connection, Service, quick_options, refusal, upload_options
+from hfshard.stores.objects.connection import Connection, Service, make_clients, refusal
 from hfshard.stores.objects.failures import Failure
 from hfshard.stores.objects.settings import stall_seconds
 
@@ -73,36 +75,55 @@ def connect(bucket: str) -> Connection:
     try:
         session = botocore.session.Session()
         session.register_component("data_loader", _LOADER)
-        found = session.get_credentials()
-        if found is None:
-            raise StoreAccessError(f"There are no credentials for {address}. {SERVICE.log_in}", path=address)
-        credentials = _Credentials(found)
-        credentials()  # a login that has expired is told here, not by a request
+        is_public = os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in {"1", "true"}
+        credentials = None if is_public else _credentials(session, address)
         stall = stall_seconds() or 1
         client = session.create_client(
             "s3",
             region_name=os.environ.get("AWS_REGION"),  # as the aws command line does it; botocore knows its elder alone
-            config=Config(connect_timeout=min(stall, 10), read_timeout=stall, retries={"total_max_attempts": 5}),
+            config=Config(
+                connect_timeout=min(stall, 10),
+                read_timeout=stall,
+                retries={"total_max_attempts": 5},
+                signature_version=UNSIGNED if is_public else None,
+            ),
         )
     except BotoCoreError as error:
         raise StoreAccessError(f"The credentials for {address} can't be used: {error}. {SERVICE.log_in}") from error
     settings = _settings(bucket, client)
-    allow_http = client.meta.endpoint_url.startswith("http://")
-    quick, no_retries = quick_options(allow_http=allow_http)
-    slow, retries = upload_options(allow_http=allow_http)
+    quick, uploads = make_clients(
+        lambda options, retries: S3Store(
+            bucket, config=settings, client_options=options, retry_config=retries, credential_provider=credentials
+        ),
+        SERVICE,
+        address,
+        allow_http=client.meta.endpoint_url.startswith("http://"),
+        authority=_authority(session),
+    )
     return Connection(
         service=SERVICE,
         address=address,
         bucket=bucket,
-        quick=S3Store(
-            bucket, config=settings, client_options=quick, retry_config=no_retries, credential_provider=credentials
-        ),
-        uploads=S3Store(
-            bucket, config=settings, client_options=slow, retry_config=retries, credential_provider=credentials
-        ),
+        quick=quick,
+        uploads=uploads,
         sweep=lambda prefix, is_left: _sweep(client, bucket, prefix, is_left),
         copy_in_parts=lambda *which: _copy_in_parts(client, bucket, *which),
     )
+
+
+def _authority(session: Any) -> bytes | None:
+    """The certificates of AWS_CA_BUNDLE, or of the configuration."""
+    bundle = session.get_config_variable("ca_bundle")
+    return Path(bundle).read_bytes() if bundle else None
+
+
+def _credentials(session: Any, address: str) -> _Credentials:
+    found = session.get_credentials()
+    if found is None:
+        raise StoreAccessError(f"There are no credentials for {address}. {SERVICE.log_in}", path=address)
+    credentials = _Credentials(found)
+    credentials()  # a login that has expired is told here, not by a request
+    return credentials
 
 
 def _settings(bucket: str, client: Any) -> S3Config:

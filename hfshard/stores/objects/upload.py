@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import logging
+import os
 import queue
 import threading
 import weakref
@@ -23,8 +23,6 @@ from hfshard.stores.protocols import StoredObject
 
 if TYPE_CHECKING:
     from obstore import PutResult
-
-_LOG = logging.getLogger(__name__)
 
 _PARTS_AT_ONCE: Final = 8
 """Of one object: one connection to S3 carries 50 to 100 MB/s."""
@@ -86,6 +84,7 @@ class Upload:
         self._result: PutResult | None = None
         self._error: BaseException | None = None
         self._over = False
+        self._gone = False
         PART_MEMORY.join()
         _OPEN.add(self)
 
@@ -127,18 +126,23 @@ class Upload:
 
     def abort(self) -> None:
         """Give up; see `ObjectWriter`."""
-        if self._over:
+        if self._gone:
             return
-        self._over = True
+        self._gone = True
+        self.stop()
         _OPEN.discard(self)
-        if self._thread is not None and self._thread.is_alive():
-            self._parts.put(None)
+        if self._thread is not None:
             self._thread.join(_ABORT_SECONDS)
         self._drop_parts()
         if self._buffer is not None:
             PART_MEMORY.give_back(self._buffer)
             self._buffer = None
         PART_MEMORY.leave()
+
+    def stop(self) -> None:
+        """Let the thread raise into obstore when it asks for the next part."""
+        self._over = True
+        self._parts.put(None)
 
     def _check(self) -> None:
         self._connection.check_process()
@@ -247,5 +251,11 @@ TOKEN: Final = "hfshardwrite"
 @atexit.register
 def _give_up_all() -> None:
     """Remove the parts of uploads that were left open when the interpreter ends."""
-    for upload in list(_OPEN):
+    left = list(_OPEN)
+    for upload in left:
+        upload.stop()
+    for upload in left:
         upload.abort()
+
+
+os.register_at_fork(after_in_child=_OPEN.clear)  # they are the parent's

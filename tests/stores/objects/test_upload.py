@@ -23,7 +23,7 @@ PARTS = bytes(range(256)) * (20 * MIB // 256)
 
 @pytest.fixture
 def store(proxy: FaultProxy, store_address: str, monkeypatch: pytest.MonkeyPatch) -> Store:
-    monkeypatch.setenv("HFSHARD_STORE_RETRY_SECONDS", "3")
+    monkeypatch.setenv("HFSHARD_STORE_RETRY_SECONDS", "0.5")
     return open_store(store_address)
 
 
