@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_state_dict
 from hfshard.saving.to_store import save_into
 from hfshard.saving.writing import OwnShardWriter
+from hfshard.storage.disk.byte_source import BytesSource
 from hfshard.storage.format.index import CheckpointIndex
 from tests.stores.saving.memory_store import MemoryStore
 
@@ -111,3 +113,80 @@ def test_a_checkpoint_of_one_file_has_an_index_too(checksum: Any, tmp_path: Path
     assert index.is_verifiable is (checksum is not None)
     loaded = hfshard.load_state_dict(store.into(tmp_path / "copy"), variant="fp16")
     assert torch.equal(loaded["layer.2"], weights(1)["layer.2"])
+
+
+def test_files_that_go_along_are_sent_and_a_readme_that_is_there_stays() -> None:
+    large = bytes(5 << 20)  # sent in parts
+    files = {"tokenizer.json": BytesSource(large), "README.md": BytesSource(b"# theirs\n"), "code.py": BytesSource(b"")}
+    store = MemoryStore(
+        {"README.md": b"# mine\n", "notes/of/mine.txt": b"", "model_ema-00001-of-00001.safetensors": b"x"}
+    )
+    others = set(store.objects)
+    index = save(store, request(weights(1), config=CONFIG, companion_files=files))
+    assert store.objects["tokenizer.json"] == large
+    assert store.objects["README.md"] == b"# mine\n"
+    assert store.objects.keys() == {
+        *others, *index.weight_map.values(), INDEX, "config.json", "tokenizer.json", "code.py",
+    }  # fmt: skip
+
+    assert save(store, request(weights(1), config=CONFIG, companion_files=files)) == index
+    assert store.requests == ["list", "read tokenizer.json"]
+
+
+def test_a_variant_leaves_the_weights_beside_it_alone() -> None:
+    store = MemoryStore()
+    plain = save(store, request(weights(1), config=CONFIG))
+    both = save(store, request(weights(2), config=b'{\n  "hidden": 2\n}\n', options={"variant": "fp16"}))
+    again = save(store, request(weights(3), config=CONFIG, options={"variant": "fp16"}))
+    assert set(both.weight_map.values()).isdisjoint(store.objects)
+    assert store.objects.keys() == {
+        *plain.weight_map.values(), *again.weight_map.values(), INDEX, "model.safetensors.index.fp16.json",
+        "config.json",
+    }  # fmt: skip
+    assert save(store, request(weights(1), config=CONFIG)) == plain
+    assert store.requests == ["list"]
+
+
+def test_ctrl_c_before_the_deciding_put_takes_all_back_and_after_it_the_rest_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HFSHARD_WRITERS", "1")
+    store = MemoryStore()
+    save(store, request(weights(1), config=CONFIG))
+    before = dict(store.objects)
+    interrupted = 0
+    for number in range(20):
+        store.objects = dict(before)
+        store.before = lambda kind, name, at=number: _press_ctrl_c() if len(store.requests) == at + 1 else None  # type: ignore[misc]
+        try:
+            save(store, request(weights(2), config=CONFIG))
+        except KeyboardInterrupt:
+            interrupted += 1
+        else:
+            break
+        assert not store.uploads
+        is_new = store.objects[INDEX] != before[INDEX]
+        assert is_new or store.objects == before
+        if is_new:  # nothing of the old one is left
+            assert len(store.objects) == len(before)
+            assert not before.keys() & {name for name in store.objects if "-of-" in name}
+    assert interrupted == len(store.requests) == number
+
+
+def _press_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_a_check_that_fails_before_the_commit_leaves_nothing() -> None:
+    store = MemoryStore()
+    calls: list[str] = []
+
+    def check() -> None:
+        calls.append("check")
+        if len(calls) == 2:
+            raise RuntimeError("the run was removed")
+
+    with pytest.raises(RuntimeError, match="the run was removed"):
+        save_into(store, request(weights(1)), check, OwnShardWriter())
+    assert store.objects == {}
+    assert calls == ["check", "check"]
