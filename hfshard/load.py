@@ -24,7 +24,7 @@ from hfshard.distributed.loading import (
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions, checked_device
-from hfshard.loading.reading import files_holding, read_tensors, stored_names
+from hfshard.loading.reading import files_holding, read_tensors
 from hfshard.loading.source import CheckpointSource, open_source_by_ranges, with_checkpoint
 from hfshard.pretrained.request import is_plain_class
 from hfshard.state_dicts.keys import KeySelection
@@ -128,7 +128,7 @@ def load_state_dict(
         return load_like(source, like, device, options)
     local = source.find_local() if ranges and not local_files_only else None
     if ranges and not local_files_only and local is None:
-        with open_source_by_ranges(source, lambda index: stored_names(index, keys), options) as checkpoint:
+        with open_source_by_ranges(source, options) as checkpoint:
             return read_tensors(checkpoint, keys, device, "pread")
     use = partial(read_tensors, keys=keys, device=device, read=options.read)
     return with_checkpoint(source, options, use, local)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -31,7 +31,6 @@ from hfshard.storage.checkpoint.checks import check_small_file
 from hfshard.storage.checkpoint.folder import FAR_TRIES, RangedFolder
 from hfshard.storage.checkpoint.locate import directory_not_found, is_weights_name, split_weights_path, weights_bytes
 from hfshard.storage.disk.hub_place import has_hub_marker
-from hfshard.storage.format.index import CheckpointIndex
 
 if TYPE_CHECKING:
     from hfshard.loading.far import Skeleton
@@ -230,14 +229,11 @@ def with_checkpoint(
 
 
 @contextmanager
-def open_source_by_ranges(
-    source: CheckpointSource, names_of: Callable[[CheckpointIndex], Collection[str]], options: LoadOptions
-) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint of the Hub: only the bytes of some tensors are downloaded, and nothing into the cache.
+def open_source_by_ranges(source: CheckpointSource, options: LoadOptions) -> Iterator[OpenCheckpoint]:
+    """Open a checkpoint of the Hub: only the bytes of tensors that are read come, and nothing into the cache.
 
     Args:
         source: A repo of the Hub.
-        names_of: Which of the tensors that an index names.
         options: How it is checked.
 
     Raises:
@@ -250,7 +246,7 @@ def open_source_by_ranges(
     with no_directory_either(source.path):
         listing = fetch_tree_for_reading(source.path, query.revision, query.token)
     with ranges.open_by_ranges(
-        source.path, listing, query, names_of, verify=options.verify, progress=options.progress
+        source.path, listing, query, verify=options.verify, progress=options.progress
     ) as checkpoint:
         yield checkpoint
 

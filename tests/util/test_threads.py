@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from hfshard._util.threads import in_threads, start_thread
+from hfshard._util.threads import in_threads, pause, start_thread
 from hfshard.errors import HubConnectionError
 
 pytestmark = pytest.mark.compat
@@ -28,6 +28,21 @@ def test_error_in_one_thread_stops_the_others() -> None:
     with pytest.raises(HubConnectionError):
         in_threads(work, [0, 1], 2)
     assert stopped.is_set()
+
+
+def test_a_thread_that_pauses_ends_with_the_others() -> None:
+    paused = threading.Event()
+
+    def work(item: int, stop: threading.Event) -> None:
+        if item == 0:
+            paused.set()
+            pause(600)
+        assert paused.wait(30)
+        raise HubConnectionError("no")
+
+    with pytest.raises(HubConnectionError):
+        in_threads(work, [0, 1], 2)
+    pause(0)  # outside of any
 
 
 def test_first_error_in_time_is_raised_and_nothing_more_is_begun() -> None:

@@ -13,6 +13,8 @@ from typing import Any, Final
 from huggingface_hub import constants, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
+from hfshard._util.threads import pause
+
 logger = logging.getLogger(__name__)
 
 ATTEMPTS: Final = 5
@@ -101,7 +103,7 @@ def wait_before(attempt: int, error: BaseException, what: str) -> None:
     if isinstance(error, HfHubHTTPError):
         wait_seconds = max(wait_seconds, retry_after(error.response) or 0.0)
     logger.warning("%s (%s); trying again in %g s, attempt %d of %d.", what, error, wait_seconds, attempt, ATTEMPTS)
-    time.sleep(wait_seconds)
+    pause(wait_seconds)
 
 
 def status_of(error: HfHubHTTPError) -> int:

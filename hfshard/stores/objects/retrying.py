@@ -6,6 +6,7 @@ import random
 import time
 from typing import Final
 
+from hfshard._util.threads import pause
 from hfshard.stores.objects.failures import Failure
 from hfshard.stores.objects.settings import first_wait, retry_seconds
 
@@ -35,7 +36,7 @@ class Patience:
         if time.monotonic() - self._begin + wait > limit:
             return False
         self._failures += 1
-        time.sleep(wait)
+        pause(wait)
         return True
 
     def reset(self) -> None:

@@ -21,8 +21,11 @@ BIAS = "pooler.dense.bias"
 WORDS = "embeddings.word_embeddings.weight"
 """1000 x 512 numbers of 4 bytes."""
 
-HEAD = 16 * 1024
-"""Bytes that are read of each file at first."""
+HEAD = 32 * 1024
+"""Bytes that are read of each file at first; what is not its header is not read again."""
+
+HEADER = 4096
+"""Bytes before the data of a shard; WORDS is the first of its shard."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +69,7 @@ def test_only_the_bytes_of_the_tensors_are_downloaded(
     assert list(tmp_path.iterdir()) == []
     both = hub.call("read", repo, tmp_path, keys=[BIAS, WORDS], ranges=True)
     assert both == {name: digests[name] for name in (WORDS, BIAS)}
-    assert hub.weights_down(repo) == 2 * HEAD + 2048 + 2_048_000
+    assert hub.weights_down(repo) == HEAD + 2048 + HEADER + 2_048_000
     assert hub.call("read", repo, tmp_path, ranges=True) == digests
 
 
@@ -85,7 +88,7 @@ def test_ranges_of_a_single_file_are_read(
     assert hub.weights_down(repo) < 300_000
     if stock:
         outcome = hub.refused("read", repo, tmp_path / "cache", keys="*.bias", ranges=True, verify="full")
-        assert "has no checksums of its tensors" in outcome.message
+        assert "can't be verified in full: it has no checksum" in outcome.message
 
 
 def test_tied_and_aliased_names_are_read_by_ranges(hub: PullHub, repo: str, tmp_path: Path) -> None:
@@ -109,7 +112,7 @@ def test_damaged_tensor_is_named_and_the_others_load(
     outcome = hub.refused("read", repo, tmp_path, keys="pooler.*", ranges=True)
 
     assert outcome.error == "IntegrityError"
-    assert f"Tensor 'pooler.dense.bias' of '{shard}' in '{repo}' arrived damaged" in outcome.message
+    assert f"Tensor 'pooler.dense.bias' of shard '{repo}/{shard}' is not what was saved" in outcome.message
     assert hub.call("read", repo, tmp_path, keys=["pooler.dense.weight"], ranges=True) == {
         "pooler.dense.weight": digests["pooler.dense.weight"]
     }
@@ -140,4 +143,4 @@ def test_broken_connections_do_not_disturb_ranges(
     found = hub.call("read", repo, tmp_path, keys=[WORDS], ranges=True)
 
     assert found == {WORDS: digests[WORDS]}
-    assert hub.weights_down(repo) == HEAD + 2_048_000
+    assert hub.weights_down(repo) == HEADER + 2_048_000

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Collection, Iterator
 from functools import partial
 
-from hfshard.errors import IntegrityError, remedy
+from hfshard.errors import IntegrityError
 from hfshard.storage.format.header import TensorInfo
 from hfshard.storage.format.integrity import HASHERS, Verify, fingerprint_positions, new_fingerprint, tensor_hasher
 from hfshard.storage.weights.ranged.ranged_shard import RangedShard
@@ -95,7 +95,7 @@ class Comparison:
         path = self._shard.path
         return IntegrityError(
             f"{f'{what} shard' if what else 'Shard'} '{path}' is not what was saved: its {kind} is {found}, but was "
-            f"{expected}. {remedy(path)}",
+            f"{expected}. Read it again; if it fails again, it is damaged where it lies: save it again.",
             path=path,
             fqn=fqn,
             expected=expected,
