@@ -10,12 +10,12 @@ from threading import Event
 
 from hfshard._util.progress import bytes_bar
 from hfshard._util.threads import in_threads
-from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
-from hfshard.storage.disk.byte_source import ByteSource, BytesSource, FileSource
-from hfshard.storage.disk.safe_open import read_small
+from hfshard.constants import FILES_AT_ONCE, SAFETENSORS_SUFFIX
+from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 from hfshard.storage.format.index import FileDigest
-from hfshard.storage.weights.safetensors_file import SafetensorsFile
-from hfshard.training.run.manifest import MANIFEST, CheckpointManifest, check_files
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
+from hfshard.training.run.places.opening import files_at
+from hfshard.training.run.places.protocols import CheckpointFiles
 from hfshard.training.run.run_checkpoint import RunCheckpoint
 
 Hashes = dict[FileDigest, str]
@@ -26,7 +26,7 @@ Hashes = dict[FileDigest, str]
 class VerifiedContents:
     """A checkpoint that is pushed."""
 
-    directory: str
+    files: CheckpointFiles
     manifest: CheckpointManifest
     raw: bytes
     """The bytes of the manifest."""
@@ -42,9 +42,10 @@ def read_manifest_of(found: RunCheckpoint) -> VerifiedContents:
     """
     if found.manifest is None:
         raise found.problem or RuntimeError(f"'{found.path}' has no manifest.")
-    path = os.path.join(found.path, MANIFEST)
-    raw, _ = read_small(path, found.path, MAX_INDEX_BYTES)
-    return VerifiedContents(found.path, CheckpointManifest.from_json(raw, path), raw)
+    files = files_at(found.path)
+    raw = files.read_small(MANIFEST)
+    manifest = CheckpointManifest.from_json(raw, os.path.join(found.path, MANIFEST))
+    return VerifiedContents(files, manifest, raw)
 
 
 def read_whole(one: VerifiedContents, progress: bool | None = None, hashes: Hashes | None = None) -> VerifiedContents:
@@ -59,35 +60,34 @@ def read_whole(one: VerifiedContents, progress: bool | None = None, hashes: Hash
         DamagedCheckpointError, UnsafePathError: A file is not the one that was saved.
     """
     hashes = {} if hashes is None else hashes
-    files = one.manifest.files
-    check_files(one.directory, one.manifest, is_full=False)
-    with bytes_bar("Verifying", sum(record.size or 0 for record in files.values()), progress) as progress_callback:
-        work = partial(_content, one.directory, hashes=dict(hashes), progress_callback=progress_callback)
-        made = dict(zip(files, in_threads(work, files.items(), FILES_AT_ONCE), strict=True))
+    recorded = one.manifest.files
+    one.files.check(one.manifest, is_full=False)
+    with bytes_bar("Verifying", sum(record.size or 0 for record in recorded.values()), progress) as progress_callback:
+        work = partial(_content, one.files, hashes=dict(hashes), progress_callback=progress_callback)
+        made = dict(zip(recorded, in_threads(work, recorded.items(), FILES_AT_ONCE), strict=True))
     hashes.clear()
-    hashes.update({files[name]: content.sha256 for name, content in made.items() if content.sha256 is not None})
+    hashes.update({recorded[name]: content.sha256 for name, content in made.items() if content.sha256 is not None})
     return replace(one, contents={MANIFEST: BytesSource(one.raw), **made})
 
 
 def _content(
-    directory: str,
+    files: CheckpointFiles,
     item: tuple[str, FileDigest],
     cancelled: Event,
     *,
     hashes: Hashes,
     progress_callback: Callable[[int], object],
-) -> FileSource:
+) -> ByteSource:
     name, record = item
-    path = os.path.join(directory, name)
-    sha256 = _checked_sha256(path, directory, record, hashes) if name.endswith(SAFETENSORS_SUFFIX) else record.sha256
+    sha256 = _checked_sha256(files, name, record, hashes) if name.endswith(SAFETENSORS_SUFFIX) else record.sha256
     if cancelled.is_set():
         raise InterruptedError("another file failed, or Ctrl-C came")
     progress_callback(record.size or 0)
-    return FileSource(path, os.stat(path).st_size, sha256)
+    return files.source(name, sha256)
 
 
-def _checked_sha256(path: str, directory: str, record: FileDigest, hashes: Hashes) -> str:
-    shard = SafetensorsFile(path, directory)
+def _checked_sha256(files: CheckpointFiles, name: str, record: FileDigest, hashes: Hashes) -> str:
+    shard = files.open_shard(name)
     try:
         # A file that holds its own checksum was hashed with zeros in its place.
         known = hashes.get(record) or (None if shard.written_by_hfshard else record.sha256)

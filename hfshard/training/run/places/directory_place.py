@@ -12,9 +12,12 @@ from datetime import UTC, datetime
 from hfshard.constants import MAX_INDEX_BYTES
 from hfshard.errors import DamagedCheckpointError
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
+from hfshard.storage.disk.byte_source import ByteSource, FileSource
 from hfshard.storage.disk.fsops import make_directories
 from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.storage.disk.safe_open import read_small
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
+from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 from hfshard.training.run.directory import (
     checkpoints_in,
     clean_up_run,
@@ -76,6 +79,15 @@ class DirectoryCheckpoint:
     def read_small(self, name: str) -> bytes:
         """Read a small file, through no link that leads elsewhere."""
         return read_small(os.path.join(self.path, name), self.path, MAX_INDEX_BYTES)[0]
+
+    def open_shard(self, name: str) -> SafetensorsShard:
+        """Open it, through no link that leads elsewhere."""
+        return SafetensorsFile(os.path.join(self.path, name), self.path)
+
+    def source(self, name: str, sha256: str | None) -> ByteSource:
+        """Read it when it is asked for."""
+        path = os.path.join(self.path, name)
+        return FileSource(path, os.stat(path).st_size, sha256)
 
     def open_part(self, base: str, entry: str) -> AbstractContextManager[OpenCheckpoint]:
         """Open its files, or map them."""

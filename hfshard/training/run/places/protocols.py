@@ -11,6 +11,8 @@ from typing import Protocol
 from hfshard.errors import DamagedCheckpointError
 from hfshard.saving.writing import ShardWriter
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.disk.byte_source import ByteSource
+from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 from hfshard.training.collecting import SavePayload
 from hfshard.training.run.manifest import CheckpointManifest
 from hfshard.training.run.run_checkpoint import RunCheckpoint
@@ -66,6 +68,12 @@ class CheckpointFiles(Protocol):
         Raises:
             MissingShardError, DamagedCheckpointError, UnsafePathError: It is missing, or can't be one of a checkpoint.
         """
+
+    def open_shard(self, name: str) -> SafetensorsShard:
+        """Open one file of weights; the caller closes it."""
+
+    def source(self, name: str, sha256: str | None) -> ByteSource:
+        """The contents of a file, whose sha256 is this one."""
 
     def open_part(self, base: str, entry: str) -> AbstractContextManager[OpenCheckpoint]:
         """Open one set of tensors for reading.

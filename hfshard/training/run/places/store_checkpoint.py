@@ -13,11 +13,14 @@ from hfshard.constants import FILES_AT_ONCE, MAX_INDEX_BYTES, SAFETENSORS_SUFFIX
 from hfshard.errors import DamagedCheckpointError, IntegrityError, MissingShardError, remedy
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.folder import RangedFolder
+from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 from hfshard.stores.memory import store_memory_bytes
 from hfshard.stores.opening import open_store
-from hfshard.stores.protocols import Store
+from hfshard.stores.protocols import Store, StoredObject
+from hfshard.stores.stored_source import StoredSource
 from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 
 _JSON: Final = ".json"
@@ -80,6 +83,14 @@ class StoreCheckpoint:
         """Read a small object."""
         return self._folder.read_small(name, MAX_INDEX_BYTES)
 
+    def open_shard(self, name: str) -> SafetensorsShard:
+        """Read its header."""
+        return self._folder.open_shards([name])[name]
+
+    def source(self, name: str, sha256: str | None) -> ByteSource:
+        """Read it by ranges when it is asked for."""
+        return StoredSource(self._store, self._found(name), sha256)
+
     def open_part(self, base: str, entry: str) -> AbstractContextManager[OpenCheckpoint]:
         """Read the headers; every tensor is compared with its checksum while it is read."""
         return open_checkpoint(self._folder, use_safetensors=True, base=base, weights_name=entry, verify="full")
@@ -105,10 +116,13 @@ class StoreCheckpoint:
         """All bytes of a file that is no weights: not always text, such as a tokenizer's model."""
         if name.endswith(_JSON):
             return self.read_small(name)
+        return self._store.read(self._found(name))
+
+    def _found(self, name: str) -> StoredObject:
         found = self._store.find(name)
         if found is None:
             raise MissingShardError(f"'{self.path}/{name}' was removed while it was read.", path=f"{self.path}/{name}")
-        return self._store.read(found)
+        return found
 
     def _compare(self, name: str, record: FileDigest, tell: Callable[[int], object], *, is_full: bool) -> None:
         path = f"{self.path}/{name}"
@@ -123,7 +137,7 @@ class StoreCheckpoint:
             )
         if name.endswith(SAFETENSORS_SUFFIX):
             if is_full:
-                self._folder.open_shards([name])[name].check_contents(record, tell)
+                self.open_shard(name).check_contents(record, tell)
             return
         if (sha256 := sha256_of(self._bytes_of(name))) != record.sha256:
             raise IntegrityError(
