@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -32,6 +32,9 @@ from hfshard.storage.tensors.tensor_bytes import is_plain_type
 from hfshard.storage.tensors.tensor_spec import tensor_specs
 
 logger = logging.getLogger(__name__)
+
+_SHARED_MEMORY: Final = "/dev/shm"
+"""Files of memory, on Linux."""
 
 
 def request_from_pretrained(
@@ -125,7 +128,7 @@ def _model_files(model: PreTrainedModel) -> dict[str, bytes]:
     config = cast(Any, model.config)
     config.dtype = str(model.dtype).split(".")[1]
     config.architectures = [architecture.__name__.removeprefix("FSDP")]
-    with tempfile.TemporaryDirectory(prefix="hfshard-") as folder, _unsaid(folder):
+    with tempfile.TemporaryDirectory(prefix="hfshard-", dir=_in_memory()) as folder, _unsaid(folder):
         if model.is_remote_code():
             custom_object_save(empty_custom_object(type(model)), folder, config=config)
         config.save_pretrained(folder)
@@ -137,6 +140,11 @@ def _model_files(model: PreTrainedModel) -> dict[str, bytes]:
                 files[name] = file.read()
     files[CONFIG_NAME] = _under_usual_names(files[CONFIG_NAME])
     return files
+
+
+def _in_memory() -> str | None:
+    """A directory that is no disk, so that a save into a store writes to none; None where there is none."""
+    return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else None
 
 
 @contextmanager

@@ -1,0 +1,162 @@
+"""What saves and loads cost a service and the machine: requests, bytes on the wire, bytes on the disk, memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import torch
+
+import hfshard
+from tests import REPOSITORY
+from tests.crash.saves.generations import Content
+from tests.crash.saves.targets import sharded_model
+from tests.helpers import forkserver
+from tests.stores.services.fault_proxy import FaultProxy
+from tests.stores.test_contract import MIB
+
+SHARDS = 2
+PARTS = 2
+"""Of 9 MiB in parts of 8 MiB."""
+INDEX = "model.safetensors.index.json"
+ASKED_FIRST = 32768
+"""Bytes of a shard that are asked for at once: its header, and what follows it."""
+MEMORY_BYTES = 64 * MIB
+SLACK_BYTES = 16 * MIB
+"""What clients, threads and the interpreter take beside the parts."""
+
+OBJECT_STORES = pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+
+
+def state(value: float = 1.0) -> dict[str, torch.Tensor]:
+    """Two shards of 9 MiB, the second of two tensors."""
+    return {
+        "a": torch.full((9 * MIB // 4,), value),
+        "b": torch.full((8 * MIB // 4,), value),
+        "c": torch.arange(MIB // 4) + value,
+    }
+
+
+def save(address: str, value: float = 1.0) -> hfshard.CheckpointIndex:
+    return hfshard.save_state_dict(state(value), address, max_shard_size=9 * MIB + 5000)
+
+
+def bytes_of(proxy: FaultProxy, suffix: str) -> int:
+    """Body bytes of the answers about objects whose names end so."""
+    found = [one for one in proxy.requests("get") if unquote(one.path.partition("?")[0]).endswith(suffix)]
+    return sum(request.bytes_down for request in found)
+
+
+@OBJECT_STORES
+def test_a_save_asks_little_and_an_unchanged_one_puts_nothing(
+    scheme: str, proxy: FaultProxy, store_address: str
+) -> None:
+    save(store_address)
+    assert len(proxy.requests()) <= SHARDS * (PARTS + 2) + 4
+
+    proxy.clear()
+    save(store_address, 2.0)
+    kinds = Counter(request.kind for request in proxy.requests())
+    one_by_one = SHARDS if scheme == "gs" else 0  # old objects are deleted so
+    assert sum(kinds.values()) <= SHARDS * (PARTS + 2) + 4 + one_by_one, kinds
+    assert kinds["part"] == SHARDS * PARTS
+    sent = sum(request.bytes_up for request in proxy.requests())
+    assert SHARDS * 9 * MIB < sent < SHARDS * 9 * MIB + 20_000
+
+    proxy.clear()
+    save(store_address, 2.0)
+    kinds = Counter(request.kind for request in proxy.requests())
+    assert set(kinds) <= {"list", "head", "get"}, kinds
+    assert sum(request.bytes_up for request in proxy.requests()) == 0
+    assert sum(kinds.values()) <= 3 + SHARDS
+
+
+@OBJECT_STORES
+def test_each_byte_is_read_once(proxy: FaultProxy, store_address: str) -> None:
+    index = save(store_address)
+    files = {name: one.size for name, one in index.files.items() if name.endswith(".safetensors")}
+    for verify in ("structure", "full"):
+        proxy.clear()
+        loaded = hfshard.load_state_dict(store_address, verify=verify)
+        assert torch.equal(loaded["c"], state()["c"])
+        assert {name: bytes_of(proxy, name) for name in files} == files
+        assert bytes_of(proxy, INDEX) < 5000
+
+
+@OBJECT_STORES
+def test_one_tensor_costs_its_bytes_and_a_header(proxy: FaultProxy, store_address: str) -> None:
+    index = save(store_address)
+    proxy.clear()
+    loaded = hfshard.load_state_dict(store_address, keys=["c"])
+    assert torch.equal(loaded["c"], state()["c"])
+    assert bytes_of(proxy, index.weight_map["a"]) == 0
+    assert bytes_of(proxy, index.weight_map["c"]) <= MIB + ASKED_FIRST
+
+
+def count_disk(address: str, report: str) -> None:
+    """Save tensors twice, then a model twice; writes down what the kernel counts as written to a disk meanwhile."""
+    model = sharded_model(Content(1, own_config=True))
+    other = sharded_model(Content(2, own_config=True))
+    before = _written()
+    save(address)
+    save(address, 2.0)
+    of_tensors = _written() - before
+    model.save_pretrained(f"{address}/model")
+    other.save_pretrained(f"{address}/model")
+    of_models = _written() - before - of_tensors
+    Path(report).write_text(f"{of_tensors} {of_models}")
+
+
+def _written() -> int:
+    [line] = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("write_bytes")]
+    return int(line.split()[1])
+
+
+@OBJECT_STORES
+@pytest.mark.usefixtures("bucket")
+def test_nothing_is_written_to_a_disk(store_address: str, tmp_path: Path) -> None:
+    with forkserver.call(count_disk, store_address, str(tmp_path / "report"), stderr=subprocess.PIPE) as child:
+        assert child.wait(60) == 0, child.stderr and child.stderr.read()
+    assert (tmp_path / "report").read_text() == "0 0"
+
+
+_IN_MEMORY = """
+import json, sys
+import torch
+import hfshard
+from hfshard.stores.opening import open_store
+from tests.helpers.memory_child import MIB, peak_during
+
+address = sys.argv[1]
+hfshard.save_state_dict({"warm": torch.ones(5_000_000)}, address + "/warm")
+hfshard.load_state_dict(address + "/warm")
+tensors = {f"layer.{i}": torch.full((8 * MIB,), float(i)) for i in range(8)}  # 256 MiB
+into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+module = torch.nn.Module()
+module.layer = torch.nn.ParameterList(torch.zeros(8 * MIB) for _ in range(8))
+saved = peak_during(lambda: hfshard.save_state_dict(tensors, address, max_shard_size="70MB"))
+loaded = peak_during(lambda: hfshard.load_model(module, address, verify="full"))
+assert all(torch.equal(module.get_parameter(name), tensor) for name, tensor in tensors.items())
+print(json.dumps([saved, loaded]))
+"""
+
+
+@pytest.mark.usefixtures("bucket")
+@pytest.mark.parametrize(
+    "scheme", ["az", *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("s3", "gs", "hf"))]
+)
+def test_memory_is_bounded(store_address: str, child_environment: dict[str, str]) -> None:
+    environment = {**child_environment, **os.environ, "HFSHARD_STORE_MEMORY": f"{MEMORY_BYTES // MIB}MiB"}
+    environment["PYTHONPATH"] = child_environment["PYTHONPATH"]
+    command = [sys.executable, "-c", _IN_MEMORY, store_address]
+    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    saved, loaded = json.loads(done.stdout)
+    assert saved < MEMORY_BYTES + SLACK_BYTES
+    assert loaded < MEMORY_BYTES + SLACK_BYTES
