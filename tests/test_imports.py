@@ -254,6 +254,7 @@ FOREIGN = {
     "huggingface_hub": {"hub", "modules", "pretrained", "stores"},
     "obstore": {"stores"},
     "botocore": {"stores"},
+    "google": {"stores"},
     "hf_xet": {"stores"},
 }
 

@@ -51,22 +51,22 @@ _NO_TOKEN: Final = (
 class Failure:
     """A request that failed."""
 
-    status: int | None
+    status: int | None = None
     """The HTTP status; None: there was no answer, or none that could be read."""
-    code: str
+    code: str = ""
     """The service's own word for it, such as "AccessDenied"; empty where it gave none."""
-    message: str
+    message: str = ""
     """The service's own sentence, or the client's where nothing was sent; without secrets, and perhaps empty."""
-    transport: str
+    transport: str = ""
     """How the connection failed, such as "Connect" or "Timeout"; empty where it did not."""
-    differs: bool
+    differs: bool = False
     """A condition of the request does not hold."""
-    missing: bool
+    missing: bool = False
     """There is no such object, upload or bucket."""
-    no_credentials: bool
+    no_credentials: bool = False
     """The client could not get credentials to send with it."""
-    wrong_region: bool
-    clock_is_off: bool
+    wrong_region: bool = False
+    clock_is_off: bool = False
     """The service does not believe the time that the request names."""
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import logging
 import os
 import re
 import urllib.error
@@ -15,12 +17,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from obstore.store import GCSStore
 
-from hfshard.errors import StoreAccessError, StoreError
-from hfshard.stores.objects.connection import Connection, Service, make_clients
+from hfshard.errors import StoreAccessError
+from hfshard.stores.objects.connection import Connection, Service, make_clients, refusal
+from hfshard.stores.objects.failures import Failure
+from hfshard.stores.objects.retrying import Patience
 from hfshard.stores.objects.settings import stall_seconds
 
 if TYPE_CHECKING:
     from obstore.store import GCSConfig
+
+_LOG = logging.getLogger(__name__)
 
 SERVICE: Final = Service(
     title="Google Cloud Storage",
@@ -38,6 +44,8 @@ EMULATOR_VARIABLE: Final = "STORAGE_EMULATOR_HOST"
 _ENDPOINT: Final = "https://storage.googleapis.com"
 _KNOWN_TYPES: Final = frozenset({"service_account", "authorized_user"})
 """Types of credentials that obstore reads itself."""
+_EMULATOR_TOKEN: Final = "emulator"
+"""Any word will do."""
 _UPLOAD: Final = re.compile(r"<Upload>.*?</Upload>", re.DOTALL)
 
 
@@ -51,18 +59,15 @@ def connect(bucket: str) -> Connection:
     emulator = os.environ.get(EMULATOR_VARIABLE, "").strip()
     endpoint = (emulator if "://" in emulator else f"http://{emulator}").rstrip("/") if emulator else ""
     settings: GCSConfig = {}
-    token: Callable[[], str] | None = None
     provider: Any = None
     if endpoint:
-        settings = {"base_url": endpoint, "bearer_token": "emulator"}
-        token = _emulator_token
+        settings = {"base_url": endpoint, "bearer_token": _EMULATOR_TOKEN}
     else:
         file = _credentials_file()
-        provider = _google_auth(file, address)
-        if provider is not None:
-            token = lambda: str(provider()["token"])  # noqa: E731
-        elif file is not None:
+        if file is not None and _type_of(file) in _KNOWN_TYPES:
             settings = {"application_credentials": str(file)}
+        elif file is not None:
+            provider = _provider(file, address)
     quick, uploads = make_clients(
         lambda options, retries: GCSStore(
             bucket, config=settings, client_options=options, retry_config=retries, credential_provider=provider
@@ -71,9 +76,7 @@ def connect(bucket: str) -> Connection:
         address,
         allow_http=endpoint.startswith("http://"),
     )
-    sweep = None
-    if token is not None:
-        sweep = _Uploads(bucket, endpoint or _ENDPOINT, token).sweep
+    sweep = _Uploads(bucket, endpoint).sweep
     return Connection(service=SERVICE, address=address, bucket=bucket, quick=quick, uploads=uploads, sweep=sweep)
 
 
@@ -87,19 +90,18 @@ def _credentials_file() -> Path | None:
     return file if file.is_file() else None
 
 
-def _google_auth(file: Path | None, address: str) -> Any:
-    """Google's own library, where obstore alone could not use the credentials."""
-    if file is None or _type_of(file) in _KNOWN_TYPES:
-        return None
+def _provider(file: Path, address: str) -> Any:
+    """Google's own library, which reads what obstore can't, such as the files of workload identities."""
     try:
         from obstore.auth.google import GoogleCredentialProvider
+
+        return GoogleCredentialProvider()
     except ImportError as error:
         raise StoreAccessError(
             f"The credentials for {address} in '{file}' are of the type {_type_of(file)!r}, which needs Google's own "
             "library: pip install google-auth requests",
             path=address,
         ) from error
-    return GoogleCredentialProvider()
 
 
 def _type_of(file: Path) -> str:
@@ -112,20 +114,42 @@ def _type_of(file: Path) -> str:
     return str(kind)
 
 
-def _emulator_token() -> str:
-    return "emulator"
-
-
 class _Uploads:
-    """The unfinished uploads of a bucket, by the two calls of the XML API that obstore lacks."""
+    """The unfinished uploads of a bucket, by the two calls of the XML API that obstore lacks.
 
-    def __init__(self, bucket: str, endpoint: str, token: Callable[[], str]) -> None:
+    obstore does not show the token that it gets, so they take one of Google's own library. Where that is not installed,
+    nothing is swept: the bucket's lifecycle rule AbortIncompleteMultipartUpload does it.
+    """
+
+    def __init__(self, bucket: str, emulator: str) -> None:
         self._bucket = bucket
-        self._endpoint = endpoint
-        self._token = token
+        self._emulator = emulator
+        self._headers: dict[str, str] = {}
+
+    def _log_in(self) -> bool:
+        """Get a token; False: nobody can."""
+        if self._emulator:
+            token = _EMULATOR_TOKEN
+        else:
+            try:
+                from google.auth.exceptions import GoogleAuthError
+                from obstore.auth.google import GoogleCredentialProvider
+            except ImportError as error:
+                _LOG.info("Unfinished uploads in gs://%s are not looked for: %s", self._bucket, error)
+                return False
+            try:
+                token = str(GoogleCredentialProvider()()["token"])
+            except GoogleAuthError as error:
+                raise StoreAccessError(
+                    f"There are no credentials for gs://{self._bucket} ({type(error).__name__}). {SERVICE.log_in}"
+                ) from None
+        self._headers = {"Authorization": f"Bearer {token}"}
+        return True
 
     def sweep(self, prefix: str, is_left: Callable[[str], bool]) -> int:
         """Abort those below a prefix whose names say that they are left over."""
+        if not self._log_in():
+            return 0
         swept = 0
         markers = {"": ""}
         while markers:
@@ -149,23 +173,23 @@ class _Uploads:
         return 1
 
     def _ask(self, method: str, rest: str) -> str:
-        request = urllib.request.Request(
-            f"{self._endpoint}/{self._bucket}{rest}",
-            method=method,
-            headers={"Authorization": f"Bearer {self._token()}"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=stall_seconds() or 1) as answer:
-                return str(answer.read().decode())
-        except urllib.error.HTTPError as error:
-            if method == "DELETE" and error.code == 404:
+        """Send a request, again where that may help; an upload to abort may be gone."""
+        url = f"{self._emulator or _ENDPOINT}/{self._bucket}{rest}"
+        request = urllib.request.Request(url, method=method, headers=self._headers)
+        patience = Patience()
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=stall_seconds() or 1) as answer:
+                    return str(answer.read().decode())
+            except urllib.error.HTTPError as error:
+                failure = Failure(status=error.code)
+            except (OSError, http.client.HTTPException) as error:
+                failure = Failure(transport=type(error).__name__)
+            if method == "DELETE" and failure.status == 404:
                 return ""
-            raise self._failed(f"HTTP {error.code}") from None
-        except OSError as error:
-            raise self._failed(type(error).__name__) from None
-
-    def _failed(self, how: str) -> StoreError:
-        return StoreError(f"The unfinished uploads of gs://{self._bucket} can't be removed: {how}.")
+            if not patience.wait_after(failure):
+                where = f"gs://{self._bucket}"
+                raise refusal(SERVICE, where, where, failure)
 
 
 def _text(xml: str, tag: str) -> str:

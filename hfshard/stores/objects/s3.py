@@ -226,11 +226,6 @@ def _refused(bucket: str, prefix: str, error: ClientError) -> StoreError:
         status=error.response.get("ResponseMetadata", {}).get("HTTPStatusCode"),
         code=said.get("Code", ""),
         message=said.get("Message", ""),
-        transport="",
-        differs=False,
-        missing=False,
-        no_credentials=False,
-        wrong_region=False,
         clock_is_off=said.get("Code", "") == "RequestTimeTooSkewed",
     )
     return refusal(SERVICE, f"s3://{bucket}", f"s3://{bucket}/{prefix}", failure)
