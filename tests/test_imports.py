@@ -116,7 +116,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "pretrained.ranks": ("conversion_views joint_load stages", "parallelized stored_parts"),
     "resharding": ("beside checks in_place request", "reshard"),
     "saving": ("linking options stores", "writing", "request", "prepare", "in_memory to_store", "to_directory"),
-    "saving.stores": ("own_puts upload", "store_state", "transaction"),
+    "saving.stores": ("own_puts turn upload", "store_state", "transaction"),
     "state_dicts": ("dtensors keys offloaded wrappers", "tied", "overlap state_dict"),
     "storage": ("tensors", "format", "disk", "weights", "checkpoint commit"),
     "storage.checkpoint": ("folder report", "checks locate", "checkpoint", "raw_tensors verifier"),

@@ -17,6 +17,7 @@ from hfshard.errors import (
 )
 from hfshard.saving.stores.own_puts import note_put
 from hfshard.saving.stores.store_state import StoreState, has_bytes, renewed_index
+from hfshard.saving.stores.turn import take_turn
 from hfshard.saving.stores.upload import remove_unused
 from hfshard.storage.commit.interrupts import deferred_interrupt
 from hfshard.storage.commit.steps import CommitPlan, CommitStep
@@ -51,6 +52,8 @@ class StoreTransaction:
         self.is_decided = False
         """Whether the deciding put is done, or nobody can tell."""
         self._is_protecting = True
+        self._marks: list[str] = []
+        """Of the saves that commit, to be removed at the end."""
         self._own: set[str] = set()
         """What this save has put where nothing was, and nobody else refers to."""
 
@@ -80,6 +83,7 @@ class StoreTransaction:
             KeyboardInterrupt: Ctrl-C was pressed: before the deciding put, or after it, and all steps are done.
         """
         deciding = next(number for number, step in enumerate(plan.steps) if step.moves or step.is_commit)
+        self._take_turn()
         uploads = self._unfinished_uploads()
         with deferred_interrupt() as was_interrupted:
             try:
@@ -153,7 +157,8 @@ class StoreTransaction:
         try:
             for done in steps[1:]:
                 if done.kind == "remove":
-                    removals.append(done.target)
+                    if not self._state.names.is_turn_mark(done.target):
+                        removals.append(done.target)
                     continue
                 self._remove(removals)
                 try:
@@ -161,8 +166,9 @@ class StoreTransaction:
                 except StaleObjectError as error:
                     if not (done.target == self._state.names.index and self._take_over(done, plan)):
                         logger.info("A newer save replaces the one into '%s': %s", self._store.address, error)
+                        self._remove(self._marks)
                         return
-            self._remove(removals)
+            self._remove(removals + self._marks)
             if uploads:
                 self._store.sweep_uploads(uploads.__contains__)
         except StoreError as error:
@@ -195,6 +201,12 @@ class StoreTransaction:
             f"{error}. {_AGAIN}",
             path=address,
         )
+
+    def _take_turn(self) -> None:
+        """Where no put is conditional, let only one save commit at a time."""
+        if not self._store.has_conditional_put:
+            self._own.add(self._state.names.turn_mark(self._digits))
+            self._marks = sorted(take_turn(self._store, self._state.names, self._digits))
 
     def _unfinished_uploads(self) -> set[str]:
         """The uploads that are there before the first put that stops other saves: none of those is committed any more.

@@ -48,7 +48,10 @@ class WeightNames:
         self._stored_shard = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}-[0-9a-f]{{16}}\.safetensors")
         self._stock_shard = re.compile(rf"{stem}-(\d{{5}})-of-(\d{{5}})\.safetensors")
         self._bin_shard = re.compile(rf"pytorch_{stem}-\d{{5,}}-of-\d{{5,}}\.bin")
-        self._transient = re.compile(rf"{stem}-hfshard-(?:placeholder|[0-9a-f]{{16}})\.safetensors(?:\.index\.json)?")
+        self._transient = re.compile(
+            rf"{stem}-hfshard-(?:placeholder|(?:turn-)?[0-9a-f]{{16}})\.safetensors(?:\.index\.json)?"
+        )
+        self._turn_mark = re.compile(rf"{stem}-hfshard-turn-[0-9a-f]{{16}}\.safetensors")
 
     def shard(self, number: int, count: int) -> str:
         """The name of shard `number` (from 1) of `count`."""
@@ -69,6 +72,14 @@ class WeightNames:
     def unique_index(self, digest: str) -> str:
         """A temporary name for an index during a commit; `digest` is hex that depends on its content."""
         return f"{self.unique_single(digest)}{INDEX_SUFFIX}"
+
+    def turn_mark(self, digits: str) -> str:
+        """A temporary name for the mark of a save that commits into a store; `digits` are 16 hex digits of its own."""
+        return f"{self.stem}-hfshard-turn-{digits}{SAFETENSORS_SUFFIX}"
+
+    def is_turn_mark(self, name: str) -> bool:
+        """Whether an object is the mark of a save that commits, or was killed then."""
+        return self._turn_mark.fullmatch(name) is not None
 
     def is_shard(self, name: str) -> bool:
         """Whether a file has the name of a shard of this checkpoint."""

@@ -12,6 +12,7 @@ import pytest
 
 from hfshard.errors import RemoteChangedError
 from hfshard.saving.request import SaveRequest
+from hfshard.saving.stores import turn
 from hfshard.saving.to_store import save_into
 from hfshard.saving.writing import OwnShardWriter
 from tests.stores.saving.checkpoints import config, found_in, pickles, request, saved, settled, single, stock_shards
@@ -79,7 +80,8 @@ def wanted_by(one: SaveRequest) -> tuple[Any, Any]:
 class Meeting:
     """Some saves into one store, each in a thread, with their requests in an order that a seed gives."""
 
-    def __init__(self, before: dict[str, bytes], requests: list[SaveRequest], seed: int) -> None:
+    def __init__(self, before: dict[str, bytes], requests: list[SaveRequest], seed: int, is_conditional: bool) -> None:
+        self._is_conditional = is_conditional
         self.objects = dict(before)
         self.uploads: set[str] = set()
         self.needs_config = any(one.config is not None for one in requests)
@@ -94,7 +96,7 @@ class Meeting:
             thread.join()
 
     def _save(self, number: int, wanted: SaveRequest) -> None:
-        store = MemoryStore(self.objects)
+        store = MemoryStore(self.objects, has_conditional_put=self._is_conditional)
         store.uploads = self.uploads
         store.before = lambda kind, name: self._turns.take(number)
         store.after = lambda kind, name: self.seen.append(found_in(self.objects, self.needs_config))
@@ -106,14 +108,21 @@ class Meeting:
         self._turns.leave(number)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_writers_who_meet_leave_one_checkpoint_and_no_mixture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that looks again lets others have their turn."""
     monkeypatch.setenv("HFSHARD_WRITERS", "1")
+    monkeypatch.setattr(turn, "_LOOK_SECONDS", 0)
+
+
+@pytest.mark.parametrize("is_conditional", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_writers_who_meet_leave_one_checkpoint_and_no_mixture(name: str, is_conditional: bool) -> None:
     make, requests = CASES[name]
     before = make()
     refused = 0
-    for seed in SEEDS:
-        met = Meeting(before, requests, seed)
+    for seed in SEEDS if is_conditional else SEEDS[:2]:
+        met = Meeting(before, requests, seed, is_conditional)
 
         errors = [error for error in met.outcomes.values() if error is not None]
         assert {type(error) for error in errors} <= {RemoteChangedError}, (seed, errors)
@@ -129,12 +138,12 @@ def test_writers_who_meet_leave_one_checkpoint_and_no_mixture(name: str, monkeyp
         save_into(last, request(9, 9), lambda: None, OwnShardWriter())
         assert met.objects.keys() == settled(met.objects), seed
         assert not met.uploads, seed
-    assert refused
+    assert refused or not is_conditional
 
 
-def test_writers_of_the_very_same_all_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HFSHARD_WRITERS", "1")
-    for seed in range(4):
-        met = Meeting(saved(request(1, 1)), [request(2, 1), request(2, 1)], seed)
+@pytest.mark.parametrize("is_conditional", [True, False])
+def test_writers_of_the_very_same_all_succeed(is_conditional: bool) -> None:
+    for seed in range(3):
+        met = Meeting(saved(request(1, 1)), [request(2, 1), request(2, 1)], seed, is_conditional)
         assert met.outcomes == {0: None, 1: None}
         assert met.objects.keys() == settled(met.objects)
