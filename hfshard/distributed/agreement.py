@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import torch.distributed as dist
 
@@ -21,7 +21,7 @@ from hfshard.distributed.participants import gather_participants, has_other_rank
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import CheckpointChangedError, HfshardError
 from hfshard.loading.options import LoadOptions
-from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source
+from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source, with_checkpoint
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.checks import check_checksums, check_pickles
 from hfshard.storage.disk.file_system import is_remote
@@ -30,6 +30,8 @@ from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.ranged.ranged_shard import RangedShard
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
+
+_Result = TypeVar("_Result")
 
 
 class LoadAgreement:
@@ -56,6 +58,8 @@ class LoadAgreement:
         if self._status is None:
             return source.fetch(progress)
         local = source.find_local()
+        if local is not None and local.skeleton is not None:
+            local.skeleton.fill()
         told = self._status.meet("source", _snapshot_of(local, source) if local is not None else _cache_of(source))
         if local is not None:
             return _same_snapshot(local, source, told)
@@ -89,6 +93,17 @@ class LoadAgreement:
         with open_source(source, replace(options, verify="structure"), local) as checkpoint:
             _check_share(self._status, checkpoint, options.progress)
             yield checkpoint
+
+    def use(self, source: CheckpointSource, options: LoadOptions, work: Callable[[OpenCheckpoint], _Result]) -> _Result:
+        """Open a checkpoint and do something with it; a rank that loads alone does so again, as `with_checkpoint`.
+
+        Raises:
+            Everything that `opened` and `work` raise.
+        """
+        if self._status is None:
+            return with_checkpoint(source, options, work)
+        with self.opened(source, options) as checkpoint:
+            return work(checkpoint)
 
     def confirm(self, checkpoint: OpenCheckpoint, config: bytes | None = None) -> None:
         """Go on once every rank has checked what it can, and has opened the same checkpoint.

@@ -53,11 +53,8 @@ def load_into_spread_module(model: nn.Module, source: CheckpointSource, options:
         Everything that `load_into_module` raises. The model is half loaded only where a file can't be read after all,
         or a hook of the model raises.
     """
-    with (
-        load_together("load_model", is_collective=True) as agreement,
-        agreement.opened(source, options) as checkpoint,
-    ):
-        return _load_in_place(model, checkpoint, options, agreement)
+    with load_together("load_model", is_collective=True) as agreement:
+        return agreement.use(source, options, lambda checkpoint: _load_in_place(model, checkpoint, options, agreement))
 
 
 def load_opened(model: nn.Module, checkpoint: OpenCheckpoint, options: LoadOptions) -> dict[str, Any]:
@@ -107,22 +104,25 @@ def load_like(
             that of `like` can't have.
         Everything that `open_source` raises.
     """
-    with (
-        load_together("load_state_dict", is_collective=has_spread(like)) as agreement,
-        agreement.opened(source, options) as checkpoint,
-    ):
-        _refuse_misfits(checkpoint, like)
-        tied_names = checkpoint.index.tied_names
-        made: dict[tuple[Any, ...], torch.Tensor] = {}
-        keys: dict[str, tuple[Any, ...]] = {}
-        for name, tensor in like.items():
-            spread = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
-            keys[name] = (tied_names.get(name, name), tensor.dtype, tensor.device, spread)
-            if keys[name] not in made:
-                made[keys[name]] = _empty_like(tensor, tensor.dtype, device, tensor.shape)
-        read = prepare_reads(checkpoint, [(key[0], tensor) for key, tensor in made.items()])
-        agreement.confirm(checkpoint)
-        read()
+    with load_together("load_state_dict", is_collective=has_spread(like)) as agreement:
+        return agreement.use(source, options, lambda checkpoint: _read_like(checkpoint, like, device, agreement))
+
+
+def _read_like(
+    checkpoint: OpenCheckpoint, like: Mapping[str, torch.Tensor], device: torch.device, agreement: LoadAgreement
+) -> dict[str, torch.Tensor]:
+    _refuse_misfits(checkpoint, like)
+    tied_names = checkpoint.index.tied_names
+    made: dict[tuple[Any, ...], torch.Tensor] = {}
+    keys: dict[str, tuple[Any, ...]] = {}
+    for name, tensor in like.items():
+        spread = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
+        keys[name] = (tied_names.get(name, name), tensor.dtype, tensor.device, spread)
+        if keys[name] not in made:
+            made[keys[name]] = _empty_like(tensor, tensor.dtype, device, tensor.shape)
+    read = prepare_reads(checkpoint, [(key[0], tensor) for key, tensor in made.items()])
+    agreement.confirm(checkpoint)
+    read()
     return {name: made[key] for name, key in keys.items()}
 
 

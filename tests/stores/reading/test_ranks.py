@@ -1,0 +1,102 @@
+"""Ranks that load from a store: each asks for its own ranges, and all load the same save or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hfshard
+from hfshard.errors import CheckpointChangedError, IntegrityError, RankFailedError
+from hfshard.loading import far
+from tests.distributed.gloo import check_ranks
+from tests.stores.reading.test_costs import CountingStore
+
+ADDRESS = "s3://models/bert"
+ROWS, COLUMNS = 4096, 256
+"""Of a weight of 4 MiB, which is half a shard."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Linear(COLUMNS, ROWS, bias=False)
+        self.columns = nn.Linear(ROWS, COLUMNS)
+
+
+def _mesh() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2,))
+
+
+def _objects(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def _store(objects: dict[str, bytes]) -> CountingStore:
+    store = CountingStore()
+    store.objects = dict(objects)
+    vars(far)["open_store"] = lambda address: store
+    return store
+
+
+def _load(rank: int, saved: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    store = _store(_objects(saved))
+    expected = hfshard.load_state_dict(saved)
+    whole = sum(tensor.nbytes for tensor in expected.values())
+    net: Any = Net()
+    fully_shard(net, mesh=_mesh())
+    for verify in ("structure", "full"):
+        store.ranges.clear()
+        hfshard.load_model(net, ADDRESS, verify=verify)
+        asked = sum(end - begin for name, begin, end in store.ranges if name.endswith(".safetensors"))
+        assert asked < whole * (
+            0.52 if verify == "structure" else 1.1
+        )  # full: of the files, each is hashed by one rank
+        for name, parameter in net.state_dict().items():
+            assert torch.equal(parameter.full_tensor(), expected[name])
+
+    split = parallelize_module(Net(), _mesh(), {"rows": ColwiseParallel(), "columns": RowwiseParallel()})
+    loaded = hfshard.load_state_dict(ADDRESS, like=split.state_dict())
+    assert torch.equal(loaded["columns.weight"].full_tensor(), expected["columns.weight"])  # type: ignore[attr-defined]
+    assert torch.equal(loaded["rows.weight"].full_tensor(), expected["rows.weight"])  # type: ignore[attr-defined]
+
+
+def _refuse(rank: int, saved: Path, other: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    net: Any = Net()
+    fully_shard(net, mesh=_mesh())
+    before = {name: tensor.to_local().clone() for name, tensor in net.state_dict().items()}
+    objects = _objects(saved)
+    _store(_objects(other) if rank else objects)
+    with pytest.raises(CheckpointChangedError, match="Ranks 0 and 1 have different checkpoints in 's3://models/bert'"):
+        hfshard.load_model(net, ADDRESS)
+
+    damaged = dict(objects)
+    name = max(name for name in objects if name.endswith(".safetensors"))
+    damaged[name] = objects[name][:-1] + bytes([objects[name][-1] ^ 1])
+    _store(damaged)
+    with pytest.raises((IntegrityError, RankFailedError)):
+        hfshard.load_model(net, ADDRESS, verify="full")
+    assert all(torch.equal(tensor.to_local(), before[name]) for name, tensor in net.state_dict().items())
+
+
+def _saved(directory: Path) -> Path:
+    hfshard.save_model(Net(), directory, max_shard_size="5MB")
+    return directory
+
+
+def test_each_rank_asks_for_its_own_bytes(tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 2, _load, _saved(tmp_path / "saved"))
+
+
+def test_ranks_that_find_different_saves_load_nothing(tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 2, _refuse, _saved(tmp_path / "one"), _saved(tmp_path / "two"))
