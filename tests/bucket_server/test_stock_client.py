@@ -202,3 +202,42 @@ def test_buckets_are_moved_hidden_shown_and_deleted_by_those_who_may(tmp_path: P
             "shown": ["org/moved"],
             "left": [],
         }
+
+
+VERSIONS = """
+import random, hf_xet
+bucket = f"{os.environ['HF_ENDPOINT']}/api/buckets/org/b"
+headers = {"authorization": "Bearer hf_write"}
+def access(scope):
+    return {"token_refresh_url": f"{bucket}/xet-{scope}-token", "token_refresh_headers": headers}
+def upload(session, data):
+    with session.new_upload_commit(**access("write")) as commit:
+        stream = commit.start_upload_stream(sha256=hf_xet.SKIP_SHA256)
+        stream.write(data)
+        return stream.finish().xet_info
+def download(session, info, start, end):
+    return b"".join(session.new_download_stream_group(**access("read")).download_stream(info, start=start, end=end))
+old = random.Random(1).randbytes(6_000_000)
+new = old[:2_500_000] + random.Random(2).randbytes(1_000_000) + old[3_500_000:]
+result = []
+for name, value in [("shard_api_version", 1), ("reconstruction_api_version", 1), ("enable_multirange_fetching", True)]:
+    session = hf_xet.XetSession(hf_xet.XetConfig().with_config(f"client.{name}", value))
+    upload(session, old)
+    info = upload(session, new)
+    bounds = [(0, None), (2_400_001, 3_700_001)]
+    result.append([download(session, info, start, end) == new[start:end] for start, end in bounds])
+"""
+
+
+def test_files_of_several_xorbs_come_by_each_version_of_the_protocol(tmp_path: Path) -> None:
+    with HubServer(tmp_path / "hub") as hub:
+        hub.create_bucket("org/b")
+        assert run(hub, tmp_path / "home", VERSIONS, has_xet=True) == [[True, True]] * 3
+        shards = [request.path for request in hub.log if request.kind == "shard_put"]
+        assert shards == ["/v1/shards"] * 2 + ["/v2/shards"] * 4
+        asked = [request.path[:4] for request in hub.log if request.kind == "reconstruction"]
+        assert asked == ["/v2/"] * 2 + ["/v1/"] * 2 + ["/v2/"] * 2
+
+        ranges = [(request.range or "").count("-") for request in hub.log if request.kind == "xorb_get"]
+        assert sorted(ranges) == [1] * 14 + [2, 2]
+        assert hub.cas_counts.xorbs == 2
