@@ -142,7 +142,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "read_ahead",
         "tensor_reader",
     ),
-    "storage.weights.ranged": ("ranged_shard running_digest", "requests", "comparison", "whole_tensors"),
+    "storage.weights.ranged": ("read_ahead running_digest", "ranged_shard", "requests", "comparison", "whole_tensors"),
     "storage.weights.pickles": (
         "choosing file_in_memory nested other_formats",
         "zip_check",

@@ -22,6 +22,7 @@ from hfshard.storage.commit.steps import CommitPlan
 from hfshard.storage.commit.store_plan import plan_protection, plan_store_commit
 from hfshard.storage.disk.byte_source import ByteSource, has_same_bytes
 from hfshard.storage.format.index import CheckpointIndex, FileDigest
+from hfshard.storage.tensors.tensor_layout import RawTensor
 from hfshard.storage.weights.safetensors_writer import WriteJob, writer_threads
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import Store
@@ -240,9 +241,17 @@ def _kept_shards(
             known[digest.fingerprint] = KnownFile(None, replace(digest, tensor_digests=None))
     if not known:
         return {}
-    digests = writer.link(_jobs(store, plan, request), known, checksum)
+    recorded = {digest.tensor_digests for digest in state.index.files.values()}
+    jobs = {at: job for at, job in enumerate(_jobs(store, plan, request)) if _may_be_known(job, recorded)}
+    digests = writer.link(list(jobs.values()), known, checksum)
     return {
         position: (names[digest.fingerprint], digest)
-        for position, digest in enumerate(digests)
+        for position, digest in zip(jobs, digests, strict=True)
         if digest is not None and digest.fingerprint is not None
     }
+
+
+def _may_be_known(job: WriteJob, recorded: Collection[str | None]) -> bool:
+    """Whether an old file may hold the tensors of a job, as far as that is known without reading any."""
+    digests = [value.digest if isinstance(value, RawTensor) else None for value in job.tensors.values()]
+    return None in digests or not digests or "".join(filter(None, digests)) in recorded

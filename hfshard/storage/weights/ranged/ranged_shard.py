@@ -14,6 +14,7 @@ from hfshard.errors import DamagedCheckpointError, remedy
 from hfshard.storage.disk.direct_io import BLOCK_BYTES
 from hfshard.storage.format.header import LENGTH_BYTES, read_header_length
 from hfshard.storage.format.index import FileDigest
+from hfshard.storage.weights.ranged.read_ahead import MOST_BYTES, forget, read_ahead
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 
 HEAD_BYTES: Final = 32 * 1024
@@ -22,6 +23,9 @@ comes after the header is kept, and not asked for again."""
 
 _STREAM_BYTES: Final = 4 * BLOCK_BYTES
 """Bytes that one request asks for where a file is read from end to end, maybe with seven others."""
+
+_SAMPLE_BYTES: Final = 64 * 1024
+"""Blocks of at most so many bytes are samples."""
 
 _AHEAD: Final = 3
 """Such requests that are under way while the bytes of one are in use."""
@@ -99,6 +103,7 @@ class RangedShard(SafetensorsShard):
 
     def close(self) -> None:
         """Nothing is open."""
+        forget(self)
 
     def read_into(self, begin: int, target: memoryview) -> None:
         """Fill memory with the bytes of the file from `begin` on.
@@ -132,6 +137,13 @@ class RangedShard(SafetensorsShard):
         return target
 
     def _stretch(self, start: int, count_bytes: int, block_bytes: int) -> Iterator[memoryview]:
+        if block_bytes <= _SAMPLE_BYTES:
+            yield from self._samples(start, count_bytes, block_bytes)
+            return
+        if count_bytes <= MOST_BYTES:
+            found = read_ahead(self, start, count_bytes, self.size, self.read_into)
+            yield from (found[begin : begin + block_bytes] for begin in range(0, count_bytes, block_bytes))
+            return
         read_bytes = max(1, _STREAM_BYTES // block_bytes) * block_bytes
         end = start + count_bytes
         starts = iter(range(start, end, read_bytes))
@@ -148,6 +160,13 @@ class RangedShard(SafetensorsShard):
                     yield found[begin : begin + block_bytes]
         finally:
             wait([reading for reading, _ in under_way])
+
+    def _samples(self, start: int, count_bytes: int, block_bytes: int) -> Iterator[memoryview]:
+        """Small blocks, each asked for by itself: who asks for such takes the first, and leaves the rest."""
+        for begin in range(0, count_bytes, block_bytes):
+            room = memoryview(bytearray(min(block_bytes, count_bytes - begin)))
+            self.read_into(start + begin, room)
+            yield room
 
     def _begun(self, start: int, nbytes: int) -> tuple[Future[None], memoryview]:
         """Memory that another thread fills, or this one where none can be started."""
