@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -35,6 +35,8 @@ class Sender:
     """Of the run."""
     folder: str
     """Of the checkpoint in it."""
+    check: Callable[[], None]
+    """Raises where another manager has taken the run over."""
     known: dict[str, tuple[StoredObject, FileDigest]] = field(default_factory=dict)
     """Fingerprint -> a file of the run that may have the same bytes, and what its manifest tells of it."""
     shards: set[str] = field(default_factory=set)
@@ -65,7 +67,7 @@ class Sender:
 
         Raises:
             StoreError: The store refused or failed.
-            StaleObjectError: Somebody else puts files there.
+            RemoteChangedError: Another manager has taken the run over.
         """
         digits = secrets.token_hex(_DIGITS_BYTES)
         small = {**order.files, TRAINING_STATE: order.payload.training_state}
@@ -93,17 +95,25 @@ class Sender:
     def put_small(self, name: str, raw: bytes) -> None:
         """Put a small file that is not there yet, or that a killed save has left.
 
-        A manager that has lost the run without knowing it never gets through: it replaces only what it has seen before.
+        What is there was left while the run was this manager's, if it still is that afterwards: so the files of one
+        that has taken the run over are never replaced.
+
+        Raises:
+            RemoteChangedError: Another manager has taken the run over.
         """
         path = f"{self.folder}/{name}"
+        there: StoredObject | None = None
         self.small[name] = None
-        if not self.store.has_conditional_put:
-            self.small[name] = self.store.put(path, raw, ANYTHING)
-            return
-        try:
-            self.small[name] = self.store.put(path, raw, None)
-        except StaleObjectError:
-            self.small[name] = self.store.put(path, raw, self.store.find(path))
+        while True:
+            try:
+                if not self.store.has_conditional_put:
+                    self.check()
+                self.small[name] = self.store.put(path, raw, there if self.store.has_conditional_put else ANYTHING)
+            except StaleObjectError:
+                there = self.store.find(path)
+                self.check()
+            else:
+                return
 
     def put_manifest(self, manifest: CheckpointManifest) -> StoredObject:
         """Put the manifest, which makes the checkpoint whole.

@@ -152,7 +152,7 @@ class StorePlace:
         folder = checkpoint_path("", step)
         newest = next((one for one in found if one.manifest is not None), None)
         aside = _name_aside(folder, found)
-        sender = Sender(self._store, folder)
+        sender = Sender(self._store, folder, self._claim.check)
         try:
             if aside is not None:
                 self._move_aside(folder, aside)
