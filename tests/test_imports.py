@@ -91,7 +91,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "hub.pushing": ("plan request", "compare local_files", "push_files"),
     "hub.remote": (
         "cache client uploads",
-        "commit transport",
+        "transport xet_uploads",
+        "commit",
         "download repo",
         "commit_files ranges",
         "fetching",

@@ -178,8 +178,8 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         """Push the model as one Hub commit, straight from memory; with the arguments of transformers, and a few more.
 
         Files that the hub has are not sent; the same commit deletes the shards, indexes and pickles of the last push of
-        this variant, everything else stays. Nothing is written to disk, except for a model that only transformers can
-        save (offloaded, with adapters), that is spread over ranks, or whose class has a `save_pretrained` or
+        this variant, everything else stays. No weights are written to disk, except of a model that only transformers
+        can save (offloaded, with adapters), that is spread over ranks, or whose class has a `save_pretrained` or
         `_save_pretrained` of its own: these go by way of a temporary directory. Where each rank has a part of the
         model, every rank must call, and rank 0 alone speaks to the hub.
 

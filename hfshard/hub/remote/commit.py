@@ -18,6 +18,7 @@ from hfshard.hub.remote.uploads import close_readers, operations_for, rewind_rea
 from hfshard.hub.repo_tree import PushResult, RepoTree, StaleParentError
 from hfshard.storage.format.names import INDEX_FILE
 from hfshard.stores.buckets.hub_calls import ATTEMPTS, is_passing, status_of, transport_errors, wait_before
+from hfshard.stores.buckets.tokens import XetTokens
 
 logger = logging.getLogger(__name__)
 
@@ -39,25 +40,40 @@ class RemoteCommit:
         self.api = api
         self.repo_id = repo_id
         self.request = request
+        self.saved_bytes = 0
+        """Bytes that were not sent by Xet, since its storage had them."""
         self._tree = tree
         self.failures: tuple[type[Exception], ...] = (HfHubHTTPError, *transport_errors())
         self.upload_failures: tuple[type[Exception], ...] = (RuntimeError, *self.failures)  # huggingface_hub wraps them
 
-    def make(self, *, by_xet: bool, progress_callback: Callable[[int], object]) -> PushResult:
+    def make(self, tokens: XetTokens | None, *, progress_callback: Callable[[int], object]) -> PushResult:
         """Upload what the Hub lacks, and commit.
+
+        Args:
+            tokens: For the repo's Xet storage; None: LFS is used.
+            progress_callback: Called with the number of bytes that are read for upload.
 
         Raises:
             StaleParentError: The branch is no longer at the parent.
             HubError: The Hub refused, or stopped answering; no commit was made.
             IntegrityError: A file differs from its checksum; no commit was made.
         """
+        by_xet = tokens is not None
         operations = operations_for(self.request.changes, by_xet=by_xet, progress_callback=progress_callback)
         try:
             with translate_hub_errors(self.repo_id, self.api.token, revision=self.request.revision):
+                if tokens is not None:
+                    self._stream(tokens, operations)
                 self._upload(operations)
                 return self._make(operations)
         finally:
             close_readers(operations)
+
+    def _stream(self, tokens: XetTokens, operations: Sequence[CommitOperationAdd | CommitOperationDelete]) -> None:
+        from hfshard.hub.remote.xet_uploads import XetStreams  # only where hf_xet is installed
+
+        additions = [operation for operation in operations if isinstance(operation, CommitOperationAdd)]
+        self.saved_bytes = XetStreams(self.repo_id, self.api.token, tokens, self.request).send(additions)
 
     def _upload(self, operations: Sequence[CommitOperationAdd | CommitOperationDelete]) -> None:
         additions = [operation for operation in operations if isinstance(operation, CommitOperationAdd)]

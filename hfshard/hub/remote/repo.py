@@ -16,9 +16,10 @@ from hfshard.hub.refs import full_name, pr_revision
 from hfshard.hub.remote.client import ask, tree_of
 from hfshard.hub.remote.commit import RemoteCommit
 from hfshard.hub.remote.transport import HubReader
-from hfshard.hub.remote.uploads import goes_by_xet, server_has_xet
+from hfshard.hub.remote.uploads import goes_by_xet, xet_tokens
 from hfshard.hub.repo_tree import PushResult, RepoTree
 from hfshard.storage.disk.byte_source import ByteSource, BytesSource
+from hfshard.stores.buckets.tokens import XetTokens
 
 MAX_COMMIT_FILES: Final = 256
 """The most files in one commit; of more, shards are committed first. huggingface_hub asks the Hub about so many at
@@ -127,9 +128,10 @@ class HubRepo:
             self._refuse_fixed(revision)
         sent = _Counter(progress_callback)
         self._api.trusts_card = isinstance(changes.get(README), BytesSource)  # the user's own is a file
-        by_xet = self._has_xet()
+        tokens = self._xet_tokens()
         batches = _batches(changes, self._known.files if self._known is not None else {})
         result, pr_url = None, None
+        saved_bytes = 0
         for number, batch in enumerate(batches, 1):
             title = message if number == len(batches) else f"{message} (shards, part {number} of {len(batches) - 1})"
             request = CommitRequest(
@@ -140,17 +142,17 @@ class HubRepo:
                 description=description,
                 create_pr=create_pr,
             )
-            result = RemoteCommit(self._api, self.repo_id, request, self.tree).make(
-                by_xet=by_xet, progress_callback=sent
-            )
+            made = RemoteCommit(self._api, self.repo_id, request, self.tree)
+            result = made.make(tokens, progress_callback=sent)
+            saved_bytes += made.saved_bytes
             if result.pr_url is not None:  # later commits go to the pull request that the first one opened
                 pr_url = result.pr_url
                 revision = pr_revision(result.pr_url)
                 create_pr = False
             parent = result.commit
         assert result is not None
-        is_known = not any(goes_by_xet(content, by_xet=by_xet) for content in changes.values())
-        return PushResult(result.commit, result.url, pr_url, sent_bytes=sent.count if is_known else None)
+        is_known = not any(goes_by_xet(content, by_xet=tokens is not None) for content in changes.values())
+        return PushResult(result.commit, result.url, pr_url, sent_bytes=sent.count - saved_bytes if is_known else None)
 
     def _refuse_fixed(self, revision: str) -> None:
         """Refuse a tag or a commit before anything is sent; the Hub itself refuses it only afterwards."""
@@ -166,8 +168,8 @@ class HubRepo:
                 actual=revision,
             )
 
-    def _has_xet(self) -> bool:
-        return ask(self.repo_id, self.token, partial(server_has_xet, self.repo_id, self.token))
+    def _xet_tokens(self) -> XetTokens | None:
+        return ask(self.repo_id, self.token, partial(xet_tokens, self.repo_id, self.token))
 
 
 class _Counter:

@@ -10,15 +10,15 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO, Final, cast
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants, get_session
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
 from huggingface_hub.lfs import UploadInfo
-from huggingface_hub.utils import build_hf_headers
 
 from hfshard._util.threads import in_threads
 from hfshard.errors import IntegrityError
 from hfshard.storage.disk.byte_source import ByteSource, FileSource, SeekableReader, sha256_of_source
+from hfshard.stores.buckets.tokens import XetTokens, repo_token_url
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,6 @@ XET_VARIABLE: Final = "HFSHARD_XET"
 on the Hugging Face Hub, where all repos have it."""
 
 _XET_DOMAINS: Final = ("huggingface.co", "hf.co")
-_HTTP_OK: Final = 200
 _HASHERS: Final = 4
 """Files that are hashed at once."""
 _SAMPLE_BYTES: Final = 512
@@ -39,8 +38,8 @@ def operations_for(
 ) -> list[CommitOperationAdd | CommitOperationDelete]:
     """Make the operations of a commit.
 
-    huggingface_hub uploads an open file object by LFS, which every server supports, and a path by Xet where hf_xet is
-    installed. The hash is handed over, so that no file is read only to hash it.
+    huggingface_hub uploads a path by Xet where hf_xet is installed, and an open file object by LFS, which every server
+    supports; unless `XetStreams` has sent it before. The hash is handed over, so that no file is read only to hash it.
 
     Args:
         changes: Path in the repo -> new contents, or None to delete.
@@ -92,17 +91,16 @@ def rewind_readers(operations: Sequence[CommitOperationAdd]) -> None:
             operation.path_or_fileobj.seek(0)
 
 
-def server_has_xet(repo_id: str, token: str | bool | None) -> bool:
-    """Whether uploads to the repo use Xet: hf_xet is installed and enabled, and the server gives a token for it."""
+def xet_tokens(repo_id: str, token: str | bool | None) -> XetTokens | None:
+    """Tokens for the repo's branch `main`, if uploads use Xet: hf_xet is installed, and the server gives one."""
     wanted = os.environ.get(XET_VARIABLE, "")
     if wanted == "0" or constants.HF_HUB_DISABLE_XET or importlib.util.find_spec("hf_xet") is None:
-        return False
+        return None
     host = urlsplit(constants.ENDPOINT).hostname or ""
     if wanted != "1" and not any(host == domain or host.endswith(f".{domain}") for domain in _XET_DOMAINS):
-        return False
-    url = f"{constants.ENDPOINT}/api/models/{repo_id}/xet-write-token/{quote(constants.DEFAULT_REVISION)}"
-    response = get_session().get(url, headers=build_hf_headers(token=token))
-    return bool(response.status_code == _HTTP_OK)
+        return None
+    tokens = XetTokens(repo_token_url(repo_id, "write", constants.DEFAULT_REVISION), token)
+    return tokens if tokens.try_once() else None
 
 
 class CheckedReader(SeekableReader):

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 from urllib.parse import quote
 
-from huggingface_hub import constants
+from huggingface_hub import constants, get_session
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+
+_OK: Final = 200
 
 TokenKind = Literal["read", "write"]
 """What a token permits."""
@@ -56,9 +58,17 @@ class XetTokens:
             if self._kept is None or self._kept.ends < time.time() + _RENEWED_SECONDS:
                 response = http_backoff("GET", self._url, headers=build_hf_headers(token=self._user))
                 hf_raise_for_status(response)
-                answer = response.json()
-                self._kept = XetToken(str(answer["casUrl"]), str(answer["accessToken"]), int(answer["exp"]))
+                self._kept = _token_of(response.json())
             return self._kept
+
+    def try_once(self) -> bool:
+        """Ask for a token, once; False where the Hub gives none, as one without Xet does."""
+        response = get_session().get(self._url, headers=build_hf_headers(token=self._user))
+        if response.status_code != _OK:
+            return False
+        with self._lock:
+            self._kept = _token_of(response.json())
+        return True
 
     def forget(self) -> None:
         """Ask for a new token the next time: the storage does not take this one."""
@@ -79,6 +89,10 @@ class XetTokens:
             "token_refresh_headers": headers,
             "custom_headers": {name: value for name, value in headers.items() if name.lower() != "authorization"},
         }
+
+
+def _token_of(answer: Any) -> XetToken:
+    return XetToken(str(answer["casUrl"]), str(answer["accessToken"]), int(answer["exp"]))
 
 
 def bucket_token_url(bucket: str, kind: TokenKind) -> str:

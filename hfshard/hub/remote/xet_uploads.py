@@ -1,0 +1,126 @@
+"""Sends what is in memory to a repo's Xet storage as streams, so that it need not be written to the disk first."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final, cast
+from urllib.parse import quote
+
+from huggingface_hub import CommitOperationAdd, constants
+from huggingface_hub._commit_api import _fetch_upload_modes
+from huggingface_hub.utils import build_hf_headers
+
+from hfshard._util.threads import in_threads
+from hfshard.constants import COPY_BYTES
+from hfshard.errors import HubAccessError, HubConnectionError, HubError
+from hfshard.hub.protocols import CommitRequest
+from hfshard.hub.remote.uploads import XET_VARIABLE, CheckedReader
+from hfshard.stores.buckets.hub_calls import describe_token, without_token
+from hfshard.stores.buckets.tokens import XetTokens, repo_token_url
+from hfshard.stores.buckets.upload import XetUpload
+from hfshard.stores.buckets.xet import XetFailedError
+
+logger = logging.getLogger(__name__)
+
+_STREAMS: Final = 4
+"""Files that are sent at once; large ones take turns, as the memory allows."""
+_TRIES: Final = 2
+"""Times that a file is sent: hf_xet has tried each request several times by then."""
+
+
+class XetStreams:
+    """The streams of one commit into the Xet storage of a repo."""
+
+    def __init__(self, repo_id: str, token: str | bool | None, tokens: XetTokens, request: CommitRequest) -> None:
+        """Send nothing yet.
+
+        Args:
+            repo_id: "org/name".
+            token: Of the user, as in huggingface_hub.
+            tokens: To write to the storage, for the branch `main`.
+            request: The commit's.
+        """
+        self._repo_id, self._token = repo_id, token
+        self._request = request
+        self._tokens = tokens
+        if request.create_pr:  # who may open a pull request may not write to any branch: the Hub is told, as upstream
+            self._tokens = XetTokens(repo_token_url(repo_id, "write", "None") + "?create_pr=1", token)
+        elif request.revision is not None and request.revision != constants.DEFAULT_REVISION:
+            self._tokens = XetTokens(repo_token_url(repo_id, "write", request.revision), token)
+
+    def send(self, additions: Sequence[CommitOperationAdd]) -> int:
+        """Send the large files among those that are made in memory; huggingface_hub then takes them for uploaded.
+
+        Its own upload takes paths and bytes only, and no stream. So what it notes about an addition is noted here, in
+        its private attributes.
+
+        Args:
+            additions: The commit's; those that are paths are left to huggingface_hub.
+
+        Returns:
+            Bytes that were not sent, since the storage had them.
+
+        Raises:
+            HubAccessError, HubConnectionError, HubError: The storage refused, or can't be reached.
+            IntegrityError: A file is not what it was announced to be.
+        """
+        streams = [addition for addition in additions if isinstance(addition.path_or_fileobj, CheckedReader)]
+        if not streams:
+            return 0
+        create_pr = self._request.create_pr
+        _fetch_upload_modes(
+            additions=streams,
+            repo_type=constants.REPO_TYPE_MODEL,
+            repo_id=self._repo_id,
+            headers=build_hf_headers(token=self._token),
+            revision=quote(self._request.revision or constants.DEFAULT_REVISION, safe=""),
+            create_pr=create_pr,
+        )
+        large = [one for one in streams if one._upload_mode == "lfs" and not one._should_ignore]
+        distinct = {one.upload_info.sha256: one for one in reversed(large)}  # equal files are sent once
+        saved = in_threads(self._send_one, list(reversed(distinct.values())), _STREAMS)
+        for addition in large:
+            addition._is_uploaded = True
+        return sum(saved)
+
+    def _send_one(self, addition: CommitOperationAdd, cancelled: threading.Event) -> int:
+        for attempt in range(1, _TRIES + 1):
+            try:
+                return self._stream(addition, cancelled)
+            except XetFailedError as error:
+                if attempt == _TRIES or error.kind not in ("access", "connection"):
+                    raise self._translated(error, addition.path_in_repo) from error
+                logger.warning("'%s' is sent again to the Xet storage: %s", addition.path_in_repo, error)
+        raise AssertionError("unreachable")
+
+    def _stream(self, addition: CommitOperationAdd, cancelled: threading.Event) -> int:
+        reader = cast(CheckedReader, addition.path_or_fileobj)
+        size = addition.upload_info.size
+        upload = XetUpload(self._tokens, size, sha256=addition.upload_info.sha256.hex())
+        try:
+            reader.seek(0)
+            while block := reader.read(COPY_BYTES):
+                if cancelled.is_set():
+                    raise InterruptedError("another file failed, or Ctrl-C came")
+                upload.write(memoryview(block))
+            return size - upload.finish().sent_bytes
+        except BaseException:
+            upload.abort()
+            raise
+
+    def _translated(self, error: XetFailedError, path: str) -> HubError:
+        what = f"'{path}' could not be sent to the Xet storage of '{self._repo_id}': "
+        what += without_token(str(error), self._token)
+        if error.kind == "access":
+            return HubAccessError(
+                f"{what}. The request had {describe_token(self._token)}. Nothing was committed. To use another token, "
+                "run: hf auth login",
+                path=path,
+            )
+        kind: Callable[..., HubError] = HubConnectionError if error.kind == "connection" else HubError
+        return kind(
+            f"{what}. Nothing was committed. Run it again, or push by LFS: {XET_VARIABLE}=0.",
+            path=path,
+        )
