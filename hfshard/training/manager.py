@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointManager(RunPushes):
-    """Saves and restores the training states of one run in one directory.
+    """Saves and restores the training states of one run in one directory, or in one place of a store.
 
         manager = CheckpointManager("run", max_to_keep=3, keep_best="eval_loss")
         state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
@@ -50,7 +50,8 @@ class CheckpointManager(RunPushes):
     rename when every byte is on the disk; stock transformers loads it as a model, unless adapters were added to that.
     No pickle is written or read.
 
-    The directory is locked from the first save until `close()` or the end of the process. Threads may share a manager:
+    The directory is locked from the first save until `close()` or the end of the process; in a store, the manager that
+    begins to save last takes the run over. Threads may share a manager:
     each call waits until the save, the restore or the question of another thread is done. For questions about the run
     (`latest_step`, `best_step`, `all_steps`, `path_of`, `verify`) see `RunReader`.
     """
@@ -71,7 +72,7 @@ class CheckpointManager(RunPushes):
         """Name the run; nothing is created or read yet.
 
         Args:
-            root: The run's directory, created at the first save.
+            root: The run's directory, created at the first save; or an address, such as "s3://bucket/run".
             max_to_keep: How many of the newest checkpoints stay; None: all. A save needs disk space for one more.
             keep_best: The name of a metric: the checkpoint with its best value stays too.
             metric_mode: Whether the lowest ("min") or the highest ("max") value is best. NaN never is.
@@ -133,11 +134,13 @@ class CheckpointManager(RunPushes):
             files: Small files to put into the checkpoint: name -> contents.
 
         Returns:
-            The checkpoint's directory; with blocking=False it exists when the save is done.
+            The checkpoint's directory, or its address; with blocking=False it exists when the save is done.
 
         Raises:
             InvalidArgumentError, UnstorableTensorError: Nothing was written.
             DirectoryLockedError: Another manager is saving into the directory.
+            RemoteChangedError: Another manager has begun to save into the same place of a store.
+            StoreError: The store refused or failed. All older checkpoints are still there.
             SaveDirectoryError, AccessDeniedError: The directory is a file, or may not be written.
             RunRemovedError: It was removed or renamed since the last save. The next save makes a new one.
             HfshardError: It was called in the middle of another call of this thread, by a signal handler or a hook.
@@ -196,9 +199,10 @@ class CheckpointManager(RunPushes):
 
         Args:
             state: Built as for the run that was saved. It is changed, and so are the random number generators.
-            step: Which checkpoint; None: the one that was saved last. Or one from elsewhere: the path of its directory;
-                "org/name" on the Hub, or a path or file:// URL of a directory hub, with "@revision" for one other than
-                main; or a file of torch.save, or a directory of Trainer's or Accelerate's (README, "Old files").
+            step: Which checkpoint; None: the one that was saved last. Or one from elsewhere: the path of its directory,
+                or its address; "org/name" on the Hub, or a path or file:// URL of a directory hub, with "@revision" for
+                one other than main; or a file of torch.save, or a directory of Trainer's or Accelerate's (README, "Old
+                files").
             strict: Refuse any difference; False restores what fits and reports the rest.
             verify: "full" compares every byte with its checksum before anything is changed; "structure" compares sizes,
                 headers and fingerprints.

@@ -72,7 +72,7 @@ class RunReader:
             return sorted(manifest.step for manifest in manifests_in(self._place))
 
     def path_of(self, step: int) -> str:
-        """Return the directory of a step's checkpoint, whether it exists or not.
+        """Return the directory or address of a step's checkpoint, whether it exists or not.
 
         Example:
             weights = hfshard.load_state_dict(manager.path_of(1200))

@@ -19,7 +19,7 @@ class RestoredStep(int):
     """
 
     path: str
-    """The checkpoint's directory; of another program's, its file or directory."""
+    """The checkpoint's directory or address; of another program's, its file or directory."""
     extra: Any
     """What was passed to `save` as `extra`."""
     metrics: dict[str, float]
