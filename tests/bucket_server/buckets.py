@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.bucket_server.cas import Cas
-from tests.hubserver.objects import replace_file
 from tests.hubserver.repos import now
 
 
@@ -27,22 +26,53 @@ class BucketEntry:
 
 
 class Bucket:
-    """One bucket; every change is written before it is answered. Its `lock` is held over a whole batch."""
+    """One bucket; every change is written, at the end of a file, before it is answered.
+
+    `lock` is held over a whole batch.
+    """
 
     def __init__(self, bucket_id: str, path: Path) -> None:
         self.bucket_id = bucket_id
         self.lock = threading.RLock()
+        self.created = ""
+        self.private = False
+        self.files: dict[str, BucketEntry] = {}
         self._path = path
-        state: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
-        self.created: str = state.get("created") or now()
-        self.private: bool = state.get("private", False)
-        self.files = {name: BucketEntry(**entry) for name, entry in state.get("files", {}).items()}
+        for line in path.read_text().splitlines() if path.is_file() else ():
+            self._apply(**json.loads(line))
 
-    def save(self) -> None:
-        """Write what it holds."""
-        files = {name: asdict(entry) for name, entry in self.files.items()}
-        state = {"created": self.created, "private": self.private, "files": files}
-        replace_file(self._path, json.dumps(state).encode())
+    def create(self, private: bool) -> None:
+        """Write its beginning."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._change(created=now(), private=private)
+
+    def set_private(self, private: bool) -> None:
+        """Hide it, or show it."""
+        self._change(private=private)
+
+    def put(self, name: str, entry: BucketEntry | None) -> None:
+        """Give a file its contents; None: delete it, if it is there."""
+        self._change(name=name, entry=None if entry is None else asdict(entry))
+
+    def _change(self, **change: Any) -> None:
+        with self.lock:
+            with self._path.open("a") as file:
+                file.write(json.dumps(change) + "\n")
+            self._apply(**change)
+
+    def _apply(
+        self,
+        created: str | None = None,
+        private: bool | None = None,
+        name: str | None = None,
+        entry: dict[str, Any] | None = None,
+    ) -> None:
+        self.created = created or self.created
+        self.private = self.private if private is None else private
+        if name is not None:
+            self.files.pop(name, None)
+        if name is not None and entry is not None:
+            self.files[name] = BucketEntry(**entry)
 
 
 class BucketView:
@@ -64,15 +94,11 @@ class BucketView:
 
     def copy(self, source: str, target: str) -> None:
         """Give what a file holds another name, too, as somebody else."""
-        with self._bucket.lock:
-            self._bucket.files[target] = replace(self._bucket.files[source], uploaded=now())
-            self._bucket.save()
+        self._bucket.put(target, replace(self._bucket.files[source], uploaded=now()))
 
     def delete(self, path: str) -> None:
         """Delete a file as somebody else."""
-        with self._bucket.lock:
-            del self._bucket.files[path]
-            self._bucket.save()
+        self._bucket.put(path, None)
 
 
 class BucketStore:
@@ -83,7 +109,7 @@ class BucketStore:
         self._lock = threading.Lock()
         self._buckets = {
             f"{path.parent.name}/{path.stem}": Bucket(f"{path.parent.name}/{path.stem}", path)
-            for path in sorted(self._root.glob("*/*.json"))
+            for path in sorted(self._root.glob("*/*.jsonl"))
         }
 
     def get(self, bucket_id: str) -> Bucket | None:
@@ -106,9 +132,8 @@ class BucketStore:
         with self._lock:
             if bucket_id in self._buckets:
                 return None
-            bucket = Bucket(bucket_id, self._root / f"{bucket_id}.json")
-            bucket.private = private
-            bucket.save()
+            bucket = Bucket(bucket_id, self._root / f"{bucket_id}.jsonl")
+            bucket.create(private)
             self._buckets[bucket_id] = bucket
             return bucket
 
@@ -116,16 +141,16 @@ class BucketStore:
         """Forget a bucket and what is in it."""
         with self._lock:
             del self._buckets[bucket_id]
-            (self._root / f"{bucket_id}.json").unlink()
+            (self._root / f"{bucket_id}.jsonl").unlink()
 
     def move(self, old_id: str, new_id: str) -> bool:
         """Give a bucket another name; False: another one has it."""
         with self._lock:
             if new_id in self._buckets:
                 return False
-            new_path = self._root / f"{new_id}.json"
+            new_path = self._root / f"{new_id}.jsonl"
             new_path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(self._root / f"{old_id}.json", new_path)
+            shutil.move(self._root / f"{old_id}.jsonl", new_path)
             del self._buckets[old_id]
             self._buckets[new_id] = Bucket(new_id, new_path)
             return True

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bucket_server.buckets import BucketEntry, BucketStore
 from tests.bucket_server.cas import Cas
 from tests.bucket_server.lz4 import unpack_chunk
 from tests.bucket_server.shards import TAG, dedup_shard, hash_bytes, hash_text, parse_shard
@@ -80,6 +81,22 @@ def test_a_restarted_store_has_its_files_and_knows_its_chunks(cas: Cas, tmp_path
     listing = again.listing_of_chunk(CHUNK)
     assert listing is not None
     assert parse_shard(dedup_shard([listing], 0))[1][0].chunk_hashes == [CHUNK]
+
+
+def test_restarted_buckets_have_their_files(tmp_path: Path) -> None:
+    store = BucketStore(tmp_path)
+    bucket = store.create("org/b", private=True)
+    assert bucket is not None
+    entry = BucketEntry(FILE, 15, 0, "2026-01-01T00:00:00.000Z")
+    bucket.put("a", entry)
+    bucket.put("b", entry)
+    bucket.put("a", None)
+    assert store.move("org/b", "alice/c")
+
+    again = BucketStore(tmp_path).get("alice/c")
+    assert again is not None
+    assert (again.files, again.private, again.created) == ({"b": entry}, True, bucket.created)
+    assert BucketStore(tmp_path).get("org/b") is None
 
 
 def test_garbage_is_what_no_bucket_has(cas: Cas, tmp_path: Path) -> None:

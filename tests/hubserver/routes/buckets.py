@@ -72,9 +72,7 @@ def move(hub: Hub, exchange: Exchange) -> None:
 def settings(hub: Hub, exchange: Exchange, bucket_id: str) -> None:
     """Make a bucket private or public."""
     bucket = _writable(hub, exchange, bucket_id)
-    with bucket.lock:
-        bucket.private = bool(exchange.body.json().get("private"))
-        bucket.save()
+    bucket.set_private(bool(exchange.body.json().get("private")))
     exchange.reply_json({"private": bucket.private})
 
 
@@ -166,7 +164,6 @@ def batch(hub: Hub, exchange: Exchange, bucket_id: str) -> None:
                 _OPERATIONS[str(operation.get("type"))](hub, bucket, operation)
             except (KeyError, ValueError) as error:
                 failed.append({"path": str(operation.get("path")), "error": str(error)})
-        bucket.save()
     if fault is not None:
         fault.reached.set()
         if fault.status == 0:
@@ -184,9 +181,8 @@ def _add(hub: Hub, bucket: Bucket, operation: dict[str, Any]) -> None:
     recipe = hub.cas.recipe(xet_hash)
     if recipe is None:
         raise ValueError(f"No file with the Xet hash {xet_hash} was uploaded")
-    bucket.files[path] = BucketEntry(
-        xet_hash, recipe.size, int(operation.get("mtime") or 0), now(), operation.get("contentType")
-    )
+    mtime = int(operation.get("mtime") or 0)
+    bucket.put(path, BucketEntry(xet_hash, recipe.size, mtime, now(), operation.get("contentType")))
 
 
 def _copy(hub: Hub, bucket: Bucket, operation: dict[str, Any]) -> None:
@@ -205,7 +201,7 @@ def _copy(hub: Hub, bucket: Bucket, operation: dict[str, Any]) -> None:
 
 def _delete(hub: Hub, bucket: Bucket, operation: dict[str, Any]) -> None:
     # To delete what is gone is no error.
-    bucket.files.pop(str(operation["path"]), None)
+    bucket.put(str(operation["path"]), None)
 
 
 _OPERATIONS: dict[str, Callable[[Hub, Bucket, dict[str, Any]], None]] = {
