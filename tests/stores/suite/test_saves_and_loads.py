@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from tests.stores.services.buckets import Bucket
 from tests.stores.suite.conftest import Place
 
 
@@ -111,3 +113,15 @@ def test_what_only_a_directory_can_do_is_refused(store: Place) -> None:
     with pytest.raises(InvalidArgumentError, match="commit_message is for a hub"):
         hfshard.push_checkpoint(store.folder, store.path, commit_message="no")
     assert not (store.folder / "x").exists()
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_a_bucket_without_a_prefix_is_a_place(scheme: str, bucket: Bucket) -> None:
+    root = type(bucket)(bucket.url, f"root-{secrets.token_hex(6)}")
+    root.create()
+    hfshard.save_state_dict({"w": torch.ones(2)}, f"{scheme}://{root.name}", max_shard_size="1KB")
+    hfshard.save_state_dict({"w": torch.zeros(2)}, f"{scheme}://{root.name}/", max_shard_size="1KB")
+
+    assert hfshard.load_state_dict(f"{scheme}://{root.name}", verify="full")["w"].tolist() == [0, 0]
+    assert hfshard.verify_checkpoint(f"{scheme}://{root.name}/").ok
+    assert {name.partition("-")[0] for name in root.sizes()} == {"model", "model.safetensors.index.json"}
