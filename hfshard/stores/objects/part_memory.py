@@ -8,8 +8,11 @@ import weakref
 from mmap import mmap
 from typing import Final
 
+from hfshard._util.threads import pause
 from hfshard.stores.memory import store_memory_bytes
 
+_LOOK_SECONDS: Final = 0.5
+"""A service may have stopped answering: who waits for it looks this often whether it still should."""
 _SHARE: Final = 3, 4
 """Of the memory that is allowed; the rest is the client's own."""
 
@@ -41,11 +44,16 @@ class PartMemory:
                 self._free.clear()
 
     def take(self, size: int) -> mmap:
-        """A buffer of this size. Waits until there is room; a part that is larger than all there is comes alone."""
+        """A buffer of this size. Waits until there is room; a part that is larger than all there is comes alone.
+
+        Raises:
+            InterruptedError: The work of this thread was cancelled; see `pause`.
+        """
         limit = store_memory_bytes() * _SHARE[0] // _SHARE[1]
         with self._changed:
             while self._in_use and self._in_use + size > limit:
-                self._changed.wait()
+                self._changed.wait(_LOOK_SECONDS)
+                pause(0)
             self._in_use += size
             buffer = next((kept for kept in self._free if len(kept) == size), None)
             if buffer is not None:

@@ -25,7 +25,11 @@ class Patience:
         self._failures = 0
 
     def wait_after(self, failure: Failure) -> bool:
-        """Wait until the request should be tried again; False, at once, if it should not."""
+        """Wait until the request should be tried again; False, at once, if it should not.
+
+        Raises:
+            InterruptedError: The work of this thread was cancelled; see `pause`.
+        """
         if not failure.is_transient:
             return False
         first = first_wait() * (1 if failure.is_slow_down else _QUICK)

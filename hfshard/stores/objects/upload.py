@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import obstore
 
+from hfshard._util.threads import pause
 from hfshard.errors import HfshardError, StaleObjectError, StoreError
 from hfshard.stores.objects.connection import Connection
 from hfshard.stores.objects.failures import OBSTORE_ERRORS, read_failure
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 _PARTS_AT_ONCE: Final = 8
 """Of one object: one connection to S3 carries 50 to 100 MB/s."""
-_ABORT_SECONDS: Final = 30.0
+_LOOK_SECONDS: Final = 0.5
+"""How often who waits for the last parts looks whether the work was cancelled."""
+_ABORT_SECONDS: Final = 10.0
 """How long a caller waits for an upload to be given up; what is left then is swept by the next save."""
 
 _OPEN: Final[weakref.WeakSet[Upload]] = weakref.WeakSet()
@@ -163,7 +166,9 @@ class Upload:
         if self._buffer is not None:
             self._send_part()
         self._parts.put(None)
-        thread.join()
+        while thread.is_alive():
+            thread.join(_LOOK_SECONDS)
+            pause(0)
         if self._error is not None:
             raise self._failed(self._error)
         etag = self._result["e_tag"] if self._result else None
