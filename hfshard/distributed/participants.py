@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hfshard.distributed.liveness.heartbeat import LifeSigns, WaySigns, dead_key, process_key, way_key
 from hfshard.distributed.liveness.messages import missing_error, missing_word
 from hfshard.distributed.liveness.process_record import own_record
-from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_store
+from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_group_store
 from hfshard.distributed.liveness.waiting import Wait, group_timeout_seconds
 from hfshard.distributed.status import LAST_NAMES, PATIENCE_SECONDS, SaveStatus
 from hfshard.errors import DirectoryLockedError, RankFailedError
@@ -103,7 +103,7 @@ def gather_participants(
     """
     rank = dist.get_rank()
     key = f"hfshard/{hashlib.sha256(place.encode(errors='surrogateescape')).hexdigest()[:32]}"
-    with closing(open_store(death_seconds)) as store:
+    with closing(open_group_store(death_seconds)) as store:
         if not is_writer and not needs_all:
             store.add(f"{key}/declined/{rank}", 1)
             yield Participation(Role.DECLINED, rank, None)

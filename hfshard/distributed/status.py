@@ -18,7 +18,7 @@ from hfshard.distributed.liveness.messages import (
     unpack,
     with_unknown_outcome,
 )
-from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_store
+from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_group_store
 from hfshard.distributed.liveness.waiting import Wait, group_timeout_seconds
 from hfshard.distributed.liveness.watch import Watch, beat_key, failed_key
 from hfshard.errors import RankFailedError, RankMissingError
@@ -93,7 +93,7 @@ class SaveStatus:
         return [self._key(name) for name in LAST_NAMES]
 
     def __enter__(self) -> Self:
-        self._store = self._given_store or open_store(self.death_seconds)
+        self._store = self._given_store or open_group_store(self.death_seconds)
         self._heart = Heart(self._store, f"{beat_key(self.tag)}/{self.rank}", self.death_seconds)
         self._watch = Watch(self._store, self.tag, self.rank, self._heart, self.death_seconds)
         self._heart.start()

@@ -12,7 +12,7 @@ from typing import Final
 
 from hfshard._util.threads import start_thread
 from hfshard.distributed.liveness.process_record import has_ended
-from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_store
+from hfshard.distributed.liveness.store import DEATH_SECONDS, AnsweringStore, open_group_store
 from hfshard.errors import RankFailedError
 
 _BEATS_PER_DEATH: Final = 15
@@ -104,7 +104,7 @@ def on_the_way(rank: int, death_seconds: float = DEATH_SECONDS) -> Iterator[None
 
     Afterwards the rank comes to them, and deletes the key; where the block raises, it does not come.
     """
-    with closing(open_store(death_seconds)) as store:
+    with closing(open_group_store(death_seconds)) as store:
         heart = Heart(store, way_key(rank), death_seconds)
         heart.start()
         try:

@@ -219,7 +219,7 @@ def _is_done_within(future: Future[Any], seconds: float) -> bool:
     return any(wait([future], timeout=_SLICE_SECONDS).done for _ in slices)
 
 
-def open_store(answer_seconds: float = DEATH_SECONDS) -> AnsweringStore:
+def open_group_store(answer_seconds: float = DEATH_SECONDS) -> AnsweringStore:
     """The store of the default process group, to be closed by the caller.
 
     A connection to a `TCPStore` is kept for as long as the group lives: with each one, torch looks up the name of the

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from hfshard.distributed.liveness.store import AnsweringStore, open_store
+from hfshard.distributed.liveness.store import AnsweringStore, open_group_store
 from hfshard.errors import RankFailedError
 from tests.distributed.gloo import free_port, run_ranks
 from tests.training import processes
@@ -88,11 +88,11 @@ def _make_groups(rank: int, port: int) -> None:
         store = _TCP_STORE("127.0.0.1", port, 1, is_master=True)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
         del store
-        kept.append(open_store())
+        kept.append(open_group_store())
         assert kept[-1].get("key") is None
         kept[-1].put("key", value)
         kept[-1].close()
-        assert open_store() is kept[-1]
+        assert open_group_store() is kept[-1]
         dist.destroy_process_group()
     assert kept[0] is not kept[1]
     dist.init_process_group("gloo", store=_HASH_STORE(), rank=0, world_size=1)
@@ -109,7 +109,7 @@ def _start_again(rank: int, port: int) -> None:
     for restarts, found in (("0", None), ("1", None), ("1", b"1"), ("2", None)):
         dist.init_process_group("gloo", store=dist.PrefixStore("default", store), rank=0, world_size=1)  # type: ignore[attr-defined]
         with patch.dict(os.environ, {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": restarts}):
-            ours = open_store()
+            ours = open_group_store()
             assert ours.get("said") == found, restarts
             ours.put("said", restarts.encode())
         dist.destroy_process_group()
