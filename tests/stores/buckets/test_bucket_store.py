@@ -9,6 +9,7 @@ import pytest
 from hfshard.errors import CheckpointChangedError, StaleObjectError
 from hfshard.stores.buckets.bucket_store import BucketStore
 from hfshard.stores.protocols import StoredObject
+from tests.hubserver.faults import Fault
 from tests.hubserver.hub_server import HubServer
 from tests.stores.buckets.conftest import BUCKET
 
@@ -96,3 +97,36 @@ def test_an_aborted_object_gets_no_name(store: BucketStore) -> None:
     writer.abort()
 
     assert store.list_objects() == {}
+
+
+def test_a_writer_that_is_overtaken_between_its_put_and_its_second_look_is_told(
+    store: BucketStore, hub: HubServer
+) -> None:
+    first = store.put("index", b"1")
+    other = store.put("others", b"2")
+    path = f"{store.address.prefix}/index"
+    overtake = Fault(match="bucket_paths", kind="race", skip=1, action=lambda: replace(hub, "others", path, store))
+    hub.fail(overtake)
+
+    with pytest.raises(StaleObjectError, match=r"/index' was replaced by somebody else right after it was put\.$"):
+        store.put("index", b"3", first)
+
+    found = store.find("index")
+    assert found is not None
+    assert found.etag == other.etag
+
+
+def test_a_writer_cannot_see_whom_it_overtakes(store: BucketStore, hub: HubServer) -> None:
+    first = store.put("index", b"1")
+    store.put("others", b"2")
+    path = f"{store.address.prefix}/index"
+    hub.fail(Fault(match="bucket_batch", kind="race", action=lambda: replace(hub, "others", path, store)))
+
+    third = store.put("index", b"3", first)  # somebody's put between the first look and this one is lost
+
+    assert store.find("index") == third
+
+
+def replace(hub: HubServer, source: str, path: str, store: BucketStore) -> None:
+    """Put something else, as somebody else."""
+    hub.bucket(BUCKET).copy(f"{store.address.prefix}/{source}", path)
