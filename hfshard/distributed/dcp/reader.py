@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from hfshard._util.addresses import is_address
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import path_text
 from hfshard.distributed.dcp.chunks import check_held, chunk_box, state_dict_of
@@ -92,9 +93,9 @@ class StorageReader(dcp_storage.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it may be a path, or the name of a repository."""
+        """Whether it may be a path, an address of a store, or the name of a repository."""
         text = os.fspath(checkpoint_id)
-        return bool(text) and "://" not in text
+        return bool(text) and ("://" not in text or is_address(text))
 
     @property
     def checkpoint_id(self) -> str | None:

@@ -175,4 +175,5 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="verify"):
         StorageReader(tmp_path, verify="all")  # type: ignore[arg-type]
     assert StorageReader.validate_checkpoint_id(tmp_path)
-    assert not StorageReader.validate_checkpoint_id("s3://bucket/out")
+    assert StorageReader.validate_checkpoint_id("s3://bucket/out")
+    assert not StorageReader.validate_checkpoint_id("file:///out")

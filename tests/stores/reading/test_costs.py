@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
 
 import hfshard
+from hfshard.distributed import StorageReader
 from hfshard.errors import DamagedCheckpointError, IntegrityError
 from hfshard.loading import far
+from hfshard.storage.checkpoint.checkpoint import open_checkpoint
+from hfshard.storage.checkpoint.folder import RangedFolder
+from hfshard.storage.checkpoint.raw_tensors import raw_tensors
+from hfshard.storage.tensors.tensor_bytes import iter_blocks
 from tests.stores.saving.memory_store import MemoryStore
 
 ADDRESS = "s3://models/bert"
@@ -133,6 +140,47 @@ def test_damage_is_found_on_the_way(store: CountingStore, tmp_path: Path, verify
         with pytest.raises(IntegrityError, match="Tensor 'layer"):
             hfshard.load_model(module, ADDRESS, verify=verify)
         hfshard.load_state_dict(ADDRESS, verify="none")
+
+
+def test_a_stream_of_small_tensors_takes_few_requests(store: CountingStore, tmp_path: Path) -> None:
+    state = {f"layer.{i}": torch.full((3000,), float(i)) for i in range(200)} | {"wide": torch.randn(400_000)}
+    hfshard.save_state_dict(state, tmp_path / "a")
+    store.objects = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+
+    with open_checkpoint(RangedFolder(store, ADDRESS)) as checkpoint:
+        for name, tensor in raw_tensors(checkpoint).items():
+            assert b"".join(iter_blocks(tensor, 2**20)) == state[name].numpy().tobytes()
+
+    assert sum(end - begin for _, begin, end in store.ranges) == len(store.objects["model.safetensors"])
+    assert len(store.ranges) < 8
+
+
+def test_torch_distributed_checkpoint_reads_from_a_store(store: CountingStore, tmp_path: Path) -> None:
+    put(store, tmp_path / "a")
+    wanted = {"layer.6.weight": torch.zeros(100_000)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it takes one process for a mistake
+        load_by_torch(wanted, storage_reader=StorageReader(ADDRESS, verify="full"), no_dist=True)
+    assert torch.equal(wanted["layer.6.weight"], STATE["layer.6.weight"])
+    assert [end - begin for name, begin, end in store.ranges if name == SECOND] == [32768, 400_000]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_come_to_a_gpu(store: CountingStore, tmp_path: Path) -> None:
+    put(store, tmp_path / "a")
+    for verify in ("none", "full"):
+        loaded = hfshard.load_state_dict(ADDRESS, device="cuda", verify=verify)
+        assert all(torch.equal(tensor.cpu(), STATE[name]) and tensor.is_cuda for name, tensor in loaded.items())
+
+
+def test_a_bar_counts_the_bytes_that_come(
+    store: CountingStore, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    put(store, tmp_path / "a")
+    hfshard.load_state_dict(ADDRESS, keys="*.weight", progress=True)
+    assert "Loading: 100%" in capfd.readouterr().err
 
 
 def test_full_refuses_files_without_checksums(store: CountingStore, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import glob
 import json
 import tempfile
 from collections.abc import Callable
@@ -70,10 +69,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Llama]:
     return directory, model
 
 
-def _skeletons() -> set[str]:
-    return {path for path in glob.glob(f"{tempfile.gettempdir()}/hfshard-*") if Path(path, "config.json").exists()}
-
-
 @pytest.mark.parametrize(
     "load",
     [
@@ -83,10 +78,16 @@ def _skeletons() -> set[str]:
     ],
     ids=["mixin", "override", "auto"],
 )
-def test_models_of_transformers(load: Callable[[str], Any], saved: tuple[Path, Llama], store_address: str) -> None:
+def test_models_of_transformers(
+    load: Callable[[str], Any],
+    saved: tuple[Path, Llama],
+    store_address: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     directory, model = saved
     put_directory(directory, store_address)
-    before = _skeletons()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     loaded = load(store_address)
 
@@ -95,7 +96,7 @@ def test_models_of_transformers(load: Callable[[str], Any], saved: tuple[Path, L
     assert loaded.generation_config.max_new_tokens == 17
     assert loaded.config.name_or_path == store_address
     gc.collect()
-    assert _skeletons() == before
+    assert list(tmp_path.glob("hfshard-*")) == []
 
 
 def test_install_reaches_stores(saved: tuple[Path, Llama], store_address: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -84,28 +85,27 @@ def pieces_of(info: TensorInfo, data_start: int, raw: torch.Tensor, digest: Runn
         digest: Takes them too.
     """
     memory = memory_of(raw) if raw.device.type == "cpu" else None
+    # The caller's stream, on which the memory was allocated: another thread has another one.
+    stream = torch.cuda.current_stream(raw.device) if raw.device.type == "cuda" else None
     for at in range(0, info.nbytes, REQUEST_BYTES):
         nbytes = min(REQUEST_BYTES, info.nbytes - at)
         start = data_start + info.begin + at
         target = None if memory is None else memory[at : at + nbytes]
         into = None if memory is not None else raw[at : at + nbytes]
-        yield Piece(start, nbytes, target, _taker(start, digest, into))
-
-
-def _taker(
-    start: int, digest: RunningDigest | None, into: torch.Tensor | None
-) -> Callable[[memoryview, threading.Event], None] | None:
-    return None if digest is None and into is None else partial(_take, start, digest, into)
+        take = None if digest is None and into is None else partial(_take, start, digest, into, stream)
+        yield Piece(start, nbytes, target, take)
 
 
 def _take(
     start: int,
     digest: RunningDigest | None,
     into: torch.Tensor | None,
+    stream: torch.cuda.Stream | None,
     found: memoryview,
     cancelled: threading.Event,
 ) -> None:
     if into is not None:
-        into.copy_(torch.frombuffer(found, dtype=torch.uint8))
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            into.copy_(torch.frombuffer(found, dtype=torch.uint8))
     if digest is not None:
         digest.add(start, found, cancelled, stays=into is None)
