@@ -221,7 +221,12 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "places",
         "finding",
     ),
-    "training.run.places": ("claim protocols", "directory_place sending store_checkpoint", "store_place", "opening"),
+    "training.run.places": (
+        "claim protocols store_folders",
+        "directory_place sending store_checkpoint",
+        "store_place",
+        "opening",
+    ),
 }
 
 # At most so many rooms, and arrows between them, at the package's own level; and so many files in one folder.

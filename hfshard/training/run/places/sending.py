@@ -26,6 +26,9 @@ from hfshard.training.run.writing import TRAINING_STATE
 _DIGITS_BYTES: Final = 8
 """Random bytes in the names of a save's shards: no other save gives the same."""
 
+_TRIES: Final = 5
+"""How often a small file is put in the place of one that changes."""
+
 
 @dataclass
 class Sender:
@@ -102,14 +105,18 @@ class Sender:
             RemoteChangedError: Another manager has taken the run over.
         """
         path = f"{self.folder}/{name}"
-        there: StoredObject | None = None
         self.small[name] = None
-        while True:
+        if not self.store.has_conditional_put:
+            self.check()
+            self.small[name] = self.store.put(path, raw, ANYTHING)
+            return
+        there: StoredObject | None = None
+        for attempt in range(_TRIES):
             try:
-                if not self.store.has_conditional_put:
-                    self.check()
-                self.small[name] = self.store.put(path, raw, there if self.store.has_conditional_put else ANYTHING)
+                self.small[name] = self.store.put(path, raw, there)
             except StaleObjectError:
+                if attempt == _TRIES - 1:
+                    raise
                 there = self.store.find(path)
                 self.check()
             else:
