@@ -54,9 +54,11 @@ def reshard_checkpoint(
     has a different file with one of these names, nothing is written.
 
     Args:
-        src: A directory, a repo of the Hub, or a directory hub; or one file of weights, or an index, as in
-            `load_state_dict`: then `dst` is another directory, and gets the weights alone.
-        dst: The directory to write. The same as `src`: in place; the old files load until the new ones are complete.
+        src: A directory, a repo of the Hub, a directory hub, or the address of a store ("s3://bucket/prefix"); or one
+            file of weights, or an index, as in `load_state_dict`: then `dst` is another place, and gets the weights
+            alone.
+        dst: The directory, or the address of a store, to write. The same as `src`: in place; the old files load until
+            the new ones are complete.
         max_shard_size, packing, checksum, progress: As in `save_state_dict`.
         dtype: Cast the floating tensors ("bfloat16", "float16", "float32", "float64"), block by block, and say so in
             config.json. Integers, complex numbers and fp8 stay; a quantized checkpoint is refused.

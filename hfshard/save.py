@@ -53,7 +53,8 @@ def save_state_dict(
             stored as pairs of real numbers). Names that share one tensor are stored once, and `load_state_dict`
             returns one tensor for them. Not mutated.
         save_directory: Created if it is missing. "~" is the home directory; a relative path is taken when the call
-            begins, and a change of the working directory leads nowhere else.
+            begins, and a change of the working directory leads nowhere else. Or the address of a place in an object
+            store, such as "s3://bucket/prefix": then nothing is written to the disk.
         max_shard_size: Bytes, or a string such as "5GB" or "500MiB": the most that a file has, header included, unless
             it holds exactly one tensor.
         packing: "greedy": in the order of the state dict, as transformers; "balanced": fewer files where it can,
@@ -73,6 +74,8 @@ def save_state_dict(
         SaveDirectoryError: The directory is a file, or is or lies in a directory hub.
         NotEnoughSpaceError: Nothing was written.
         DirectoryLockedError: Another process, or thread, is saving there.
+        RemoteChangedError: Somebody else saved into the store meanwhile: theirs is there.
+        StoreError: The store refused, or failed: the old checkpoint stays.
         OSError: The disk failed; the directory is as it was. (While files are put in place: CommitUndoneError.)
         CommitUnfinishedError: Every reader loads the new checkpoint, but what is left of the old one could not be
             removed; or, if taking a failed step back failed too, the message says who loads which.

@@ -98,7 +98,8 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         """Save the model, durably and all or nothing; with the arguments of transformers, and a few more.
 
         Args:
-            save_directory: Created if it is missing. The checkpoint that is there loads until the new one is complete.
+            save_directory: Created if it is missing; or the address of a store, as "s3://bucket/prefix". The checkpoint
+                that is there loads until the new one is complete.
             is_main_process: False saves nothing, unless every rank has a part of the model: then all must call.
             state_dict: What to save in place of the model's own; not mutated.
             push_to_hub: Push what was saved; `kwargs` may hold `repo_id` and other arguments of `push_to_hub`. Where
@@ -241,8 +242,8 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         """Build the model from a checkpoint that is checked first; with the arguments of transformers, and a few more.
 
         Args:
-            pretrained_model_name_or_path: A directory, a repo of the Hub, or one file of weights, beside which the
-                config is; None with `config` and `state_dict`.
+            pretrained_model_name_or_path: A directory, a repo of the Hub, the address of a store, or one file of
+                weights, beside which the config is; None with `config` and `state_dict`.
             model_args: For the constructor of a transformers model.
             strict: True refuses missing, unexpected and mismatched names; None reports them, as transformers does.
                 It is an error in either case if no name fits, or, for a plain module, if a shape differs.

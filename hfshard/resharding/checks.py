@@ -13,6 +13,7 @@ from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.folder import RangedFolder
 from hfshard.storage.disk.hub_place import refuse_hub
 from hfshard.storage.disk.safe_open import Identity, identity_of
+from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 
 
@@ -127,6 +128,14 @@ def sizes_of(checkpoint: OpenCheckpoint) -> dict[str, int]:
 def files_of(checkpoint: OpenCheckpoint) -> tuple[tuple[str, ...], ...]:
     """The names in each safetensors file, in the order of the files and of the bytes in them; pickles are no such."""
     return tuple(tuple(shard.header.tensors) for shard in checkpoint.shards.values())
+
+
+def recorded_checksum(checkpoint: OpenCheckpoint) -> Checksum | None:
+    """The kind of checksum that hfshard has recorded of the files; where others have written them, the default."""
+    records = [checkpoint.index.files[name] for name in checkpoint.shards if name in checkpoint.index.files]
+    if not records or any(record.sha256 is not None for record in records):
+        return "sha256"
+    return "xxh3" if any(record.xxh3 is not None for record in records) else None
 
 
 class SourceCheck:

@@ -23,6 +23,7 @@ from hfshard.resharding.checks import (
     check_places,
     files_of,
     is_same_place,
+    recorded_checksum,
     refuse_beside_file,
     sizes_of,
     source_text,
@@ -109,7 +110,10 @@ def reshard_source(
     with open_source(source, LoadOptions(progress=options.progress, key=key, verify=verify), local) as checkpoint:
         if is_in_place:
             check_in_place(checkpoint, low_disk=low_disk)
-        request = SaveRequest(options=options, kept_files=() if beside is None else files_of(checkpoint))
+        request = SaveRequest(options=options)
+        if beside is not None:
+            options = replace(options, checksum=recorded_checksum(checkpoint))
+            request = SaveRequest(options=options, kept_files=files_of(checkpoint))
         request = with_tensors(request, checkpoint, weights_only=is_file)
         if floating is not None:
             request = with_dtype(request, floating, checkpoint.directory)

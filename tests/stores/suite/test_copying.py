@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,9 @@ def _state() -> dict[str, torch.Tensor]:
     return {**state, "tied": state["layer.0"], "half": torch.ones(5, dtype=torch.bfloat16), "step": torch.tensor(4)}
 
 
-def _saved(directory: Path, limit: str = "4KB") -> Path:
-    options = SaveOptions(max_shard_size=limit, metadata={"note": "x"})
-    save_request(replace(request_from_state_dict(_state(), options), config=CONFIG), directory)
+def _saved(directory: Path, **options: Any) -> Path:
+    how = SaveOptions(**{"max_shard_size": "4KB", "metadata": {"note": "x"}} | options)
+    save_request(replace(request_from_state_dict(_state(), how), config=CONFIG), directory)
     (directory / "tokenizer.json").write_bytes(TOKENIZER)
     (directory / "vocab").mkdir(exist_ok=True)
     (directory / "vocab" / "words.txt").write_bytes(b"a b c")
@@ -174,3 +175,19 @@ def test_pickles_in_a_store_are_read_from_memory(store: Place, tmp_path: Path) -
     _assert_loads(store.path)
     assert "pytorch_model.bin" not in store.files()
     assert "legacy.pt" in store.files()
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+@pytest.mark.parametrize("options", [{"checksum": "xxh3"}, {"checksum": None}, {"max_shard_size": "1GB"}])
+def test_a_copy_keeps_the_kind_of_checksum_and_the_files(store: Place, tmp_path: Path, options: dict[str, Any]) -> None:
+    directory = _saved(tmp_path / "old", **options)
+    hfshard.push_checkpoint(directory, store.path, ignore_patterns="vocab/*")
+    assert set(store.files()) - {name for name in store.files() if name.startswith("model")} == {
+        "config.json",
+        "tokenizer.json",
+    }
+    hfshard.pull_checkpoint(store.path, tmp_path / "new", allow_patterns=["*.txt"])
+
+    assert _files(tmp_path / "new") == {
+        name: raw for name, raw in _files(directory).items() if name.startswith(("model", "config"))
+    }
