@@ -6,6 +6,7 @@ A store has no locks, and no renames: every step puts one small object whole, or
   it is the one which that save has read. So of two writers one wins, whatever each of them saves.
 - Shards get names that no object ever had. So whoever loses, or gives up, removes its own and nobody else's.
 - What replaces other small files follows the index, because only the winner may put it.
+  Beside no weights, a config goes before it: weights without one load with the class's own.
 
 README.md in `saving/stores/` shows each path as a table.
 """
@@ -57,16 +58,25 @@ def plan_store_commit(
     config = changed_config(old, new)
     if contested is not None and config is None and old.config is not None and not old.shares_config:
         config = old.config
-    # Beside no weights, a config that is not there yet goes last. One that is there would lead to the new weights.
+    # Beside no weights, a config that is not there yet goes first. One that is there would lead to the new weights.
     is_first = not old.has_weights and old.config is None
     if config is None or old.shares_config or is_first:
-        return _commit_by_index(old, new, config)
+        return _commit_by_index(old, new, config, is_first=is_first)
     return _commit_by_config(old, new, config, claim, contested)
 
 
-def _commit_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | None) -> CommitPlan:
-    """Commit by the put of the index: the config stays as it is, is shared with other weights, or follows."""
+def _commit_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | None, *, is_first: bool) -> CommitPlan:
+    """Commit by the put of the index: the config stays as it is, is shared with other weights, or was not there."""
     plan = CommitPlan()
+    small = set(new.model_files) | set(new.companion_files)
+    first = small - old.listing if is_first else set()
+
+    # Prepare: beside no weights, what replaces no file; transformers takes the class's own config where there is none,
+    # so that weights without theirs could load as another model.
+    _put_small_files(plan, new, first)
+    if config is not None and is_first:
+        put_config(plan, new, config)
+        plan.sync()
 
     # Commit: the index. For transformers, a single file outranks it: then its removal is the commit.
     plan.write_small(
@@ -77,9 +87,9 @@ def _commit_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | No
         plan.remove([old.names.single], is_commit=True)
         plan.sync()
 
-    # Settle: the other small files; the config last, because transformers loads nothing without it.
-    _put_small_files(plan, new, set(new.model_files) | set(new.companion_files))
-    if config is not None:
+    # Settle: the other small files.
+    _put_small_files(plan, new, small - first)
+    if config is not None and not is_first:
         put_config(plan, new, config)
         plan.sync()
 

@@ -61,8 +61,11 @@ def saved(*requests: SaveRequest) -> dict[str, bytes]:
     return store.objects
 
 
-def found_in(objects: dict[str, bytes], needs_config: bool) -> tuple[Any, Any]:
-    """What transformers (config, weights) and huggingface_hub (weights) load from a synced copy."""
+def found_in(objects: dict[str, bytes]) -> tuple[Any, Any]:
+    """What transformers (config, weights) and huggingface_hub (weights) load from a synced copy.
+
+    Where there is no config, transformers takes the class's own.
+    """
     values = json.loads(objects.get("config.json", b"{}"))
     override = values.get("transformers_weights")
     indexed = _by_index(objects, INDEX)
@@ -76,8 +79,7 @@ def found_in(objects: dict[str, bytes], needs_config: bool) -> tuple[Any, Any]:
     hub = indexed
     if INDEX not in objects and len(files) == 1 and "placeholder" not in files[0]:
         hub = _values(objects[files[0]])
-    is_whole = weights is not None and (values.get("value") is not None or not needs_config)
-    return (values.get("value"), weights) if is_whole else None, hub
+    return None if weights is None else (values.get("value"), weights), hub
 
 
 def _by_index(objects: dict[str, bytes], index: str) -> set[float] | None:

@@ -26,10 +26,9 @@ TITLES = {
 
 def rows_of(transition: Transition) -> list[list[str]]:
     """What is done, and what transformers and huggingface_hub load afterwards."""
-    needs_config = transition.new.config is not None
     store = MemoryStore(transition.before())
     steps = [""]
-    found: list[tuple[Any, Any]] = [found_in(store.objects, needs_config)]
+    found: list[tuple[Any, Any]] = [found_in(store.objects)]
 
     def after(kind: str, name: str) -> None:
         done = "send the shards"
@@ -40,7 +39,7 @@ def rows_of(transition: Transition) -> list[list[str]]:
             found.pop()
         else:
             steps.append(done)
-        found.append(found_in(store.objects, needs_config))
+        found.append(found_in(store.objects))
 
     store.after = after
     save_into(store, transition.new, lambda: None, OwnShardWriter())

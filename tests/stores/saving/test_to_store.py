@@ -45,15 +45,15 @@ def shown(text: str) -> str:
     return re.sub(r"-[0-9a-f]{16}(?=\.safetensors)", "-0", text)
 
 
-def test_a_save_into_an_empty_place_puts_shards_then_the_index_then_the_config(tmp_path: Path) -> None:
+def test_a_save_into_an_empty_place_puts_shards_then_the_config_then_the_index(tmp_path: Path) -> None:
     store = MemoryStore()
     index = save(store, request(weights(1), config=CONFIG, options={"metadata": {"run": 7}}))
 
     assert [shown(one) for one in store.requests if one.startswith(("put", "delete", "list", "read", "sweep"))] == [
         "list",
         "put model-hfshard-placeholder.safetensors",
-        f"put {INDEX}",
         "put config.json",
+        f"put {INDEX}",
         "delete model-hfshard-placeholder.safetensors",
     ]
     assert sorted(map(shown, store.objects)) == [

@@ -84,7 +84,6 @@ class Meeting:
         self._is_conditional = is_conditional
         self.objects = dict(before)
         self.uploads: set[str] = set()
-        self.needs_config = any(one.config is not None for one in requests)
         self.seen: list[tuple[Any, Any]] = []
         """What readers find after each change."""
         self.outcomes: dict[int, Exception | None] = {}
@@ -99,7 +98,7 @@ class Meeting:
         store = MemoryStore(self.objects, has_conditional_put=self._is_conditional)
         store.uploads = self.uploads
         store.before = lambda kind, name: self._turns.take(number)
-        store.after = lambda kind, name: self.seen.append(found_in(self.objects, self.needs_config))
+        store.after = lambda kind, name: self.seen.append(found_in(self.objects))
         self.outcomes[number] = None
         try:
             save_into(store, wanted, lambda: None, OwnShardWriter())
@@ -128,8 +127,8 @@ def test_writers_who_meet_leave_one_checkpoint_and_no_mixture(name: str, is_cond
         assert {type(error) for error in errors} <= {RemoteChangedError}, (seed, errors)
         refused += len(errors)
         winners = [wanted_by(requests[number]) for number, error in met.outcomes.items() if error is None]
-        assert found_in(met.objects, met.needs_config) in winners, seed
-        old = found_in(before, met.needs_config)
+        assert found_in(met.objects) in winners, seed
+        old = found_in(before)
         for transformers, hub in met.seen:
             assert transformers in [old[0], *(wanted_by(one)[0] for one in requests)], seed
             assert hub in [old[1], *(wanted_by(one)[1] for one in requests)], seed
