@@ -151,7 +151,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "reading",
         "pickle_file",
     ),
-    "stores": ("memory protocols", "buckets objects stored_source", "opening"),
+    "stores": ("memory patience protocols", "buckets objects stored_source", "opening"),
     "stores.buckets": ("hub_calls turns", "tokens xet", "download errors upload", "calls", "bucket_store"),
     "stores.objects": (
         "failures settings",

@@ -6,34 +6,34 @@ import json
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final, Literal
+from urllib.parse import quote
 
-import huggingface_hub
-from huggingface_hub import BucketFile, BucketFolder, HfApi
-from huggingface_hub.errors import BucketBatchError, EntryNotFoundError, HfHubHTTPError
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+from huggingface_hub import BucketFile, BucketFolder, constants
+from huggingface_hub.errors import BucketBatchError, EntryNotFoundError
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff, validate_repo_id
 
 from hfshard._util.addresses import StoreAddress
 from hfshard.stores.buckets.errors import translate_bucket_errors
-from hfshard.stores.buckets.hub_calls import ATTEMPTS, is_passing, transport_errors, wait_before
+from hfshard.stores.patience import stall_seconds
 
-_LISTS_ONCE: Final = int(huggingface_hub.__version__.partition(".")[0]) < 2
-"""Whether huggingface_hub asks for the first page of a list only once; later versions try again."""
 _PARTLY: Final = (200, 422)
 """The statuses of answers that list the operations which failed: some of them, or all."""
+_AT_ONCE: Final = 1000
+"""Files that the Hub describes or changes in one call."""
 
 
 class BucketCalls:
     """One bucket. All paths are those in the bucket.
 
-    What fails for a while is tried again by huggingface_hub. All calls may be made twice with no harm.
+    What fails for a while is tried again by huggingface_hub's `http_backoff`. All calls may be made twice with no harm.
+    The requests are those of its own bucket calls, which wait for an answer for ever; these don't.
     """
 
     def __init__(self, address: StoreAddress) -> None:
         """Ask nothing yet; the address is for error messages, too."""
         self._address = address
         self._bucket = address.bucket
-        self._api = HfApi()
 
     def files(self, folder: str) -> list[BucketFile]:
         """All files below a folder; "" for all of the bucket."""
@@ -49,65 +49,88 @@ class BucketCalls:
 
     def find(self, paths: Collection[str]) -> list[BucketFile]:
         """Those files of these that there are."""
+        found: list[BucketFile] = []
         with self._errors():
-            return list(self._api.get_bucket_paths_info(self._bucket, list(paths)))
+            for some in _portions(list(paths)):
+                response = self._ask("POST", self._url("paths-info"), json={"paths": some})
+                hf_raise_for_status(response)
+                found += [item for item in map(_described, response.json()) if isinstance(item, BucketFile)]
+        return found
 
     def name(self, path: str, xet_hash: str) -> None:
-        """Give what was sent to the storage a name, in the place of what has it.
-
-        huggingface_hub's own `batch_bucket_files` can't be told of bytes that are in the storage already, so the
-        request behind it is made here.
-        """
-        operation = {"type": "addFile", "path": path, "xetHash": xet_hash, "mtime": int(time.time() * 1000)}
+        """Give what was sent to the storage a name, in the place of what has it."""
         with self._errors():
-            response = http_backoff(
-                "POST",
-                f"{self._api.endpoint}/api/buckets/{self._bucket}/batch",
-                headers={**build_hf_headers(), "Content-Type": "application/x-ndjson"},
-                content=json.dumps(operation).encode() + b"\n",
-            )
-            if response.status_code in _PARTLY and (failures := response.json().get("failed")):
-                error = BucketBatchError("not named", response=response)
-                error.failures = failures
-                raise error
-            hf_raise_for_status(response)
+            self._change([{"type": "addFile", "path": path, "xetHash": xet_hash, "mtime": _now()}])
 
     def copy(self, xet_hash: str, path: str) -> None:
         """Give a file of the bucket another name, too."""
+        source = {"sourceRepoType": "bucket", "sourceRepoId": self._bucket, "xetHash": xet_hash}
         with self._errors():
-            self._api.batch_bucket_files(self._bucket, copy=[("bucket", self._bucket, xet_hash, path)])
+            self._change([{"type": "copyFile", "path": path, "mtime": _now(), **source}])
 
     def delete(self, paths: Collection[str]) -> None:
         """Delete files; those that are missing already are no error."""
-        with self._errors():
-            try:
-                self._api.batch_bucket_files(self._bucket, delete=list(paths))
-            except BucketBatchError:
-                if list(self._api.get_bucket_paths_info(self._bucket, list(paths))):
-                    raise
+        for some in _portions(list(paths)):
+            with self._errors():
+                try:
+                    self._change([{"type": "deleteFile", "path": path} for path in some])
+                except BucketBatchError:
+                    if self.find(some):
+                        raise
+
+    def _change(self, operations: list[dict[str, Any]]) -> None:
+        lines = b"".join(json.dumps(operation).encode() + b"\n" for operation in operations)
+        response = self._ask("POST", self._url("batch"), content=lines)
+        if response.status_code in _PARTLY and (failures := response.json().get("failed")):
+            error = BucketBatchError("not done", response=response)
+            error.failures = failures
+            raise error
+        hf_raise_for_status(response)
 
     def _listed(self, folder: str, *, recursive: bool) -> list[BucketFile | BucketFolder]:
         """What the Hub lists for a folder, without those beside it whose names only begin like it."""
         start = f"{folder}/" if folder else ""
+        below = f"/{quote(folder, safe='')}" if folder else ""
+        url: str | None = self._url(f"tree{below}?recursive={str(recursive).lower()}")
+        found: list[BucketFile | BucketFolder] = []
         with self._errors():
-            found = self._ask_for_list(folder, recursive)
-        return [item for item in found if item.path.startswith(start)]
-
-    def _ask_for_list(self, folder: str, recursive: bool) -> list[BucketFile | BucketFolder]:
-        attempts = ATTEMPTS if _LISTS_ONCE else 1
-        failures: tuple[type[Exception], ...] = (HfHubHTTPError, *transport_errors())
-        for attempt in range(1, attempts + 1):
             try:
-                return list(self._api.list_bucket_tree(self._bucket, prefix=folder or None, recursive=recursive))
+                while url is not None:
+                    response = self._ask("GET", url)
+                    hf_raise_for_status(response)
+                    found += map(_described, response.json())
+                    url = response.links.get("next", {}).get("url")
             except EntryNotFoundError:
                 return []
-            except failures as error:
-                if attempt == attempts or not is_passing(error):
-                    raise
-                wait_before(attempt + 1, error, f"'{self._address}' could not be listed")
-        raise AssertionError("unreachable")
+        return [item for item in found if item.path.startswith(start)]
+
+    def _url(self, call: str) -> str:
+        return f"{constants.ENDPOINT}/api/buckets/{self._bucket}/{call}"
+
+    def _ask(self, method: Literal["GET", "POST"], url: str, **body: Any) -> Any:
+        validate_repo_id(self._bucket)
+        headers = build_hf_headers()
+        if "content" in body:
+            headers["Content-Type"] = "application/x-ndjson"
+        return http_backoff(method, url, headers=headers, timeout=stall_seconds() or 1, **body)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         with translate_bucket_errors(self._address):
             yield
+
+
+def _described(item: dict[str, Any]) -> BucketFile | BucketFolder:
+    kind: Any = BucketFile if item["type"] == "file" else BucketFolder
+    described: BucketFile | BucketFolder = kind(**item)
+    return described
+
+
+def _portions(paths: list[str]) -> Iterator[list[str]]:
+    for begin in range(0, len(paths), _AT_ONCE):
+        yield paths[begin : begin + _AT_ONCE]
+
+
+def _now() -> int:
+    """Milliseconds since 1970."""
+    return int(time.time() * 1000)

@@ -11,6 +11,8 @@ from urllib.parse import quote
 from huggingface_hub import constants, get_session
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
+from hfshard.stores.patience import stall_seconds
+
 _OK: Final = 200
 
 TokenKind = Literal["read", "write"]
@@ -56,19 +58,22 @@ class XetTokens:
         """
         with self._lock:
             if self._kept is None or self._kept.ends < time.time() + _RENEWED_SECONDS:
-                response = http_backoff("GET", self._url, headers=build_hf_headers(token=self._user))
+                response = http_backoff("GET", self._url, **self._options())
                 hf_raise_for_status(response)
                 self._kept = _token_of(response.json())
             return self._kept
 
     def try_once(self) -> bool:
         """Ask for a token, once; False where the Hub gives none, as one without Xet does."""
-        response = get_session().get(self._url, headers=build_hf_headers(token=self._user))
+        response = get_session().get(self._url, **self._options())
         if response.status_code != _OK:
             return False
         with self._lock:
             self._kept = _token_of(response.json())
         return True
+
+    def _options(self) -> dict[str, Any]:
+        return {"headers": build_hf_headers(token=self._user), "timeout": stall_seconds() or 1}
 
     def forget(self) -> None:
         """Ask for a new token the next time: the storage does not take this one."""

@@ -12,7 +12,7 @@ from obstore.exceptions import BaseError
 
 from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError, StoreNotFoundError
 from hfshard.stores.objects.failures import Failure
-from hfshard.stores.objects.settings import first_wait, retry_seconds, stall_seconds
+from hfshard.stores.patience import first_wait, retry_seconds, stall_seconds
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, BackoffConfig, ClientConfig, GCSStore, RetryConfig, S3Store

@@ -21,7 +21,7 @@ from hfshard.errors import StoreAccessError
 from hfshard.stores.objects.connection import Connection, Service, make_clients, refusal
 from hfshard.stores.objects.failures import Failure
 from hfshard.stores.objects.retrying import Patience
-from hfshard.stores.objects.settings import stall_seconds
+from hfshard.stores.patience import stall_seconds
 
 if TYPE_CHECKING:
     from obstore.store import GCSConfig

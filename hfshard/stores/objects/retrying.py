@@ -8,7 +8,7 @@ from typing import Final
 
 from hfshard._util.threads import pause
 from hfshard.stores.objects.failures import Failure
-from hfshard.stores.objects.settings import first_wait, retry_seconds
+from hfshard.stores.patience import first_wait, retry_seconds
 
 _QUICK: Final = 0.2
 """A connection that broke may be tried again sooner than a service that asks for rest."""

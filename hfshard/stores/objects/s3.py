@@ -19,7 +19,7 @@ from obstore.store import S3Store
 from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError
 from hfshard.stores.objects.connection import Connection, Service, make_clients, refusal
 from hfshard.stores.objects.failures import Failure
-from hfshard.stores.objects.settings import stall_seconds
+from hfshard.stores.patience import stall_seconds
 
 if TYPE_CHECKING:
     from obstore.store import S3Config, S3Credential

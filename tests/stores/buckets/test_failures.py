@@ -55,6 +55,19 @@ def test_any_request_may_fail_once(
     hub.clear_faults()
 
 
+@pytest.mark.parametrize("kind", ["drop", "lost_answer"])
+def test_a_hub_that_never_answers_is_asked_again(
+    store: BucketStore, hub: HubServer, waits: list[float], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("HFSHARD_STORE_TIMEOUT", "0.2")
+    for request in ("bucket_tree", "bucket_paths", "bucket_batch"):
+        hub.fail(Fault(match=request, kind=kind, how="silence"))
+    put = store.put("config.json", b"{}")
+    assert store.list_objects() == {"config.json": put}
+    assert store.find("config.json") == put
+    assert hub.count("bucket_tree") == hub.count("bucket_paths") == hub.count("bucket_batch") == 2
+
+
 def test_the_hub_says_how_long_to_wait(store: BucketStore, hub: HubServer, waits: list[float]) -> None:
     hub.fail(Fault(match="bucket_tree", kind="status", status=503, retry_after=7))
 
