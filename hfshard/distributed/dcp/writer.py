@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
+from hfshard._util.addresses import is_address
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
@@ -29,7 +30,7 @@ from hfshard.distributed.dcp.write_items import (
     united_layouts,
     write_chunk,
 )
-from hfshard.errors import InvalidArgumentError, RankFailedError
+from hfshard.errors import InvalidArgumentError, InvalidPathError, RankFailedError
 from hfshard.planning.plan import Packing
 from hfshard.saving.options import SaveOptions
 from hfshard.storage.disk.fsops import sync
@@ -74,7 +75,7 @@ class StorageWriter(dcp_storage.StorageWriter):
         checksum: Checksum | None = "sha256",
         progress: bool | None = None,
     ) -> None:
-        self.checkpoint_id = None if path is None else absolute_path(path)
+        self.checkpoint_id = None if path is None else _directory_path(path, "path")
         self._options = SaveOptions(
             max_shard_size=max_shard_size,
             packing=packing,
@@ -95,7 +96,7 @@ class StorageWriter(dcp_storage.StorageWriter):
         """Begin a new save, maybe into another directory."""
         self._undo(RankFailedError("The save before this one was not completed."))
         if checkpoint_id is not None:
-            self.checkpoint_id = absolute_path(checkpoint_id, "checkpoint_id")
+            self.checkpoint_id = _directory_path(checkpoint_id, "checkpoint_id")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take the role of a rank.
@@ -237,3 +238,19 @@ def _no_plan_caching() -> InvalidArgumentError:
         "The planner sends plans only where they have changed, and hfshard's writer needs them whole. "
         "Leave out enable_plan_caching=True."
     )
+
+
+def _directory_path(path: str | os.PathLike[str], argument: str) -> str:
+    """The absolute path of a directory.
+
+    Raises:
+        InvalidPathError: It is the address of a store: the ranks' parts are put together in files on a disk.
+    """
+    directory = absolute_path(path, argument)
+    if is_address(directory):
+        raise InvalidPathError(
+            f"{argument}={directory!r} is the address of a store, and StorageWriter saves into directories. Call "
+            "hfshard.save_state_dict(state_dict, address) on every rank.",
+            path=directory,
+        )
+    return directory

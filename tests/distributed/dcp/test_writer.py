@@ -28,7 +28,13 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import hfshard
 from hfshard.distributed import StorageWriter
-from hfshard.errors import InvalidArgumentError, RankFailedError, SaveDirectoryError, UnstorableTensorError
+from hfshard.errors import (
+    InvalidArgumentError,
+    InvalidPathError,
+    RankFailedError,
+    SaveDirectoryError,
+    UnstorableTensorError,
+)
 from hfshard.storage.commit.commit import save_session
 from hfshard.storage.format.names import WeightNames
 from tests.distributed.gloo import check_ranks, run_ranks
@@ -356,3 +362,11 @@ def test_a_directory_that_is_not_shared_is_refused(tmp_path: Path) -> None:
         [written] = StorageWriter(tmp_path).write_data(replace(plan, storage_data=storage_data), planner).value()
         assert "directory that the machines of all ranks share" in written.storage_data.problem
         assert SaveDirectoryError.__name__ in written.storage_data.problem
+
+
+def test_an_address_of_a_store_is_refused() -> None:
+    for make in (StorageWriter, StorageWriter().reset):
+        with pytest.raises(
+            InvalidPathError, match="is the address of a store, and StorageWriter saves into directories"
+        ):
+            make("s3://models/bert")
