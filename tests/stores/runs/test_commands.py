@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
 from hfshard.cli.main import main
-from hfshard.training import CheckpointManager
-from tests.stores.runs.bucket_run import BucketRun, save_steps
+from hfshard.training import CheckpointManager, TrainingState
+from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
 
 pytestmark = pytest.mark.parametrize("scheme", ["s3"])
 
@@ -37,3 +39,19 @@ def test_a_run_is_verified(saved: BucketRun, capsys: pytest.CaptureFixture[str])
     assert main(["verify", saved.root]) == 0
     assert [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines()] == addresses
     assert main(["verify", addresses[1], "--level", "structure"]) == 0
+
+
+def test_an_old_file_becomes_a_checkpoint_of_a_run(run: BucketRun, tmp_path: Path) -> None:
+    net = Net(3.0)
+    optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+    for weight in net.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    torch.save({"step": 7, "model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "old.pth.tar")
+
+    assert main(["convert", str(tmp_path / "old.pth.tar"), run.root]) == 0
+    net.fill(0.0)
+    assert CheckpointManager(run.root).restore_latest(TrainingState(model=net, optimizer=optimizer)) == 7
+    assert net.value() == 3.0
+    assert main(["convert", str(tmp_path / "old.pth.tar"), run.root]) == 2
+    assert list(tmp_path.iterdir()) == [tmp_path / "old.pth.tar"]

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+import torch
+from torch import nn
 
 from hfshard.errors import StoreError
 from hfshard.training import CheckpointManager, TrainingState
@@ -121,3 +123,27 @@ def test_requests_of_saves_and_questions_are_few(run: BucketRun, proxy: FaultPro
         proxy.clear()
         assert manager.latest_step() == 3
         assert [request.kind for request in proxy.requests()] == ["list"]
+
+
+def test_every_byte_is_sent_and_read_once(run: BucketRun, bucket: Bucket, proxy: FaultProxy) -> None:
+    net = nn.Linear(500, 500)
+    net.weight.sum().backward()
+    optimizer = torch.optim.Adam(net.parameters())
+    optimizer.step()
+    state = TrainingState(model=net, optimizer=optimizer)
+    with CheckpointManager(run.root) as manager:
+        manager.save(1, state)
+    sizes = {name: size for name, size in bucket.sizes(f"{run.prefix}/").items() if name.endswith(".safetensors")}
+    sent = Counter[str]()
+    for request in proxy.requests():
+        if ".safetensors" in request.path and ".json" not in request.path:
+            sent[request.kind] += request.bytes_up
+    assert sum(sent.values()) == sum(sizes.values()) > 3_000_000
+
+    proxy.clear()
+    assert CheckpointManager(run.root).restore_latest(state) == 1
+    read = Counter[str]()
+    for request in proxy.requests("get"):
+        read[request.path.partition("?")[0].rpartition("/")[2]] += request.bytes_down
+    assert {name: read[name.rpartition("/")[2]] for name in sizes} == sizes
+    assert read["checkpoint.json"] == 2 * 4096  # and whether it is still the same
