@@ -251,7 +251,7 @@ class CloudStore:
     def _blocks(self, found: StoredObject, begin: int, end: int) -> obstore.BytesStream:
         options: GetOptions = {"if_match": f'"{found.etag}"', "range": (begin, end)}
         answer = obstore.get(self._connection.quick, self._key(found.name), options=options)
-        if (answer.meta["e_tag"] or "").strip('"') != found.etag:
+        if self._stored(answer.meta).etag != found.etag:
             raise self._changed(found.name)  # the service knows no conditions
         return answer.stream(_READ_BLOCK)
 
