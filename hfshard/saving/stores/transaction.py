@@ -198,7 +198,7 @@ class StoreTransaction:
             who = f"{moves} load it, other readers the old one"
         return CommitUnfinishedError(
             f"The new checkpoint in '{address}' is saved, and {who}; but '{failed.kind} {failed.target}' failed: "
-            f"{error}. {_AGAIN}",
+            f"{str(error).rstrip('.')}. {_AGAIN}",
             path=address,
         )
 
