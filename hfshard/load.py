@@ -80,7 +80,7 @@ def load_state_dict(
         disable_mmap: As in transformers: True is read="pread".
         read: "auto": on the CPU the tensors are mapped (a page is read when it is touched), and what is not in the page
             cache is read ahead; for a GPU, and from network file systems, several threads read them at once. "mmap" or
-            "pread": always that one.
+            "pread": always that one. From a store, ranges of files are read at once, straight into the tensors.
         ranges: From the Hub, download only headers and the bytes of the tensors, not whole shards, and put nothing into
             the cache. Each tensor is compared with its own checksum, which hfshard writes; "full" refuses tensors
             without one.

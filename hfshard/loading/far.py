@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import weakref
@@ -25,6 +26,9 @@ _SMALL_NAMES: Final = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME)
 
 _CODE_SUFFIX: Final = ".py"
 
+_PLAIN: Final = re.compile(r"[^A-Za-z0-9_.-]")
+"""What is not taken over into the name of a directory."""
+
 
 class Skeleton:
     """The small files of a checkpoint that is far away, in a temporary directory; weights never.
@@ -42,8 +46,11 @@ class Skeleton:
         self._folder = folder
         self._has_code = has_code
         self._written: dict[str, bytes] = {}
-        self.directory = tempfile.mkdtemp(prefix="hfshard-")
-        weakref.finalize(self, _remove, self.directory, os.getpid())
+        parent = tempfile.mkdtemp(prefix="hfshard-")
+        weakref.finalize(self, _remove, parent, os.getpid())
+        # transformers keeps a checkpoint's code under the name of its directory: the same one each time.
+        self.directory = os.path.join(parent, _PLAIN.sub("_", folder.path.rpartition("/")[2]).lstrip(".") or "_")
+        os.mkdir(self.directory)
         self.is_filled = False
         """Whether somebody wants the files, so that they are kept as they are far away."""
 

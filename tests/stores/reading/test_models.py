@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +98,60 @@ def test_models_of_transformers(
     assert loaded.config.name_or_path == store_address
     gc.collect()
     assert list(tmp_path.glob("hfshard-*")) == []
+
+
+CODE = """
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .net_parts import Part
+
+
+class NetConfig(PreTrainedConfig):
+    model_type = "net_of_its_own"
+
+
+class Net(PreTrainedModel):
+    config_class = NetConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.part = Part()
+        self.post_init()
+"""
+PARTS = """
+from torch import nn
+
+
+class Part(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 3)
+"""
+AUTO_MAP = {"AutoConfig": "net_code.NetConfig", "AutoModel": "net_code.Net"}
+
+
+def test_code_of_a_checkpoint_runs_where_it_is_trusted(
+    store_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers.dynamic_module_utils as dynamic
+
+    modules = tmp_path / "modules"
+    monkeypatch.setitem(vars(dynamic), "HF_MODULES_CACHE", str(modules))
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    place = f"{store_address}/net"
+    weights = {"part.weight": torch.ones(3, 2), "part.bias": torch.arange(3.0)}
+    hfshard.save_state_dict(weights, place)
+    store = open_store(place)
+    store.put("config.json", json.dumps({"model_type": "net_of_its_own", "auto_map": AUTO_MAP}).encode())
+    store.put("net_code.py", CODE.encode())
+    store.put("net_parts.py", PARTS.encode())
+
+    for _ in range(2):
+        net = hfshard.load_model(transformers.AutoModel, place, trust_remote_code=True)
+        assert torch.equal(net.part.bias, torch.arange(3.0))
+    assert [path.name for path in (modules / "transformers_modules").iterdir() if path.is_dir()] == ["net"]
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        hfshard.load_model(transformers.AutoModel, place)
 
 
 def test_install_reaches_stores(saved: tuple[Path, Llama], store_address: str) -> None:
