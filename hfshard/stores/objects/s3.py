@@ -88,8 +88,19 @@ def connect(bucket: str) -> Connection:
                 signature_version=UNSIGNED if is_public else None,
             ),
         )
+        authority = _authority(session)
+    except StoreAccessError:
+        raise
     except BotoCoreError as error:
-        raise StoreAccessError(f"The credentials for {address} can't be used: {error}. {SERVICE.log_in}") from error
+        raise StoreAccessError(
+            f"The credentials for {address} can't be used: {error}. {SERVICE.log_in}", path=address
+        ) from error
+    except (ValueError, OSError) as error:  # an endpoint without "https://", a bundle that is not there
+        raise StoreAccessError(
+            f"The settings for {address} can't be used: {error}. Look into AWS_ENDPOINT_URL, AWS_CA_BUNDLE and the "
+            "configuration of the aws command line.",
+            path=address,
+        ) from error
     settings = _settings(bucket, client)
     quick, uploads = make_clients(
         lambda options, retries: S3Store(
@@ -98,7 +109,7 @@ def connect(bucket: str) -> Connection:
         SERVICE,
         address,
         allow_http=client.meta.endpoint_url.startswith("http://"),
-        authority=_authority(session),
+        authority=authority,
     )
     return Connection(
         service=SERVICE,
