@@ -103,7 +103,8 @@ def _add_convert(commands: Any) -> None:
         "convert",
         help="write pytorch_model.bin, .pt, .pth.tar ... as safetensors; the same directory twice: in place",
         description="Write pickled weights as safetensors, of a directory or of one file; of what another program has "
-        "saved with an optimizer, make a checkpoint of the run DST. A pickle that asks for more than plain data is "
+        "saved with an optimizer, make a checkpoint of the run DST (of SRC in a store, convert the weights alone). A "
+        "pickle that asks for more than plain data is "
         "refused. In place, the pickles are removed when the safetensors are whole.",
     )
     _add_source_and_target(convert)

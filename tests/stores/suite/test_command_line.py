@@ -85,6 +85,21 @@ def test_convert_writes_a_pickle_into_a_store(store: Place, tmp_path: Path, caps
     assert "has no pickles to convert: its weights are safetensors" in capsys.readouterr().err
 
 
+def test_convert_makes_a_checkpoint_of_a_run_in_a_store(store: Place, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    saved = {"step": 7, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "trained.pt")
+
+    assert main(["convert", f"{tmp_path}/trained.pt", store.path]) == 0
+    assert main(["verify", store.path]) == 0
+
+    assert {"checkpoint-00000007/checkpoint.json", "checkpoint-00000007/training_state.json"} <= store.files().keys()
+    store.put("old.pt", (tmp_path / "trained.pt").read_bytes())
+    assert main(["convert", f"{store.path}/old.pt", f"{store.path}-2"]) == 0
+    assert torch.equal(hfshard.load_state_dict(f"{store.path}-2")["weight"], model.weight)
+
+
 @pytest.mark.parametrize("words", ["inspect s3://", "verify ftp://x/y", "push hf://org/name x/y", "pull s3:///x y"])
 def test_bad_addresses_are_bad_usage(words: str, store: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
