@@ -6,10 +6,11 @@ import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from hfshard._util.progress import bytes_bar
 from hfshard.constants import README, SAFETENSORS_SUFFIX
-from hfshard.errors import RemoteChangedError
+from hfshard.errors import CheckpointChangedError, RemoteChangedError
 from hfshard.planning.plan import ShardPlan
 from hfshard.saving.linking import KnownFile
 from hfshard.saving.prepare import index_of, plan_request, shard_jobs
@@ -30,7 +31,10 @@ from hfshard.stores.stored_source import StoredSource
 
 logger = logging.getLogger(__name__)
 
-_DIGITS_BYTES = 8
+_TRIES: Final = 5
+"""Times that a place is looked at because somebody else replaced what was listed before it was read."""
+
+_DIGITS_BYTES: Final = 8
 """Random bytes in the names of a save's shards: no other save, of this machine or another one, gives the same."""
 
 
@@ -85,6 +89,16 @@ def save_into(store: Store, request: SaveRequest, check: Callable[[], None], wri
 
 
 def _look(store: Store, request: SaveRequest, plan: ShardPlan, writer: ShardWriter) -> _Save:
+    """Look at what is there, again where it changes meanwhile."""
+    for _ in range(_TRIES - 1):
+        try:
+            return _look_once(store, request, plan, writer)
+        except CheckpointChangedError:
+            continue
+    return _look_once(store, request, plan, writer)
+
+
+def _look_once(store: Store, request: SaveRequest, plan: ShardPlan, writer: ShardWriter) -> _Save:
     """Look at what is there, and compare it with what is to be saved."""
     state = read_store_state(store, request.options.names, request.config)
     digits = secrets.token_hex(_DIGITS_BYTES)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hfshard.constants import CONFIG_NAME, MAX_CONFIG_BYTES, MAX_INDEX_BYTES
-from hfshard.errors import CheckpointChangedError, DamagedCheckpointError
+from hfshard.errors import DamagedCheckpointError
 from hfshard.saving.stores.own_puts import read_small
 from hfshard.storage.commit.damage import unless_damaged
 from hfshard.storage.commit.directory_state import DirectoryState, find_ownership, weights_override_of
@@ -18,9 +18,6 @@ from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
 from hfshard.storage.format.strict_json import dump_json
 from hfshard.stores.protocols import Store, StoredObject
-
-_TRIES: Final = 5
-"""Times that the small files are read again because somebody replaced one after the listing."""
 
 _SAVE_KEY: Final = "hfshard_save"
 """The key beside `weight_map` that makes the bytes of each save's index differ: an ETag may be a digest of them, and
@@ -58,32 +55,8 @@ def read_store_state(store: Store, names: WeightNames, config: bytes | None = No
 
     Raises:
         StoreError: The store refused, or failed.
-        CheckpointChangedError: It kept changing meanwhile.
+        CheckpointChangedError: It changed meanwhile.
     """
-    for _ in range(_TRIES - 1):
-        try:
-            return _read_state(store, names, config)
-        except CheckpointChangedError:
-            continue
-    return _read_state(store, names, config)
-
-
-def renewed_index(raw: bytes, digits: str, *, is_claim: bool) -> bytes:
-    """The bytes of an index that says the same, and of which no other save has made the like."""
-    value = {**json.loads(raw), _SAVE_KEY: digits}
-    value.pop(_CLAIM_KEY, None)
-    return dump_json({**value, _CLAIM_KEY: digits} if is_claim else value)
-
-
-def has_bytes(store: Store, found: StoredObject | None, raw: bytes) -> bool:
-    """Whether an object has these bytes; it is read only if neither its size nor its ETag says so."""
-    if found is None or found.size != len(raw):
-        return False
-    digest = hashlib.md5(raw, usedforsecurity=False).hexdigest()  # what S3 has for an object that was put whole
-    return found.etag.strip('"') == digest or read_small(store, found) == raw
-
-
-def _read_state(store: Store, names: WeightNames, config: bytes | None) -> StoreState:
     found = store.list_objects()
     listing = frozenset(name for name in found if "/" not in name)
     old_config = _read_config(store, found.get(CONFIG_NAME), config)
@@ -117,6 +90,21 @@ def _read_state(store: Store, names: WeightNames, config: bytes | None) -> Store
         names_in_single=_names_in(store, found[names.single]) if needs_keys else (),
         is_claimed=_CLAIM_KEY in json.loads(raw_index) if raw_index is not None else names.placeholder in listing,
     )
+
+
+def renewed_index(raw: bytes, digits: str, *, is_claim: bool) -> bytes:
+    """The bytes of an index that says the same, and of which no other save has made the like."""
+    value = {**json.loads(raw), _SAVE_KEY: digits}
+    value.pop(_CLAIM_KEY, None)
+    return dump_json({**value, _CLAIM_KEY: digits} if is_claim else value)
+
+
+def has_bytes(store: Store, found: StoredObject | None, raw: bytes) -> bool:
+    """Whether an object has these bytes; it is read only if neither its size nor its ETag says so."""
+    if found is None or found.size != len(raw):
+        return False
+    digest = hashlib.md5(raw, usedforsecurity=False).hexdigest()  # what S3 has for an object that was put whole
+    return found.etag.strip('"') == digest or read_small(store, found) == raw
 
 
 def _read_config(store: Store, found: StoredObject | None, likely: bytes | None) -> bytes | None:

@@ -120,7 +120,7 @@ class CheckpointIndex:
         """
         value = parse_json_object(raw, path=path, what="Index", remedy=_REMEDY)
         weight_map = value.get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
+        if not isinstance(weight_map, dict):
             raise _damaged(path, "it must have a 'weight_map' object that maps names to files")
         suffix = suffix_of_shards(os.path.basename(path))
         checked = {file: check_file_name(file, index_path=path, suffix=suffix) for file in _hashable(weight_map, path)}
@@ -129,6 +129,8 @@ class CheckpointIndex:
         if not isinstance(metadata, dict):
             raise _damaged(path, "its 'metadata' must be an object")
         ours = parse_hfshard_metadata(metadata.get(METADATA_KEY), path)
+        if not weight_map and not ours.files:  # a checkpoint without tensors has a file in a store
+            raise _damaged(path, "its 'weight_map' names no file")
         _check_hfshard_metadata(ours, weight_map, path)
         if METADATA_KEY not in metadata:
             ours = _metadata_of_others(metadata, weight_map)

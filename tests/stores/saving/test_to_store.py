@@ -190,3 +190,30 @@ def test_a_check_that_fails_before_the_commit_leaves_nothing() -> None:
         save_into(store, request(weights(1)), check, OwnShardWriter())
     assert store.objects == {}
     assert calls == ["check", "check"]
+
+
+def test_a_state_dict_without_tensors_is_saved_and_replaced(tmp_path: Path) -> None:
+    store = MemoryStore()
+    index = save(store, request({}))
+    assert index.weight_map == {}
+    assert hfshard.load_state_dict(store.into(tmp_path / "copy"), verify="full") == {}
+    assert save(store, request({})) == index
+    assert store.requests == ["list"]
+    save(store, request(weights(1)))
+    assert len(store.objects) == 4
+
+
+def test_who_replaces_what_is_being_looked_at_is_looked_at_again() -> None:
+    store = MemoryStore()
+    save(store, request(weights(1), config=CONFIG, model_files={"code.py": b"1"}))
+    other = MemoryStore(store.objects)
+    values = iter(b"23")
+
+    def edit(kind: str, name: str) -> None:
+        if kind == "read" and name == "code.py" and (value := next(values, None)):
+            store.objects["code.py"] = bytes([value])
+
+    other.before = edit
+    save(other, request(weights(1), config=CONFIG, model_files={"code.py": b"9"}))
+    assert store.objects["code.py"] == b"9"
+    assert other.requests.count("list") == 3
