@@ -26,6 +26,8 @@ HfshardError
 │   ├── StoreAccessError (PermissionError)     no credentials, or they do not permit it
 │   ├── StoreNotFoundError (FileNotFoundError)  no such bucket
 │   ├── StoreConnectionError (ConnectionError)  it can't be reached, or stopped answering
+│   ├── MissingObjectError                     no such object
+│   ├── ChangedObjectError                     an object that is locked, or another one than it was
 │   └── StaleObjectError                       a conditional put came too late
 ├── CheckpointChangedError (RuntimeError)      it kept changing while it was being read
 ├── DamagedCheckpointError (ValueError)        a file is not valid
@@ -227,6 +229,14 @@ class StoreNotFoundError(StoreError, FileNotFoundError):
 
 class StoreConnectionError(StoreError, ConnectionError):
     """The store can't be reached, or stopped answering."""
+
+
+class MissingObjectError(StoreError):
+    """The bucket has no such object."""
+
+
+class ChangedObjectError(StoreError):
+    """An object is locked, as by a lease, or is another one than it was."""
 
 
 class StaleObjectError(StoreError):

@@ -99,9 +99,9 @@ class SafetensorsFile(SafetensorsShard):
         with self.opened() as fd:
             yield from read_blocks(fd, start, count_bytes, block_bytes)
 
-    def _places(self, places: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-        with self.opened() as fd:
-            yield from read_places(fd, self.header.data_start, self.data_bytes, places)
+    def _places(self, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        with self.opened() as fd:  # 4 MiB at most; a generator of its own would cost each tensor a call
+            return [*read_places(fd, self.header.data_start, self.data_bytes, places)]
 
     def _data(self, *, keep_cached: bool = False) -> Iterator[memoryview]:
         start = self.header.data_start

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import obstore
 
 from hfshard._util.addresses import StoreAddress
-from hfshard.errors import CheckpointChangedError, HfshardError, StaleObjectError, StoreConnectionError, StoreError
+from hfshard.errors import (
+    ChangedObjectError,
+    CheckpointChangedError,
+    HfshardError,
+    MissingObjectError,
+    StaleObjectError,
+    StoreConnectionError,
+    StoreError,
+)
 from hfshard.stores.memory import store_memory_bytes
 from hfshard.stores.objects.connecting import connection_to
 from hfshard.stores.objects.connection import refusal
@@ -30,14 +38,6 @@ LARGEST_COPY: Final = 5 << 30
 """Bytes that S3 copies in one request."""
 
 T = TypeVar("T")
-
-
-class _MissingError(StoreError):
-    """There is no such object."""
-
-
-class _DiffersError(StoreError):
-    """A condition of the request does not hold, or one of the service's own, such as a lease."""
 
 
 class CloudStore:
@@ -97,7 +97,7 @@ class CloudStore:
         """Ask for one object; see `Store`."""
         try:
             return self._stored(self._attempt(lambda: obstore.head(self._connection.quick, self._key(name)), name))
-        except _MissingError:
+        except MissingObjectError:
             if not self._bucket_seen:
                 self.folders()  # an answer without a body does not say what is missing: the bucket, perhaps
             return None
@@ -135,7 +135,7 @@ class CloudStore:
         try:
             mode = self._mode(condition)
             return self._put(name, memoryview(raw), mode, token, doubts.append)
-        except (_DiffersError, _MissingError):
+        except (ChangedObjectError, MissingObjectError):
             own = self._find_own(name, token) if doubts else None
             if own is None:
                 raise StaleObjectError(
@@ -229,9 +229,9 @@ class CloudStore:
             return self._refused(failure, name)
         where = self._at(name)
         if failure.differs:
-            return _DiffersError(f"'{where}' is locked, or was changed meanwhile ({failure.code}).", path=where)
+            return ChangedObjectError(f"'{where}' is locked, or was changed meanwhile ({failure.code}).", path=where)
         if failure.missing:
-            return _MissingError(f"'{where}' is not there.", path=where)
+            return MissingObjectError(f"'{where}' is not there.", path=where)
         return self._refused(failure, name)
 
     def _refused(self, failure: Failure, name: str) -> StoreError:
@@ -286,7 +286,7 @@ class CloudStore:
         if self._generations.get(condition.name, ("", ""))[0] != condition.etag:
             now = self.find(condition.name)
             if now is None or now.etag != condition.etag:
-                raise _DiffersError(f"'{self._at(condition.name)}' was changed meanwhile.")
+                raise ChangedObjectError(f"'{self._at(condition.name)}' was changed meanwhile.")
         etag, generation = self._generations[condition.name]
         return {"e_tag": f'"{etag}"', "version": generation}
 
@@ -295,7 +295,7 @@ class CloudStore:
         options: GetOptions = {"head": True}
         try:
             answer = self._attempt(lambda: obstore.get(self._connection.quick, self._key(name), options=options), name)
-        except _MissingError:
+        except MissingObjectError:
             return None
         return self._stored(answer.meta) if answer.attributes.get(TOKEN) == token else None
 
@@ -315,13 +315,13 @@ class CloudStore:
         keys = self._key(source), self._key(target)
         try:
             self._attempt(lambda: obstore.copy(self._connection.uploads, *keys), source)
-        except _MissingError:
+        except MissingObjectError:
             raise self._changed(source) from None
 
     def _delete(self, keys: list[str]) -> None:
         try:
             self._attempt(lambda: obstore.delete(self._connection.quick, keys), "")
-        except _MissingError:
+        except MissingObjectError:
             # One is missing already. Where many go in one request, it may have hidden another one's error.
             if len(keys) > 1:
                 for key in keys:
