@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -14,6 +15,8 @@ from hfshard._util.threads import ProcessLock, start_thread
 from hfshard.stores.buckets.hub_calls import without_queries
 from hfshard.stores.buckets.turns import downloads_at_once, uploads_at_once
 from hfshard.stores.memory import store_memory_bytes
+
+logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
@@ -52,18 +55,30 @@ class _Sessions:
 def _new_session(memory_bytes: int) -> Any:
     """Make a session that keeps to so many bytes, and else to hf_xet's own settings (HF_XET_...)."""
     config = hf_xet.XetConfig()
-    buffer, uploads = memory_bytes // 4, uploads_at_once(memory_bytes)
-    most = {
+    most = session_limits(memory_bytes)
+    known = most.keys() & set(config.keys())
+    if known != most.keys():
+        logger.warning("hf_xet does not know %s: it may take more memory.", sorted(most.keys() - known))
+    limited = {name: min(most[name], config.get(name)) for name in known}
+    return hf_xet.XetSession(config.with_config(limited))
+
+
+def session_limits(memory_bytes: int) -> dict[str, int]:
+    """The most that the settings of a session may be, by their names in hf_xet's configuration."""
+    buffer = memory_bytes // 4
+    uploads, downloads = uploads_at_once(memory_bytes), downloads_at_once(memory_bytes)
+    return {
+        "client.ac_min_upload_concurrency": 1,
         "client.ac_initial_upload_concurrency": uploads,
         "client.ac_max_upload_concurrency": uploads,
-        "client.ac_max_download_concurrency": downloads_at_once(memory_bytes),
+        "client.ac_min_download_concurrency": 1,
+        "client.ac_initial_download_concurrency": downloads,
+        "client.ac_max_download_concurrency": downloads,
         "reconstruction.download_buffer_size": buffer,
         "reconstruction.download_buffer_perfile_size": 0,
         "reconstruction.download_buffer_limit": buffer,
         "reconstruction.min_prefetch_buffer": buffer,
     }
-    limited = {name: min(value, config.get(name)) for name, value in most.items()}
-    return hf_xet.XetSession(config.with_config(limited))
 
 
 SESSIONS: Final = _Sessions()

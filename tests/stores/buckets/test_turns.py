@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import threading
 
+import hf_xet
+import pytest
+
 from hfshard.stores.buckets import turns
 from hfshard.stores.buckets.turns import Turn
+from hfshard.stores.buckets.xet import _new_session, session_limits
 
 
 def test_memory_says_how_many_go_at_once() -> None:
@@ -30,3 +34,23 @@ def test_large_transfers_wait_for_each_other_and_small_ones_do_not() -> None:
     del first  # forgotten, not ended
     other.join(5)
     assert len(begun) == 1
+
+
+@pytest.mark.compat
+def test_hf_xet_knows_the_settings_that_bound_it() -> None:
+    limits = session_limits(256 << 20)
+
+    assert limits.keys() <= set(hf_xet.XetConfig().keys())
+    assert limits["client.ac_max_upload_concurrency"] == 1
+    assert limits["reconstruction.download_buffer_limit"] == 67_108_864
+
+
+def test_users_settings_that_take_less_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_XET_FIXED_UPLOAD_CONCURRENCY", "16")
+    monkeypatch.setenv("HF_XET_RECONSTRUCTION_MIN_PREFETCH_BUFFER", "1mb")
+
+    shown = repr(_new_session(256 << 20))
+
+    assert "client.ac_min_upload_concurrency=1," in shown
+    assert "client.ac_max_upload_concurrency=1," in shown
+    assert "reconstruction.min_prefetch_buffer=1000000," in shown
