@@ -13,7 +13,7 @@ from torch import nn
 from hfshard.distributed.agreement import LoadAgreement, load_together
 from hfshard.distributed.reading import Target, prepare_reads, stored_tensors
 from hfshard.distributed.spread_tensor import has_spread
-from hfshard.errors import InvalidArgumentError, StateDictMismatchError
+from hfshard.errors import HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.loading.into_module import load_into_module
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource
@@ -226,7 +226,11 @@ def _fill(
             fresh[name] = targets[key]
     read = prepare_reads(checkpoint, wanted)
     agreement.confirm(checkpoint)
-    read()
+    try:
+        read()
+    except HfshardError as error:
+        error.add_note("The module is half loaded: load it again before it is used.")
+        raise
     assign(model, fresh, runs_hooks=True)
 
 

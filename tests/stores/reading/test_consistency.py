@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import json
+import threading
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -12,6 +15,7 @@ import torch
 from torch import nn
 
 import hfshard
+from hfshard._util.threads import pause
 from hfshard.errors import CheckpointChangedError
 from hfshard.loading import far
 from hfshard.loading.options import LoadOptions
@@ -95,3 +99,46 @@ def test_a_reader_that_is_always_overtaken_gives_up(store: MemoryStore) -> None:
     store.before = lambda kind, name: save(store, next(numbers)) if next(numbers) % 9 == 0 else None
     loaded = hfshard.load_state_dict(ADDRESS)
     assert len({value for tensor in loaded.values() for value in tensor.unique().tolist()}) == 1
+
+
+def test_ctrl_c_ends_a_load_whose_store_makes_it_wait(store: MemoryStore) -> None:
+    save(store, 0)  # four files of 80 kB, of which a part comes with the header
+    reads = count(1)
+
+    def before(kind: str, name: str) -> None:
+        if kind == "read" and next(reads) > 6:  # config, index, headers
+            _thread.interrupt_main()
+            pause(600)  # as a store does between two tries
+
+    store.before = before
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        hfshard.load_state_dict(ADDRESS)
+    assert time.monotonic() - begin < 30
+    store.before = lambda kind, name: None
+    assert len(hfshard.load_state_dict(ADDRESS)) == 4
+
+
+def test_a_reader_beside_a_writer_never_gets_a_mixture(store_address: str) -> None:
+    def numbered(number: int) -> dict[str, torch.Tensor]:
+        return {f"layer.{i}": torch.full((20_000,), float(number)) for i in range(4)}
+
+    hfshard.save_state_dict(numbered(0), store_address, max_shard_size="100KB")
+    stop = threading.Event()
+
+    def write() -> None:
+        for number in range(1, 13):
+            hfshard.save_state_dict(numbered(number), store_address, max_shard_size=["100KB", "200KB"][number % 2])
+        stop.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = []
+    while not stop.is_set() and writer.is_alive():
+        loaded = hfshard.load_state_dict(store_address)
+        (value,) = {value for tensor in loaded.values() for value in tensor.unique().tolist()}
+        seen.append(value)
+    writer.join()
+    assert seen == sorted(seen)
+    assert stop.is_set()
+    assert hfshard.load_state_dict(store_address)["layer.3"][0] == 12

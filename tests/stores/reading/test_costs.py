@@ -137,8 +137,9 @@ def test_damage_is_found_on_the_way(store: CountingStore, tmp_path: Path, verify
     if at < 0:
         assert caught.value.fqn in STATE
         module = Layers()
-        with pytest.raises(IntegrityError, match="Tensor 'layer"):
+        with pytest.raises(IntegrityError, match="Tensor 'layer") as told:
             hfshard.load_model(module, ADDRESS, verify=verify)
+        assert told.value.__notes__ == ["The module is half loaded: load it again before it is used."]
         hfshard.load_state_dict(ADDRESS, verify="none")
 
 
