@@ -99,6 +99,11 @@ def renewed_index(raw: bytes, digits: str, *, is_claim: bool) -> bytes:
     return dump_json({**value, _CLAIM_KEY: digits} if is_claim else value)
 
 
+def is_index_of(raw: bytes, digits: str) -> bool:
+    """Whether these are the bytes of an index that the save with these digits has put."""
+    return f'"{_SAVE_KEY}": "{digits}"'.encode() in raw
+
+
 def has_bytes(store: Store, found: StoredObject | None, raw: bytes) -> bool:
     """Whether an object has these bytes; it is read only if neither its size nor its ETag says so."""
     if found is None or found.size != len(raw):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Final
 
 from hfshard.constants import CONFIG_NAME, COPY_BYTES
@@ -15,8 +16,8 @@ from hfshard.errors import (
     StoreAccessError,
     StoreError,
 )
-from hfshard.saving.stores.own_puts import note_put
-from hfshard.saving.stores.store_state import StoreState, has_bytes, renewed_index
+from hfshard.saving.stores.own_puts import note_put, read_small
+from hfshard.saving.stores.store_state import StoreState, has_bytes, is_index_of, renewed_index
 from hfshard.saving.stores.turn import take_turn
 from hfshard.saving.stores.upload import remove_unused
 from hfshard.storage.commit.interrupts import deferred_interrupt
@@ -28,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 _TRIES: Final = 10
 """Times that a save puts its index over that of others, who do the same."""
-
-_AGAIN: Final = "Save again to finish."
+_WORDS: Final = {"rename": "put", "remove": "remove"}
+"""What a kind of step is in a store."""
 
 
 class StoreTransaction:
@@ -117,9 +118,10 @@ class StoreTransaction:
         name = self._state.names.index
         try:
             now = self._store.find(name)
-        except StoreError:
+            is_ours = now is not None and is_index_of(read_small(self._store, now), self._digits)
+        except HfshardError:
             return error
-        return error if _is_same(now, self.known.get(name)) else self._lost()
+        return error if is_ours or _is_same(now, self.known.get(name)) else self._lost()
 
     def _decide(self, step: CommitStep, plan: CommitPlan) -> None:
         """Carry out the deciding put, and find out whether it was done where the store does not say so."""
@@ -152,27 +154,43 @@ class StoreTransaction:
 
     def _finish(self, steps: Sequence[CommitStep], plan: CommitPlan, uploads: Collection[str]) -> None:
         """Carry out what follows the deciding put, which is the first of the steps."""
-        done = steps[0]
-        removals: list[str] = []
+        doing = steps[0]
+        is_committed = doing.is_commit
+        marks = [CommitStep("remove", name) for name in self._marks]
         try:
-            for done in steps[1:]:
-                if done.kind == "remove":
-                    if not self._state.names.is_turn_mark(done.target):
-                        removals.append(done.target)
-                    continue
-                self._remove(removals)
-                try:
-                    self._execute(done, plan)
-                except StaleObjectError as error:
-                    if not (done.target == self._state.names.index and self._take_over(done, plan)):
-                        logger.info("A newer save replaces the one into '%s': %s", self._store.address, error)
-                        self._remove(self._marks)
-                        return
-            self._remove(removals + self._marks)
+            for together in _grouped([*steps[1:], *marks]):
+                doing = together[0]
+                if doing.kind == "remove":
+                    self._remove([step.target for step in together if self._may_go(step.target)])
+                elif not self._put_unless_newer(doing, plan):
+                    self._remove(self._marks)
+                    return
+                is_committed |= any(step.is_commit for step in together)
             if uploads:
                 self._store.sweep_uploads(uploads.__contains__)
         except StoreError as error:
-            raise self._unfinished(steps, done, error) from error
+            who = "every reader loads it" if is_committed else f"{steps[0].moves} load it, other readers the old one"
+            address = str(self._store.address)
+            what = f"{_WORDS[doing.kind]} {doing.target}"
+            raise CommitUnfinishedError(
+                f"The new checkpoint in '{address}' is saved, and {who}; but '{what}' failed: {error}. Save again to "
+                "finish.",
+                path=address,
+            ) from error
+
+    def _may_go(self, name: str) -> bool:
+        """Whether an object is not the mark of another save that is alive."""
+        return name in self._marks or not self._state.names.is_turn_mark(name)
+
+    def _put_unless_newer(self, step: CommitStep, plan: CommitPlan) -> bool:
+        """Put an object, unless a newer save has replaced what this one has committed."""
+        try:
+            self._execute(step, plan)
+        except StaleObjectError as error:
+            if not (step.target == self._state.names.index and self._take_over(step, plan)):
+                logger.info("A newer save replaces the one into '%s': %s", self._store.address, error)
+                return False
+        return True
 
     def _take_over(self, step: CommitStep, plan: CommitPlan) -> bool:
         """Put the index over whoever was faster, as long as the config leads to this save's weights.
@@ -189,18 +207,6 @@ class StoreTransaction:
                 continue
             return True
         return False
-
-    def _unfinished(self, steps: Sequence[CommitStep], failed: CommitStep, error: StoreError) -> CommitUnfinishedError:
-        address = str(self._store.address)
-        moves = steps[0].moves
-        who = "every reader loads it"
-        if moves and not any(step.is_commit for step in steps[: steps.index(failed)]):
-            who = f"{moves} load it, other readers the old one"
-        return CommitUnfinishedError(
-            f"The new checkpoint in '{address}' is saved, and {who}; but '{failed.kind} {failed.target}' failed: "
-            f"{str(error).rstrip('.')}. {_AGAIN}",
-            path=address,
-        )
 
     def _take_turn(self) -> None:
         """Where no put is conditional, let only one save commit at a time."""
@@ -291,6 +297,13 @@ class StoreTransaction:
             "sent is removed. Save again to replace it.",
             path=address,
         )
+
+
+def _grouped(steps: Sequence[CommitStep]) -> Iterator[list[CommitStep]]:
+    """Each put by itself, and removals that follow each other together."""
+    for kind, together in groupby((step for step in steps if step.kind != "sync"), key=lambda step: step.kind):
+        found = list(together)
+        yield from [found] if kind == "remove" else [[step] for step in found]
 
 
 def _is_same(one: StoredObject | None, other: StoredObject | None) -> bool:

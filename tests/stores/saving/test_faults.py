@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from huggingface_hub import load_torch_model
 from torch import nn
 
 import hfshard
-from hfshard.errors import HfshardError, StoreConnectionError, StoreError
+from hfshard.errors import CommitUnfinishedError, HfshardError, RemoteChangedError, StoreConnectionError, StoreError
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.stores import turn
 from hfshard.saving.to_store import save_into
@@ -144,6 +145,7 @@ def test_at_every_request_the_old_or_the_new_checkpoint_loads(
         assert found[0] in (old[0], new[0]), asked
         assert found[1] in (old[1], new[1]), asked
         assert raised is not None or found == new, asked
+        assert not isinstance(raised, RemoteChangedError), asked
         if kind == "failed" and found == old:  # all is as it was; an index of a single file may have come, or a config
             assert objects.keys() - {INDEX, "config.json"} == before.keys() - {INDEX, "config.json"}, asked
     assert len(stops) > 5
@@ -151,3 +153,21 @@ def test_at_every_request_the_old_or_the_new_checkpoint_loads(
         for number, (asked, _, objects) in enumerate(stops[1::4]):
             folder = MemoryStore(objects).into(tmp_path / str(number))
             assert outcome(folder) == found_in(objects), asked
+
+
+def test_an_error_after_the_deciding_put_says_what_failed_and_who_loads_what() -> None:
+    errors = []
+    for at in range(30):
+        store = MemoryStore({**single(1), "config.json": config(1)})
+        Faults(store, at, "failed")
+        with suppress(StoreError):
+            try:
+                save_into(store, request(2, 2), lambda: None, OwnShardWriter())
+            except CommitUnfinishedError as error:
+                errors.append(re.sub("[0-9a-f]{16}", "0", str(error)).split("is saved, and ")[1])
+    assert [error.partition(": ")[0] for error in errors] == [
+        "hfshard and transformers load it, other readers the old one; but 'put model.safetensors.index.json' failed",
+        "every reader loads it; but 'remove model.safetensors' failed",
+        "every reader loads it; but 'put config.json' failed",
+        "every reader loads it; but 'remove model-hfshard-0.safetensors.index.json' failed",
+    ]
