@@ -17,7 +17,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("hfshard.stores.objects")]:
         monkeypatch.delitem(sys.modules, name)
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+    for name in [package, *(name for name in sys.modules if name.partition(".")[0] == package)]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(StoreError, match=rf"{scheme}://models/bert needs the package '{package}.*'hfshard\[stores\]'"):
         open_store(f"{scheme}://models/bert")

@@ -43,9 +43,9 @@ T = TypeVar("T")
 class CloudStore:
     """The objects below one prefix of a bucket of S3, GCS or Azure; see `Store`.
 
-    A key is never asked for twice at the same time in ways that could mix two objects: every read names the ETag.
-    Objects that are put in parts must have names that stand for their bytes: the parts that Azure has not yet made a
-    blob of belong to its name, not to their writer.
+    Every read names the ETag that was listed, so two objects of one name never mix. Objects that are put in parts must
+    have names that stand for their bytes: the parts that Azure has not yet made a blob of belong to its name, not to
+    their writer.
     """
 
     def __init__(self, address: StoreAddress) -> None:

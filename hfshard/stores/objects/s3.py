@@ -16,7 +16,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.loaders import create_loader
 from obstore.store import S3Store
 
-from hfshard.errors import StoreAccessError, StoreConnectionError, StoreError
+from hfshard.errors import HfshardError, StoreAccessError, StoreConnectionError, StoreError
 from hfshard.stores.objects.connection import Connection, Service, make_clients, refusal
 from hfshard.stores.objects.failures import Failure
 from hfshard.stores.patience import stall_seconds
@@ -89,7 +89,7 @@ def connect(bucket: str) -> Connection:
             ),
         )
         authority = _authority(session)
-    except StoreAccessError:
+    except HfshardError:
         raise
     except BotoCoreError as error:
         raise StoreAccessError(
