@@ -65,9 +65,10 @@ class BucketStore:
         Raises:
             CheckpointChangedError: The storage no longer has these contents.
         """
+        raw = target.cast("B")
         with translate_bucket_errors(self.address):
             try:
-                self._reader.read_into(found.etag, found.size, begin, target)
+                self._reader.read_into(found.etag, found.size, begin, raw)
             except XetFailedError as error:
                 if error.kind != "missing":
                     raise
@@ -164,9 +165,10 @@ class BucketWriter:
 
     def write(self, block: memoryview) -> None:
         """Send the next bytes, which may change when this returns. It waits while too much is under way."""
+        raw = block.cast("B")
         with translate_bucket_errors(self._store.address):
-            self._upload.write(block.cast("B"))
-        self._written += block.nbytes
+            self._upload.write(raw)
+        self._written += len(raw)
 
     def finish(self) -> StoredObject:
         """Make the object of the bytes that were written, replacing one of its name."""
