@@ -47,7 +47,8 @@ def _sweep(scheme: str, name: str, asked: argparse.Namespace, draw: random.Rando
     for problem in sweep.problems:
         counts["wrong"] += 1
         print(f"{scheme} {name}: {problem}", file=sys.stderr, flush=True)
-    points = [(kind, at) for kind in asked.kind for at in range(len(sweep.requests))]
+    kinds = [kind for kind in asked.kind if scheme not in KINDS[kind].not_in]
+    points = [(kind, at) for kind in kinds for at in range(len(sweep.requests))]
     if asked.sample:
         points = draw.sample(points, min(asked.sample, len(points)))
     for kind, at in points:

@@ -35,12 +35,14 @@ class Kind:
         signal: What the process that saves gets, just before the connection ends, or before the request is passed on.
         heals: What fails is tried again, and the save succeeds.
         settings: Of the process that saves.
+        not_in: Services with which it can't be done: huggingface_hub waits for ever for an answer of the Hub's own.
     """
 
     fault: Mapping[str, Any]
     signal: int | None = None
     heals: bool = True
     settings: Mapping[str, str] = field(default_factory=dict)
+    not_in: tuple[str, ...] = ()
 
 
 _SOON = {"HFSHARD_STORE_RETRY_SECONDS": "0.5"}
@@ -56,8 +58,8 @@ KINDS: Mapping[str, Kind] = {
     "cut": Kind({"kind": "drop", "after_bytes": 1, "direction": "up", "how": "rst"}),
     "cut-answer": Kind({"kind": "truncate", "after_bytes": 1}),
     "lost": Kind({"kind": "lost_answer", "how": "rst"}),
-    "silent": Kind({"kind": "drop", "how": "silence"}, settings=_IMPATIENT),
-    "lost-silent": Kind({"kind": "lost_answer", "how": "silence"}, settings=_IMPATIENT),
+    "silent": Kind({"kind": "drop", "how": "silence"}, settings=_IMPATIENT, not_in=("hf",)),
+    "lost-silent": Kind({"kind": "lost_answer", "how": "silence"}, settings=_IMPATIENT, not_in=("hf",)),
     "refused": Kind({"kind": "status", "status": 403}, heals=False, settings=_SOON),
     "down": Kind({"kind": "drop", "times": ALWAYS}, heals=False, settings=_SOON),
     "lost-down": Kind({"kind": "lost_answer"}, heals=False, settings=_SOON),

@@ -1,0 +1,58 @@
+"""What processes do that save into one place side by side, and that read it meanwhile."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import cast
+
+from hfshard.errors import CheckpointChangedError, RemoteChangedError
+from tests.crash.saves.generations import Content
+from tests.crash.saves.readers import Reader, Verdict, model_verdict, read
+from tests.crash.saves.targets import ALIGNED_HEADER, limit_of, sharded_class, sharded_model
+from tests.stores.sweep.child import prepare
+from tests.stores.sweep.places import StorePlace, lead_to
+
+GENERATIONS = 5
+"""Of which each has a config of its own; the first one comes again after the last."""
+CONTENTS = [Content(generation, own_config=True) for generation in range(1, GENERATIONS + 1)]
+_LAYOUTS = ("three", "two", "single")
+
+
+def write_many(place: StorePlace, first: int, saves: int) -> None:
+    """Save one generation after the other, in changing layouts; prints how often each thing came of it."""
+    prepare()
+    lead_to(place.url, place.scheme)
+    came: Counter[str] = Counter()
+    for number in range(first, first + saves):
+        content = CONTENTS[number % GENERATIONS]
+        limit = limit_of(content, _LAYOUTS[number % 3]) + ALIGNED_HEADER
+        try:
+            sharded_model(content).save_pretrained(place.address, max_shard_size=limit)
+            came["saved"] += 1
+        except RemoteChangedError:
+            came["lost"] += 1
+    sys.stdout.write(json.dumps(came))
+
+
+def read_many(place: StorePlace, stop: str) -> None:
+    """Load until a file appears; prints how often each thing came of it."""
+    prepare()
+    lead_to(place.url, place.scheme)
+    came: Counter[str] = Counter()
+    while not Path(stop).exists():
+        try:
+            verdict = model_verdict(sharded_class("bert").from_pretrained(place.address), CONTENTS)
+        except CheckpointChangedError:
+            verdict = Verdict("changed")
+        except Exception as error:
+            verdict = Verdict("error", detail=f"{type(error).__name__}: {error}")
+        came[verdict.kind if verdict.kind in ("whole", "changed") else str(verdict)] += 1
+    sys.stdout.write(json.dumps(came))
+
+
+def stock_verdicts(directory: Path) -> list[Verdict]:
+    """What stock readers find in a copy."""
+    return [read(Reader(name), cast(Path, directory), CONTENTS) for name in ("transformers", "hub", "hfshard-full")]

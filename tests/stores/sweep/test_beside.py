@@ -1,0 +1,79 @@
+"""Writers that race in processes of their own, and a reader beside a writer of many saves: never a mixture."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import forkserver
+from tests.helpers.forkserver import Child
+from tests.stores.services import running
+from tests.stores.services.kinds import SERVICES
+from tests.stores.sweep.beside import read_many, stock_verdicts, write_many
+from tests.stores.sweep.places import StorePlace, litter, write_to
+
+_STREAMS: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+_SECONDS = 300.0
+SCHEMES = ["s3", *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("gs", "az", "hf"))]
+
+
+@pytest.fixture
+def place(scheme: str) -> StorePlace:
+    """Where nothing lies yet."""
+    if lacks := SERVICES[scheme].lacks():
+        pytest.skip(lacks)
+    return StorePlace(scheme, running.url_of(scheme), "sweep").with_objects({})
+
+
+def counts_of(process: Child) -> dict[str, int]:
+    out, words = process.communicate(_SECONDS)
+    assert process.returncode == 0, words
+    counts: dict[str, int] = json.loads(out)
+    return counts
+
+
+def assert_whole(place: StorePlace, copy: Path) -> None:
+    objects = place.objects()
+    verdicts = stock_verdicts(write_to(copy, objects))
+    assert [verdict.kind for verdict in verdicts] == ["whole"] * 3, verdicts
+    assert len({verdict.generation for verdict in verdicts}) == 1
+    assert litter(objects, {"config.json"}) == ""
+    assert place.bucket.unfinished(place.prefix) == []
+
+
+@pytest.mark.parametrize("saves", [15, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_reader_beside_a_writer_finds_whole_checkpoints(place: StorePlace, tmp_path: Path, saves: int) -> None:
+    counts_of(forkserver.call(write_many, place, 0, 1, **_STREAMS))
+    stop = tmp_path / "stop"
+    reader = forkserver.call(read_many, place, str(stop), **_STREAMS)
+    written = counts_of(forkserver.call(write_many, place, 1, saves, **_STREAMS))
+    stop.touch()
+    read = counts_of(reader)
+
+    assert written == {"saved": saves}
+    assert set(read) <= {"whole", "changed"}, read
+    assert read["whole"] > 0
+    assert_whole(place, tmp_path / "copy")
+
+
+@pytest.mark.parametrize("saves", [6, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_of_two_writers_each_save_is_whole_or_lost(place: StorePlace, tmp_path: Path, saves: int) -> None:
+    stop = tmp_path / "stop"
+    counts_of(forkserver.call(write_many, place, 0, 1, **_STREAMS))
+    reader = forkserver.call(read_many, place, str(stop), **_STREAMS)
+    writers = [forkserver.call(write_many, place, first, saves, **_STREAMS) for first in (1, 3)]
+    written = [counts_of(writer) for writer in writers]
+    stop.touch()
+    read = counts_of(reader)
+
+    assert [sum(one.values()) for one in written] == [saves, saves]
+    assert sum(one.get("saved", 0) for one in written) >= saves / 2
+    assert set(read) <= {"whole", "changed"}, read
+    counts_of(forkserver.call(write_many, place, 2, 1, **_STREAMS))
+    assert_whole(place, tmp_path / "copy")
