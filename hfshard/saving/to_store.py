@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -89,13 +90,22 @@ def save_into(store: Store, request: SaveRequest, check: Callable[[], None], wri
 
 
 def _look(store: Store, request: SaveRequest, plan: ShardPlan, writer: ShardWriter) -> _Save:
-    """Look at what is there, again where it changes meanwhile."""
+    """Look at what is there, again where it changes meanwhile.
+
+    Raises:
+        RemoteChangedError: It changed each time.
+    """
     for _ in range(_TRIES - 1):
-        try:
+        with suppress(CheckpointChangedError):
             return _look_once(store, request, plan, writer)
-        except CheckpointChangedError:
-            continue
-    return _look_once(store, request, plan, writer)
+    try:
+        return _look_once(store, request, plan, writer)
+    except CheckpointChangedError as error:
+        address = str(store.address)
+        raise RemoteChangedError(
+            f"Others save into '{address}': it was replaced while it was looked at. Nothing was sent. Save again.",
+            path=address,
+        ) from error
 
 
 def _look_once(store: Store, request: SaveRequest, plan: ShardPlan, writer: ShardWriter) -> _Save:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hfshard
+from hfshard.errors import RemoteChangedError
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_state_dict
 from hfshard.saving.to_store import save_into
@@ -217,3 +218,18 @@ def test_who_replaces_what_is_being_looked_at_is_looked_at_again() -> None:
     save(other, request(weights(1), config=CONFIG, model_files={"code.py": b"9"}))
     assert store.objects["code.py"] == b"9"
     assert other.requests.count("list") == 3
+
+
+def test_a_place_that_changes_whenever_it_is_looked_at_is_left_to_others() -> None:
+    old = MemoryStore()
+    save(old, request(weights(1), config=CONFIG))
+    store = MemoryStore({**old.objects, "config.json": b"{}"})
+
+    def replace_config(kind: str, name: str) -> None:
+        if name == "config.json":
+            store.objects["config.json"] += b" "
+
+    store.before = replace_config
+    with pytest.raises(RemoteChangedError, match=r"Others save into .* was replaced while it was looked at"):
+        save(store, request(weights(2), config=CONFIG))
+    assert store.objects.keys() == old.objects.keys()

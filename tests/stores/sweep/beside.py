@@ -6,7 +6,6 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import cast
 
 from hfshard.errors import CheckpointChangedError, RemoteChangedError
 from tests.crash.saves.generations import Content
@@ -55,4 +54,4 @@ def read_many(place: StorePlace, stop: str) -> None:
 
 def stock_verdicts(directory: Path) -> list[Verdict]:
     """What stock readers find in a copy."""
-    return [read(Reader(name), cast(Path, directory), CONTENTS) for name in ("transformers", "hub", "hfshard-full")]
+    return [read(Reader(name), directory, CONTENTS) for name in ("transformers", "hub", "hfshard-full")]
