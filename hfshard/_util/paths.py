@@ -45,6 +45,21 @@ def absolute_path(path: str | os.PathLike[str], argument: str = "path") -> str:
     return os.sep + os.sep.join(parts)
 
 
+def absolute_directory(path: str | os.PathLike[str], argument: str) -> str:
+    """Make the path of a directory absolute that can't be in a store; raises as `absolute_path`, and for an address.
+
+    Example:
+        >>> absolute_directory("/srv/cache/", "cache_dir")
+        '/srv/cache'
+    """
+    text = absolute_path(path, argument)
+    if is_address(text):
+        raise InvalidPathError(
+            f"{argument}={text!r} is the address of a store: give a directory on a disk of this machine.", path=text
+        )
+    return text
+
+
 def path_text(path: str | os.PathLike[str], argument: str = "path") -> str:
     """Check a path, or a name that may be one, and return it as text.
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import hfshard
 from hfshard._util.addresses import StoreAddress, is_address, parse_address
 from hfshard._util.paths import absolute_path
 from hfshard.errors import InvalidPathError
@@ -62,3 +63,8 @@ def test_an_address_in_a_path_object_has_lost_a_slash_and_is_refused() -> None:
     with pytest.raises(InvalidPathError, match="Give the address as text: 's3://bucket/p'"):
         absolute_path(Path("s3://bucket/p"), "save_directory")
     assert absolute_path(Path("/s3:/bucket")) == "/s3:/bucket"
+
+
+def test_a_cache_is_on_a_disk() -> None:
+    with pytest.raises(InvalidPathError, match="cache_dir='s3://b/cache' is the address of a store: give a directory"):
+        hfshard.load_state_dict("org/name", cache_dir="s3://b/cache")

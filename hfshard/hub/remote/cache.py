@@ -16,7 +16,7 @@ from filelock import Timeout
 from huggingface_hub import constants
 from huggingface_hub.utils import WeakFileLock
 
-from hfshard._util.paths import absolute_path
+from hfshard._util.paths import absolute_directory
 from hfshard.errors import HubError, UnsafePathError
 from hfshard.hub.repo_tree import RemoteFile
 from hfshard.storage.disk.fsops import sync_directory
@@ -58,7 +58,7 @@ class RepoCache:
             repo_id: "org/name".
             cache_dir: Directory of the cache. None: that of HF_HUB_CACHE.
         """
-        self.root = absolute_path(cache_dir or constants.HF_HUB_CACHE, "cache_dir")
+        self.root = absolute_directory(cache_dir or constants.HF_HUB_CACHE, "cache_dir")
         self._name = constants.REPO_ID_SEPARATOR.join(["models", *repo_id.split("/")])
         self.folder = os.path.join(self.root, self._name)
 
