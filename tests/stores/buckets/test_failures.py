@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
@@ -12,6 +14,7 @@ from hfshard.errors import InvalidPathError, StoreAccessError, StoreConnectionEr
 from hfshard.stores.buckets.bucket_store import BucketStore
 from hfshard.stores.buckets.hub_calls import without_queries
 from hfshard.stores.opening import open_store
+from tests.helpers import forkserver
 from tests.hubserver.faults import Fault
 from tests.hubserver.hub_server import HubServer
 
@@ -194,3 +197,16 @@ def test_operations_that_the_hub_lists_as_failed_are_an_error(store: BucketStore
 def test_a_name_that_no_bucket_can_have(hub: HubServer) -> None:
     with pytest.raises((InvalidPathError, StoreNotFoundError), match="hf://buckets/org/a b"):
         open_store("hf://buckets/org/a b").list_objects()
+
+
+def test_a_missing_package_is_named(tmp_path: Path) -> None:
+    forget = "[sys.modules.pop(name) for name in list(sys.modules) if name.startswith('hfshard')]"
+    opened = "from hfshard.stores.opening import open_store; open_store('hf://buckets/org/b')"
+    script = f"import sys; {forget}; sys.modules['hf_xet'] = None; {opened}"
+
+    done = forkserver.run(["-c", script], env=dict(os.environ), cwd=tmp_path)
+
+    assert done.stderr.splitlines()[-1] == (
+        "hfshard.errors.StoreError: hf://buckets/org/b needs the package 'hf_xet', which is not installed: "
+        "pip install 'hfshard[stores]'"
+    )
