@@ -120,7 +120,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "saving.stores": ("own_puts turn upload", "store_state", "transaction"),
     "state_dicts": ("dtensors keys offloaded wrappers", "tied", "overlap state_dict"),
     "storage": ("tensors", "format", "disk", "weights", "checkpoint commit"),
-    "storage.checkpoint": ("folder report", "checks locate", "checkpoint", "raw_tensors verifier"),
+    "storage.checkpoint": ("folder report", "checks locate", "open_files", "checkpoint", "raw_tensors verifier"),
     "storage.commit": (
         "damage interrupts steps",
         "pending_deletes rollback",
