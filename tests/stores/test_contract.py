@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfshard.errors import CheckpointChangedError, StaleObjectError, StoreNotFoundError
+from hfshard.errors import CheckpointChangedError, StaleObjectError, StoreError, StoreNotFoundError
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import Store, StoredObject
 from tests.stores.services.buckets import Bucket
@@ -35,6 +35,17 @@ def test_an_empty_place_has_nothing(store: Store, store_address: str) -> None:
     assert str(store.address) == store_address
     store.delete(["config.json"])
     assert store.sweep_uploads(lambda name: True) == 0
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_a_folder_that_was_made_by_hand_is_no_file_of_its_own(store: Store, bucket: Bucket, store_prefix: str) -> None:
+    bucket.put(f"{store_prefix}/", b"")
+    bucket.put(f"{store_prefix}/config.json", b"{}")
+    assert list(store.list_objects()) == ["config.json"]
+
+    bucket.put(f"{store_prefix}//odd", b"")
+    with pytest.raises(StoreError, match=r"//odd.*Rename or remove it\.$"):
+        store.list_objects()
 
 
 def test_what_is_put_is_listed_found_and_read(store: Store, bucket: Bucket, store_prefix: str) -> None:

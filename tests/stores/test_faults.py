@@ -72,6 +72,13 @@ def test_a_put_that_was_done_is_told_from_one_that_somebody_else_did(
     first = store.put("index", b"1", None)
     assert store.read(first) == b"1"
 
+    # The client tries larger bodies again by itself.
+    large = os.urandom(2 * MIB)
+    proxy.fail("lost_answer", "PUT put")
+    second = store.put("index", large, first)
+    assert store.read(second) == large
+    first = store.put("index", b"1", second)
+
     # The answer to a put is lost, and before it is asked for again, somebody else puts the very same bytes.
     proxy.fail("drop", "PUT put", action=lambda: bucket.put(f"{store_prefix}/index", b"2"))
     with pytest.raises(StaleObjectError):

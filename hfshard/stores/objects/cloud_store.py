@@ -29,6 +29,8 @@ from hfshard.stores.protocols import ANYTHING, Anything, ObjectWriter, StoredObj
 if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta, PutMode
 
+    from hfshard.stores.objects.connection import Client
+
 _READ_BLOCK: Final = 1 << 20
 """Bytes that are gathered before they are copied: few calls, and little memory."""
 _BODY_BYTES: Final = 1 << 20
@@ -84,8 +86,9 @@ class CloudStore:
         below = self._prefix + (f"{folder}/" if folder else "")
         listed = self._attempt(lambda: obstore.list(self._connection.quick, below or None).collect(), folder)
         self._bucket_seen = True
-        found = (self._stored(meta) for meta in listed)
-        return {stored.name: stored for stored in found if stored.name}
+        # A folder that was made by hand is an object, too: "prefix/", which the client lists as "prefix".
+        found = (self._stored(meta) for meta in listed if meta["path"].startswith(self._prefix))
+        return {stored.name: stored for stored in found}
 
     def folders(self) -> list[str]:
         """Name the folders directly below the prefix; see `Store`."""
@@ -136,7 +139,9 @@ class CloudStore:
             mode = self._mode(condition)
             return self._put(name, memoryview(raw), mode, token, doubts.append)
         except (ChangedObjectError, MissingObjectError):
-            own = self._find_own(name, token) if doubts else None
+            # The client for large bodies does not tell of what it tried again: its first try may have been done.
+            may_be_own = doubts or self._client_for(len(raw)) is self._connection.uploads
+            own = self._find_own(name, token) if may_be_own else None
             if own is None:
                 raise StaleObjectError(
                     f"'{self._at(name)}' is not what it was when it was looked at: somebody else was faster. Nothing "
@@ -266,7 +271,7 @@ class CloudStore:
         token: str | None,
         note: Callable[[Failure], None] = lambda failure: None,
     ) -> StoredObject:
-        client = self._connection.uploads if len(raw) > _BODY_BYTES else self._connection.quick
+        client = self._client_for(len(raw))
         attributes = {TOKEN: token} if token else None
         result = self._attempt(
             lambda: obstore.put(client, self._key(name), raw, mode=mode, attributes=attributes, use_multipart=False),
@@ -277,6 +282,10 @@ class CloudStore:
         if result["version"] is not None:
             self._generations[name] = (etag, result["version"])
         return StoredObject(name, len(raw), etag)
+
+    def _client_for(self, count_bytes: int) -> Client:
+        """The client for a put of so many bytes."""
+        return self._connection.uploads if count_bytes > _BODY_BYTES else self._connection.quick
 
     def _mode(self, condition: StoredObject | None) -> PutMode:
         if condition is None:

@@ -185,4 +185,5 @@ def refusal(service: Service, bucket: str, where: str, failure: Failure) -> Stor
             f"{service.title} {how} while it was asked for {where}. Check the network and endpoint, then try again.",
             path=where,
         )
-    return StoreError(f"{service.title} failed for {where}: {said}. Try again later.", path=where)
+    advice = "Rename or remove it" if "with invalid path" in failure.message else "Try again later"
+    return StoreError(f"{service.title} failed for {where}: {said}. {advice}.", path=where)
