@@ -170,8 +170,8 @@ class _Save:
         except BaseException as error:
             if transaction.is_decided:
                 raise
-            transaction.roll_back(sent)
             instead = transaction.lost_or(error)
+            transaction.roll_back(sent, is_lost=isinstance(instead, RemoteChangedError))
             if instead is error:
                 raise
             raise instead from error
@@ -195,7 +195,8 @@ class _Save:
             replace(state, listing=state.listing | put.keys(), owned=state.owned | put.keys()),
             self._checkpoint(index),
             claim=put.get(state.names.index, state.raw_index),
-            contested=self.digits if state.is_claimed else None,
+            is_contested=state.is_claimed,
+            mark=self.digits if state.is_claimed or state.is_marked else None,
         )
 
     def _checkpoint(self, index: CheckpointIndex) -> NewCheckpoint:
@@ -222,8 +223,14 @@ class _Save:
 
 
 def _changed_model_files(store: Store, request: SaveRequest, state: StoreState) -> dict[str, bytes]:
-    files, found = request.model_files, state.found
-    return {name: raw for name, raw in files.items() if not has_bytes(store, found.get(name), raw)}
+    """Those that are not there, or that an earlier save is about to replace: its index tells of other bytes."""
+    digests, there = request.model_file_digests, state.found
+    told = {} if state.index is None else state.index.files
+    return {
+        name: raw
+        for name, raw in request.model_files.items()
+        if told.get(name) not in (None, digests.get(name)) or not has_bytes(store, there.get(name), raw)
+    }
 
 
 def _changed_companions(store: Store, request: SaveRequest, state: StoreState) -> dict[str, ByteSource]:

@@ -17,6 +17,7 @@ from hfshard.storage.format.header import LENGTH_BYTES, parse_header, read_heade
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
 from hfshard.storage.format.strict_json import dump_json
+from hfshard.storage.format.weights_override import without_mark
 from hfshard.stores.protocols import Store, StoredObject
 
 _SAVE_KEY: Final = "hfshard_save"
@@ -39,6 +40,8 @@ class StoreState(DirectoryState):
     """The names of the tensors in `model.safetensors`, where they matter."""
     is_claimed: bool
     """Whether a save that changes the config is under way, or was killed, that others can only stop by the config."""
+    is_marked: bool
+    """Whether the config has the mark of a save that has found the place claimed; `config` is without it."""
 
     def single_keys(self) -> list[str]:
         """The names of the tensors in `model.safetensors`; empty where it can't be read."""
@@ -74,7 +77,7 @@ def read_store_state(store: Store, names: WeightNames, config: bytes | None = No
         directory=str(store.address),
         names=names,
         listing=listing,
-        config=old_config,
+        config=None if old_config is None else without_mark(old_config),
         weights_override=override,
         index=indexes.get(override) if override in indexes else indexes.get(names.index),
         owned=ownership.owned,
@@ -89,6 +92,7 @@ def read_store_state(store: Store, names: WeightNames, config: bytes | None = No
         raw_index=raw_index,
         names_in_single=_names_in(store, found[names.single]) if needs_keys else (),
         is_claimed=_CLAIM_KEY in json.loads(raw_index) if raw_index is not None else names.placeholder in listing,
+        is_marked=old_config is not None and without_mark(old_config) != old_config,
     )
 
 
@@ -102,6 +106,15 @@ def renewed_index(raw: bytes, digits: str, *, is_claim: bool) -> bytes:
 def is_index_of(raw: bytes, digits: str) -> bool:
     """Whether these are the bytes of an index that the save with these digits has put."""
     return f'"{_SAVE_KEY}": "{digits}"'.encode() in raw
+
+
+def parsed_index(store: Store, found: StoredObject) -> CheckpointIndex | None:
+    """Read an index; None if it is damaged.
+
+    Raises:
+        CheckpointChangedError: It has other bytes now, or is gone.
+    """
+    return _parsed(store, found.name, _read_index(store, found))
 
 
 def has_bytes(store: Store, found: StoredObject | None, raw: bytes) -> bool:

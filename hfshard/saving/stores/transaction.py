@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Final
 
-from hfshard.constants import CONFIG_NAME, COPY_BYTES
+from hfshard.constants import CONFIG_NAME
 from hfshard.errors import (
     CommitUnfinishedError,
     HfshardError,
@@ -17,7 +17,7 @@ from hfshard.errors import (
     StoreError,
 )
 from hfshard.saving.stores.own_puts import note_put, read_small
-from hfshard.saving.stores.store_state import StoreState, has_bytes, is_index_of, renewed_index
+from hfshard.saving.stores.store_state import StoreState, has_bytes, is_index_of, parsed_index, renewed_index
 from hfshard.saving.stores.turn import take_turn
 from hfshard.saving.stores.upload import remove_unused
 from hfshard.storage.commit.interrupts import deferred_interrupt
@@ -97,10 +97,22 @@ class StoreTransaction:
             self._decide(plan.steps[deciding], plan)
             self._finish(plan.steps[deciding:], plan, uploads)
 
-    def roll_back(self, shards: Collection[str]) -> None:
-        """Remove what this save has sent, before anybody could read it. The index and the config stay as they are."""
+    def roll_back(self, shards: Collection[str], *, is_lost: bool) -> None:
+        """Remove what this save has sent, before anybody could read it. The index and the config stay as they are.
+
+        Args:
+            shards: That were sent.
+            is_lost: Whether somebody else has won, who may have found the small files that this save has put, and
+                counts on them.
+        """
         with deferred_interrupt():
-            remove_unused(self._store, sorted({*shards, *self._own}))
+            try:
+                removed = {*shards, *self._unneeded(is_lost=is_lost)}
+            except HfshardError as error:
+                address = self._store.address
+                logger.warning("What was sent to '%s' is left there, the next save removes it: %s", address, error)
+                return
+            remove_unused(self._store, sorted(removed))
 
     def missing(self, shards: Collection[str]) -> list[str]:
         """The shards that are gone, though the index that this save has put is still there."""
@@ -122,6 +134,20 @@ class StoreTransaction:
         except HfshardError:
             return error
         return error if is_ours or _is_same(now, self.known.get(name)) else self._lost()
+
+    def _unneeded(self, *, is_lost: bool) -> set[str]:
+        """What this save has put where nothing was, and which is still its own."""
+        if not self._own:
+            return set()
+        names, found = self._state.names, self._store.list_objects()
+        own = {name for name in self._own if name not in self.known or _is_same(found.get(name), self.known[name])}
+        passing = set(filter(names.is_transient, own))
+        if not is_lost or own == passing:
+            return own
+        index = found.get(names.index)
+        theirs = None if index is None else parsed_index(self._store, index)
+        kept = self._companion_files.keys() | theirs.files.keys() if theirs is not None else own
+        return passing | (own - kept)
 
     def _decide(self, step: CommitStep, plan: CommitPlan) -> None:
         """Carry out the deciding put, and find out whether it was done where the store does not say so."""
@@ -184,29 +210,41 @@ class StoreTransaction:
 
     def _put_unless_newer(self, step: CommitStep, plan: CommitPlan) -> bool:
         """Put an object, unless a newer save has replaced what this one has committed."""
+        index = self._state.names.index
         try:
+            if step.target not in (index, CONFIG_NAME) and not self._is_still_there(index):
+                raise StaleObjectError(f"'{self._store.address.joined(index)}' is that of another save.")
             self._execute(step, plan)
         except StaleObjectError as error:
-            if not (step.target == self._state.names.index and self._take_over(step, plan)):
+            if not self._take_over(step, plan):
                 logger.info("A newer save replaces the one into '%s': %s", self._store.address, error)
                 return False
         return True
 
     def _take_over(self, step: CommitStep, plan: CommitPlan) -> bool:
-        """Put the index over whoever was faster, as long as the config leads to this save's weights.
+        """Put a file over whoever was faster, as long as this save's checkpoint is the one that is loaded.
 
-        Whoever put it did so before this save's config, or is going to find that the config has changed.
+        The index is put as long as the config leads to this save's weights: whoever put it did so before this save's
+        config, or is going to find that the config has changed. Small files are put as long as the index is this
+        save's: the one before has put its own only now.
         """
+        if step.target == CONFIG_NAME:
+            return False
+        index = self._state.names.index
         for _ in range(_TRIES):
-            index = self._store.find(step.target)
-            if not _is_same(self._store.find(CONFIG_NAME), self.known.get(CONFIG_NAME)):
+            there = self._store.find(step.target)
+            if not self._is_still_there(CONFIG_NAME if step.target == index else index):
                 return False
             try:
-                self.known[step.target] = self._store.put(step.target, self._raw(step, plan), index)
+                self.known[step.target] = self._store.put(step.target, self._raw(step, plan), there)
             except StaleObjectError:
                 continue
             return True
         return False
+
+    def _is_still_there(self, name: str) -> bool:
+        """Whether an object is the one that this save has put, or found."""
+        return _is_same(self._store.find(name), self.known.get(name))
 
     def _take_turn(self) -> None:
         """Where no put is conditional, let only one save commit at a time."""
@@ -252,21 +290,15 @@ class StoreTransaction:
         name = step.target
         if name not in self.known and name not in (self._state.names.index, CONFIG_NAME):
             self._own.add(name)  # also where its answer is lost
-        source = self._companion_files.get(step.source) if step.source not in plan.small_files else None
-        if source is not None and source.size > COPY_BYTES:
-            put = self._send(name, source)
-        else:
-            put = self._put_small(name, self._raw(step, plan))
-        self.known[name] = put
-
-    def _put_small(self, name: str, raw: bytes) -> StoredObject:
+        raw = self._raw(step, plan)
         try:
+            # Whole, whatever its size: what goes in parts has no condition, and Azure could mix those of two writers.
             put = self._store.put(name, raw, self.known.get(name))
         except StaleObjectError:
             self._own.discard(name)  # it is somebody else's
             raise
         note_put(self._store, put, raw)
-        return put
+        self.known[name] = put
 
     def _raw(self, step: CommitStep, plan: CommitPlan) -> bytes:
         raw = plan.small_files.get(step.source)
@@ -278,17 +310,6 @@ class StoreTransaction:
         if step.target == self._state.names.index:
             return renewed_index(raw, self._digits, is_claim=not (step.moves or step.is_commit or self._is_protecting))
         return raw
-
-    def _send(self, name: str, source: ByteSource) -> StoredObject:
-        writer = self._store.open_writer(name, source.size)
-        try:
-            with source.open() as reader:
-                while block := reader.read(COPY_BYTES):
-                    writer.write(memoryview(block))
-            return writer.finish()
-        except BaseException:
-            writer.abort()
-            raise
 
     def _lost(self) -> RemoteChangedError:
         address = str(self._store.address)

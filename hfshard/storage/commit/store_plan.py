@@ -41,7 +41,7 @@ def plan_protection(old: DirectoryState) -> CommitPlan:
 
 
 def plan_store_commit(
-    old: DirectoryState, new: NewCheckpoint, *, claim: bytes | None, contested: str | None = None
+    old: DirectoryState, new: NewCheckpoint, *, claim: bytes | None, is_contested: bool = False, mark: str | None = None
 ) -> CommitPlan:
     """Plan the commit of a new checkpoint, whose shards lie in the store under names that nobody reads.
 
@@ -52,20 +52,24 @@ def plan_store_commit(
         old: What was there before, with what `plan_protection` has put.
         new: What is to be there.
         claim: The index that is there; None: there is none.
-        contested: 16 hex digits of this save's own, where somebody else's claim was found: they have been killed, or
-            are about to put config.json, which must fail then.
+        is_contested: Whether somebody else's claim was found: they have been killed, or are about to put config.json,
+            which must fail then.
+        mark: 16 hex digits of this save's own, where a claim was found once: whoever made it may wake up much later,
+            so config.json must never have its old bytes again, which would have the old ETag.
     """
     config = changed_config(old, new)
-    if contested is not None and config is None and old.config is not None and not old.shares_config:
+    if is_contested and config is None and old.config is not None and not old.shares_config:
         config = old.config
     # Beside no weights, a config that is not there yet goes first. One that is there would lead to the new weights.
     is_first = not old.has_weights and old.config is None
     if config is None or old.shares_config or is_first:
-        return _commit_by_index(old, new, config, is_first=is_first)
-    return _commit_by_config(old, new, config, claim, contested)
+        return _commit_by_index(old, new, config, mark, is_first=is_first)
+    return _commit_by_config(old, new, config, claim, mark)
 
 
-def _commit_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | None, *, is_first: bool) -> CommitPlan:
+def _commit_by_index(
+    old: DirectoryState, new: NewCheckpoint, config: bytes | None, mark: str | None, *, is_first: bool
+) -> CommitPlan:
     """Commit by the put of the index: the config stays as it is, is shared with other weights, or was not there."""
     plan = CommitPlan()
     small = set(new.model_files) | set(new.companion_files)
@@ -90,7 +94,7 @@ def _commit_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | No
     # Settle: the other small files.
     _put_small_files(plan, new, small - first)
     if config is not None and not is_first:
-        put_config(plan, new, config)
+        put_config(plan, new, _marked(config, mark))
         plan.sync()
 
     plan.remove(outdated_files(old, new) - {old.names.single})
@@ -98,7 +102,7 @@ def _commit_by_index(old: DirectoryState, new: NewCheckpoint, config: bytes | No
 
 
 def _commit_by_config(
-    old: DirectoryState, new: NewCheckpoint, config: bytes, claim: bytes | None, contested: str | None
+    old: DirectoryState, new: NewCheckpoint, config: bytes, claim: bytes | None, mark: str | None
 ) -> CommitPlan:
     """Commit weights and a changed config by the put of config.json, which names the new index for a while."""
     plan = CommitPlan()
@@ -131,14 +135,15 @@ def _commit_by_config(
     if old.has_single:  # it outranks the index once the override is gone
         plan.remove([old.names.single])
         plan.sync()
-    if contested is not None and config == old.config:
-        plan.write_small(CONFIG_NAME, with_mark(config, contested))  # its old bytes would have the old ETag
-    else:
-        put_config(plan, new, config)
+    put_config(plan, new, _marked(config, mark))
     plan.sync()
 
     plan.remove((outdated_files(old, new) | {unique}) - {old.names.single})
     return plan
+
+
+def _marked(config: bytes, mark: str | None) -> bytes:
+    return config if mark is None else with_mark(config, mark)
 
 
 def _put_small_files(plan: CommitPlan, new: NewCheckpoint, names: set[str]) -> None:

@@ -16,7 +16,7 @@ _LINE = re.compile(
     rb'\{\n  "' + WEIGHTS_OVERRIDE_KEY.encode() + rb'": "[^"\\/]+-hfshard-[0-9a-f]{16}\.safetensors(?:\.index\.json)?",'
 )
 
-_MARK = re.compile(rb"(?<=\n)[ \t]{64}\n\Z")
+_MARK = re.compile(rb"[ \t]{64}\n\Z")
 """The line of `with_mark`."""
 
 
@@ -38,11 +38,16 @@ def without_weights_override(config: bytes) -> bytes:
 
 def as_saved(config: bytes) -> bytes:
     """The bytes of a config.json as they were saved: without a key or a mark that a commit of hfshard inserted."""
-    config = _MARK.sub(b"", config)
+    config = without_mark(config)
     return without_weights_override(config) if _LINE.match(config) is not None else config
+
+
+def without_mark(config: bytes) -> bytes:
+    """Remove the line of `with_mark`, if there is one."""
+    return _MARK.sub(b"", config)
 
 
 def with_mark(config: bytes, digits: str) -> bytes:
     """Append a line of blanks and tabs that stand for 16 hex digits: JSON that says the same, in other bytes."""
     bits = f"{int(digits, 16):064b}"
-    return config + bits.replace("0", " ").replace("1", "\t").encode() + b"\n"
+    return without_mark(config) + bits.replace("0", " ").replace("1", "\t").encode() + b"\n"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hfshard.storage.format.weights_override import as_saved, with_weights_override, without_weights_override
+from hfshard.storage.format.weights_override import as_saved, with_mark, with_weights_override, without_weights_override
 
 UNIQUE = "model-hfshard-0123456789abcdef.safetensors.index.json"
 CONFIG = b'{\n  "a": 1,\n  "name": "\\u00e9 of json.dumps"\n}\n'
@@ -31,3 +31,14 @@ def test_a_pointer_that_a_user_wrote_is_part_of_what_was_saved() -> None:
     config = b'{\n  "transformers_weights": "mine.safetensors",\n  "a": 1\n}\n'
     assert as_saved(config) == config
     assert json.loads(without_weights_override(config)) == {"a": 1}
+
+
+@pytest.mark.parametrize("config", [b'{"a": 1}\n', b'{"a": 1}'])
+def test_a_mark_goes_byte_for_byte_and_is_replaced_by_the_next(config: bytes) -> None:
+    marked = with_mark(config, "00000000000000ff")
+    assert json.loads(marked) == {"a": 1}
+    assert as_saved(marked) == config
+    other = with_mark(marked, "0000000000000001")
+    assert as_saved(other) == config
+    assert len(other) == len(marked)
+    assert other != marked

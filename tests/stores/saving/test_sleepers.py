@@ -1,0 +1,97 @@
+"""A save that sleeps at one of its requests while others save: it is the last one, or nobody sees anything of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hfshard.errors import RemoteChangedError
+from hfshard.saving.request import SaveRequest
+from hfshard.saving.to_store import save_into
+from hfshard.saving.writing import OwnShardWriter
+from hfshard.storage.disk.byte_source import BytesSource
+from tests.stores.saving.checkpoints import config, found_in, pickles, request, saved
+from tests.stores.saving.memory_store import MemoryStore
+
+Values = tuple[int, int, int]
+"""Of the weights, the config, and the other small files."""
+SMALL_FILES = ("generation_config.json", "tokenizer.json")
+
+BEFORE: dict[str, Callable[[], dict[str, bytes]]] = {
+    "nothing": dict,
+    "shards": lambda: saved(request(1, 1)),
+    "shards and small files": lambda: saved(wanted(1, 1, 1)),
+    "pickles": lambda: pickles(1) | {"config.json": config(1)},
+}
+MEETINGS: dict[str, tuple[Values, list[Values]]] = {
+    "a new config, beside others that keep the old one": ((2, 2, 2), [(3, 1, 2), (4, 1, 1)]),
+    "a new config, beside others that change it twice": ((2, 2, 2), [(3, 3, 1), (4, 1, 1)]),
+    "new small files, beside one that keeps the old ones": ((2, 1, 2), [(3, 1, 1)]),
+    "the same small files": ((2, 2, 2), [(3, 2, 2)]),
+}
+
+
+def wanted(weights: int, of_config: int, of_files: int) -> SaveRequest:
+    generation, tokenizer = SMALL_FILES
+    companions = {tokenizer: BytesSource(config(of_files))}
+    return replace(request(weights, of_config), model_files={generation: config(of_files)}, companion_files=companions)
+
+
+def seen_in(objects: dict[str, bytes]) -> tuple[Any, ...]:
+    return (found_in(objects), *(json.loads(objects.get(name, b"null")) for name in SMALL_FILES))
+
+
+def seen_after(values: Values) -> tuple[Any, ...]:
+    weights, of_config, of_files = values
+    return ((of_config, {weights}), {weights}), {"value": of_files}, {"value": of_files}
+
+
+def meet(objects: dict[str, bytes], own: Values, others: Sequence[Values], at: int) -> tuple[Exception | None, str]:
+    """Save, and let others save right before request number `at`; gives the save's error, and that request."""
+    store = MemoryStore(objects)
+    asked: list[str] = []
+
+    def before(kind: str, name: str) -> None:
+        asked.append(f"{kind} {name}")
+        if len(asked) == at + 1:
+            for values in others:
+                other = MemoryStore(objects)
+                other.address = store.address
+                save_into(other, wanted(*values), lambda: None, OwnShardWriter())
+
+    store.before = before
+    error = None
+    try:
+        save_into(store, wanted(*own), lambda: None, OwnShardWriter())
+    except RemoteChangedError as raised:
+        error = raised
+    return error, asked[at] if at < len(asked) else ""
+
+
+@pytest.mark.parametrize("meeting", MEETINGS)
+@pytest.mark.parametrize("before", BEFORE)
+def test_who_sleeps_at_any_request_mixes_nothing(before: str, meeting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFSHARD_WRITERS", "1")
+    own, others = MEETINGS[meeting]
+    start = BEFORE[before]()
+    at = refused = 0
+    while True:
+        objects = dict(start)
+        error, asked = meet(objects, own, others, at)
+        if not asked:
+            break
+        refused += error is not None
+        seen = seen_in(objects)
+        if asked.removeprefix("put ") in SMALL_FILES and seen not in (seen_after(own), seen_after(others[-1])):
+            # It has looked whether the checkpoint is still its own. No condition can tell old bytes that came back.
+            assert seen[0] == seen_after(others[-1])[0]
+            assert before == "shards and small files"
+        else:
+            assert seen in ([seen_after(own)] if at == 0 else [seen_after(own), seen_after(others[-1])]), (at, asked)
+            assert error is None or seen == seen_after(others[-1]), (at, asked)
+        at += 1
+    assert refused
