@@ -36,11 +36,12 @@ class Skeleton:
     The directory goes when nobody holds this any more, and when Python exits.
     """
 
-    def __init__(self, folder: RangedFolder, *, has_code: bool) -> None:
+    def __init__(self, folder: RangedFolder, subfolder: str, *, has_code: bool) -> None:
         """Make an empty directory.
 
         Args:
             folder: Where the files are.
+            subfolder: The end of the folder's address that was given as `subfolder`, which transformers is given too.
             has_code: Whether the checkpoint's own code may be run, so that it is needed too.
         """
         self._folder = folder
@@ -48,9 +49,13 @@ class Skeleton:
         self._written: dict[str, bytes] = {}
         parent = tempfile.mkdtemp(prefix="hfshard-")
         weakref.finalize(self, _remove, parent, os.getpid())
+        below = [part for part in subfolder.split("/") if part]
+        place = "/".join(folder.path.split("/")[: -len(below)]) if below else folder.path
         # transformers keeps a checkpoint's code under the name of its directory: the same one each time.
-        self.directory = os.path.join(parent, _PLAIN.sub("_", folder.path.rpartition("/")[2]).lstrip(".") or "_")
-        os.mkdir(self.directory)
+        self.path = os.path.join(parent, _PLAIN.sub("_", place.rpartition("/")[2]).lstrip(".") or "_")
+        """What is given to transformers, together with the subfolder."""
+        self.directory = os.path.join(self.path, *below)
+        os.makedirs(self.directory)
         self.is_filled = False
         """Whether somebody wants the files, so that they are kept as they are far away."""
 
@@ -108,6 +113,7 @@ def find_in_store(text: str, query: CheckpointQuery, *, takes_files: bool) -> tu
 
     Raises:
         InvalidArgumentError: The query can't be answered by a store.
+        InvalidPathError: The subfolder leads elsewhere.
         StoreError: There is no such bucket, no permission, no connection.
     """
     if query.local_files_only:
@@ -120,7 +126,7 @@ def find_in_store(text: str, query: CheckpointQuery, *, takes_files: bool) -> tu
             if query.subfolder or query.variant is not None:
                 raise InvalidArgumentError(f"'{text}' is a file: leave out subfolder and variant.", path=text)
             return folder, name
-    return _folder_at(address.joined(query.subfolder.strip("/")) if query.subfolder.strip("/") else address), None
+    return _folder_at(parse_address(f"{address}/{query.subfolder}")), None
 
 
 def _folder_at(address: StoreAddress) -> RangedFolder:

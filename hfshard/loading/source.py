@@ -137,9 +137,9 @@ class CheckpointSource:
         from hfshard.loading.far import Skeleton, find_in_store  # for those who have stores
 
         folder, weights_name = find_in_store(self.path, self.query, takes_files=self.takes_files)
-        skeleton = Skeleton(folder, has_code=self.query.needs_code)
+        skeleton = Skeleton(folder, self.query.subfolder, has_code=self.query.needs_code)
         return LocalCheckpoint(
-            skeleton.directory, skeleton.directory, weights_name=weights_name, folder=folder, skeleton=skeleton
+            skeleton.directory, skeleton.path, weights_name=weights_name, folder=folder, skeleton=skeleton
         )
 
     def _find_file(self, path: str) -> LocalCheckpoint:

@@ -194,7 +194,7 @@ def _build_by_override(
     place: str | os.PathLike[str] = path
     if is_hub or is_far:
         local = source.fetch(options.progress)
-        place = local.path
+        place = local.directory if is_far else local.path
         call.far = (source, local) if is_far else None
     for _ in range(CHANGED_RETRIES):
         call.config = _config_in(os.fspath(place))

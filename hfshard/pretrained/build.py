@@ -150,7 +150,7 @@ def load_through(
     if has_override(model_class, "from_pretrained"):
         if asked is not None and is_far:
             local = local or asked.fetch(options.progress)
-        shown = _path_for_override(path, kwargs) if local is None or not is_far else local.directory
+        shown = _path_for_override(path, kwargs) if local is None or not is_far else local.path
     with load_on_ranks(options, kwargs):
         built = run_chain(call, start, shown, *model_args, **kwargs)
     if not call.answers and _asks_for_checks(options):

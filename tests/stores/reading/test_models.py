@@ -32,7 +32,7 @@ class _Looking(transformers.LlamaForCausalLM):
 
     @classmethod
     def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, subfolder=kwargs.get("subfolder", ""))
         return super().from_pretrained(path, *args, config=config, **kwargs)
 
 
@@ -75,12 +75,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Llama]:
     [
         Llama.from_pretrained,
         Overriding.from_pretrained,
-        lambda path: hfshard.load_model(transformers.AutoModelForCausalLM, path, verify="full"),
+        lambda path, **which: hfshard.load_model(transformers.AutoModelForCausalLM, path, verify="full", **which),
     ],
     ids=["mixin", "override", "auto"],
 )
 def test_models_of_transformers(
-    load: Callable[[str], Any],
+    load: Callable[..., Any],
     saved: tuple[Path, Llama],
     store_address: str,
     tmp_path: Path,
@@ -96,6 +96,11 @@ def test_models_of_transformers(
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert loaded.generation_config.max_new_tokens == 17
     assert loaded.config.name_or_path == store_address
+    place, _, name = store_address.rpartition("/")
+    below = load(place, subfolder=name)
+    assert below.config.hidden_size == 32
+    assert below.generation_config.max_new_tokens == 17
+    del below
     gc.collect()
     assert list(tmp_path.glob("hfshard-*")) == []
 
