@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from typing import Final
 
+from hfshard._util.threads import ProcessLock
 from hfshard.stores.protocols import Store, StoredObject
 
 _MOST_OBJECTS: Final = 64
@@ -14,17 +15,19 @@ _MOST_BYTES: Final = 1 << 20
 
 _OBJECTS: OrderedDict[tuple[str, str], tuple[str, bytes]] = OrderedDict()
 """(address, name) -> ETag and bytes, that which was put last at the end."""
+_LOCK: Final = ProcessLock()
 os.register_at_fork(after_in_child=_OBJECTS.clear)
 
 
 def note_put(store: Store, put: StoredObject, raw: bytes) -> None:
     """Note the bytes of an object that was put."""
     key = str(store.address), put.name
-    _OBJECTS.pop(key, None)
-    if len(raw) <= _MOST_BYTES:
-        _OBJECTS[key] = put.etag, raw
-        while len(_OBJECTS) > _MOST_OBJECTS:
-            _OBJECTS.pop(next(iter(_OBJECTS)), None)
+    with _LOCK.held():
+        _OBJECTS.pop(key, None)
+        if len(raw) <= _MOST_BYTES:
+            _OBJECTS[key] = put.etag, raw
+            while len(_OBJECTS) > _MOST_OBJECTS:
+                _OBJECTS.popitem(last=False)
 
 
 def read_small(store: Store, found: StoredObject) -> bytes:

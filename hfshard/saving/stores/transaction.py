@@ -13,7 +13,6 @@ from hfshard.errors import (
     HfshardError,
     RemoteChangedError,
     StaleObjectError,
-    StoreAccessError,
     StoreError,
 )
 from hfshard.saving.stores.own_puts import note_put, read_small
@@ -268,7 +267,7 @@ class StoreTransaction:
 
         try:
             self._store.sweep_uploads(note)
-        except StoreAccessError as error:
+        except StoreError as error:  # not permitted, or not known to this service: no reason not to save
             logger.info("Unfinished uploads in '%s' can't be looked for: %s", self._store.address, error)
         return names
 

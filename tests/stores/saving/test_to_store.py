@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hfshard
-from hfshard.errors import RemoteChangedError
+from hfshard.errors import RemoteChangedError, StoreError
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_state_dict
 from hfshard.saving.to_store import save_into
@@ -191,6 +191,19 @@ def test_a_check_that_fails_before_the_commit_leaves_nothing() -> None:
         save_into(store, request(weights(1)), check, OwnShardWriter())
     assert store.objects == {}
     assert calls == ["check", "check"]
+
+
+def test_a_service_that_does_not_list_unfinished_uploads_is_saved_into_all_the_same() -> None:
+    store = MemoryStore()
+    save(store, request(weights(1)))
+
+    def refuse(kind: str, name: str) -> None:
+        if kind == "sweep":
+            raise StoreError("S3 failed for s3://models/bert: 501, NotImplemented. Try again later.")
+
+    store.before = refuse
+    index = save(store, request(weights(2)))
+    assert store.objects.keys() == {INDEX, *index.weight_map.values()}
 
 
 def test_a_state_dict_without_tensors_is_saved_and_replaced(tmp_path: Path) -> None:
