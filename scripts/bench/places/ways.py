@@ -25,7 +25,7 @@ Load = Callable[[str, Path, Tensors], Tensors]
 VARIABLES = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST"}
 """Scheme -> the variable that tells every peer where the service is."""
 
-SHARD_SIZE = "250MB"
+SHARD_SIZE = "50MB"
 _RAW_PART = 8 * 2**20
 _RAW_CONNECTIONS = 4
 
