@@ -84,12 +84,18 @@ def port_of(url: str) -> int:
 
 def ask(port: int, method: str, path: str, body: Body = None, headers: Mapping[str, str] | None = None) -> int:
     """Send one request, and return the status."""
+    return answer_of(port, method, path, body, headers)[0]
+
+
+def answer_of(
+    port: int, method: str, path: str, body: Body = None, headers: Mapping[str, str] | None = None
+) -> tuple[int, bytes, http.client.HTTPMessage]:
+    """Send one request, and return the status, the body and the headers of the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     try:
         connection.request(method, path, body, headers or {})
         answer = connection.getresponse()
-        answer.read()
-        return answer.status
+        return answer.status, answer.read(), answer.headers
     finally:
         connection.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from bench.harness.question import SkipPeer
-from bench.places.services import BUCKET, ask, listed, port_of, signed_path
+from bench.places.services import BUCKET, answer_of, ask, listed, port_of, signed_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +27,7 @@ VARIABLES = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST"}
 """Scheme -> the variable that tells every peer where the service is."""
 
 SHARD_SIZE = "50MB"
+_SHARD_BYTES = 50 * 10**6
 _RAW_PART = 8 * 2**20
 _RAW_CONNECTIONS = 4
 
@@ -152,13 +154,22 @@ def s3torchconnector_way() -> tuple[Save, Load]:
 
 
 def limit_way() -> tuple[Save, Load]:
-    """The service alone: as many bytes by plain requests, nothing hashed; reads are ranges of hfshard's objects."""
+    """The service alone: as many bytes in as many parts, nothing hashed; reads are ranges of hfshard's objects."""
 
     def save(tensors: Tensors, address: str, directory: Path) -> None:
         block = memoryview(bytes(_RAW_PART))
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        sizes = [min(_RAW_PART, total - at) for at in range(0, total, _RAW_PART)]
-        _in_connections(lambda number, size: _put(address, number, block[:size]), [*enumerate(sizes)])
+        shards = [min(_SHARD_BYTES, total - at) for at in range(0, total, _SHARD_BYTES)]
+        paths = [_object_path(f"{prefix_of(address)}/{number}") for number in range(len(shards))]
+        keys = [_begin_upload(address, path) for path in paths]
+        parts = [
+            (f"{path}?partNumber={number + 1}&uploadId={key}", min(_RAW_PART, size - number * _RAW_PART))
+            for path, key, size in zip(paths, keys, shards, strict=True)
+            for number in range(-(-size // _RAW_PART))
+        ]
+        etags = dict(_in_connections(lambda path, size: (path, _put(address, path, block[:size])), parts))
+        for path, key in zip(paths, keys, strict=True):
+            _complete_upload(address, path, key, [tag for part, tag in etags.items() if part.endswith(f"={key}")])
 
     def load(address: str, directory: Path, like: Tensors) -> Tensors:
         found = listed(scheme_of(address), f"{prefix_of(address)}/")
@@ -169,13 +180,28 @@ def limit_way() -> tuple[Save, Load]:
     return save, load
 
 
-def _put(address: str, number: int, body: memoryview) -> None:
-    name = f"{prefix_of(address)}/{number}"
-    if address.startswith("s3"):
-        _expect(200, ask(_port(address), "PUT", f"/{BUCKET}/{name}", body))
-    else:
-        query = f"uploadType=media&name={quote(name, safe='')}"
-        _expect(200, ask(_port(address), "POST", f"/upload/storage/v1/b/{BUCKET}/o?{query}", body))
+def _object_path(name: str) -> str:
+    return f"/{BUCKET}/{quote(name)}"
+
+
+def _begin_upload(address: str, path: str) -> str:
+    status, body, _ = answer_of(_port(address), "POST", f"{path}?uploads")
+    _expect(200, status)
+    return re.findall(r"<UploadId>(.*)</UploadId>", body.decode())[0]
+
+
+def _put(address: str, path: str, body: memoryview) -> str:
+    status, _, headers = answer_of(_port(address), "PUT", path, body)
+    _expect(200, status)
+    return str(headers["etag"])
+
+
+def _complete_upload(address: str, path: str, key: str, etags: list[str]) -> None:
+    rows = [
+        f"<Part><PartNumber>{number}</PartNumber><ETag>{etag}</ETag></Part>" for number, etag in enumerate(etags, 1)
+    ]
+    body = f"<CompleteMultipartUpload>{''.join(rows)}</CompleteMultipartUpload>".encode()
+    _expect(200, answer_of(_port(address), "POST", f"{path}?uploadId={key}", body)[0])
 
 
 def _get(scheme: str, name: str, at: int) -> None:
@@ -194,9 +220,9 @@ def _expect(wanted: int, status: int) -> None:
         raise RuntimeError(f"the service answered {status}, not {wanted}")
 
 
-def _in_connections(send: Callable[[Any, int], None], requests: list[tuple[Any, int]]) -> None:
+def _in_connections(send: Callable[[str, int], Any], requests: list[tuple[str, int]]) -> list[Any]:
     with ThreadPoolExecutor(_RAW_CONNECTIONS) as pool:
-        list(pool.map(lambda request: send(*request), requests))
+        return list(pool.map(lambda request: send(*request), requests))
 
 
 def _loaded_into(like: Tensors, load: Callable[[Tensors], object]) -> Tensors:

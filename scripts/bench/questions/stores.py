@@ -29,7 +29,7 @@ _TITLES = {
     SYNC: "huggingface_hub into a directory, and sync",
     FSSPEC: "torch DCP, fsspec",
     CONNECTOR: "torch DCP, s3torchconnector",
-    LIMIT: "the service alone: the same bytes by plain requests",
+    LIMIT: "the service alone: as many bytes, by plain requests for the same parts",
 }
 
 
@@ -143,7 +143,7 @@ def render(data: Data) -> str:
     parts = [
         f"{data['bytes'] / 10**9:.2f} GB of tensors in shards of {ways.SHARD_SIZE}, into a new prefix each time. The"
         " services run on this machine, on the same cores as what is measured, and keep everything in memory: the limit"
-        " is what they take for the same bytes by plain requests of 8 MiB, from four connections. fake-gcs-server is"
+        " is what they take for as many bytes in the same parts of 8 MiB, from four connections. fake-gcs-server is"
         " compiled; the test suite's gateway before it, in Python, through which every peer goes, gives it the XML API."
         " moto is Python. CPU seconds are the library's, without the service's; `MB written` went to the disk."
     ]
