@@ -154,8 +154,17 @@ def render(data: Data) -> str:
                 parts += [
                     f"### {kind.capitalize()}, {title}",
                     table(data, _names(data, state), phases, "save + sync" if kind == "save" else "sync + load"),
+                    _where_the_service_limits(data, state, SAVE_FACTOR if kind == "save" else LOAD_FACTOR),
                 ]
     return paragraphs(*parts, skipped(data))
+
+
+def _where_the_service_limits(data: Data, state: str, factor: float) -> str:
+    """Say so where the service alone takes longer than a save or load is meant to."""
+    alone = ratio(data, f"{LIMIT} {state}", f"{SYNC} {state}")
+    if alone is None or alone.median < factor:
+        return ""
+    return f"The service is the limit here: alone it takes {alone.median:.2f} × the sync, and {factor} × are aimed at."
 
 
 def targets(data: Data) -> list[Target]:
