@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -45,6 +46,7 @@ _LOADER: Final = create_loader()
 COPIED_PART: Final = 1 << 30
 """Bytes of an object that one request copies; at most 5 GiB."""
 _COPIES_AT_ONCE: Final = 8
+_SECRETS: Final = re.compile(r"[^\s/\"']+@|\?[^\s\"']*")
 _CREDENTIALS_LAST: Final = timedelta(minutes=10)
 """botocore is asked again after this time; it renews them by itself, long before they expire."""
 
@@ -93,14 +95,14 @@ def connect(bucket: str) -> Connection:
         raise
     except BotoCoreError as error:
         raise StoreAccessError(
-            f"The credentials for {address} can't be used: {error}. {SERVICE.log_in}", path=address
-        ) from error
+            f"The credentials for {address} can't be used: {_said(error)}. {SERVICE.log_in}", path=address
+        ) from None
     except (ValueError, OSError) as error:  # an endpoint without "https://", a bundle that is not there
         raise StoreAccessError(
-            f"The settings for {address} can't be used: {error}. Look into AWS_ENDPOINT_URL, AWS_CA_BUNDLE and the "
-            "configuration of the aws command line.",
+            f"The settings for {address} can't be used: {_said(error)}. Look into AWS_ENDPOINT_URL, AWS_CA_BUNDLE and "
+            "the configuration of the aws command line.",
             path=address,
-        ) from error
+        ) from None
     settings = _settings(bucket, client)
     quick, uploads = make_clients(
         lambda options, retries: S3Store(
@@ -135,6 +137,11 @@ def _credentials(session: Any, address: str) -> _Credentials:
     credentials = _Credentials(found)
     credentials()  # a login that has expired is told here, not by a request
     return credentials
+
+
+def _said(error: BaseException) -> str:
+    """What botocore says, without the user and the password of an endpoint or a proxy, and without queries."""
+    return _SECRETS.sub("***", str(error)).rstrip(".")
 
 
 def _settings(bucket: str, client: Any) -> S3Config:
@@ -201,7 +208,7 @@ def _copy_in_parts(client: Any, bucket: str, key: str, etag: str, size: int, tar
             return False
         raise _refused(bucket, key, error) from None
     except BotoCoreError as error:
-        raise StoreConnectionError(f"The copy of s3://{bucket}/{key} broke off: {error}") from error
+        raise StoreConnectionError(f"The copy of s3://{bucket}/{key} broke off: {_said(error)}") from None
     return True
 
 
@@ -217,7 +224,7 @@ def _sweep(client: Any, bucket: str, prefix: str, is_left: Callable[[str], bool]
     except ClientError as error:
         raise _refused(bucket, prefix, error) from None
     except BotoCoreError as error:
-        raise StoreError(f"The unfinished uploads of s3://{bucket}/{prefix} can't be listed: {error}") from error
+        raise StoreError(f"The unfinished uploads of s3://{bucket}/{prefix} can't be listed: {_said(error)}") from None
     return swept
 
 

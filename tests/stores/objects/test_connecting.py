@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,13 @@ def test_googles_credentials_are_read_or_refused(nobody: Path, monkeypatch: pyte
     other.write_text("nonsense")
     with pytest.raises(StoreAccessError, match=r"workload.json' can't be read"):
         open_store("gs://models")
+
+
+@pytest.mark.parametrize("endpoint", ["someone:hunter2@localhost:9000", "http://someone:hunter2@local host:9000"])
+def test_an_endpoint_that_is_none_is_told_without_its_password(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
+    with pytest.raises(StoreAccessError, match="AWS_ENDPOINT_URL") as caught:
+        open_store("s3://models/bert")
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
