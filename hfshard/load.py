@@ -62,7 +62,7 @@ def load_state_dict(
 
     Args:
         path: A directory, an address of a store ("s3://bucket/prefix"), or a repo of the Hub ("org/name"); or one file:
-            safetensors, one of torch.save (.pt, .pth, .pth.tar, .ckpt, .bin; not in a store), or an index. Then it is
+            safetensors, one of torch.save (.pt, .pth, .pth.tar, .ckpt, .bin), or an index. Then it is
             loaded whatever else lies beside it.
         keys: Which names to load: names, globs ("*.bias"), or a function of the name. None: all. Only they are
             loaded, and only the shards that hold them are downloaded, opened and checked.

@@ -234,11 +234,13 @@ def _changed_model_files(store: Store, request: SaveRequest, state: StoreState) 
 
 
 def _changed_companions(store: Store, request: SaveRequest, state: StoreState) -> dict[str, ByteSource]:
-    """The files to be copied along that are not there; a README that is there is the user's own."""
+    """The files to be copied along that are not there; a README that is there is the user's own, but for a copy."""
+    keeps_readme = not request.kept_files
     changed = {}
     for name, source in request.companion_files.items():
         there = state.found.get(name)
-        if there is None or (name != README and not has_same_bytes(source, StoredSource(store, there))):
+        is_kept = there is not None and name == README and keeps_readme
+        if not is_kept and (there is None or not has_same_bytes(source, StoredSource(store, there))):
             changed[name] = source
     return changed
 

@@ -86,9 +86,11 @@ class CloudStore:
         below = self._prefix + (f"{folder}/" if folder else "")
         listed = self._attempt(lambda: obstore.list(self._connection.quick, below or None).collect(), folder)
         self._bucket_seen = True
-        # A folder that was made by hand is an object, too: "prefix/", which the client lists as "prefix".
-        found = (self._stored(meta) for meta in listed if meta["path"].startswith(self._prefix))
-        return {stored.name: stored for stored in found}
+        # A folder that was made by hand is an object, too: "prefix/", which the client lists as "prefix"; and
+        # "prefix/code/", listed as an empty "prefix/code".
+        found = [self._stored(meta) for meta in listed if meta["path"].startswith(self._prefix)]
+        above = {"/".join(parts[:end]) for parts in (one.name.split("/") for one in found) for end in range(len(parts))}
+        return {one.name: one for one in found if one.size or one.name not in above}
 
     def folders(self) -> list[str]:
         """Name the folders directly below the prefix; see `Store`."""

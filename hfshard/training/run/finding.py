@@ -14,6 +14,7 @@ from hfshard.errors import (
     DamagedCheckpointError,
     HfshardError,
     InvalidArgumentError,
+    StoreError,
 )
 from hfshard.storage.format.names import WeightNames
 from hfshard.training.collecting import PARTS
@@ -94,6 +95,7 @@ def newest_whole(
 
     Raises:
         DamagedCheckpointError: All of them are damaged.
+        StoreError: The store can't be asked.
     """
     for _ in range(_TRIES):
         found = place.checkpoints()
@@ -101,8 +103,8 @@ def newest_whole(
         for one in (one for one in found if one.path not in passed_over):
             try:
                 manifest = check_run_checkpoint(one, verify, progress, is_read_next=is_read_next)
-            except InvalidArgumentError:
-                raise
+            except (InvalidArgumentError, StoreError):
+                raise  # a store that fails says nothing of the checkpoint
             except HfshardError as error:
                 if has_changed(one):  # a run that is saving there has removed it, and has a newer one
                     break

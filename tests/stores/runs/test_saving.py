@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from hfshard.errors import RemoteChangedError
+from hfshard.errors import RemoteChangedError, StoreAccessError
 from hfshard.training import CheckpointManager, TrainingState
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
+from tests.stores.services.fault_proxy import FaultProxy
 from tests.training.fingerprint import flatten
 
 S3 = pytest.mark.parametrize("scheme", ["s3"])
@@ -139,3 +140,12 @@ def test_a_damaged_checkpoint_is_passed_over(run: BucketRun, caplog: pytest.LogC
 
     assert net.value() == 1.0
     assert f"The checkpoint '{run.root}/checkpoint-00000002' is passed over" in caplog.text
+
+
+@S3
+def test_a_store_that_refuses_a_checkpoint_does_not_pass_for_damage(run: BucketRun, proxy: FaultProxy) -> None:
+    manager = CheckpointManager(run.root)
+    save_steps(manager, 1, 2)
+    proxy.fail("status", r"GET get .*checkpoint-00000002/training_state", status=403, times=100)
+    with pytest.raises(StoreAccessError):
+        manager.latest_step("structure")

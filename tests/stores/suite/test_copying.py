@@ -66,6 +66,19 @@ def test_a_directory_pushed_to_a_store_comes_back_as_it_was(store: Place, tmp_pa
     assert _files(tmp_path / "new") == _files(directory)
 
 
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_a_push_replaces_the_readme_and_a_pull_passes_over_folders_made_by_hand(store: Place, tmp_path: Path) -> None:
+    directory = _saved(tmp_path / "old")
+    for text in (b"first", b"second"):
+        (directory / "README.md").write_bytes(text)
+        hfshard.push_checkpoint(directory, store.path)
+        assert store.files()["README.md"] == text
+
+    store.put("vocab/", b"")
+    assert hfshard.pull_checkpoint(store.path, tmp_path / "new") == str(tmp_path / "new")
+    assert _files(tmp_path / "new") == _files(directory)
+
+
 def test_a_reshard_from_to_between_and_in_a_store(store: Place, tmp_path: Path) -> None:
     directory = _saved(tmp_path / "old")
 
