@@ -98,7 +98,7 @@ def parse_address(text: str, argument: str = "path") -> StoreAddress:
             path=shown,
         )
     odd = next((part for part in parts if part in (os.curdir, os.pardir) or not part.isprintable()), None)
-    if odd is not None or "?" in parts[0] or "@" in parts[0]:
+    if odd is not None or "?" in rest or "@" in parts[0]:
         raise InvalidPathError(
             f"{argument}={shown!r} is no plain address: write {_FORMS[scheme]}, without '.', '..', credentials, "
             "queries and control characters.",

@@ -47,7 +47,10 @@ def test_what_is_no_address_of_a_store_is_refused(text: str, problem: str) -> No
     assert f"save_directory={text!r}" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["s3://key:secret@bucket/p", "https://bucket/p?sig=secret", "s3://b?X-Amz=secret/p"])
+@pytest.mark.parametrize(
+    "text",
+    ["s3://key:secret@bucket/p", "https://bucket/p?sig=secret", "s3://b?X-Amz=secret/p", "az://c/p?sv=1&sig=secret"],
+)
 def test_a_secret_in_an_address_is_not_repeated(text: str) -> None:
     with pytest.raises(InvalidPathError) as caught:
         absolute_path(text)
