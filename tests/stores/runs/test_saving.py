@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+import hfshard
 from hfshard.errors import RemoteChangedError, StoreAccessError
+from hfshard.stores.opening import open_store
 from hfshard.training import CheckpointManager, TrainingState
 from tests.stores.runs.bucket_run import BucketRun, Net, save_steps
 from tests.stores.services.fault_proxy import FaultProxy
@@ -149,3 +151,16 @@ def test_a_store_that_refuses_a_checkpoint_does_not_pass_for_damage(run: BucketR
     proxy.fail("status", r"GET get .*checkpoint-00000002/training_state", status=403, times=100)
     with pytest.raises(StoreAccessError):
         manager.latest_step("structure")
+
+
+@S3
+def test_a_folder_that_no_save_has_begun_is_left_alone(run: BucketRun) -> None:
+    state, net = trained(0)
+    hfshard.save_model(net, f"{run.root}/checkpoint-00000005")
+    by_hand = set(open_store(run.root).list_objects())
+    with CheckpointManager(run.root) as manager:
+        manager.save(1, state)
+        assert manager.all_steps() == [1]
+
+    assert by_hand <= open_store(run.root).list_objects().keys()
+    assert hfshard.verify_checkpoint(f"{run.root}/checkpoint-00000005").ok

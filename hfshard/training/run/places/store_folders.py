@@ -21,6 +21,7 @@ from hfshard.training.run.run_checkpoint import (
     newest_first,
     read_run_checkpoint,
 )
+from hfshard.training.run.writing import TRAINING_STATE
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +82,13 @@ class StoreFolders:
             self.store.copy(files[MANIFEST], f"{target}/{MANIFEST}")
 
     def remove(self, folder: str, files: Collection[str]) -> None:
-        """Delete the files of a folder, the manifest first."""
+        """Delete the files of a folder, the manifest first, and last the one by which the rest is known."""
         self.delete(folder, [name for name in files if name == MANIFEST])
-        self.delete(folder, [name for name in files if name != MANIFEST])
+        self._remove_rest(folder, files)
+
+    def _remove_rest(self, folder: str, files: Collection[str]) -> None:
+        self.delete(folder, [name for name in files if name not in (MANIFEST, TRAINING_STATE)])
+        self.delete(folder, [name for name in files if name == TRAINING_STATE])
 
     def remove_unfinished(self, folder: str, files: Collection[str]) -> None:
         """Delete what a save has left that was never finished, and can't be any more."""
@@ -94,7 +99,7 @@ class StoreFolders:
                 return  # it was finished at this moment
         logger.info("Removing '%s/%s', left by a save that was never finished.", self.store.address, folder)
         self.sweep_uploads(folder)
-        self.delete(folder, [name for name in files if name != MANIFEST])
+        self._remove_rest(folder, files)
         self.delete(folder, [MANIFEST])
 
     def sweep_uploads(self, folder: str) -> None:
@@ -135,6 +140,11 @@ class StoreFolders:
         target = bytearray(min(found.size, MAX_INDEX_BYTES + 1))
         self.store.read_into(found, 0, memoryview(target))
         return bytes(target)
+
+
+def is_of_a_save(files: Collection[str]) -> bool:
+    """Whether a folder is what a run's save has begun, or begun to remove, and not somebody else's."""
+    return TRAINING_STATE in files or MANIFEST in files
 
 
 def folder_of(checkpoint: RunCheckpoint) -> str:

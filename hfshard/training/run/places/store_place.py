@@ -16,7 +16,7 @@ from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
 from hfshard.training.run.places.claim import RunClaim
 from hfshard.training.run.places.protocols import CheckpointOrder
 from hfshard.training.run.places.sending import Sender
-from hfshard.training.run.places.store_folders import REPLACED, StoreFolders, folder_of
+from hfshard.training.run.places.store_folders import REPLACED, StoreFolders, folder_of, is_of_a_save
 from hfshard.training.run.run_checkpoint import CHECKPOINT, RunCheckpoint, checkpoint_path, is_own_name
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,8 @@ class StorePlace:
                     self._folders.remove(folder, files)
         for folder, files in folders.items():
             match = CHECKPOINT.fullmatch(folder)
-            if match is not None and is_own_name(folder, int(match[1])) and folder not in whole:
+            is_own = match is not None and is_own_name(folder, int(match[1]))
+            if is_own and folder not in whole and is_of_a_save(files):
                 self._folders.remove_unfinished(folder, files)
 
     def write(self, order: CheckpointOrder, found: Sequence[RunCheckpoint]) -> RunCheckpoint:
