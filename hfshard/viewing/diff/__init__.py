@@ -1,0 +1,1 @@
+"""What differs between two checkpoints, tensor by tensor."""

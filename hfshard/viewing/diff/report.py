@@ -1,0 +1,89 @@
+"""What differs between two checkpoints, as plain data: the terminal, JSON and pages are made from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+DiffKind = Literal["same", "renamed", "cast", "reshaped", "changed", "only_in_a", "only_in_b"]
+"""How a tensor of two checkpoints relates. A cast has another dtype and nothing but rounding, a reshape another shape
+and the same bytes; whatever else differs under one name has changed. Renamed: the same dtype, shape and bytes under
+another name, where each name is in one checkpoint only."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """One tensor of one of the two checkpoints."""
+
+    name: str
+    dtype: str
+    """The format's name: "F32", "BF16"."""
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDiff:
+    """How the values of a tensor differ, computed in float64 over the elements that are finite in both."""
+
+    elements: int
+    changed: int
+    """Elements that are not equal; two NaN are equal here."""
+    max_abs: float
+    """The largest |b - a|."""
+    relative_norm: float
+    """|b - a| / |a|, each the 2-norm; inf where only a is zero, 0.0 where both are."""
+    cosine: float | None
+    """Of the angle between a and b; None where one of them is zero."""
+    nan_a: int
+    nan_b: int
+    inf_a: int
+    inf_b: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDiff:
+    """One tensor, or one name, of the two checkpoints."""
+
+    kind: DiffKind
+    a: TensorFacts | None
+    """None: it is only in b."""
+    b: TensorFacts | None
+    """None: it is only in a."""
+    values: ValueDiff | None = None
+    """Where values were asked for, and both have the same number of elements."""
+
+    @property
+    def name(self) -> str:
+        """The FQN in b, or in a where b has none."""
+        facts = self.b or self.a
+        assert facts is not None
+        return facts.name
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointDiff:
+    """What `diff_checkpoints` found."""
+
+    a: str
+    """As it was given, made absolute."""
+    b: str
+    tensors: tuple[TensorDiff, ...]
+    """In the order of b, then those that are only in a, in its order."""
+    ties_a: dict[str, str]
+    """Names of a that are stored as another tensor."""
+    ties_b: dict[str, str]
+    read_bytes: int
+    """Bytes of tensors that were read to tell."""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both hold the same tensors under the same names, tied names included."""
+        return self.ties_a == self.ties_b and all(tensor.kind == "same" for tensor in self.tensors)
+
+    @property
+    def counts(self) -> dict[DiffKind, int]:
+        """How many tensors there are of each kind that occurs."""
+        return dict(Counter(tensor.kind for tensor in self.tensors))
