@@ -228,7 +228,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "store_place",
         "opening",
     ),
-    "viewing": ("diff",),
+    "viewing": ("diff stills",),
     "viewing.diff": ("report",),
 }
 

@@ -1,0 +1,70 @@
+"""A real browser: Debian's Chromium, driven by playwright; one for all tests, and a page for each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hfshard.viewing.stills import CHROMIUM, find_chromium
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+_INSTALL = "to run it: pip install -e '.[test]', apt-get install chromium"
+_ARGUMENTS = (
+    "--no-sandbox",  # CI is root
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+)
+
+
+@pytest.fixture(scope="session")
+def _session_browser() -> Iterator[tuple[Browser, asyncio.AbstractEventLoop]]:
+    """The browser of all tests, and the loop that playwright takes for the one that runs in this thread."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason=f"no playwright ({_INSTALL})")
+    chromium = find_chromium()
+    if chromium is None and CHROMIUM in os.environ:
+        pytest.fail(f"{CHROMIUM} names no browser: {os.environ[CHROMIUM]}")
+    if chromium is None:
+        pytest.skip(f"no chromium ({_INSTALL})")
+    with sync_api.sync_playwright() as playwright:
+        loop = asyncio.get_running_loop()
+        started = playwright.chromium.launch(executable_path=chromium, args=list(_ARGUMENTS))
+        asyncio._set_running_loop(None)
+        yield started, loop
+        asyncio._set_running_loop(loop)
+        started.close()
+
+
+@pytest.fixture
+def browser(_session_browser: tuple[Browser, asyncio.AbstractEventLoop]) -> Iterator[Browser]:
+    """The browser; without one the test is skipped, unless HFSHARD_CHROMIUM names one that is not there."""
+    started, loop = _session_browser
+    asyncio._set_running_loop(loop)
+    yield started
+    asyncio._set_running_loop(None)  # other tests have loops of their own
+
+
+@pytest.fixture
+def browser_page(browser: Browser) -> Iterator[Page]:
+    """A page of 1280 x 800 in light colours; the test fails if it logs an error, or asks for more than the file.
+
+    browser_page.goto(path.as_uri())
+    """
+    from tests.viewing.browser.watching import complaints_of  # imports playwright
+
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light")
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    complaints = complaints_of(page)
+    yield page
+    page.evaluate("0")  # what happened before has been reported then
+    context.close()
+    assert complaints == []
