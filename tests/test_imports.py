@@ -51,6 +51,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "training_commands",
         "main",
     ),
+    "cli.arguments": ("groups shared", "checking looking moving rewriting running", "parser"),
     "cli.run": ("startup words", "launch"),
     "cli.run.startup": ("sitecustomize",),
     "distributed": (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hfshard._util.addresses import is_address
-from hfshard.cli.arguments import make_parser
+from hfshard.cli.arguments.parser import make_parser
 from hfshard.cli.output import drop_output, print_message, printable, replace_closed_streams, use_any_encoding
 from hfshard.cli.run.words import COMMAND, split_words
 from hfshard.errors import HfshardError, InvalidArgumentError, InvalidPathError, InvalidSizeError, InvalidSizeTypeError

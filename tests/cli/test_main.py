@@ -78,12 +78,44 @@ def test_full_disk_behind_stdout_is_one_message(example: Path, child_environment
     assert (done.returncode, done.stderr) == (1, "hfshard: [Errno 28] No space left on device\n")
 
 
+HELP = """\
+usage: hfshard [-h] [--version] COMMAND ...
+
+Sharded checkpoints: look at them, check, move and rewrite them.
+
+look:
+  inspect      shards, dtypes, the largest tensors, tied names, metadata
+  checkpoints  the checkpoints of a training run, and what is wrong with them
+
+check:
+  verify       every file of a checkpoint or of a training run
+
+move:
+  push         a checkpoint to a hub as one commit, or to a store
+  pull         a checkpoint from a hub or a store, and check it
+  revisions    list, tag or delete what a directory hub keeps
+
+rewrite:
+  reshard      a checkpoint in files of another size
+  convert      pytorch_model.bin, .pt, .pth.tar ... into safetensors
+
+run:
+  run          a program as it is, with hfshard on in it
+
+options:
+  -h, --help  show this help message and exit
+  --version   show program's version number and exit
+
+`hfshard COMMAND --help` shows the arguments of a command.
+"""
+
+
 def test_version_and_help_go_to_stdout(run: Run) -> None:
-    version, text = run("--version"), run("--help")
+    version, text = run("--version"), run("--help", COLUMNS="80")
     assert (version.returncode, version.stdout, version.stderr) == (0, "hfshard 0.1.0\n", "")
     assert (text.returncode, text.stderr) == (0, "")
-    assert "inspect" in text.stdout
-    assert "verify" in text.stdout
+    assert text.stdout == HELP
+    assert max(map(len, text.stdout.splitlines())) <= 80
 
 
 def test_help_does_not_wait_for_torch(child_environment: dict[str, str]) -> None:

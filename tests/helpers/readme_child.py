@@ -21,7 +21,7 @@ def run_commands(example: Example) -> None:
     """Run each `hfshard` command of a block, which must exit with 0; of those that need the network, and
     of `hfshard run`, the arguments are parsed alone.
     """
-    from hfshard.cli.arguments import make_parser
+    from hfshard.cli.arguments.parser import make_parser
     from hfshard.cli.run.words import split_words
 
     for words in hfshard_commands(example):

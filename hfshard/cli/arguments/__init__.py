@@ -1,0 +1,1 @@
+"""The commands of `hfshard`, in groups, and their arguments."""

@@ -1,0 +1,45 @@
+"""Arguments of the commands that show what is there."""
+
+from __future__ import annotations
+
+from hfshard.cli.arguments.groups import CommandGroup
+from hfshard.cli.arguments.shared import (
+    add_checkpoint,
+    add_directory,
+    add_format,
+    add_key,
+    add_no_progress,
+    add_variant,
+)
+
+
+def add_inspect(commands: CommandGroup) -> None:
+    """Add `inspect`."""
+    inspect = commands.add_parser(
+        "inspect",
+        help="shards, dtypes, the largest tensors, tied names, metadata",
+        description="Show what a checkpoint consists of, from its index and headers; no tensor is read.",
+    )
+    add_checkpoint(inspect)
+    add_variant(inspect)
+    add_key(inspect)
+    add_format(inspect)
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor, not only the largest")
+
+
+def add_checkpoints(commands: CommandGroup) -> None:
+    """Add `checkpoints`."""
+    checkpoints = commands.add_parser(
+        "checkpoints",
+        help="the checkpoints of a training run, and what is wrong with them",
+        description="Show the checkpoints of a training run in the order in which they were saved, and what is wrong "
+        "with them. Exit 0: none is damaged, 1: one is, or there is none, 2: bad usage.",
+    )
+    add_directory(checkpoints, "the run's directory")
+    checkpoints.add_argument("--verify", action="store_true", help="compare every byte with its checksum")
+    checkpoints.add_argument("--best", metavar="METRIC", help="mark the one with the best value of this metric")
+    checkpoints.add_argument(
+        "--metric-mode", choices=("min", "max"), default="min", help="which value is best (default: %(default)s)"
+    )
+    add_format(checkpoints)
+    add_no_progress(checkpoints)

@@ -1,0 +1,40 @@
+"""The parser of the whole command line."""
+
+from __future__ import annotations
+
+import argparse
+
+from hfshard.cli.arguments.checking import add_verify
+from hfshard.cli.arguments.groups import Commands
+from hfshard.cli.arguments.looking import add_checkpoints, add_inspect
+from hfshard.cli.arguments.moving import add_pull, add_push, add_revisions
+from hfshard.cli.arguments.rewriting import add_convert, add_reshard
+from hfshard.cli.arguments.running import add_run
+from hfshard.constants import VERSION
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser; each command stands in one group of its help."""
+    parser = argparse.ArgumentParser(
+        prog="hfshard",
+        usage="hfshard [-h] [--version] COMMAND ...",
+        epilog="`hfshard COMMAND --help` shows the arguments of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"hfshard {VERSION}")
+    commands = Commands(parser)
+    look = commands.group("look")
+    add_inspect(look)
+    add_checkpoints(look)
+    check = commands.group("check")
+    add_verify(check)
+    move = commands.group("move")
+    add_push(move)
+    add_pull(move)
+    add_revisions(move)
+    rewrite = commands.group("rewrite")
+    add_reshard(rewrite)
+    add_convert(rewrite)
+    add_run(commands.group("run"))
+    parser.description = f"Sharded checkpoints: look at them, check, move and rewrite them.\n\n{commands.show()}"
+    return parser
