@@ -229,7 +229,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "store_place",
         "opening",
     ),
-    "viewing": ("diff stills",),
+    "viewing": ("layers stills", "diff"),
     "viewing.diff": ("report",),
 }
 

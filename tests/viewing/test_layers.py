@@ -1,0 +1,77 @@
+"""Layers are found in names of real architectures, and in names that nobody would give."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hfshard.viewing.layers import layer_grid, natural_order
+
+
+def test_layers_and_kinds_of_a_llama_in_natural_order() -> None:
+    names = ["model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"]
+    names += [
+        f"model.layers.{layer}.{kind}" for layer in (10, 2, 0) for kind in ("self_attn.q.weight", "mlp.up.weight")
+    ]
+
+    grid = layer_grid(names)
+
+    assert grid.others == ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight")
+    (stack,) = grid.stacks
+    assert (stack.name, stack.layers) == ("model.layers", (0, 2, 10))
+    assert stack.kinds == ("mlp.up.weight", "self_attn.q.weight")
+    assert stack.cells[10, "mlp.up.weight"] == ("model.layers.10.mlp.up.weight",)
+    assert list(stack.cells) == [(layer, kind) for layer in (0, 2, 10) for kind in stack.kinds]
+
+
+def test_experts_are_one_kind() -> None:
+    names = [f"layers.{layer}.mlp.experts.{expert}.w1" for layer in (0, 1) for expert in range(11)]
+    (stack,) = layer_grid([*names, "layers.0.mlp.gate", "layers.1.mlp.gate"]).stacks
+    assert stack.kinds == ("mlp.experts.*.w1", "mlp.gate")
+    assert stack.cells[1, "mlp.experts.*.w1"] == tuple(f"layers.1.mlp.experts.{expert}.w1" for expert in range(11))
+
+
+def test_parts_of_a_layer_that_differ_keep_their_numbers() -> None:
+    kinds = ["layer.0.SelfAttention.q", "layer.0.norm", "layer.1.DenseReluDense.wi", "layer.1.norm"]
+    names = [f"{stack}.block.{layer}.{kind}" for stack in ("encoder", "decoder") for layer in (0, 1) for kind in kinds]
+    decoder, encoder = layer_grid(names).stacks
+    assert (decoder.name, encoder.name) == ("decoder.block", "encoder.block")
+    assert encoder.kinds == tuple(kinds)
+
+
+@pytest.mark.parametrize(
+    ("names", "stacks"),
+    [
+        (["0.auto.layer.0.q", "0.auto.layer.1.q", "2.linear.weight"], {"0.auto.layer": (0, 1)}),
+        (["0.weight", "2.weight", "2.bias"], {"": (0, 2)}),
+        (["h.0.attn.weight"], {}),  # one layer is no stack
+        (["h.0.a", "h.1.b"], {}),  # they have nothing in common
+        (["h.00.a", "h.1.a", "h.2.a", f"h.{'9' * 5000}.a", "h.².a", "h.-1.a"], {"h": (1, 2)}),
+        (["", ".", "..", "0", "1", "0.", "*.0.a", "3.0.a", "3.1.a"], {"*": (0,), "3": (0, 1)}),
+        (["h.weights.0", "h.weights.1"], {}),  # tensors in a list are no layers
+        ([], {}),
+    ],
+)
+def test_what_is_a_stack(names: list[str], stacks: dict[str, tuple[int, ...]]) -> None:
+    grid = layer_grid(names)
+    assert {stack.name: stack.layers for stack in grid.stacks} == stacks
+    placed = [name for stack in grid.stacks for cell in stack.cells.values() for name in cell]
+    assert sorted([*placed, *grid.others]) == sorted(names)
+
+
+def test_natural_order_of_names() -> None:
+    names = ["layer.10.b", "layer.2.b", "layer.2.a", "layer", f"layer.{'9' * 5000}", "layer.02.a", "a1b2", "a1b10"]
+    assert sorted(names, key=natural_order) == [
+        "a1b2", "a1b10", "layer", "layer.2.a", "layer.02.a", "layer.2.b", "layer.10.b", f"layer.{'9' * 5000}",
+    ]  # fmt: skip
+
+
+def test_many_names_and_deep_ones_take_linear_time() -> None:
+    experts = [f"model.layers.{n // 1000}.mlp.experts.{n // 4 % 250}.w{n % 4}.weight" for n in range(20_000)]
+    began = time.process_time()
+    (stack,) = layer_grid(experts).stacks
+    grid = layer_grid([".".join("1" * 20_000), "1." * 20_000])
+    assert time.process_time() - began < 10
+    assert (len(stack.layers), stack.kinds) == (20, tuple(f"mlp.experts.*.w{n}.weight" for n in range(4)))
+    assert (len(grid.stacks), len(grid.others)) == (0, 2)
