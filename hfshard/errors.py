@@ -29,6 +29,7 @@ HfshardError
 │   ├── MissingObjectError                     no such object
 │   ├── ChangedObjectError                     an object that is locked, or another one than it was
 │   └── StaleObjectError                       a conditional put came too late
+├── BrowserError (RuntimeError)                the browser that draws pictures is missing, or failed
 ├── CheckpointChangedError (RuntimeError)      it kept changing while it was being read
 ├── DamagedCheckpointError (ValueError)        a file is not valid
 │   ├── MissingShardError (FileNotFoundError)  a file that the index names is missing
@@ -241,6 +242,10 @@ class ChangedObjectError(StoreError):
 
 class StaleObjectError(StoreError):
     """An object is not the one that a conditional put was to replace; nothing was put."""
+
+
+class BrowserError(HfshardError, RuntimeError):
+    """The browser that draws a page as a picture is missing, failed, or took too long."""
 
 
 class CheckpointChangedError(HfshardError, RuntimeError):

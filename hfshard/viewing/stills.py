@@ -1,15 +1,81 @@
-"""Where the browser is that draws a page as a picture."""
+"""A page as a picture: an installed Chromium draws it, without a window and without the network."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from typing import Final
+import signal
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from hfshard.errors import BrowserError, InvalidArgumentError
 
 CHROMIUM: Final = "HFSHARD_CHROMIUM"
 """The environment variable that names the browser: a path, or a command on PATH."""
 
 _COMMANDS: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+_SECONDS: Final = 60.0
+"""For how long a browser may draw: it takes one, and a few on a machine that is busy."""
+_LEAST: Final = 200
+_MOST: Final = 10_000
+"""Pixels of a side. Below 144, a browser whose window has a frame draws nothing."""
+_PNG: Final = b"\x89PNG\r\n\x1a\n"
+
+_ARGUMENTS: Final = (
+    "--headless",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND",  # the page asks for nothing, and the browser shall not either
+)
+
+_FRAME: Final = """<!doctype html><meta charset="utf-8"><style>html, body {{ margin: 0; overflow: hidden }}
+iframe {{ border: 0; display: block; width: {width}px; height: {height}px }}</style><iframe src="page.html"></iframe>
+"""
+"""What the browser opens. Its own windows are at least 500 pixels wide and lower than they are asked to be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Still:
+    """How a picture is taken."""
+
+    width: int = 1280
+    """Pixels."""
+    height: int = 800
+    theme: Literal["light", "dark"] = "light"
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            InvalidArgumentError: A side that no picture has, or an unknown theme.
+        """
+        for name, pixels in (("width", self.width), ("height", self.height)):
+            if type(pixels) is not int or not _LEAST <= pixels <= _MOST:
+                raise InvalidArgumentError(f"The {name} of a still is {_LEAST} to {_MOST} pixels, got {pixels!r}.")
+        if self.theme not in ("light", "dark"):
+            raise InvalidArgumentError(f"theme must be 'light' or 'dark', got {self.theme!r}.")
+
+
+def parse_still_size(text: str) -> tuple[int, int]:
+    """Parse the size of a picture.
+
+    Args:
+        text: Width and height in pixels: "1280x800".
+
+    Raises:
+        InvalidArgumentError: It is something else.
+    """
+    match = re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text)
+    if match is None:
+        raise InvalidArgumentError(f"{text!r:.50} is no size of a picture, such as 1280x800.")
+    return int(match[1]), int(match[2])
 
 
 def find_chromium() -> str | None:
@@ -21,3 +87,100 @@ def find_chromium() -> str | None:
     named = os.environ.get(CHROMIUM)
     commands = (named,) if named else _COMMANDS
     return next(filter(None, map(shutil.which, commands)), None)
+
+
+def require_chromium() -> str:
+    """Find a browser before anything is read for a picture.
+
+    Raises:
+        BrowserError: There is none.
+    """
+    found = find_chromium()
+    if found is None:
+        named = os.environ.get(CHROMIUM)
+        where = f"{CHROMIUM} names '{named}', which is no program" if named else "none of its usual names is on PATH"
+        raise BrowserError(
+            f"A picture of a page is drawn by Chromium or Chrome, and {where}. Run: apt-get install chromium; or set "
+            f"{CHROMIUM} to the browser's path; or open the page (-o FILE.html) in any browser."
+        )
+    return found
+
+
+def take_still(html: str, still: Still) -> bytes:
+    """Let the browser draw a page, in a profile of its own that is removed afterwards.
+
+    Args:
+        html: The whole page.
+        still: How.
+
+    Returns:
+        The picture as PNG.
+
+    Raises:
+        BrowserError: There is no browser, or it failed, or took too long.
+    """
+    chromium = require_chromium()
+    with tempfile.TemporaryDirectory(prefix="hfshard-still-", ignore_cleanup_errors=True) as directory:
+        for name, text in (("page.html", html), ("frame.html", _FRAME.format(width=still.width, height=still.height))):
+            with open(os.path.join(directory, name), "w", encoding="utf-8") as file:
+                file.write(text)
+        told = _run([chromium, *_arguments(still, directory), f"file://{directory}/frame.html"], directory)
+        try:
+            with open(os.path.join(directory, "still.png"), "rb") as file:
+                picture = file.read()
+        except FileNotFoundError:
+            picture = b""
+    if not picture.startswith(_PNG):
+        raise BrowserError(f"'{chromium}' drew no picture. It said: {told}", path=chromium)
+    return picture
+
+
+def _arguments(still: Still, directory: str) -> list[str]:
+    arguments = [
+        *_ARGUMENTS,
+        f"--window-size={still.width},{still.height}",
+        f"--user-data-dir={directory}/profile",
+        f"--screenshot={directory}/still.png",
+    ]
+    if still.theme == "dark":
+        arguments.append("--force-dark-mode")
+    if os.geteuid() == 0:
+        arguments.append("--no-sandbox")  # it does not start otherwise, and the page is our own
+    return arguments
+
+
+def _run(command: list[str], directory: str) -> str:
+    """Run a browser to its end.
+
+    Returns:
+        The last that it said.
+
+    Raises:
+        BrowserError: It could not be started, or took too long.
+    """
+    environment = {**os.environ, "HOME": directory}  # what it writes beside its profile goes there, too
+    try:
+        browser = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise BrowserError(f"'{command[0]}' can't be run: {error.strerror}.", path=command[0]) from error
+    try:
+        told = browser.communicate(timeout=_SECONDS)[1]
+    except subprocess.TimeoutExpired as error:
+        raise BrowserError(
+            f"'{command[0]}' drew nothing in {_SECONDS:g} seconds. Try again when the machine is less busy, or open "
+            "the page in a browser.",
+            path=command[0],
+        ) from error
+    finally:
+        if browser.poll() is None:  # too long, or Ctrl-C: its children end with it
+            os.killpg(browser.pid, signal.SIGKILL)
+            browser.communicate()
+    lines = told.decode(errors="replace").strip().splitlines() or ["nothing"]
+    return f"{lines[-1]} (exit status {browser.returncode})"

@@ -1,0 +1,115 @@
+"""Pictures of pages: of the size and theme that was asked for, and one clear error where no browser draws them."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+
+from hfshard.errors import BrowserError, InvalidArgumentError
+from hfshard.viewing import stills
+from hfshard.viewing.stills import CHROMIUM, Still, find_chromium, parse_still_size, take_still
+
+needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="no chromium: apt-get install chromium")
+
+# Scripts and styles in it run; a script draws what the window's size and theme are.
+PAGE = """<!doctype html><meta charset="utf-8"><style>
+:root { color-scheme: light dark } body { margin: 0; background: #fff }
+@media (prefers-color-scheme: dark) { body { background: #000 } }
+</style><body><script>
+document.body.innerHTML = `<div style="background:#f00;width:${innerWidth / 2}px;height:${innerHeight}px"></div>`
+</script>"""
+
+
+@needs_chromium
+@pytest.mark.parametrize(("theme", "background"), [("light", (255, 255, 255)), ("dark", (0, 0, 0))])
+def test_a_picture_has_its_size_and_theme(theme: str, background: tuple[int, int, int]) -> None:
+    picture = take_still(PAGE, Still(width=200, height=200, theme=theme))  # type: ignore[arg-type]
+
+    width, height, rows = _pixels(picture)
+    assert (width, height) == (200, 200)
+    assert [rows[199][at] for at in (0, 99, 100, 199)] == [(255, 0, 0), (255, 0, 0), background, background]
+
+
+def test_a_missing_browser_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(CHROMIUM, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    with pytest.raises(BrowserError, match=r"none of its usual names is on PATH. Run: apt-get install chromium"):
+        take_still(PAGE, Still())
+
+    monkeypatch.setenv(CHROMIUM, str(tmp_path / "chrome"))
+    with pytest.raises(BrowserError, match=rf"HFSHARD_CHROMIUM names '{tmp_path}/chrome', which is no program"):
+        take_still(PAGE, Still())
+
+
+def test_a_browser_that_fails_is_told_with_what_it_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(CHROMIUM, _program(tmp_path, "echo first >&2; echo no display >&2; exit 7"))
+
+    with pytest.raises(BrowserError, match=r"browser' drew no picture. It said: no display \(exit status 7\)"):
+        take_still(PAGE, Still())
+
+
+def test_a_browser_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(stills, "_SECONDS", 0.2)
+    monkeypatch.setenv(CHROMIUM, _program(tmp_path, f"sleep 600 & echo $! > {tmp_path}/pid; wait"))
+
+    with pytest.raises(BrowserError, match=r"drew nothing in 0.2 seconds"):
+        take_still(PAGE, Still())
+
+    status = Path("/proc", (tmp_path / "pid").read_text().strip(), "status")
+    assert not status.exists() or "State:\tZ" in status.read_text()  # its child, too
+
+
+def test_sizes_and_themes_are_checked() -> None:
+    assert parse_still_size("390x844") == (390, 844)
+    for text in ("390", "390x", "x844", "-1x5", "390×844", "1e3x10", "390x844 "):
+        with pytest.raises(InvalidArgumentError, match="is no size of a picture, such as 1280x800"):
+            parse_still_size(text)
+    with pytest.raises(InvalidArgumentError, match="The width of a still is 200 to 10000 pixels, got 199"):
+        Still(width=199)
+    with pytest.raises(InvalidArgumentError, match="theme must be 'light' or 'dark', got 'sepia'"):
+        Still(theme="sepia")  # type: ignore[arg-type]
+
+
+def _program(directory: Path, script: str) -> str:
+    path = directory / "browser"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def _pixels(png: bytes) -> tuple[int, int, list[list[tuple[int, int, int]]]]:
+    """The pixels of a picture as Chromium writes it: 8 bits, RGB or RGBA, not interlaced."""
+    at = 8
+    data = b""
+    while at < len(png):
+        (length,) = struct.unpack_from(">I", png, at)
+        kind = png[at + 4 : at + 8]
+        body = png[at + 8 : at + 8 + length]
+        if kind == b"IHDR":
+            width, height, depth, colour, _, _, interlaced = struct.unpack(">IIBBBBB", body)
+            assert (depth, interlaced) == (8, 0)
+        data += body if kind == b"IDAT" else b""
+        at += 12 + length
+    step = {2: 3, 6: 4}[colour]
+    raw = zlib.decompress(data)
+    rows: list[bytearray] = []
+    for number in range(height):
+        start = number * (width * step + 1)
+        above = rows[-1] if rows else bytearray(width * step)
+        rows.append(_unfiltered(raw[start], raw[start + 1 : start + 1 + width * step], above, step))
+    return width, height, [[(row[x], row[x + 1], row[x + 2]) for x in range(0, len(row), step)] for row in rows]
+
+
+def _unfiltered(kind: int, row: bytes, above: bytearray, step: int) -> bytearray:
+    done = bytearray()
+    for at, byte in enumerate(row):
+        left = done[at - step] if at >= step else 0
+        corner = above[at - step] if at >= step else 0
+        guess = left + above[at] - corner
+        nearest = min((abs(guess - one), number, one) for number, one in enumerate((left, above[at], corner)))[2]
+        done.append((byte + (0, left, above[at], (left + above[at]) // 2, nearest)[kind]) % 256)
+    return done
