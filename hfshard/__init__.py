@@ -45,6 +45,7 @@ __version__ = VERSION
 # Public name -> the module that defines it. Imported when it is first used: `import hfshard` takes no time, and none
 # of them imports transformers, but in a call with a model or a class of it.
 _HOMES = {
+    "CheckpointDiff": "viewing.diff.report",
     "CheckpointIndex": "storage.format.index",
     "CheckpointManager": "training.manager",
     "FileDigest": "storage.format.index",
@@ -54,8 +55,10 @@ _HOMES = {
     "PushResult": "hub.repo_tree",
     "ShardPlan": "planning.plan",
     "ShardedModelMixin": "modules.mixin",
+    "TensorDiff": "viewing.diff.report",
     "TensorSpec": "storage.tensors.tensor_spec",
     "VerifyReport": "storage.checkpoint.report",
+    "diff_checkpoints": "viewing.diff.checkpoints",
     "distributed": "distributed",
     "errors": "errors",
     "hub": "hub",
@@ -104,5 +107,8 @@ if TYPE_CHECKING:
     from hfshard.transfer.pull import pull_checkpoint as pull_checkpoint
     from hfshard.transfer.push import push_checkpoint as push_checkpoint
     from hfshard.verify import verify_checkpoint as verify_checkpoint
+    from hfshard.viewing.diff.checkpoints import diff_checkpoints as diff_checkpoints
+    from hfshard.viewing.diff.report import CheckpointDiff as CheckpointDiff
+    from hfshard.viewing.diff.report import TensorDiff as TensorDiff
 else:
     __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -74,6 +74,7 @@ def test_unknown_name_is_an_attribute_error(package: ModuleType) -> None:
 
 def test_public_names_are_those_of_the_design() -> None:
     assert hfshard.__all__ == [
+        "CheckpointDiff",
         "CheckpointIndex",
         "CheckpointManager",
         "FileDigest",
@@ -83,9 +84,11 @@ def test_public_names_are_those_of_the_design() -> None:
         "PushResult",
         "ShardPlan",
         "ShardedModelMixin",
+        "TensorDiff",
         "TensorSpec",
         "VerifyReport",
         "__version__",
+        "diff_checkpoints",
         "distributed",
         "errors",
         "hub",

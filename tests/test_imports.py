@@ -229,8 +229,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "store_place",
         "opening",
     ),
-    "viewing": ("layers stills", "diff"),
-    "viewing.diff": ("report",),
+    "viewing": ("layers opening stills", "diff"),
+    "viewing.diff": ("reading report", "sides", "pairing", "comparing", "checkpoints"),
 }
 
 # At most so many rooms, and arrows between them, at the package's own level; and so many files in one folder.
@@ -254,6 +254,7 @@ FOREIGN = {
         "state_dicts",
         "storage",
         "training",
+        "viewing",
     },
     "numpy": {"distributed", "training"},
     "xxhash": {"storage"},

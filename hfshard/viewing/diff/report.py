@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 DiffKind = Literal["same", "renamed", "cast", "reshaped", "changed", "only_in_a", "only_in_b"]
-"""How a tensor of two checkpoints relates. A cast has another dtype and nothing but rounding, a reshape another shape
-and the same bytes; whatever else differs under one name has changed. Renamed: the same dtype, shape and bytes under
-another name, where each name is in one checkpoint only."""
+"""How a tensor of two checkpoints relates. The same: dtype, shape and bytes. A cast has another dtype and nothing but
+rounding, a reshape another shape and the same bytes; whatever else differs under one name has changed, be it only the
+sign of a zero. Renamed: the same dtype, shape and bytes under another name, where each name is in one checkpoint only.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,9 @@ class TensorFacts:
     """One tensor of one of the two checkpoints."""
 
     name: str
+    """The one by which it was found in both; another name than that of the stored tensor where it is tied to that."""
     dtype: str
-    """The format's name: "F32", "BF16"."""
+    """The format's name: "F32", "BF16"; "C128" and "C32" for complex tensors that the format stores as real pairs."""
     shape: tuple[int, ...]
     nbytes: int
     file: str
@@ -53,7 +55,8 @@ class TensorDiff:
     b: TensorFacts | None
     """None: it is only in a."""
     values: ValueDiff | None = None
-    """Where values were asked for, and both have the same number of elements."""
+    """Where values were asked for, and it changed or was cast or reshaped; both have the same number of elements, and
+    torch knows how to read them as numbers (not F4, F6)."""
 
     @property
     def name(self) -> str:
@@ -71,17 +74,21 @@ class CheckpointDiff:
     """As it was given, made absolute."""
     b: str
     tensors: tuple[TensorDiff, ...]
-    """In the order of b, then those that are only in a, in its order."""
+    """In the order of b, then those that are only in a, in its order. Names that are tied to one of these in a and in b
+    have no entry of their own."""
     ties_a: dict[str, str]
     """Names of a that are stored as another tensor."""
     ties_b: dict[str, str]
     read_bytes: int
-    """Bytes of tensors that were read to tell."""
+    """Bytes of tensors that were read to tell; not those that are compared with fingerprints when a file is opened."""
+    retied: tuple[str, ...] = ()
+    """Names that share a tensor with other names in one than in the other, or are tied in one and not in the other at
+    all. Not those that the config of a model of transformers ties by itself, where the other does not name them."""
 
     @property
     def is_same(self) -> bool:
         """Whether both hold the same tensors under the same names, tied names included."""
-        return self.ties_a == self.ties_b and all(tensor.kind == "same" for tensor in self.tensors)
+        return not self.retied and all(tensor.kind == "same" for tensor in self.tensors)
 
     @property
     def counts(self) -> dict[DiffKind, int]:

@@ -1,0 +1,174 @@
+"""Compare two checkpoints, wherever they are: which tensors are the same, changed, cast, renamed, or in one only."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Final, TypeVar
+
+from hfshard._util.file_errors import names_files
+from hfshard.errors import CheckpointChangedError
+from hfshard.hub.resolve import CheckpointQuery
+from hfshard.loading.options import LoadOptions
+from hfshard.storage.checkpoint.checkpoint import Verify
+from hfshard.storage.checkpoint.folder import FAR_TRIES
+from hfshard.viewing.diff.comparing import Finding, compare, digest_of, known_kind
+from hfshard.viewing.diff.pairing import TensorPair, pair_by_contents, pair_by_name
+from hfshard.viewing.diff.reading import ReadJob, do_jobs
+from hfshard.viewing.diff.report import CheckpointDiff, TensorDiff
+from hfshard.viewing.diff.sides import ComparedTensor, Side, side_of
+from hfshard.viewing.opening import open_to_view
+
+logger = logging.getLogger(__name__)
+
+_THREADS: Final = 2
+"""Threads that read and compare; each reads both checkpoints."""
+
+_FAR_THREADS: Final = 4
+"""The same where a request is waited for: a thread holds some 32 MiB of the answers of two checkpoints."""
+
+_Result = TypeVar("_Result")
+
+
+@names_files("a")
+def diff_checkpoints(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    variant: str | None = None,
+    verify: Verify = "structure",
+    token: str | bool | None = None,
+    progress: bool | None = None,
+) -> CheckpointDiff:
+    """Compare two checkpoints, tensor by tensor, however they are sharded.
+
+    Tensors are paired by their names. Where both checkpoints have digests of a tensor, which hfshard writes, or where
+    the sha256 of its file is known to be the same, none of its bytes is read. Where one has none, that one is
+    read; where both have none, both are, and no byte twice. Of the Hub and of stores only headers and those bytes come,
+    unless weights are pickled.
+
+    What a digest says is believed: an index or a file that lies about its own bytes is found out by `verify="full"`, or
+    by `verify_checkpoint`.
+
+    Args:
+        a: A directory, one file of weights, an address of a store, "org/name" on the Hub or the directory of a hub,
+            both also with "@revision", a run (its latest checkpoint), or one checkpoint of it ("run/checkpoint-30").
+        b: The same.
+        variant: As in `from_pretrained`; of both.
+        verify: "none": only what reading needs is checked; "structure": what `load_state_dict` checks before it reads,
+            of local files the first bytes of tensors too; "full": no digest is believed, and every byte of both is
+            read, compared with each other and with the digests.
+        token: As in `from_pretrained`.
+        progress: Whether to show a bar on stderr while tensors are read; None: only on a terminal.
+
+    Returns:
+        The report.
+
+    Raises:
+        CheckpointNotFoundError: There are no weights in one of the places.
+        DamagedCheckpointError, UnsafePathError, UnsafePickleError: A file is not whole, or not safe to read.
+        UnstorableTensorError: A pickle has a tensor that is not dense, or quantized.
+        CheckpointChangedError: One kept being replaced in a store.
+        HubError, StoreError: The Hub or the store refuses, or can't be reached.
+
+    Example:
+        report = hfshard.diff_checkpoints("base", "fine-tuned")
+        trained = [tensor.name for tensor in report.tensors if tensor.kind == "changed"]
+    """
+    query = CheckpointQuery(variant=variant, token=token)
+    options = LoadOptions(verify="structure" if verify in ("full", "sha256") else verify, progress=progress)
+    once = partial(_diff_once, a, b, query, options, trusts_digests=verify not in ("full", "sha256"))
+    for _ in range(FAR_TRIES - 1):
+        try:
+            return once()
+        except CheckpointChangedError as error:
+            logger.info("%s Starting again.", error)
+    return once()
+
+
+def _diff_once(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    query: CheckpointQuery,
+    options: LoadOptions,
+    *,
+    trusts_digests: bool,
+) -> CheckpointDiff:
+    with ExitStack() as stack:
+        sides = [side_of(stack.enter_context(open_to_view(place, query, options))) for place in (a, b)]
+        return _Comparison(*sides, trusts_digests=trusts_digests, progress=options.progress).run()
+
+
+class _Comparison:
+    """The comparison of two open checkpoints."""
+
+    def __init__(self, a: Side, b: Side, *, trusts_digests: bool, progress: bool | None) -> None:
+        self.a, self.b = a, b
+        self.trusts_digests = trusts_digests
+        self.progress = progress
+        self.read_bytes = 0
+
+    def run(self) -> CheckpointDiff:
+        """Pair the tensors, and compare each pair."""
+        named = pair_by_name(self.a, self.b)
+        renamed = self._renamed(named.only_in_a, named.only_in_b)
+        found = dict(zip(named.pairs, self._compared(named.pairs), strict=True))
+        diffs: dict[int, list[TensorDiff]] = {id(tensor): [] for tensor in self.b.tensors}
+        for pair, finding in found.items():
+            diffs[id(pair.b)].append(_diff_of(pair, finding))
+        for pair in renamed:
+            diffs[id(pair.b)].append(_diff_of(pair, Finding("renamed")))
+        paired = {id(pair.a) for pair in renamed}
+        for tensor in named.only_in_b:
+            if not diffs[id(tensor)]:
+                diffs[id(tensor)].append(TensorDiff("only_in_b", None, tensor.facts))
+        left = [TensorDiff("only_in_a", one.facts, None) for one in named.only_in_a if id(one) not in paired]
+        return CheckpointDiff(
+            a=self.a.place,
+            b=self.b.place,
+            tensors=(*(diff for some in diffs.values() for diff in some), *left),
+            ties_a=self.a.ties,
+            ties_b=self.b.ties,
+            read_bytes=self.read_bytes,
+            retied=named.retied,
+        )
+
+    def _compared(self, pairs: Sequence[TensorPair]) -> list[Finding]:
+        known = [known_kind(pair, trusts_digests=self.trusts_digests) for pair in pairs]
+        jobs = [
+            ReadJob((0, pair.a.position), pair.nbytes, partial(compare, pair, trusts_digests=self.trusts_digests))
+            for pair, kind in zip(pairs, known, strict=True)
+            if kind is None
+        ]
+        read = iter(self._done(jobs))
+        findings = [Finding(kind) if kind is not None else next(read) for kind in known]
+        self.read_bytes += sum(finding.read_bytes for finding in findings)
+        return findings
+
+    def _renamed(self, only_in_a: Sequence[ComparedTensor], only_in_b: Sequence[ComparedTensor]) -> list[TensorPair]:
+        forms = {one.form for one in only_in_a} & {one.form for one in only_in_b}
+        ours = [one for one in only_in_a if one.form in forms]
+        theirs = [one for one in only_in_b if one.form in forms]
+        unread = [
+            (side, one)
+            for side, tensors in enumerate((ours, theirs))
+            for one in tensors
+            if one.digest is None or not self.trusts_digests
+        ]
+        jobs = [ReadJob((side, one.position), one.facts.nbytes, partial(digest_of, one)) for side, one in unread]
+        digests = {id(one): digest for (_, one), digest in zip(unread, self._done(jobs), strict=True)}
+        self.read_bytes += sum(job.nbytes for job in jobs)
+        return pair_by_contents(ours, theirs, lambda one: (one.form, digests.get(id(one), one.digest)))
+
+    def _done(self, jobs: Sequence[ReadJob[_Result]]) -> list[_Result]:
+        return do_jobs(jobs, _FAR_THREADS if self.a.is_far or self.b.is_far else _THREADS, self.progress)
+
+
+def _diff_of(pair: TensorPair, finding: Finding) -> TensorDiff:
+    facts_a = replace(pair.a.facts, name=pair.name_a)
+    facts_b = replace(pair.b.facts, name=pair.name_b)
+    return TensorDiff(finding.kind, facts_a, facts_b, finding.values)

@@ -1,0 +1,116 @@
+"""Opens a checkpoint to be looked at, wherever hfshard reads one from: its headers are read, and no tensor."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+from hfshard._util.addresses import is_address
+from hfshard._util.paths import absolute_path, path_text
+from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.hub.address import split_address
+from hfshard.hub.resolve import CheckpointQuery
+from hfshard.loading.options import LoadOptions
+from hfshard.loading.source import CheckpointSource, open_source, open_source_by_ranges
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.training.run.finding import checkpoint_of_step
+from hfshard.training.run.places.opening import run_place
+from hfshard.training.run.run_checkpoint import CHECKPOINT
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewedCheckpoint:
+    """A checkpoint that is open, and where it was found."""
+
+    place: str
+    """An absolute path, an address of a store, or "org/name@revision"; of a run, that of its checkpoint."""
+    checkpoint: OpenCheckpoint
+    is_of_hub: bool = False
+    """Whether its files are read from the Hub by ranges, so that their ETags are what the Hub lists."""
+
+
+@contextmanager
+def open_to_view(
+    place: str | os.PathLike[str], query: CheckpointQuery, options: LoadOptions
+) -> Iterator[ViewedCheckpoint]:
+    """Open the checkpoint at a place.
+
+    Of the Hub, headers are read by ranges, and nothing is downloaded, unless the weights are pickled.
+
+    Args:
+        place: A directory, a file of weights, an address of a store, "org/name" or the directory of a hub, either
+            with "@revision"; a run, whose latest checkpoint is opened; or one of its checkpoints, "run/checkpoint-30".
+        query: What else is known of it; a revision in the place comes first.
+        options: How it is checked.
+
+    Raises:
+        CheckpointNotFoundError: There are no weights.
+        DamagedCheckpointError: The manifest of a run's latest checkpoint can't be read.
+        Everything that `open_source` and `open_source_by_ranges` raise.
+    """
+    path, revision = _split_place(place)
+    if revision is not None:
+        query = replace(query, revision=revision)
+    with ExitStack() as stack:
+        try:
+            viewed = _opened(stack, path, query, options)
+        except CheckpointNotFoundError as error:
+            step_path = _checkpoint_of_run(path)
+            if step_path is None:
+                raise
+            logger.info("%s Its checkpoint '%s' is opened.", error, step_path)
+            viewed = _opened(stack, step_path, query, options)
+        yield viewed
+
+
+def _opened(stack: ExitStack, path: str, query: CheckpointQuery, options: LoadOptions) -> ViewedCheckpoint:
+    source = CheckpointSource(path, query, takes_files=True)
+    local = source.find_local()
+    if local is not None:
+        checkpoint = stack.enter_context(open_source(source, options, local))
+        return ViewedCheckpoint(_with_revision(source.path, query), checkpoint)
+    from hfshard.hub.remote.fetching import is_offline  # imports huggingface_hub, which takes time
+
+    place = _with_revision(path, query)
+    if not is_offline(query.local_files_only):
+        try:
+            checkpoint = stack.enter_context(open_source_by_ranges(source, options))
+        except InvalidArgumentError as error:
+            logger.info("%s They are downloaded.", error)  # pickles; whatever else it is, is raised again
+        else:
+            return ViewedCheckpoint(place, checkpoint, is_of_hub=True)
+    return ViewedCheckpoint(place, stack.enter_context(open_source(source, options)))
+
+
+def _split_place(place: str | os.PathLike[str]) -> tuple[str, str | None]:
+    text = path_text(place)
+    if is_address(text) or os.path.exists(os.path.expanduser(text)):
+        return absolute_path(place), None
+    return split_address(place)
+
+
+def _with_revision(path: str, query: CheckpointQuery) -> str:
+    return path if query.revision is None else f"{path}@{query.revision}"
+
+
+def _checkpoint_of_run(path: str) -> str | None:
+    """The latest checkpoint of the run at a path; or the one of the step in its name, however many zeros that has."""
+    root, _, name = path.rpartition("/")
+    named = CHECKPOINT.fullmatch(name)
+    if not is_address(path) and not os.path.isdir(path if named is None else root):
+        return None
+    if named is not None:
+        try:
+            found = checkpoint_of_step(run_place(root), int(named[1])).path
+        except CheckpointNotFoundError:
+            return None
+        return None if found == path else found
+    checkpoints = run_place(path).checkpoints()
+    if checkpoints and checkpoints[0].problem is not None:
+        raise checkpoints[0].problem
+    return checkpoints[0].path if checkpoints else None
