@@ -44,7 +44,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "_util.importing": ("announcement import_hook lazy",),
     "cli": (
-        "inspection output training_reports",
+        "inspection output",
         "run",
         "arguments",
         "commands hub_commands reshard_commands",
@@ -229,8 +229,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "store_place",
         "opening",
     ),
-    "viewing": ("layers opening stills", "diff"),
+    "viewing": ("layers opening runs stills", "diff"),
     "viewing.diff": ("reading report", "sides", "pairing", "comparing", "checkpoints"),
+    "viewing.runs": ("reports space", "listing"),
 }
 
 # At most so many rooms, and arrows between them, at the package's own level; and so many files in one folder.

@@ -22,10 +22,10 @@ from hfshard.cli.output import (
     printable,
     table,
 )
-from hfshard.cli.training_reports import is_checkpoint, is_training, reports
 from hfshard.errors import readable
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.verify import verify_checkpoint
+from hfshard.viewing.runs.reports import is_checkpoint, is_training, reports
 
 _LARGEST: Final = 5
 """Tensors that `inspect` shows without `--tensors`."""

@@ -1,0 +1,114 @@
+"""The checkpoints of a run in the order in which they were saved: the terminal, JSON and pages show this list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from hfshard.errors import CheckpointNotFoundError, HfshardError
+from hfshard.storage.checkpoint.report import Problem
+from hfshard.training.run.manifest import MANIFEST, CheckpointManifest
+from hfshard.training.run.places.opening import files_at, run_place
+from hfshard.training.run.rotation import MetricMode, best_of
+from hfshard.training.run.run_checkpoint import RunCheckpoint
+from hfshard.viewing.runs.reports import as_problems, is_checkpoint
+
+Check = Callable[[RunCheckpoint], Sequence[Problem]]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedCheckpoint:
+    """One checkpoint of a run, as the list shows it."""
+
+    path: str
+    step: int
+    problems: tuple[Problem, ...]
+    is_verified: bool
+    save_number: int | None = None
+    saved: datetime | None = None
+    size: int | None = None
+    """Bytes of all its files."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    files: int | None = None
+    is_latest: bool = False
+    is_best: bool = False
+
+    @property
+    def state(self) -> str:
+        """What there is to say about it, in words."""
+        words = ["DAMAGED"] if self.problems else ["whole"] if self.is_verified else []
+        words += ["latest"] if self.is_latest else []
+        return ", ".join(words + (["best"] if self.is_best else []))
+
+
+def checkpoints_of(root: str) -> list[RunCheckpoint]:
+    """Find the checkpoints of a run in the order in which they were saved; those that do not say come last.
+
+    Raises:
+        CheckpointNotFoundError: There is none, or it is one checkpoint.
+    """
+    if is_checkpoint(root):
+        raise CheckpointNotFoundError(
+            f"'{root}' is one checkpoint, not a run. To check it, run: hfshard verify {root}", path=root
+        )
+    found = run_place(root).checkpoints()[::-1]
+    if not found:
+        raise CheckpointNotFoundError(f"There is no training checkpoint in '{root}'. Check the path.", path=root)
+    return found
+
+
+def list_checkpoints(
+    found: Sequence[RunCheckpoint],
+    check: Check | None = None,
+    *,
+    best: str | None = None,
+    metric_mode: MetricMode = "min",
+) -> list[ListedCheckpoint]:
+    """List checkpoints with what is known of each.
+
+    Args:
+        found: What `checkpoints_of` returned.
+        check: Tells what is wrong with one whose manifest can be read; None: that is not looked for.
+        best: The metric by which one is the best.
+        metric_mode: Which value of it.
+    """
+    problems = {one.path: _problems_of(one, check) for one in found}
+    whole = [one.manifest for one in found if one.manifest is not None and not problems[one.path]]
+    latest = max((one.save_number for one in whole), default=None)
+    best_one = best_of(whole, best, metric_mode) if best is not None else None
+    return [_list_one(one, problems[one.path], latest, best_one, is_verified=check is not None) for one in found]
+
+
+def _problems_of(found: RunCheckpoint, check: Check | None) -> tuple[Problem, ...]:
+    if found.manifest is None:
+        errors: list[HfshardError] = [] if found.problem is None else [found.problem]
+        return tuple(as_problems(errors, found.path))
+    return () if check is None else tuple(check(found))
+
+
+def _list_one(
+    found: RunCheckpoint,
+    problems: tuple[Problem, ...],
+    latest: int | None,
+    best: CheckpointManifest | None,
+    *,
+    is_verified: bool,
+) -> ListedCheckpoint:
+    manifest = found.manifest
+    if manifest is None:
+        return ListedCheckpoint(found.path, found.step, problems, is_verified)
+    files = files_at(found.path)
+    return ListedCheckpoint(
+        found.path,
+        found.step,
+        problems,
+        is_verified,
+        save_number=manifest.save_number,
+        saved=files.saved_at(),
+        size=files.size(MANIFEST) + sum(digest.size or 0 for digest in manifest.files.values()),
+        metrics=manifest.metrics,
+        files=len(manifest.files) + 1,
+        is_latest=manifest.save_number == latest and not problems,
+        is_best=manifest is best,
+    )
