@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import argparse
-import platform
+import datetime
+import json
+import re
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(REPOSITORY / "scripts"), str(REPOSITORY)]
 
-from bench.markdown import markdown_table
+from bench.markdown import markdown_table, paragraphs, readme_block
 from tests.hubserver.hub_server import HubServer
 
 SETUP = """
@@ -47,65 +50,113 @@ class Action:
     shows_weights: bool = True
 
 
+LOAD = "{class_name}.from_pretrained('org/m"
+
+
 def push(limit: int, before: str = "") -> str:
     """The code of a push."""
     return f"{before}model.push_to_hub('org/m', max_shard_size={limit})"
 
 
-ACTIONS = (
-    Action("push, new repo", push(EIGHT)),
-    Action("push, unchanged", push(EIGHT)),
-    Action("from_pretrained, empty cache", "{class_name}.from_pretrained('org/m')", "fresh", False),
-    Action("from_pretrained, main in the cache", "{class_name}.from_pretrained('org/m')", "fresh", False),
-    Action("from_pretrained, a commit in the cache", "{class_name}.from_pretrained('org/m', revision='{head}')",
-           "fresh", False),
-    Action("push, one tensor changed", push(EIGHT, CHANGED)),
-    Action("push with another shard size", push(FOUR, CHANGED)),
-    Action("push as a single file", push(ONE, CHANGED)),
-    Action("push in 8 shards again", push(EIGHT)),
-)  # fmt: skip
+ACTIONS = {
+    "new": Action("`push_to_hub`, new repo", push(EIGHT)),
+    "unchanged": Action("the same, unchanged", push(EIGHT)),
+    "load": Action("`from_pretrained`, empty cache", LOAD + "')", "fresh", False),
+    "load main": Action("the same, `main` in the cache", LOAD + "')", "fresh", False),
+    "load commit": Action("the same, a commit in the cache", LOAD + "', revision='{head}')", "fresh", False),
+    "tensor": Action("push, one tensor changed", push(EIGHT, CHANGED)),
+    "size": Action("push, another shard size", push(FOUR, CHANGED)),
+    "single": Action("push, a single file", push(ONE, CHANGED)),
+    "again": Action("push, 8 shards again", push(EIGHT)),
+}
+CLASSES = {"transformers": "BertModel", "hfshard": "Bert"}
+"""Who -> the class of the model."""
+WIRES = {
+    "xet": {"HFSHARD_XET": "1"},  # as on the Hugging Face Hub: without it, hfshard takes a server for one of LFS
+    "lfs": {"HF_HUB_DISABLE_XET": "1"},  # huggingface_hub goes over Xet wherever hf_xet is installed, or fails
+}
+"""How weights go up -> the environment of the clients."""
+COLUMNS = {"requests": "requests", "bytes up": "up", "bytes down": "down", "weights": "weights"}
+"""Column -> the key of its counts; "weights" are the files of weights that the repo has then."""
+RAW = Path(__file__).resolve().with_suffix(".json")
+README_COMMAND = "python scripts/bench/hub_requests.py --readme"
 
 
-def main() -> int:
-    """Run every action by both, and print a Markdown table."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    names = ("torch", "transformers", "huggingface_hub")
-    print(f"Python {platform.python_version()}, " + ", ".join(f"{name} {version(name)}" for name in names))
-    print("Stock runs with HF_HUB_DISABLE_XET=1: with hf_xet its uploads to a server without Xet fail.\n")
-    titles = [
-        "stock: requests",
-        "bytes up",
-        "bytes down",
-        "weights there",
-        "hfshard: requests",
-        "up",
-        "down",
-        "weights",
-    ]
-    rows = zip(ACTIONS, measured("BertModel"), measured("Bert"), strict=True)
-    print(markdown_table(["", *titles], [[action.title, *stock, *ours] for action, stock, ours in rows]))
+def main(arguments: list[str]) -> int:
+    """Run every action by both over LFS and over Xet, and keep the counts in hub_requests.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--readme", action="store_true", help="only print the tables of hfshard/hub/README.md")
+    if not parser.parse_args(arguments).readme:
+        found = {over: {who: measured(over, who) for who in CLASSES} for over in WIRES}
+        versions = {name: version(name) for name in ("torch", "transformers", "huggingface_hub", "hf_xet")}
+        results = {"date": datetime.date.today().isoformat(), "versions": versions, "over": found}
+        RAW.write_text(dump(results), encoding="utf-8")
+    print(readme_tables(read_counts()))
     return 0
 
 
-def measured(class_name: str) -> list[list[str]]:
-    """The cells of each action for the clients that use one class."""
-    cells: list[list[str]] = []
-    with tempfile.TemporaryDirectory(prefix="hfshard-bench-") as temporary, HubServer(Path(temporary) / "hub") as hub:
-        for action in ACTIONS:
-            head = hub.repo("org/m").commits()[0].oid if cells else ""
-            code = SETUP.format(class_name=class_name) + action.code.format(class_name=class_name, head=head)
-            environment = hub.environment(home=Path(temporary) / action.home)
-            if class_name == "BertModel":
-                environment["HF_HUB_DISABLE_XET"] = "1"
+def measured(over: str, who: str) -> dict[str, dict[str, int]]:
+    """Count what each action takes of a client, in a new process, on a Hub of its own."""
+    counts: dict[str, dict[str, int]] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="hfshard-bench-") as temporary,
+        HubServer(Path(temporary) / "hub", has_xet=over == "xet") as hub,
+    ):
+        for name, action in ACTIONS.items():
+            head = hub.repo("org/m").commits()[0].oid if counts else ""
+            code = SETUP.format(class_name=CLASSES[who]) + action.code.format(class_name=CLASSES[who], head=head)
+            environment = hub.environment(home=Path(temporary) / action.home) | WIRES[over]
             hub.clear_log()
             subprocess.run(
                 [sys.executable, "-c", code], env=environment, cwd=temporary, check=True, stderr=subprocess.DEVNULL
             )
             weights = sum(path.endswith(".safetensors") for path in hub.repo("org/m").files())
-            shown = f"{weights} files" if action.shows_weights else ""
-            cells.append([str(len(hub.log)), f"{hub.bytes_up():,}", f"{hub.bytes_down():,}", shown])
-    return cells
+            counts[name] = {"requests": len(hub.log), "up": hub.bytes_up(), "down": hub.bytes_down()}
+            counts[name] |= {"weights": weights} if action.shows_weights else {}
+    return counts
+
+
+def read_counts() -> dict[str, Any]:
+    """What was counted last."""
+    counts: dict[str, Any] = json.loads(RAW.read_text(encoding="utf-8"))
+    return counts
+
+
+def dump(results: dict[str, Any]) -> str:
+    """JSON with a line for each action."""
+    return re.sub(r"\{\s+(\"requests\"[^}]*?)\s+\}", _one_line, json.dumps(results, indent=1)) + "\n"
+
+
+def _one_line(found: re.Match[str]) -> str:
+    return "{" + re.sub(r"\s+", " ", found[1]) + "}"
+
+
+def readme_tables(results: dict[str, Any]) -> str:
+    """The tables of hfshard/hub/README.md, between their comments."""
+    versions = results["versions"]
+    head = (
+        "A BERT of 3.8 MB in 8 shards (then 4, then one file), against the same Hub server on the same machine, each"
+        f" line by a new process: `python scripts/bench/hub_requests.py`, with transformers {versions['transformers']},"
+        f" huggingface_hub {versions['huggingface_hub']} and hf_xet {versions['hf_xet']}. Over Xet, as on the Hugging"
+        " Face Hub:"
+    )
+    other = "Over LFS, on a server without Xet (transformers with `HF_HUB_DISABLE_XET=1`: else its uploads fail there):"
+    tables = paragraphs(_table(results["over"]["xet"]), other, _table(results["over"]["lfs"]))
+    return readme_block(README_COMMAND, head, tables)
+
+
+def _table(counts: dict[str, dict[str, dict[str, int]]]) -> str:
+    titles = [f"{who}: {what}" if what == "requests" else what for who in CLASSES for what in COLUMNS]
+    rows = [
+        [action.title, *(_cell(counts[who][name], what) for who in CLASSES for what in COLUMNS)]
+        for name, action in ACTIONS.items()
+    ]
+    return markdown_table(["", *titles], rows)
+
+
+def _cell(counts: dict[str, int], what: str) -> str:
+    return f"{counts[COLUMNS[what]]:,}" if COLUMNS[what] in counts else ""
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

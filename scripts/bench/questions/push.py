@@ -53,7 +53,7 @@ def around(context: Context) -> Iterator[Context]:
                 "HF_HOME": str(home),
                 "HF_TOKEN": "hf_write",
                 "HF_HUB_OFFLINE": "0",
-                "HF_HUB_DISABLE_XET": "1",  # the server has none
+                "HF_HUB_DISABLE_XET": "1",  # the server has none: hf_xet would fail, not go over LFS
                 "NO_PROXY": "127.0.0.1,localhost",
                 "no_proxy": "127.0.0.1,localhost",
             }
