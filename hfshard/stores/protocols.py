@@ -53,8 +53,8 @@ class ObjectWriter(Protocol):
 class Store(Protocol):
     """The objects below one prefix of a bucket. Used by several threads at once.
 
-    All names are those below the prefix. What fails for a while is tried again in here, with backoff and as long as the
-    service's Retry-After says; what is raised is final.
+    All names are those below the prefix. What fails for a while is tried again in here, with backoff; what is raised is
+    final.
 
     Raises (all of them):
         StoreAccessError: No credentials, or they do not permit it.

@@ -11,13 +11,16 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import safetensors.torch
 import torch
 
 import hfshard
+from hfshard.saving.stores import own_puts
 from tests import REPOSITORY
 from tests.crash.saves.generations import Content
 from tests.crash.saves.targets import sharded_model
 from tests.helpers import forkserver
+from tests.stores.services.buckets import Bucket
 from tests.stores.services.fault_proxy import FaultProxy
 from tests.stores.test_contract import MIB
 
@@ -53,28 +56,79 @@ def bytes_of(proxy: FaultProxy, suffix: str) -> int:
     return sum(request.bytes_down for request in found)
 
 
+def asked(proxy: FaultProxy) -> str:
+    """The kinds of requests beside those of shards in parts, in their order; forgets them."""
+    kinds = [request.kind for request in proxy.requests() if request.kind not in ("begin", "part", "finish")]
+    proxy.clear()
+    return " ".join(kinds)
+
+
 @OBJECT_STORES
 def test_a_save_asks_little_and_an_unchanged_one_puts_nothing(
     scheme: str, proxy: FaultProxy, store_address: str
 ) -> None:
+    uploads = "" if scheme == "az" else "uploads "  # the service removes unfinished ones itself
+    delete = "delete" if scheme == "gs" else "delete_many"  # of one object
     save(store_address)
-    assert len(proxy.requests()) <= SHARDS * (PARTS + 2) + 4
+    kinds = Counter(request.kind for request in proxy.requests())
+    assert kinds["begin"] + kinds["part"] + kinds["finish"] == SHARDS * (PARTS + 2) - (SHARDS if scheme == "az" else 0)
+    assert asked(proxy) == f"list put put {delete}"  # placeholder, index
 
-    proxy.clear()
     save(store_address, 2.0)
     kinds = Counter(request.kind for request in proxy.requests())
-    one_by_one = SHARDS if scheme == "gs" else 0  # old objects are deleted so
-    assert sum(kinds.values()) <= SHARDS * (PARTS + 2) + 4 + one_by_one, kinds
+    assert sum(kinds.values()) <= SHARDS * (PARTS + 2) + 4
     assert kinds["part"] == SHARDS * PARTS
     sent = sum(request.bytes_up for request in proxy.requests())
     assert SHARDS * 9 * MIB < sent < SHARDS * 9 * MIB + 20_000
+    assert asked(proxy) == f"list {uploads}put delete_many"
 
-    proxy.clear()
     save(store_address, 2.0)
-    kinds = Counter(request.kind for request in proxy.requests())
-    assert set(kinds) <= {"list", "head", "get"}, kinds
     assert sum(request.bytes_up for request in proxy.requests()) == 0
-    assert sum(kinds.values()) <= 3 + SHARDS
+    assert asked(proxy) == "list"
+
+    own_puts.forget()  # as in a new process
+    save(store_address, 2.0)
+    assert asked(proxy) == "list get"
+
+    # One more than is aimed at: what the old checkpoint owns, and what it is compared with, is in its index alone.
+    own_puts.forget()
+    save(store_address, 3.0)
+    assert asked(proxy) == f"list get {uploads}put delete_many"
+
+
+@OBJECT_STORES
+def test_a_save_over_a_single_file_asks_for_its_header_once(
+    scheme: str, proxy: FaultProxy, store_address: str, store_prefix: str, bucket: Bucket
+) -> None:
+    delete = "delete" if scheme == "gs" else "delete_many"
+    raw = safetensors.torch.save(state(), metadata={"format": "pt"})
+    bucket.put(f"{store_prefix}/model.safetensors", raw)
+
+    save(store_address, 2.0)
+
+    # The put of an index of the single file, by which huggingface_hub does not take it for one of the shards, and the
+    # read of its names take the place of the listing of uploads.
+    assert asked(proxy) == f"list get put put {delete}"
+
+
+@OBJECT_STORES
+def test_a_save_of_a_model_with_another_config(scheme: str, proxy: FaultProxy, store_address: str) -> None:
+    uploads = "" if scheme == "az" else "uploads "
+    delete = "delete" if scheme == "gs" else "delete_many"
+    old, new = (sharded_model(Content(generation, own_config=True)) for generation in (1, 2))
+    old.save_pretrained(store_address)
+    assert asked(proxy) == f"list put put put put {delete}"  # placeholder, the shard, config, index
+
+    # The shard; the claim, without which who has read the old index would put its own after the config; the new index
+    # under a name to which the config can lead; the config that leads there, which moves transformers at once; the
+    # index, which moves huggingface_hub; the config as it was given, as the one before names what no other copy has.
+    new.save_pretrained(store_address)
+    assert asked(proxy) == f"list put {uploads}put put put put put delete_many"
+
+    # And what says whose the old objects are.
+    own_puts.forget()
+    old.save_pretrained(store_address)
+    assert asked(proxy) == f"list get get put {uploads}put put put put put delete_many"
 
 
 @OBJECT_STORES

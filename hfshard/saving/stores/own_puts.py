@@ -16,7 +16,6 @@ _MOST_BYTES: Final = 1 << 20
 _OBJECTS: OrderedDict[tuple[str, str], tuple[str, bytes]] = OrderedDict()
 """(address, name) -> ETag and bytes, that which was put last at the end."""
 _LOCK: Final = ProcessLock()
-os.register_at_fork(after_in_child=_OBJECTS.clear)
 
 
 def note_put(store: Store, put: StoredObject, raw: bytes) -> None:
@@ -38,3 +37,11 @@ def read_small(store: Store, found: StoredObject) -> bytes:
     """
     etag, raw = _OBJECTS.get((str(store.address), found.name), ("", b""))
     return raw if etag == found.etag and len(raw) == found.size else store.read(found)
+
+
+def forget() -> None:
+    """Know of no put any more."""
+    _OBJECTS.clear()
+
+
+os.register_at_fork(after_in_child=forget)

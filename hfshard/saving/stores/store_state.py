@@ -13,11 +13,11 @@ from hfshard.errors import DamagedCheckpointError
 from hfshard.saving.stores.own_puts import read_small
 from hfshard.storage.commit.damage import unless_damaged
 from hfshard.storage.commit.directory_state import DirectoryState, find_ownership, weights_override_of
-from hfshard.storage.format.header import LENGTH_BYTES, parse_header, read_header_length
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
 from hfshard.storage.format.strict_json import dump_json
 from hfshard.storage.format.weights_override import without_mark
+from hfshard.storage.weights.ranged.ranged_shard import RangedShard
 from hfshard.stores.protocols import Store, StoredObject
 
 _SAVE_KEY: Final = "hfshard_save"
@@ -150,14 +150,7 @@ def _parsed(store: Store, name: str, raw: bytes) -> CheckpointIndex | None:
 def _names_in(store: Store, found: StoredObject) -> tuple[str, ...]:
     """The names of the tensors in a file; none if it is damaged."""
     path = str(store.address.joined(found.name))
-    if found.size < LENGTH_BYTES:
+    try:
+        return tuple(RangedShard(store, found, path).header.tensors)
+    except DamagedCheckpointError:  # of others, it is not known whether it is
         return ()
-    first = bytearray(LENGTH_BYTES)
-    store.read_into(found, 0, memoryview(first))
-    length = unless_damaged(lambda: read_header_length(bytes(first), found.size, path))
-    if length is None:
-        return ()
-    raw = bytearray(length)
-    store.read_into(found, LENGTH_BYTES, memoryview(raw))
-    header = unless_damaged(lambda: parse_header(bytes(raw), found.size, path))
-    return () if header is None else tuple(header.tensors)

@@ -60,7 +60,6 @@ class CloudStore:
         self._address = address
         self._connection = connection_to(address.scheme, address.bucket)
         self._prefix = f"{address.prefix}/" if address.prefix else ""
-        self._generations: dict[str, tuple[str, str]] = {}
         self._bucket_seen = False
 
     def __repr__(self) -> str:
@@ -135,26 +134,12 @@ class CloudStore:
         """Put a small object, whole or not at all; see `Store`."""
         if isinstance(condition, Anything):
             return self._put_whole(name, memoryview(raw))
-        token = secrets.token_hex(16)
-        doubts: list[Failure] = []
         try:
-            mode = self._mode(condition)
-            return self._put(name, memoryview(raw), mode, token, doubts.append)
-        except (ChangedObjectError, MissingObjectError):
-            # The client for large bodies does not tell of what it tried again: its first try may have been done.
-            may_be_own = doubts or self._client_for(len(raw)) is self._connection.uploads
-            own = self._find_own(name, token) if may_be_own else None
-            if own is None:
-                raise StaleObjectError(
-                    f"'{self._at(name)}' is not what it was when it was looked at: somebody else was faster. Nothing "
-                    "was put.",
-                    path=self._at(name),
-                ) from None
-            return own
-        except StoreError as error:
-            if not doubts:
+            return self._put_if(name, raw, condition)
+        except StaleObjectError:
+            if condition is None or not self._has_new_generation(condition):
                 raise
-            return self._in_doubt(name, token, error)
+        return self._put_if(name, raw, condition)
 
     def open_writer(self, name: str, size: int) -> ObjectWriter:
         """Begin a large object of so many bytes; see `Store`."""
@@ -207,7 +192,7 @@ class CloudStore:
         name = meta["path"].removeprefix(self._prefix)
         etag = (meta["e_tag"] or "").strip('"')
         if meta["version"] is not None:
-            self._generations[name] = (etag, meta["version"])
+            self._connection.generations.note(meta["path"], etag, meta["version"])
         return StoredObject(name, meta["size"], etag)
 
     def _attempt(self, action: Callable[[], T], name: str, note: Callable[[Failure], None] = lambda failure: None) -> T:
@@ -282,8 +267,40 @@ class CloudStore:
         )
         etag = (result["e_tag"] or "").strip('"')
         if result["version"] is not None:
-            self._generations[name] = (etag, result["version"])
+            self._connection.generations.note(self._key(name), etag, result["version"])
         return StoredObject(name, len(raw), etag)
+
+    def _put_if(self, name: str, raw: bytes, condition: StoredObject | None) -> StoredObject:
+        token = secrets.token_hex(16)
+        doubts: list[Failure] = []
+        try:
+            mode = self._mode(condition)
+            return self._put(name, memoryview(raw), mode, token, doubts.append)
+        except (ChangedObjectError, MissingObjectError):
+            # The client for large bodies does not tell of what it tried again: its first try may have been done.
+            may_be_own = doubts or self._client_for(len(raw)) is self._connection.uploads
+            own = self._find_own(name, token) if may_be_own else None
+            if own is None:
+                raise StaleObjectError(
+                    f"'{self._at(name)}' is not what it was when it was looked at: somebody else was faster. Nothing "
+                    "was put.",
+                    path=self._at(name),
+                ) from None
+            return own
+        except StoreError as error:
+            if not doubts:
+                raise
+            return self._in_doubt(name, token, error)
+
+    def _has_new_generation(self, condition: StoredObject) -> bool:
+        """Whether an object has its bytes, but not the generation by which this process knew them."""
+        known, key = self._connection.generations, self._key(condition.name)
+        before = known.find(key, condition.etag)
+        if before is None:
+            return False
+        known.forget(key)
+        self.find(condition.name)
+        return known.find(key, condition.etag) not in (None, before)
 
     def _client_for(self, count_bytes: int) -> Client:
         """The client for a put of so many bytes."""
@@ -294,12 +311,15 @@ class CloudStore:
             return "create"
         if not self._connection.service.has_generations:
             return {"e_tag": f'"{condition.etag}"'}
-        if self._generations.get(condition.name, ("", ""))[0] != condition.etag:
-            now = self.find(condition.name)
-            if now is None or now.etag != condition.etag:
+        known = self._connection.generations
+        key = self._key(condition.name)
+        generation = known.find(key, condition.etag)
+        if generation is None:
+            self.find(condition.name)
+            generation = known.find(key, condition.etag)
+            if generation is None:
                 raise ChangedObjectError(f"'{self._at(condition.name)}' was changed meanwhile.")
-        etag, generation = self._generations[condition.name]
-        return {"e_tag": f'"{etag}"', "version": generation}
+        return {"e_tag": f'"{condition.etag}"', "version": generation}
 
     def _find_own(self, name: str, token: str) -> StoredObject | None:
         """Find an object if it is the one that was put with this token."""
@@ -330,6 +350,9 @@ class CloudStore:
             raise self._changed(source) from None
 
     def _delete(self, keys: list[str]) -> None:
+        delete_together = self._connection.delete_together
+        if len(keys) > 1 and delete_together is not None and delete_together(keys):
+            return
         try:
             self._attempt(lambda: obstore.delete(self._connection.quick, keys), "")
         except MissingObjectError:

@@ -11,13 +11,15 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from xml.sax.saxutils import escape
 
 from obstore.store import GCSStore
 
-from hfshard.errors import StoreAccessError
+from hfshard.errors import StoreAccessError, StoreError
 from hfshard.stores.objects.connection import Connection, Service, make_clients, refusal
 from hfshard.stores.objects.failures import Failure
 from hfshard.stores.objects.retrying import Patience
@@ -32,7 +34,7 @@ SERVICE: Final = Service(
     title="Google Cloud Storage",
     has_content_etags=True,
     has_generations=True,
-    deletes_together=100,
+    deletes_together=1000,
     log_in="Run 'gcloud auth application-default login', or set GOOGLE_APPLICATION_CREDENTIALS to a key file.",
     who_am_i="gcloud auth list",
     permissions="storage.objects.list, .get, .create and .delete (the role Storage Object User)",
@@ -46,7 +48,10 @@ _KNOWN_TYPES: Final = frozenset({"service_account", "authorized_user"})
 """Types of credentials that obstore reads itself."""
 _EMULATOR_TOKEN: Final = "emulator"
 """Any word will do."""
+_TOKEN_LASTS_LONGER: Final = timedelta(minutes=5)
+"""Than it is used."""
 _UPLOAD: Final = re.compile(r"<Upload>.*?</Upload>", re.DOTALL)
+_DELETED: Final = re.compile(r"<Deleted>")
 
 
 def connect(bucket: str) -> Connection:
@@ -76,8 +81,16 @@ def connect(bucket: str) -> Connection:
         address,
         allow_http=endpoint.startswith("http://"),
     )
-    sweep = _Uploads(bucket, endpoint).sweep
-    return Connection(service=SERVICE, address=address, bucket=bucket, quick=quick, uploads=uploads, sweep=sweep)
+    calls = _XmlCalls(bucket, endpoint)
+    return Connection(
+        service=SERVICE,
+        address=address,
+        bucket=bucket,
+        quick=quick,
+        uploads=uploads,
+        sweep=calls.sweep,
+        delete_together=calls.delete_together,
+    )
 
 
 def _credentials_file() -> Path | None:
@@ -114,23 +127,25 @@ def _type_of(file: Path) -> str:
     return str(kind)
 
 
-class _Uploads:
-    """The unfinished uploads of a bucket, by the two calls of the XML API that obstore lacks.
+class _XmlCalls:
+    """The calls of the XML API that obstore lacks: the unfinished uploads of a bucket, and the removal of many objects.
 
     obstore does not show the token that it gets, so they take one of Google's own library. Where that is not installed,
-    nothing is swept: the bucket's lifecycle rule AbortIncompleteMultipartUpload does it.
+    nothing is swept (the bucket's lifecycle rule AbortIncompleteMultipartUpload does it), and obstore deletes.
     """
 
     def __init__(self, bucket: str, emulator: str) -> None:
         self._bucket = bucket
         self._emulator = emulator
-        self._headers: dict[str, str] = {}
+        self._token = ""
+        self._renewed = datetime.min.replace(tzinfo=UTC)
+        """When the token is too old."""
 
     def _log_in(self) -> bool:
-        """Get a token; False: nobody can."""
+        """Get a token, unless there is one that is good for a while; False: nobody can."""
         if self._emulator:
-            token = _EMULATOR_TOKEN
-        else:
+            self._token = _EMULATOR_TOKEN
+        elif datetime.now(UTC) >= self._renewed:
             try:
                 from google.auth.exceptions import GoogleAuthError
                 from obstore.auth.google import GoogleCredentialProvider
@@ -138,13 +153,27 @@ class _Uploads:
                 _LOG.info("Unfinished uploads in gs://%s are not looked for: %s", self._bucket, error)
                 return False
             try:
-                token = str(GoogleCredentialProvider()()["token"])
+                given = GoogleCredentialProvider()()
             except GoogleAuthError as error:
                 raise StoreAccessError(
                     f"There are no credentials for gs://{self._bucket} ({type(error).__name__}). {SERVICE.log_in}"
                 ) from None
-        self._headers = {"Authorization": f"Bearer {token}"}
+            self._token = str(given["token"])
+            self._renewed = (given["expires_at"] or datetime.now(UTC)) - _TOKEN_LASTS_LONGER
         return True
+
+    def delete_together(self, keys: list[str]) -> bool:
+        """Delete at most 1,000 objects by one request; False: not all, or nobody knows."""
+        if not self._log_in():
+            return False
+        objects = "".join(f"<Object><Key>{escape(key)}</Key></Object>" for key in keys)
+        body = f"<Delete><Quiet>false</Quiet>{objects}</Delete>".encode()
+        try:
+            answer = self._ask("POST", "?delete", body)
+        except StoreError as error:
+            _LOG.info("Objects in gs://%s are deleted one by one: %s", self._bucket, error)
+            return False
+        return len(_DELETED.findall(answer)) == len(keys)
 
     def sweep(self, prefix: str, is_left: Callable[[str], bool]) -> int:
         """Abort those below a prefix whose names say that they are left over."""
@@ -172,10 +201,11 @@ class _Uploads:
         self._ask("DELETE", f"/{urllib.parse.quote(key, safe='')}?{query}")
         return 1
 
-    def _ask(self, method: str, rest: str) -> str:
+    def _ask(self, method: str, rest: str, body: bytes | None = None) -> str:
         """Send a request, again where that may help; an upload to abort may be gone."""
         url = f"{self._emulator or _ENDPOINT}/{self._bucket}{rest}"
-        request = urllib.request.Request(url, method=method, headers=self._headers)
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/xml"}
+        request = urllib.request.Request(url, body, headers, method=method)
         patience = Patience()
         while True:
             try:

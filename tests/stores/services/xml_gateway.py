@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 from tests.stores.services.upstream import Answer, ask
 
@@ -76,6 +76,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(self._pass_on(body))
         elif "uploads" in asked or "uploadId" in asked:
             self._reply(self._answer_upload(bucket, name, asked, body))
+        elif self.command == "POST" and "delete" in asked:
+            self._reply(self._delete(bucket, body))
         elif self.command == "PUT" and "x-goog-copy-source" in self.headers:
             self._reply(self._copy(bucket, name))
         elif self.command == "PUT" and name:
@@ -155,6 +157,15 @@ class _Handler(BaseHTTPRequestHandler):
         query = "" if condition is None else f"?ifGenerationMatch={condition}"
         answer = self._ask("POST", f"/storage/v1/{places[0]}/rewriteTo/{places[1]}{query}")
         return self._inserted(bucket, answer)
+
+    def _delete(self, bucket: str, body: bytes) -> Answer:
+        rows = []
+        for key in re.findall("<Key>(.*?)</Key>", body.decode()):
+            place = f"b/{quote(bucket, safe='')}/o/{quote(unescape(key), safe='')}"
+            status = self._ask("DELETE", f"/storage/v1/{place}").status
+            is_gone = status < 300 or status == 404
+            rows.append(f"<Deleted><Key>{key}</Key></Deleted>" if is_gone else f"<Error><Key>{key}</Key></Error>")
+        return _xml("DeleteResult", "".join(rows))
 
     def _answer_upload(self, bucket: str, name: str, asked: Mapping[str, str], body: bytes) -> Answer:
         uploads = self.server.uploads
