@@ -72,6 +72,8 @@ _HOMES = {
     "reshard_checkpoint": "reshard",
     "save_model": "save",
     "save_state_dict": "save",
+    "sign_checkpoint": "signing.sign",
+    "signing": "signing",
     "training": "training",
     "uninstall": "pretrained.installed.switch",
     "verify_checkpoint": "verify",
@@ -83,6 +85,7 @@ if TYPE_CHECKING:
     from hfshard import distributed as distributed
     from hfshard import errors as errors
     from hfshard import hub as hub
+    from hfshard import signing as signing
     from hfshard import training as training
     from hfshard._util.size import parse_size as parse_size
     from hfshard.errors import HfshardError as HfshardError
@@ -98,6 +101,7 @@ if TYPE_CHECKING:
     from hfshard.reshard import reshard_checkpoint as reshard_checkpoint
     from hfshard.save import save_model as save_model
     from hfshard.save import save_state_dict as save_state_dict
+    from hfshard.signing.sign import sign_checkpoint as sign_checkpoint
     from hfshard.storage.checkpoint.report import Problem as Problem
     from hfshard.storage.checkpoint.report import VerifyReport as VerifyReport
     from hfshard.storage.format.index import CheckpointIndex as CheckpointIndex

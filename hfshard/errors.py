@@ -34,6 +34,7 @@ HfshardError
 ├── DamagedCheckpointError (ValueError)        a file is not valid
 │   ├── MissingShardError (FileNotFoundError)  a file that the index names is missing
 │   └── IntegrityError                         the bytes are not those that were saved
+├── SignatureError (ValueError)                not signed by whom it must be, or changed since
 ├── UnsafePathError (ValueError)               a name that leaves the checkpoint's directory
 ├── UnsafePickleError (ValueError)             a pickle that asks for more than tensors
 ├── RankFailedError (RuntimeError)             another rank failed, died, hangs or can't be reached
@@ -262,6 +263,10 @@ class MissingShardError(DamagedCheckpointError, FileNotFoundError):
 
 class IntegrityError(DamagedCheckpointError):
     """The bytes of a file are not those that were saved."""
+
+
+class SignatureError(HfshardError, ValueError):
+    """A checkpoint is not signed by whom it must be, or a file is not as it was signed; or it can't be signed."""
 
 
 class UnsafePathError(HfshardError, ValueError):

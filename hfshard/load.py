@@ -27,6 +27,8 @@ from hfshard.loading.options import LoadOptions, checked_device
 from hfshard.loading.reading import files_holding, read_tensors
 from hfshard.loading.source import CheckpointSource, open_source_by_ranges, with_checkpoint
 from hfshard.pretrained.request import is_plain_class
+from hfshard.signing.check import required_signature
+from hfshard.signing.signed_by import SignedBy
 from hfshard.state_dicts.keys import KeySelection
 from hfshard.storage.checkpoint.checkpoint import FilesOf, Verify
 from hfshard.storage.weights.tensor_reader import ReadMode
@@ -48,6 +50,7 @@ def load_state_dict(
     variant: str | None = None,
     use_safetensors: bool | None = None,
     verify: Verify = "structure",
+    public_key: str | os.PathLike[str] | SignedBy | None = None,
     subfolder: str = "",
     revision: str | None = None,
     token: str | bool | None = None,
@@ -77,6 +80,9 @@ def load_state_dict(
         verify: "none": only what reading needs; "structure": names, sizes, headers and fingerprints; "full" (or
             "sha256"): every byte against its checksum, which hfshard writes, and torch.save since 1.6; files
             without one are refused. What is read from a store is compared, tensor by tensor, at every level but "none".
+        public_key: The file of a public key, or a `hfshard.signing.SignedBy`: its holder must have signed every file
+            that is read (`model.sig`, of `sign_checkpoint` or OpenSSF Model Signing). Every byte of the weights is
+            hashed, whatever `verify` says. Not for what is in a store, nor with `ranges`.
         disable_mmap: As in transformers: True is read="pread".
         read: "auto": on the CPU the tensors are mapped (a page is read when it is touched), and what is not in the page
             cache is read ahead; for a GPU, and from network file systems, several threads read them at once. "mmap" or
@@ -94,6 +100,7 @@ def load_state_dict(
         CheckpointNotFoundError: There are no weights.
         AmbiguousWeightsError: A file of torch.save holds several sets of weights, and `key` does not say which.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before any tensor is returned.
+        SignatureError: There is no such signature; or a file differs, is missing, or was added. Nothing was returned.
         CheckpointChangedError: It kept being replaced in a store.
         StoreError: The store refuses, or can't be reached.
         StateDictMismatchError: `keys` or `like` names something that is not there; or it is there in another shape than
@@ -112,6 +119,9 @@ def load_state_dict(
             raise InvalidArgumentError("like= can't be combined with keys= or ranges=True: it says what is loaded.")
     if ranges and key is not None:
         raise InvalidArgumentError("key= can't be combined with ranges=True: it is for one file of torch.save.")
+    signature = required_signature(public_key)
+    if ranges and signature is not None:
+        raise InvalidArgumentError("public_key can't be combined with ranges=True: a signature is over whole files.")
     query = CheckpointQuery(
         variant=variant,
         use_safetensors=use_safetensors,
@@ -121,8 +131,11 @@ def load_state_dict(
         cache_dir=cache_dir,
         local_files_only=local_files_only,
         files_of=_files_of(keys, like),
+        needs_companions=signature is not None,
     )
-    options = LoadOptions(verify=verify, read=read, disable_mmap=disable_mmap, progress=progress, key=key)
+    options = LoadOptions(
+        verify=verify, read=read, disable_mmap=disable_mmap, progress=progress, key=key, signature=signature
+    )
     source = CheckpointSource(path_text(path), query, takes_files=True)
     if like is not None:
         return load_like(source, like, device, options)
@@ -141,6 +154,7 @@ def load_model(
     key: str | None = None,
     strict: bool | None = None,
     verify: Verify = "structure",
+    public_key: str | os.PathLike[str] | SignedBy | None = None,
     read: ReadMode = "auto",
     progress: bool | None = None,
     output_loading_info: bool = False,
@@ -161,7 +175,8 @@ def load_model(
         strict: For a module, True (the default) refuses missing and unexpected names, False ignores them; shapes must
             agree, and at least one name must. For a class, None does as transformers, True refuses any difference.
             Two different tensors that a module ties are refused in any case; a class unties them, as transformers does.
-        verify, read: As in `load_state_dict`.
+        verify, public_key, read: As in `load_state_dict`. With a key, code and config of the checkpoint must be signed
+            too, and are compared before they are read.
         progress: As in `load_state_dict`.
         output_loading_info: Return (model, {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"}).
         parallelize: For a class: a function that spreads the model over ranks (`fully_shard` ...) and returns it. It is
@@ -190,8 +205,16 @@ def load_model(
                 f"output_loading_info and key are not for {model.__name__}, a plain module: build it, and load the "
                 "weights into it, hfshard.load_model(module, path)."
             )
-        given = {"strict": strict, "verify": verify, "read": read, "progress": progress, "parallelize": parallelize}
+        given = {
+            "strict": strict,
+            "verify": verify,
+            "public_key": public_key,
+            "read": read,
+            "progress": progress,
+            "parallelize": parallelize,
+        }
         return model.from_pretrained(path, *model_args, **given, **kwargs)
+    signature = required_signature(public_key)
     if not isinstance(model, nn.Module):
         from hfshard.pretrained.build import load_class
 
@@ -203,11 +226,12 @@ def load_model(
             progress=progress,
             parallelize=parallelize,
             key=key,
+            signature=signature,
         )
         if output_loading_info:  # some classes look whether the argument is there, not whether it is true
             kwargs["output_loading_info"] = True
         return load_class(model, path, model_args, kwargs, options)
-    options = LoadOptions(strict=strict, verify=verify, read=read, progress=progress, key=key)
+    options = LoadOptions(strict=strict, verify=verify, read=read, progress=progress, key=key, signature=signature)
     if parallelize is not None:
         raise InvalidArgumentError(
             "parallelize is for a model class. Call the function with the module first: "
@@ -216,7 +240,8 @@ def load_model(
     if model_args:
         raise InvalidArgumentError("Positional arguments after the path are for a model class, not for a module.")
     refuse_unknown(kwargs, _QUERY_ARGUMENTS, "load_model")
-    source = CheckpointSource(path_text(path), CheckpointQuery(**kwargs), takes_files=True)
+    query = CheckpointQuery(**kwargs, needs_companions=signature is not None)
+    source = CheckpointSource(path_text(path), query, takes_files=True)
     info = _load_module(model, source, options)
     return (model, info) if output_loading_info else model
 

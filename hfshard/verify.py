@@ -10,9 +10,12 @@ from hfshard._util.arguments import check_texts
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
 from hfshard.hub.address import directory_of
+from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.directory.report import verify_hub
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource
+from hfshard.signing.report import refuse_address, with_signature
+from hfshard.signing.signed_by import SignedBy
 from hfshard.storage.checkpoint.locate import split_weights_path
 from hfshard.storage.checkpoint.report import VerifyReport
 from hfshard.storage.checkpoint.verifier import verify_directory
@@ -27,6 +30,7 @@ def verify_checkpoint(
     variant: str | None = None,
     subfolder: str = "",
     level: Literal["structure", "full"] = "full",
+    public_key: str | os.PathLike[str] | SignedBy | None = None,
     progress: bool | None = None,
 ) -> VerifyReport:
     """Check a checkpoint in a directory or a store, and report each file and tensor that is damaged.
@@ -42,6 +46,9 @@ def verify_checkpoint(
         level: "structure": names, sizes, headers and, of a directory, fingerprints; "full": the checksum of every file
             too. Safetensors files that hfshard did not write have none: that is a warning. Of .bin files, those in the
             zip are compared.
+        public_key: The file of a public key, or a `hfshard.signing.SignedBy`: its holder must have signed every file of
+            the directory (`model.sig`); what differs, is missing or was added is in the report. None: signatures are
+            not looked at.
         progress: Whether to show a bar on stderr; None: only on a terminal.
 
     Returns:
@@ -51,22 +58,41 @@ def verify_checkpoint(
         CheckpointNotFoundError: There is no such directory, or it holds no weights.
         CheckpointChangedError: It kept being replaced in a store.
         StoreError: The store refuses, or can't be reached.
-        InvalidArgumentError: `level` has another value, or the path is a file that is no checkpoint.
+        InvalidArgumentError: `level` has another value, or the path is a file that is no checkpoint; or `public_key`
+            is none, or is given for what is in a store, or model-signing is not installed.
 
     Example:
         report = hfshard.verify_checkpoint("out")
         assert report.ok, report.problems
     """
     check_texts(subfolder=subfolder or None)
+    signed_by = SignedBy.of(public_key)
+    if signed_by is None:
+        return _verify(path, variant, subfolder, level, progress)[0]
+    refuse_address(os.fspath(path))
+    report, directory = _verify(path, variant, subfolder, level, progress)
+    return with_signature(report, signed_by, directory, subfolder, level=level, progress=progress)
+
+
+def _verify(
+    path: str | os.PathLike[str],
+    variant: str | None,
+    subfolder: str,
+    level: Literal["structure", "full"],
+    progress: bool | None,
+) -> tuple[VerifyReport, str]:
+    """Check what was saved; and tell where it is."""
     if is_address(path):
         query = CheckpointQuery(variant=variant, subfolder=subfolder)
         local = CheckpointSource(str(path), query, takes_files=True).find_local()
         assert local is not None and local.folder is not None
-        return verify_directory(local.folder, WeightNames(variant), level, progress, local.weights_name)
+        report = verify_directory(local.folder, WeightNames(variant), level, progress, local.weights_name)
+        return report, local.folder.path
     directory = absolute_path(directory_of(path) or path)
     if has_hub_marker(directory):
-        return verify_hub(directory, WeightNames(variant), subfolder=subfolder, level=level, progress=progress)
+        report = verify_hub(directory, WeightNames(variant), subfolder=subfolder, level=level, progress=progress)
+        return report, os.path.join(DirectoryHub.open(directory).snapshot(None), *subfolder.strip("/").split("/"))
     if subfolder:
         directory = os.path.join(directory, subfolder)
     directory, weights_name = split_weights_path(directory)
-    return verify_directory(directory, WeightNames(variant), level, progress, weights_name)
+    return verify_directory(directory, WeightNames(variant), level, progress, weights_name), directory

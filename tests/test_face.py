@@ -14,10 +14,11 @@ import hfshard
 import hfshard.distributed
 import hfshard.errors
 import hfshard.hub
+import hfshard.signing
 import hfshard.training
 from tests import REPOSITORY
 
-PACKAGES = (hfshard, hfshard.distributed, hfshard.hub, hfshard.training)
+PACKAGES = (hfshard, hfshard.distributed, hfshard.hub, hfshard.signing, hfshard.training)
 
 
 def homes_of(package: ModuleType) -> dict[str, str]:
@@ -102,6 +103,8 @@ def test_public_names_are_those_of_the_design() -> None:
         "reshard_checkpoint",
         "save_model",
         "save_state_dict",
+        "sign_checkpoint",
+        "signing",
         "training",
         "uninstall",
         "verify_checkpoint",

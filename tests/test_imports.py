@@ -29,7 +29,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "hub state_dicts",
         "planning",
         "saving loading",
-        "distributed",
+        "distributed signing",
         "pretrained resharding",
         "modules transfer",
         "save load verify reshard",
@@ -120,6 +120,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "resharding": ("beside checks in_place request", "reshard"),
     "saving": ("linking options stores", "writing", "request", "prepare", "in_memory to_store", "to_directory"),
     "saving.stores": ("own_puts turn upload", "store_state", "transaction"),
+    "signing": ("files signed_by upstream", "check sign", "report"),
     "state_dicts": ("dtensors keys offloaded wrappers", "tied", "overlap state_dict"),
     "storage": ("tensors", "format", "disk", "weights", "checkpoint commit"),
     "storage.checkpoint": ("folder report", "checks locate", "open_files", "checkpoint", "raw_tensors verifier"),
@@ -268,6 +269,7 @@ FOREIGN = {
     "botocore": {"stores"},
     "google": {"stores"},
     "hf_xet": {"stores"},
+    "model_signing": {"signing"},
 }
 
 

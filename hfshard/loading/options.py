@@ -4,14 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from hfshard._util.arguments import check_texts
 from hfshard.errors import InvalidArgumentError
-from hfshard.storage.checkpoint.checkpoint import Verify, check_verify_level
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify, check_verify_level
 from hfshard.storage.weights.tensor_reader import ReadMode, check_read_mode
+
+
+class SignedFiles(Protocol):
+    """The files of a directory, and a signature over them that was checked."""
+
+    def check_all(self, progress: bool | None = None) -> None:
+        """Compare every file."""
+
+    def check_opened(self, checkpoint: OpenCheckpoint, progress: bool | None = None) -> None:
+        """Compare the files of weights that are open."""
+
+    def confirm(self) -> None:
+        """Look once more at the files that were compared by their names."""
+
+
+class SignatureDemand(Protocol):
+    """What a load asks for that must be signed (`hfshard.signing`)."""
+
+    def find(self, directory: str, subfolder: str = "", *, has_code: bool = False) -> SignedFiles:
+        """Check the signature, and all files that a load reads beside the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +56,9 @@ class LoadOptions:
     """A bar on stderr; None: on a terminal."""
     key: str | None = None
     """Of a file of torch.save: the key under which it has the weights; None: there must be only one candidate."""
+    signature: SignatureDemand | None = None
+    """By whom every file must be signed that is read; None: nobody need sign. Then every byte of the weights is hashed,
+    and `verify` need not ask for it."""
     parallelize: Callable[[Any], Any] | None = None
     """Spreads a model of transformers over ranks, before it has data; each rank then reads its parts."""
 
@@ -43,6 +66,8 @@ class LoadOptions:
         """Check every value."""
         check_verify_level(self.verify)
         check_texts(key=self.key)
+        if self.signature is not None:
+            object.__setattr__(self, "is_lenient", False)  # nothing is left to who does not check it
         object.__setattr__(self, "read", check_read_mode(self.read, disable_mmap=self.disable_mmap))
 
 

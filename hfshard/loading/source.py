@@ -25,7 +25,7 @@ from hfshard.errors import (
 )
 from hfshard.hub.address import directory_of
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.options import LoadOptions
+from hfshard.loading.options import LoadOptions, SignedFiles
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.checks import check_small_file
 from hfshard.storage.checkpoint.folder import FAR_TRIES, RangedFolder
@@ -172,7 +172,8 @@ def open_source(
     """
     local = local or source.find_local() or source.fetch(options.progress)
     query = source.query
-    is_hashed = options.verify in ("full", "sha256") and local.folder is None
+    signed = signed_files(local, source, options)
+    is_hashed = options.verify in ("full", "sha256") and local.folder is None and signed is None
     total = weights_bytes(local.directory, (SAFETENSORS_SUFFIX,)) if is_hashed else 0
     with (
         bytes_bar("Verifying", total, options.progress if total else False) as progress_callback,
@@ -180,20 +181,42 @@ def open_source(
             local.directory if local.folder is None else local.folder,
             variant=query.variant,
             use_safetensors=query.use_safetensors,
-            verify=options.verify,
+            verify=options.verify if signed is None else "none",  # the signature says all that would be compared
             progress_callback=progress_callback,
             files_of=query.files_of,
             weights_name=local.weights_name,
             key=options.key,
-            check_beside=check_beside,
+            check_beside=check_beside and signed is None,
         ) as checkpoint,
     ):
         checkpoint.progress = options.progress
+        if signed is not None:
+            signed.check_opened(checkpoint, options.progress)
         if options.verify == "structure":
             _warn_of_edited_files(checkpoint)
         if local.skeleton is not None:
             local.skeleton.refresh()
         yield checkpoint
+        if signed is not None:
+            signed.confirm()
+
+
+def signed_files(local: LocalCheckpoint, source: CheckpointSource, options: LoadOptions) -> SignedFiles | None:
+    """Check the signature that a load asks for, and the files that it reads beside the weights; None: it asks for none.
+
+    Raises:
+        SignatureError: There is no such signature, or a file differs, is missing, or was added.
+        InvalidArgumentError: The checkpoint is in a store.
+    """
+    if options.signature is None:
+        return None
+    if local.folder is not None:
+        raise InvalidArgumentError(
+            f"'{local.folder.path}' is in a store, and a signature is checked over files on a disk. Bring them there: "
+            f"hfshard pull {local.folder.path} DIR",
+            path=local.folder.path,
+        )
+    return options.signature.find(local.directory, source.query.subfolder, has_code=source.query.needs_code)
 
 
 def with_checkpoint(

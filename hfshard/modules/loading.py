@@ -25,6 +25,7 @@ from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions, checked_device
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source
 from hfshard.modules.upstream import constructor_names
+from hfshard.signing.check import required_signature
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.locate import read_config
 from hfshard.storage.disk.hub_place import has_hub_marker
@@ -170,8 +171,9 @@ def _split(
     defaults = LoadOptions()
     ours = {name: value for name, value in own.items() if name == "strict" or name not in names}
     rest = dict(kwargs)
-    rest |= {name: own[name] for name in own.keys() - ours.keys() if own[name] != getattr(defaults, name)}
-    options = LoadOptions(**ours)
+    rest |= {name: own[name] for name in own.keys() - ours.keys() if own[name] != getattr(defaults, name, None)}
+    signature = required_signature(ours.pop("public_key", None))
+    options = LoadOptions(**ours, signature=signature)
     if options.parallelize is not None:
         raise InvalidArgumentError(
             "parallelize is for models of transformers. Build the module, spread it, and load the weights into it: "
@@ -181,7 +183,7 @@ def _split(
         rest["strict"] = options.strict
     chosen = {name: rest.pop(name) for name in _WHICH if name in rest and name not in names}
     hub = {name: rest[name] for name in _HUB_ARGUMENTS if name in rest}
-    return options, CheckpointQuery(**chosen, **hub), rest
+    return options, CheckpointQuery(**chosen, **hub, needs_companions=signature is not None), rest
 
 
 def _build_by_override(
@@ -196,6 +198,11 @@ def _build_by_override(
         local = source.fetch(options.progress)
         place = local.directory if is_far else local.path
         call.far = (source, local) if is_far else None
+    if options.signature is not None:
+        raise InvalidArgumentError(
+            f"{call.model_class.__name__} has a _from_pretrained of its own, which may read any file: public_key can't "
+            "hold it to a signature. Run hfshard verify PATH --public-key KEY first, and leave it out."
+        )
     for _ in range(CHANGED_RETRIES):
         call.config = _config_in(os.fspath(place))
         try:

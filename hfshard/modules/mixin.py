@@ -22,6 +22,8 @@ from hfshard.modules.upstream import is_overridden, refuse_other_model
 from hfshard.planning.plan import Packing
 from hfshard.pretrained.request import below_mixin, is_pretrained_class
 from hfshard.saving.options import SaveOptions
+from hfshard.signing.check import required_signature
+from hfshard.signing.signed_by import SignedBy
 from hfshard.storage.checkpoint.checkpoint import Verify
 from hfshard.storage.format.integrity import Checksum
 from hfshard.storage.weights.tensor_reader import ReadMode
@@ -234,6 +236,7 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         *model_args: Any,
         strict: bool | None = None,
         verify: Verify = "structure",
+        public_key: str | os.PathLike[str] | SignedBy | None = None,
         read: ReadMode = "auto",
         progress: bool | None = None,
         parallelize: Callable[[Any], Any] | None = None,
@@ -248,6 +251,8 @@ class ShardedModelMixin(PyTorchModelHubMixin):
             strict: True refuses missing, unexpected and mismatched names; None reports them, as transformers does.
                 It is an error in either case if no name fits, or, for a plain module, if a shape differs.
             verify: "none"; "structure" (names, sizes, headers, fingerprints); "full" or "sha256" (every byte).
+            public_key: The file of a public key, or a `hfshard.signing.SignedBy`: its holder must have signed every
+                file that is read, code and config too (see `load_state_dict`).
             read: "auto", "mmap" or "pread": how the bytes come into memory (see `load_state_dict`).
             progress: Whether to show a bar on stderr while checksums are computed; None: only on a terminal.
             parallelize: A function that spreads the model over ranks (`fully_shard`, `parallelize_module` ...) and
@@ -258,15 +263,17 @@ class ShardedModelMixin(PyTorchModelHubMixin):
             kwargs: Everything that transformers' `from_pretrained` takes, and an override of the class. For a plain
                 module: revision, token, cache_dir, local_files_only, force_download, variant, subfolder, map_location,
                 and arguments of the constructor in place of those in config.json. Where the constructor has one of
-                the names verify, read, progress, parallelize, variant or subfolder, it gets the value.
+                the names verify, public_key, read, progress, parallelize, variant or subfolder, it gets the value.
 
         Returns:
             The model, in evaluation mode; with `output_loading_info=True`, (model, info).
 
         Raises:
             CheckpointNotFoundError, DamagedCheckpointError, UnsafePathError, UnsafePickleError: Before it is built.
+            SignatureError: As in `load_state_dict`; no code of the checkpoint was run.
             RankFailedError: Another rank refused, failed, died, or did not come.
-            InvalidArgumentError: `strict` or `verify` asks for a check, and an override builds the model by itself.
+            InvalidArgumentError: `strict`, `verify` or `public_key` asks for a check, and an override builds the model
+                by itself.
             StateDictMismatchError: No name fits, or `strict` and something differs.
 
         Example:
@@ -276,11 +283,12 @@ class ShardedModelMixin(PyTorchModelHubMixin):
         if not is_pretrained_class(cls):
             refuse_other_model(cls, ShardedModelMixin)
             is_own = is_overridden(cls, "_from_pretrained", ShardedModelMixin)
-            own["strict"] = strict
+            own |= {"strict": strict, "public_key": public_key}
             path = pretrained_model_name_or_path
             return load_plain(cls, super(), path, model_args, kwargs, own, is_overridden=is_own)
         from hfshard.pretrained.build import load_through
 
+        own["signature"] = required_signature(public_key)
         options = LoadOptions(strict=strict, disable_mmap=kwargs.get("disable_mmap"), **own)
         start = below_mixin(cls)
         return load_through(start, cls, pretrained_model_name_or_path, model_args, kwargs, options)  # type: ignore[arg-type]

@@ -74,8 +74,8 @@ def source_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
 
 
-def source_of(name: str, kwargs: Mapping[str, Any]) -> CheckpointSource:
-    """Make the source that these arguments describe."""
+def source_of(name: str, kwargs: Mapping[str, Any], *, needs_companions: bool = False) -> CheckpointSource:
+    """Make the source that these arguments describe; with all files beside the weights, where they are needed."""
     query = CheckpointQuery(
         subfolder=kwargs.get("subfolder") or "",
         variant=kwargs.get("variant"),
@@ -87,6 +87,7 @@ def source_of(name: str, kwargs: Mapping[str, Any]) -> CheckpointSource:
         force_download=bool(kwargs.get("force_download")),
         needs_code=bool(kwargs.get("trust_remote_code")),
         accepts_adapter=bool(is_peft_available()),
+        needs_companions=needs_companions,
     )
     return CheckpointSource(name, query, takes_files=True)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from hfshard.errors import (
 )
 from hfshard.hub.address import directory_of
 from hfshard.loading.options import LoadOptions
-from hfshard.loading.source import CheckpointSource, LocalCheckpoint
+from hfshard.loading.source import CheckpointSource, LocalCheckpoint, signed_files
 from hfshard.pretrained.arguments import (
     class_of_auto,
     config_of,
@@ -72,11 +72,16 @@ def load_class(
     _refuse_other_class(model_class)
     name = path_text(path, "pretrained_model_name_or_path")
     with load_on_ranks(options, kwargs):
-        local = current_agreement().fetch(source_of(name, kwargs), options.progress)
+        source = source_of(name, kwargs, needs_companions=options.signature is not None)
+        local = current_agreement().fetch(source, options.progress)
+        _check_signature(
+            local, source, kwargs, options
+        )  # before the code of the checkpoint runs, or its config is read
         if local.weights_name is None and is_adapter(local.directory):  # its base may be another repo
             if local.folder is not None:
                 raise _needs_disk(local.folder.path, "an adapter")
-            return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
+            with _all_signed(local, source, options):
+                return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
         refuse_file_without_config(local, kwargs)
         before = read_config(local.directory)
         concrete, kwargs = class_of_auto(model_class, local, pin_to_commit(kwargs, local))
@@ -155,14 +160,15 @@ def load_through(
         built = run_chain(call, start, shown, *model_args, **kwargs)
     if not call.answers and _asks_for_checks(options):
         raise InvalidArgumentError(
-            f"{model_class.__name__}.from_pretrained built the model without transformers' loader, so that strict and "
-            "verify had no effect, nor parallelize. Leave them out."
+            f"{model_class.__name__}.from_pretrained built the model without transformers' loader, so that strict, "
+            "verify and public_key had no effect, nor parallelize. Leave them out."
         )
     return built
 
 
 def _asks_for_checks(options: LoadOptions) -> bool:
-    return options.strict is not None or options.verify != LoadOptions().verify or options.parallelize is not None
+    is_checked = options.verify != LoadOptions().verify or options.signature is not None
+    return options.strict is not None or is_checked or options.parallelize is not None
 
 
 def _path_for_override(path: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -213,14 +219,17 @@ def _build(
     if options.parallelize is not None:
         _refuse_beside_parallelize(path, kwargs)
     if path is None or kwargs.get("state_dict") is not None or kwargs.get("gguf_file") is not None:
+        if options.signature is not None:
+            raise InvalidArgumentError("public_key is for the files of a path: leave out state_dict and gguf_file.")
         return build(path, *model_args, **kwargs)
     if cast(Any, model_class).config_class is None and not isinstance(kwargs.get("config"), PreTrainedConfig):
         return build(path, *model_args, **kwargs)  # which says that it must be given
     agreement = current_agreement()
     try:
         name = path_text(path, "pretrained_model_name_or_path")
-        source = source_of(name, kwargs)
+        source = source_of(name, kwargs, needs_companions=options.signature is not None)
         local = local or agreement.fetch(source, options.progress)
+        _check_signature(local, source, kwargs, options)
         refuse_file_without_config(local, kwargs)
     except (InvalidArgumentError, CheckpointNotFoundError, HubError):
         if not options.is_lenient or is_address(path):
@@ -303,7 +312,33 @@ def _check_then_delegate(
             agreement.confirm(checkpoint, read_config(local.directory))
     except CheckpointNotFoundError:
         logger.debug("'%s' holds no weights that hfshard knows; transformers looks for others.", local.directory)
-    return build(local.path, *model_args, **kwargs)
+    with _all_signed(local, source, options):
+        return build(local.path, *model_args, **kwargs)
+
+
+def _check_signature(
+    local: LocalCheckpoint, source: CheckpointSource, kwargs: Mapping[str, Any], options: LoadOptions
+) -> None:
+    """Check the signature that is asked for, and config and code, before anything looks at them.
+
+    Raises:
+        InvalidArgumentError: The code is to be that of another revision.
+        Everything that `signed_files` raises.
+    """
+    if options.signature is not None and kwargs.get("code_revision") is not None:
+        raise InvalidArgumentError("public_key is for one revision, and code_revision names another. Leave one out.")
+    signed_files(local, source, options)
+
+
+@contextmanager
+def _all_signed(local: LocalCheckpoint, source: CheckpointSource, options: LoadOptions) -> Iterator[None]:
+    """Compare every file with what was signed, before others read them by their names; and look again afterwards."""
+    signed = signed_files(local, source, options)
+    if signed is not None:
+        signed.check_all(options.progress)
+    yield
+    if signed is not None:
+        signed.confirm()
 
 
 def _refuse_full_pickle(checkpoint: OpenCheckpoint, kwargs: Mapping[str, Any]) -> None:

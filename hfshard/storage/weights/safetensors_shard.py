@@ -161,7 +161,9 @@ class SafetensorsShard(ABC):
                 progress_callback(len(block))
         return hasher.hexdigest()
 
-    def checked_sha256(self, recorded: FileDigest) -> str:
+    def checked_sha256(
+        self, recorded: FileDigest, progress_callback: ProgressCallback | None = None, *, keep_cached: bool = False
+    ) -> str:
         """Compute the sha256 of the file's bytes, and compare its recorded checksum in the same pass.
 
         The two differ for a single file, which holds its own checksum: that one is computed with zeros in its place
@@ -176,10 +178,12 @@ class SafetensorsShard(ABC):
         stated_hasher = HASHERS[kind]() if expected is not None else None
         if stated_hasher is not None:
             stated_hasher.update(self._blank_header())
-        for block in self._data():
+        for block in self._data(keep_cached=keep_cached):
             plain.update(block)
             if stated_hasher is not None:
                 stated_hasher.update(block)
+            if progress_callback is not None:
+                progress_callback(len(block))
         if stated_hasher is not None and (found := stated_hasher.hexdigest()) != expected:
             raise self._differs(kind, expected, found, self.damaged_tensors(recorded))
         return plain.hexdigest()

@@ -1,0 +1,20 @@
+"""Signatures of checkpoints in the format of OpenSSF Model Signing: made, checked, and demanded by loads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hfshard._util.importing.lazy import lazy_exports
+
+_HOMES = {
+    "SignResult": "sign",
+    "SignedBy": "signed_by",
+}
+
+__all__ = sorted(_HOMES)
+
+if TYPE_CHECKING:
+    from hfshard.signing.sign import SignResult as SignResult
+    from hfshard.signing.signed_by import SignedBy as SignedBy
+else:
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

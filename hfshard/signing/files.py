@@ -1,0 +1,112 @@
+"""The files of a directory as a signature lists them, and their sha256."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+
+from hfshard._util.progress import ProgressCallback
+from hfshard._util.threads import cancellable, in_threads
+from hfshard.constants import COPY_BYTES, FILES_AT_ONCE, SIGNATURE_NAME
+from hfshard.errors import SignatureError
+from hfshard.storage.disk.safe_open import open_regular
+
+NEVER_SIGNED: Final = (SIGNATURE_NAME, ".cache", ".git", ".gitattributes", ".github", ".gitignore")
+"""At the top of the directory: the signature, git's files, which model-signing leaves out too, and what huggingface_hub
+and hfshard keep there."""
+
+_DEBRIS: Final = frozenset({"__pycache__", ".DS_Store"})
+"""What is made by looking at a directory, wherever it is; a push leaves it out."""
+
+SeenFile = tuple[int, int, int, int, int]
+"""Device, inode, size, and the times (ns) of the last change of the bytes, and of anything about the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What lies below a directory."""
+
+    names: tuple[str, ...]
+    """Paths of files, links included, in order."""
+    left_out: tuple[str, ...]
+    """Paths that no signature covers."""
+
+
+def list_files(directory: str) -> Listing:
+    """List the files below a directory that a signature covers.
+
+    Raises:
+        SignatureError: One is neither a file nor a link to one, or its name is not UTF-8.
+    """
+    names: list[str] = []
+    left_out = set(NEVER_SIGNED)
+    for above, folders, files in os.walk(directory):
+        below = os.path.relpath(above, directory)
+        place = "" if below == os.curdir else f"{below}/"
+        left_out |= {place + name for name in (*folders, *files) if name in _DEBRIS}
+        names += [place + name for name in files if place + name not in left_out]
+        names += [place + name for name in folders if os.path.islink(os.path.join(above, name))]
+        folders[:] = [name for name in folders if place + name not in left_out]
+    for name in names:
+        path = os.path.join(directory, name)
+        if not os.path.isfile(path):
+            raise SignatureError(
+                f"'{path}' is a broken link, a link to a folder, a pipe or a device, which no signature can cover. "
+                "Remove it, or put a file in its place.",
+                path=path,
+            )
+        if not name.isprintable():
+            raise SignatureError(f"The name of {path!r} can't be printed. Rename the file.", path=path)
+    return Listing(tuple(sorted(names)), tuple(sorted(left_out)))
+
+
+def hash_files(
+    directory: str, names: Collection[str], progress_callback: ProgressCallback | None = None
+) -> dict[str, tuple[str, SeenFile]]:
+    """Compute the sha256 of files, several at once.
+
+    Args:
+        directory: Theirs.
+        names: Paths in it.
+        progress_callback: Called with the number of bytes of each block.
+
+    Returns:
+        Path -> sha256 in hex, and what tells the file from another that takes its place.
+
+    Raises:
+        MissingShardError, UnsafePathError, DamagedCheckpointError: One is not there, or is no file of the directory.
+    """
+    hashed = in_threads(
+        lambda name, cancelled: _hash_file(directory, name, cancellable(progress_callback, cancelled)),
+        names,
+        FILES_AT_ONCE,
+    )
+    return dict(zip(names, hashed, strict=True))
+
+
+def seen_file(path: str) -> SeenFile | None:
+    """What tells a file from another that takes its place; None where there is none."""
+    try:
+        return _seen(os.stat(path))
+    except OSError:
+        return None
+
+
+def _hash_file(directory: str, name: str, progress_callback: ProgressCallback) -> tuple[str, SeenFile]:
+    fd = open_regular(os.path.join(directory, name), directory)
+    try:
+        hasher = hashlib.sha256()
+        seen = _seen(os.fstat(fd))
+        while block := os.read(fd, COPY_BYTES):
+            hasher.update(block)
+            progress_callback(len(block))
+        return hasher.hexdigest(), seen
+    finally:
+        os.close(fd)
+
+
+def _seen(status: os.stat_result) -> SeenFile:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -1,0 +1,101 @@
+"""What differs from what was signed, added to the report of a check."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import replace
+
+from hfshard._util.addresses import is_address
+from hfshard._util.progress import bytes_bar
+from hfshard.constants import MAX_INDEX_BYTES, WEIGHTS_SUFFIXES
+from hfshard.errors import HfshardError, InvalidArgumentError
+from hfshard.signing.check import RequiredSignature, SignedPlace
+from hfshard.signing.signed_by import SignedBy
+from hfshard.storage.checkpoint.report import Problem, VerifyReport
+from hfshard.storage.disk.safe_open import read_small
+from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.format.names import INDEX_FILE
+
+
+def with_signature(
+    report: VerifyReport, by: SignedBy, directory: str, subfolder: str = "", *, level: str, progress: bool | None
+) -> VerifyReport:
+    """Add to a report what is wrong with the signature of a directory, and which files differ from it.
+
+    Shards whose recorded sha256 was compared with their bytes for the report are not read again.
+
+    Args:
+        report: Of the checkpoint there.
+        by: Who must have signed.
+        directory: With the subfolder.
+        subfolder: The end of that path; see `RequiredSignature.find`.
+        level: "full"; or "structure": weights are not read, only what is recorded of them is compared.
+        progress: Whether to show a bar.
+    """
+    try:
+        place = RequiredSignature(by).find_all(directory, subfolder)
+        names, errors = place.compare_names()
+        recorded = _recorded(place, names) if place.manifest.is_plain else {}
+        damaged = {os.path.realpath(problem.file) for problem in report.problems}
+        compared = {os.path.normpath(os.path.join(report.directory, name)) for name in report.files}
+        known = {
+            name: digest
+            for name, digest in recorded.items()
+            if level == "structure" or os.path.normpath(os.path.join(place.root, name)) in compared
+            if os.path.realpath(os.path.join(place.root, name)) not in damaged
+        }
+        errors += [
+            place.differs(name) for name, digest in known.items() if place.manifest.digests[name] != {name: digest}
+        ]
+        left = [name for name in sorted(names - known.keys()) if level == "full" or not name.endswith(WEIGHTS_SUFFIXES)]
+        total = sum(os.path.getsize(os.path.join(place.root, name)) for name in left)
+        with bytes_bar("Verifying", total, progress) as progress_callback:
+            hashed = place.hashed(left, progress_callback)
+        errors += [place.differs(name) for name in left if hashed[name][0] != place.manifest.digests[name]]
+    except HfshardError as error:
+        if isinstance(error, InvalidArgumentError):
+            raise
+        return _with_problems(report, [error])
+    unread = len(names) - len(known) - len(left)
+    warnings = [f"{unread} signed files of weights were not compared: level='full' reads them."] if unread else []
+    files = tuple(dict.fromkeys((*report.files, *sorted(names))))
+    report = replace(report, files=files, warnings=(*report.warnings, *warnings))
+    return replace(_with_problems(report, errors), checked_bytes=report.checked_bytes + total)
+
+
+def refuse_address(path: str) -> None:
+    """Refuse a place in a store, whose files are not read as a whole.
+
+    Raises:
+        InvalidArgumentError: It is one.
+    """
+    if is_address(path):
+        raise InvalidArgumentError(
+            f"'{path}' is in a store, and a signature is checked over files on a disk. Bring them there: hfshard pull "
+            f"{path} DIR",
+            path=path,
+        )
+
+
+def _with_problems(report: VerifyReport, errors: Collection[HfshardError]) -> VerifyReport:
+    found = [Problem(error.path or report.directory, None, error.message) for error in errors]
+    return replace(report, problems=(*report.problems, *found))
+
+
+def _recorded(place: SignedPlace, names: Collection[str]) -> dict[str, str]:
+    """The sha256 of shards in the indexes that are as they were signed."""
+    found: dict[str, str] = {}
+    for name in names:
+        if not INDEX_FILE.fullmatch(name):
+            continue
+        raw, _ = read_small(os.path.join(place.root, name), place.root, MAX_INDEX_BYTES)
+        if place.manifest.digests[name] != {name: sha256_of(raw)}:
+            continue
+        folder = os.path.dirname(name)
+        for shard, digest in CheckpointIndex.from_json(raw, name).files.items():
+            path = os.path.join(folder, shard)
+            if digest.sha256 is not None and path in names and not path.endswith(".json"):
+                found[path] = digest.sha256
+    return found

@@ -1,0 +1,227 @@
+"""Sign a checkpoint: the digests that its save recorded, and those of the files beside it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hfshard._util.addresses import is_address
+from hfshard._util.file_errors import names_files
+from hfshard._util.paths import absolute_path
+from hfshard._util.progress import bytes_bar
+from hfshard._util.text import list_some
+from hfshard.constants import MAX_INDEX_BYTES, SAFETENSORS_SUFFIX, SIGNATURE_NAME
+from hfshard.errors import InvalidArgumentError, SignatureError
+from hfshard.hub.pushing.plan import variants_of
+from hfshard.signing.files import hash_files, list_files
+from hfshard.signing.signed_by import existing_file
+from hfshard.signing.upstream import sign_digests
+from hfshard.storage.checkpoint.checkpoint import Verify, open_checkpoint
+from hfshard.storage.checkpoint.locate import directory_not_found
+from hfshard.storage.disk.fsops import locked_directory, rename, sync_directory, unlink_if_there, write_file
+from hfshard.storage.disk.hub_place import enclosing_hub
+from hfshard.storage.disk.safe_open import read_small
+from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.format.names import INDEX_FILE
+from hfshard.storage.weights.safetensors_file import SafetensorsFile
+
+_LOCK_SECONDS: Final = 60.0
+"""How long a save that is under way is waited for."""
+
+_SHOWN_LINKS: Final = 5
+"""Links in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class SignResult:
+    """What `sign_checkpoint` signed."""
+
+    signature: str
+    """Path of the file that was written."""
+    files: tuple[str, ...]
+    """Paths, below the directory, of the files that are signed."""
+    read_bytes: int
+    """Bytes of those that were read to hash them."""
+    recorded_bytes: int
+    """Bytes of those whose sha256 the save had recorded."""
+
+
+@names_files("path")
+def sign_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    private_key: str | os.PathLike[str] | None = None,
+    password: str | None = None,
+    signing_certificate: str | os.PathLike[str] | None = None,
+    certificate_chain: Sequence[str | os.PathLike[str]] = (),
+    sigstore: Mapping[str, Any] | None = None,
+    verify: Verify = "structure",
+    progress: bool | None = None,
+) -> SignResult:
+    """Sign every file of a checkpoint's directory, in the format of OpenSSF Model Signing: `model.sig` beside them.
+
+    Of shards whose sha256 the save recorded, that one is signed, once their headers, sizes and fingerprints agree; all
+    other files are read. A signature that is there is replaced, in one step.
+
+    Args:
+        path: A directory on this machine, such as that of a training checkpoint.
+        private_key: File of an elliptic curve key (P-256, P-384, P-521), PEM.
+        password: Of the key, if it has one; not together with a certificate, which model-signing does not combine.
+        signing_certificate: File of the certificate of that key, PEM: then whoever trusts its root can verify.
+        certificate_chain: Files of the certificates between it and the root.
+        sigstore: In place of a key: keywords of model-signing's `use_sigstore_signer`, such as
+            {"use_ambient_credentials": True}; {} asks in the browser.
+        verify: "full" reads the shards too, and compares them with their checksums before they are signed.
+        progress: Whether to show a bar on stderr; None: only on a terminal.
+
+    Returns:
+        What was signed, and how much of it was read.
+
+    Raises:
+        SignatureError: The key can't be used; or a file can't be signed, such as a link, which verifiers refuse.
+        InvalidArgumentError: There is no key; it is an address, a directory hub, or one file; or the package
+            model-signing is not installed.
+        CheckpointNotFoundError: There is no such directory, or it holds no weights.
+        DamagedCheckpointError: It is damaged; nothing was signed.
+        DirectoryLockedError: A save there does not end.
+
+    Example:
+        hfshard.sign_checkpoint("out", private_key="key.pem")
+        assert hfshard.verify_checkpoint("out", public_key="key.pub").ok
+    """
+    choose = _signer(private_key, password, signing_certificate, certificate_chain, sigstore)
+    directory = _directory_to_sign(path)
+    with locked_directory(directory, wait_seconds=_LOCK_SECONDS):
+        unlink_if_there(_new_signature(directory))  # of one that was killed
+        listing = list_files(directory)
+        links = [name for name in listing.names if os.path.islink(os.path.join(directory, name))]
+        if links:
+            raise SignatureError(
+                f"'{directory}' holds links ({list_some(links, _SHOWN_LINKS, quote=True)}), which model_signing "
+                "refuses to verify. Sign a copy: hfshard reshard, or hfshard pull REPO DIR.",
+                path=os.path.join(directory, links[0]),
+            )
+        recorded = _recorded(directory, listing.names, verify)
+        others = [name for name in listing.names if name not in recorded]
+        sizes = {name: os.path.getsize(os.path.join(directory, name)) for name in listing.names}
+        read_bytes = sum(sizes[name] for name in others)
+        with bytes_bar("Hashing", read_bytes, progress) as progress_callback:
+            hashed = hash_files(directory, others, progress_callback)
+        digests = recorded | {name: digest for name, (digest, _) in hashed.items()}
+        _write(directory, digests, listing.left_out, choose)
+    target = os.path.join(directory, SIGNATURE_NAME)
+    return SignResult(target, listing.names, read_bytes, sum(sizes[name] for name in recorded))
+
+
+def _signer(
+    private_key: str | os.PathLike[str] | None,
+    password: str | None,
+    signing_certificate: str | os.PathLike[str] | None,
+    certificate_chain: Sequence[str | os.PathLike[str]],
+    sigstore: Mapping[str, Any] | None,
+) -> Any:
+    """What gives the library's `signing.Config` its signer."""
+    if (private_key is None) == (sigstore is None):
+        raise InvalidArgumentError("Give a private_key, or sigstore={...}: one of them says who signs.")
+    if sigstore is not None:
+        if signing_certificate is not None or certificate_chain or password is not None:
+            raise InvalidArgumentError("sigstore brings its own certificate: leave out the others.")
+        return lambda config: config.use_sigstore_signer(**sigstore)
+    assert private_key is not None
+    key = existing_file(private_key, "private_key")
+    if signing_certificate is None:
+        if certificate_chain:
+            raise InvalidArgumentError("certificate_chain is that of a signing_certificate, which is missing.")
+        # The library hands it to cryptography, which takes bytes, whatever the library's annotation says.
+        secret: Any = None if password is None else password.encode()
+        return lambda config: config.use_elliptic_key_signer(private_key=key, password=secret)
+    if password is not None:
+        raise InvalidArgumentError("model-signing takes no password for the key of a certificate: decrypt the key.")
+    certificate = existing_file(signing_certificate, "signing_certificate")
+    # The library wants at least one, and the certificate itself adds nothing to trust.
+    chain = [existing_file(one, "certificate_chain") for one in certificate_chain] or [certificate]
+    return lambda config: config.use_certificate_signer(
+        private_key=key, signing_certificate=certificate, certificate_chain=chain
+    )
+
+
+def _directory_to_sign(path: str | os.PathLike[str]) -> str:
+    directory = absolute_path(path)
+    if is_address(directory):
+        raise InvalidArgumentError(
+            f"'{directory}' is in a store, and only what is on a disk can be signed. Run: hfshard pull {directory} DIR",
+            path=directory,
+        )
+    if os.path.isfile(directory):
+        raise InvalidArgumentError(
+            f"'{directory}' is a file: a signature is that of a directory. Give '{os.path.dirname(directory)}'.",
+            path=directory,
+        )
+    if not os.path.isdir(directory):
+        raise directory_not_found(directory)
+    if enclosing_hub(directory) is not None:
+        raise InvalidArgumentError(
+            f"'{directory}' is or lies in a directory hub, whose commits don't change. Sign the directory that is "
+            "pushed, and push it: the signature goes along.",
+            path=directory,
+        )
+    return directory
+
+
+def _recorded(directory: str, names: Sequence[str], verify: Verify) -> dict[str, str]:
+    """Check every checkpoint of a directory, and tell which shards have a recorded sha256 of the whole file."""
+    variants = sorted(variants_of(name for name in names if "/" not in name) or {None}, key=lambda one: one or "")
+    for variant in variants:
+        with open_checkpoint(directory, variant=variant, verify=verify):
+            pass
+    found: dict[str, str] = {}
+    for name in names:
+        if "/" not in name and INDEX_FILE.fullmatch(name):
+            path = os.path.join(directory, name)
+            raw, _ = read_small(path, directory, MAX_INDEX_BYTES)
+            found |= _recorded_in(directory, CheckpointIndex.from_json(raw, path))
+    return {name: digest for name, digest in found.items() if name in names}
+
+
+def _recorded_in(directory: str, index: CheckpointIndex) -> dict[str, str]:
+    """The recorded sha256 of the shards of an index, once sizes and fingerprints agree.
+
+    Raises:
+        IntegrityError: One is not the file that was saved.
+    """
+    found = {}
+    for name, record in index.files.items():
+        is_known = name.endswith(SAFETENSORS_SUFFIX) and record.sha256 is not None
+        if is_known and record.size is not None and record.fingerprint is not None:
+            shard = SafetensorsFile(os.path.join(directory, name), directory)
+            try:
+                shard.check_size_and_fingerprint(record, with_fingerprint=True)
+            finally:
+                shard.close()
+            assert record.sha256 is not None
+            found[name] = record.sha256
+    return found
+
+
+def _write(directory: str, digests: Mapping[str, str], left_out: Sequence[str], choose: Any) -> None:
+    """Sign, and put the signature in the place of the old one."""
+    with tempfile.TemporaryDirectory(prefix="hfshard-") as folder:
+        made = os.path.join(folder, SIGNATURE_NAME)
+        sign_digests(directory, made, digests, left_out, choose)
+        with open(made, "rb") as file:
+            raw = file.read()
+    target = os.path.join(directory, SIGNATURE_NAME)
+    beside = _new_signature(directory)
+    try:
+        write_file(beside, raw, like=os.stat(target) if os.path.isfile(target) else None)
+        rename(beside, target)
+        sync_directory(directory)
+    finally:
+        unlink_if_there(beside)
+
+
+def _new_signature(directory: str) -> str:
+    return os.path.join(directory, f"{SIGNATURE_NAME}.new")

@@ -1,0 +1,209 @@
+"""What hfshard asks of the model-signing library: a signature over digests, and the digests in a signature."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hfshard.errors import InvalidArgumentError, SignatureError
+
+SHA256: Final = "sha256"
+FILES: Final = "files"
+"""The library's default way to list a model: one digest for each file."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Digest:
+    """A digest in the form in which the library's manifests hold one."""
+
+    algorithm: str
+    digest_value: bytes
+
+    @property
+    def digest_hex(self) -> str:
+        return self.digest_value.hex()
+
+
+@dataclass(frozen=True, slots=True)
+class SignedManifest:
+    """What a signature that was checked says of files."""
+
+    digests: dict[str, dict[str, str]]
+    """File -> the library's name of it, or of each part of it -> digest in hex."""
+    serialization: dict[str, Any]
+    """How the digests were made, in the library's words."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each file has one sha256."""
+        return self.serialization.get("method") == FILES and self.serialization.get("hash_type") == SHA256
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The paths that were left out on purpose."""
+        return tuple(os.path.normpath(path) for path in self.serialization.get("ignore_paths", ()))
+
+
+class _KnownDigests:
+    """Stands in for the library's `hashing.Config`: gives it digests that are known, so that it reads nothing."""
+
+    def __init__(self, digests: Mapping[str, str], ignored: Collection[str]) -> None:
+        self._digests = digests
+        self._ignored = sorted(ignored)
+
+    def hash(self, model_path: Any, *, files_to_hash: Iterable[Any] | None = None) -> Any:
+        from model_signing import manifest
+
+        description = {
+            "method": FILES,
+            "hash_type": SHA256,
+            "allow_symlinks": False,
+            "ignore_paths": self._ignored,
+        }
+        serialization = manifest.SerializationType.from_args(description)
+        items = [
+            serialization.new_item(name, _Digest(SHA256, bytes.fromhex(digest)))  # type: ignore[arg-type]
+            for name, digest in self._digests.items()
+        ]
+        return manifest.Manifest(Path(model_path).name, items, serialization)
+
+
+class _Reader:
+    """Stands in for the library's `hashing.Config`, and for the manifest that it makes: keeps the one that was signed.
+
+    The library checks the signature first, and compares the two manifests then.
+    """
+
+    def __init__(self) -> None:
+        self.signed: Any = None
+
+    def add_ignored_paths(self, *, model_path: Any, paths: Iterable[Any]) -> None:
+        """The caller of `signed_manifest` compares, and knows them from the manifest."""
+
+    def hash(self, model_path: Any, *, files_to_hash: Iterable[Any] | None = None) -> _Reader:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        self.signed = other
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def sign_digests(
+    directory: str, target: str, digests: Mapping[str, str], ignored: Collection[str], choose: Callable[[Any], Any]
+) -> None:
+    """Sign digests, and write the signature.
+
+    Args:
+        directory: The model's; its name is told in the signature.
+        target: The file to write.
+        digests: Path in the directory -> sha256 in hex.
+        ignored: The paths in the directory that were left out.
+        choose: Gives the library's `signing.Config` its signer.
+
+    Raises:
+        SignatureError: The library refuses the key, or can't sign.
+    """
+    with _library():
+        from model_signing import signing
+    known: Any = _KnownDigests(digests, ignored)
+    try:
+        choose(signing.Config().set_hashing_config(known)).sign(Path(directory), Path(target))
+    except OSError:
+        raise
+    except Exception as error:  # cryptography, OpenSSL, pydantic and sigstore raise errors of their own
+        raise SignatureError(
+            f"'{directory}' can't be signed: {_reason(error)}. A private key must be an elliptic curve key in PEM "
+            "(P-256, P-384 or P-521), with its password if it has one.",
+            path=directory,
+        ) from error
+
+
+def signed_manifest(directory: str, signature: str, choose: Callable[[Any], Any], wanted: str) -> SignedManifest:
+    """Check a signature, and tell what was signed; no file of the model is looked at.
+
+    Args:
+        directory: The model's.
+        signature: The file of the signature.
+        choose: Gives the library's `verifying.Config` its verifier.
+        wanted: Who must have signed, for messages.
+
+    Raises:
+        SignatureError: It is no signature, or one of somebody else.
+    """
+    with _library():
+        from model_signing import verifying
+    reader: Any = _Reader()
+    try:
+        config = choose(verifying.Config()).set_hashing_config(reader)
+    except OSError:
+        raise
+    except Exception as error:
+        raise InvalidArgumentError(f"{wanted} can't be used to check a signature: {_reason(error)}.") from error
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # the library prints a warning of old signatures
+            config.verify(Path(directory), Path(signature))
+    except Exception as error:  # what a hostile file makes of it, in any of four libraries
+        raise SignatureError(
+            f"The signature '{signature}' was not made by {wanted}, or is damaged: {_reason(error)}. Ask who published "
+            "the checkpoint for the right key, or don't use it.",
+            path=signature,
+            expected=wanted,
+        ) from error
+    if reader.signed is None:
+        raise SignatureError(f"'{signature}' could not be read: model-signing did not say what was signed.")
+    return SignedManifest(_by_file(reader.signed, signature), dict(reader.signed.serialization_type))
+
+
+def digests_by_library(directory: str, names: Collection[str], serialization: Mapping[str, Any]) -> dict[str, str]:
+    """Hash files as a signature says, by the library: its name of a file or part -> digest in hex."""
+    from model_signing import hashing
+
+    config = hashing.Config()
+    algorithm = serialization["hash_type"]
+    if serialization["method"] == FILES:
+        config.use_file_serialization(hashing_algorithm=algorithm, allow_symlinks=True)
+    else:
+        size = int(serialization["shard_size"])  # a float, once it has been in a signature
+        config.use_shard_serialization(hashing_algorithm=algorithm, shard_size=size, allow_symlinks=True)
+    config.set_allow_symlinks(True)
+    config.set_ignored_paths(paths=(), ignore_git_paths=False)
+    found = config.hash(Path(directory), files_to_hash=[Path(directory, name) for name in sorted(names)])
+    return {one.identifier: one.digest.digest_hex for one in found.resource_descriptors()}
+
+
+def _by_file(signed: Any, signature: str) -> dict[str, dict[str, str]]:
+    is_in_parts = signed.serialization_type.get("method") != FILES
+    digests: dict[str, dict[str, str]] = {}
+    for one in signed.resource_descriptors():
+        name = one.identifier.rsplit(":", 2)[0] if is_in_parts else one.identifier
+        if name.startswith("/") or ".." in name.split("/"):
+            raise SignatureError(
+                f"'{signature}' names a file outside of the checkpoint: {name!r:.200}.", path=signature
+            )
+        digests.setdefault(name, {})[one.identifier] = one.digest.digest_hex
+    return digests
+
+
+@contextlib.contextmanager
+def _library() -> Any:
+    """Say what to install where the library is missing."""
+    try:
+        yield
+    except ImportError as error:
+        raise InvalidArgumentError(
+            f"Signatures need the package model-signing, and {error.name or 'a part of it'} is not installed. "
+            "Run: pip install 'hfshard[sign]'"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what another library says; InvalidSignature says nothing."""
+    text = (str(error).strip().splitlines() or [""])[0].rstrip(". ")
+    return f"{type(error).__name__}{f': {text:.300}' if text else ''}"

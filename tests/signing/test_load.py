@@ -1,0 +1,239 @@
+"""Loads that demand a signature: what is not as it was signed is refused by name, before a tensor is returned."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hfshard
+from hfshard.errors import HfshardError, InvalidArgumentError, SignatureError
+from tests.signing.conftest import Keys
+from tests.signing.helpers import model_signing
+
+SHARD = "model-00002-of-00003.safetensors"
+
+
+def flip_last_byte(path: Path) -> None:
+    """Change a tensor and nothing else."""
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+
+
+def tamper_with_shard(directory: Path) -> None:
+    flip_last_byte(directory / SHARD)
+
+
+def tamper_with_shard_and_index(directory: Path) -> None:
+    """What somebody does who knows the checksums: save other weights, with an index that fits."""
+    hfshard.save_state_dict({name: torch.zeros(64) for name in "abc"}, directory, max_shard_size=500)
+
+
+def add_code(directory: Path) -> None:
+    (directory / "modeling_evil.py").write_text("raise SystemExit\n")
+
+
+def add_nested_code(directory: Path) -> None:
+    (directory / "custom_generate").mkdir()
+    (directory / "custom_generate" / "generate.py").write_text("raise SystemExit\n")
+
+
+def edit_config(directory: Path) -> None:
+    (directory / "config.json").write_text('{"model_type": "gpt2"}')
+
+
+def edit_code(directory: Path) -> None:
+    (directory / "modeling_mine.py").write_text("x = 2\n")
+
+
+def add_generation_config(directory: Path) -> None:
+    (directory / "generation_config.json").write_text("{}")
+
+
+def remove_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def remove_shard(directory: Path) -> None:
+    (directory / SHARD).unlink()
+
+
+def replace_by_single_file(directory: Path) -> None:
+    """An unsigned file that transformers takes before the signed index."""
+    hfshard.save_state_dict({"a": torch.zeros(64)}, directory.parent / "single")
+    shutil.copy(directory.parent / "single" / "model.safetensors", directory)
+
+
+def link_shard_elsewhere(directory: Path) -> None:
+    """A link is followed; what it leads to is compared."""
+    other = directory.parent / "elsewhere.safetensors"
+    (directory / SHARD).rename(other)
+    flip_last_byte(other)
+    (directory / SHARD).symlink_to(other)
+
+
+def remove_signature(directory: Path) -> None:
+    (directory / "model.sig").unlink()
+
+
+def garble_signature(directory: Path) -> None:
+    (directory / "model.sig").write_text('{"verificationMaterial": {}}')
+
+
+def empty_signature(directory: Path) -> None:
+    (directory / "model.sig").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("tamper", "words"),
+    [
+        (tamper_with_shard, r"00002-of-00003.safetensors' is not the file that was signed \(tensor 'b'\)"),
+        (tamper_with_shard_and_index, "is not covered by the signature|is not the file that was signed"),
+        (add_code, "modeling_evil.py' is not covered by the signature"),
+        (add_nested_code, "custom_generate/generate.py' is not covered by the signature"),
+        (edit_config, "config.json' is not the file that was signed"),
+        (edit_code, "modeling_mine.py' is not the file that was signed"),
+        (add_generation_config, "generation_config.json' is not covered by the signature"),
+        (remove_config, "config.json' was signed, and is missing"),
+        (remove_shard, "00002-of-00003.safetensors' is missing"),
+        (replace_by_single_file, "model.safetensors' is not covered by the signature"),
+        (link_shard_elsewhere, "00002-of-00003.safetensors' is not the file that was signed"),
+        (remove_signature, "has no signature: there is no 'model.sig'"),
+        (garble_signature, "was not made by the key of .*, or is damaged"),
+        (empty_signature, "was not made by the key of .*, or is damaged"),
+    ],
+)
+def test_what_is_not_as_it_was_signed_is_refused_by_name(
+    signed: Path, keys: Keys, tamper: Callable[[Path], None], words: str
+) -> None:
+    tamper(signed)
+    module = nn.ParameterDict({name: torch.full((64,), -1.0) for name in "abc"})
+
+    with pytest.raises(HfshardError, match=words):
+        hfshard.load_state_dict(signed, public_key=keys.public, verify="none")
+    with pytest.raises(HfshardError, match=words):
+        hfshard.load_model(module, signed, public_key=keys.public)
+
+    assert all(torch.equal(tensor, torch.full((64,), -1.0)) for tensor in module.values())
+    report = hfshard.verify_checkpoint(signed, public_key=keys.public)
+    assert not report.ok
+
+
+def test_a_signed_checkpoint_loads(signed: Path, keys: Keys, tensors: dict[str, torch.Tensor]) -> None:
+    loaded = hfshard.load_state_dict(signed, public_key=keys.public)
+    some = hfshard.load_state_dict(signed, public_key=keys.public, keys=["b"])
+    one = hfshard.load_state_dict(signed / SHARD, public_key=keys.public)
+    module = nn.ParameterDict({name: torch.zeros(64) for name in "abc"})
+    hfshard.load_model(module, signed, public_key=keys.public, verify="full")
+
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert torch.equal(some["b"], tensors["b"])
+    assert list(one) == ["b"]
+    assert all(torch.equal(module[name], tensor) for name, tensor in tensors.items())
+
+
+def test_keys_and_people_are_told_apart(signed: Path, checkpoint: Path, tmp_path: Path, keys: Keys) -> None:
+    with pytest.raises(SignatureError, match=r"was not made by the key of '.*other.pub'"):
+        hfshard.load_state_dict(signed, public_key=keys.other_public)
+    with pytest.raises(InvalidArgumentError, match="there is no file"):
+        hfshard.load_state_dict(signed, public_key=tmp_path / "none.pub")
+    with pytest.raises(InvalidArgumentError, match=r"can't be used to check a signature"):
+        hfshard.load_state_dict(signed, public_key=signed / "config.json")
+    with pytest.raises(InvalidArgumentError, match="one of public_key, certificate_chain, or identity"):
+        hfshard.signing.SignedBy()
+    with pytest.raises(InvalidArgumentError, match="must be the file of a public key"):
+        hfshard.load_state_dict(signed, public_key=b"key")  # type: ignore[arg-type]
+
+
+def test_the_signature_of_another_checkpoint_is_refused(signed: Path, tmp_path: Path, keys: Keys) -> None:
+    hfshard.save_state_dict({name: torch.full((64,), 5.0) for name in "abc"}, tmp_path / "two", max_shard_size=500)
+    hfshard.sign_checkpoint(tmp_path / "two", private_key=keys.private)
+    shutil.copy(tmp_path / "two" / "model.sig", signed)
+
+    with pytest.raises(SignatureError, match="is not covered by the signature"):
+        hfshard.load_state_dict(signed, public_key=keys.public)
+    problems = hfshard.verify_checkpoint(signed, public_key=keys.public).problems
+    assert {Path(problem.file).name for problem in problems} >= {"config.json", SHARD}
+
+
+def test_documents_may_be_edited_and_other_weights_lie_beside(signed: Path, keys: Keys) -> None:
+    (signed / "README.md").write_text("# Better\n")
+    hfshard.save_state_dict({"a": torch.zeros(64)}, signed, variant="ema")
+    (signed / ".hidden").write_text("x")
+
+    assert sorted(hfshard.load_state_dict(signed, public_key=keys.public)) == ["a", "b", "c"]
+    with pytest.raises(SignatureError, match=r"model.ema.safetensors' is not covered by the signature"):
+        hfshard.load_state_dict(signed, public_key=keys.public, variant="ema")
+    names = [Path(problem.file).name for problem in hfshard.verify_checkpoint(signed, public_key=keys.public).problems]
+    assert names == [".hidden", "model.ema.safetensors", "README.md"]
+
+
+def test_a_file_that_is_replaced_while_it_is_compared_is_not_loaded(
+    signed: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes that were compared are those of the open file, whatever gets its name meanwhile."""
+    from hfshard.signing.check import SignedPlace
+
+    plain = SignedPlace.check_opened
+
+    def swap_first(self: SignedPlace, *arguments: Any) -> None:
+        other = signed.parent / "other.safetensors"
+        shutil.copy(signed / SHARD, other)
+        flip_last_byte(other)
+        other.rename(signed / SHARD)
+        plain(self, *arguments)
+
+    monkeypatch.setattr(SignedPlace, "check_opened", swap_first)
+    loaded = hfshard.load_state_dict(signed, public_key=keys.public)
+
+    assert torch.equal(loaded["b"], torch.full((64,), 1.0))  # that of the file that was open, and was compared
+    with pytest.raises(SignatureError, match=f"{SHARD}' is not the file that was signed"):
+        hfshard.load_state_dict(signed, public_key=keys.public)
+
+
+def test_a_config_that_is_replaced_after_it_was_compared_is_noticed(
+    signed: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hfshard.signing.check import SignedPlace
+
+    plain = SignedPlace.confirm
+
+    def edit_first(self: SignedPlace) -> None:
+        edit_code(signed)
+        plain(self)
+
+    monkeypatch.setattr(SignedPlace, "confirm", edit_first)
+    with pytest.raises(SignatureError, match=r"modeling_mine.py' is not the file that was signed"):
+        hfshard.load_state_dict(signed, public_key=keys.public)
+
+
+def test_stores_and_ranges_are_refused(keys: Keys) -> None:
+    with pytest.raises(InvalidArgumentError, match="hfshard pull s3://bucket/run DIR"):
+        hfshard.verify_checkpoint("s3://bucket/run", public_key=keys.public)
+    with pytest.raises(InvalidArgumentError, match="a signature is over whole files"):
+        hfshard.load_state_dict("org/name", public_key=keys.public, ranges=True)
+
+
+@pytest.mark.compat
+def test_certificates(checkpoint: Path, tmp_path: Path) -> None:
+    from tests.signing.certificates import Authority
+
+    root, other = Authority("root"), Authority("other")
+    root_file, other_file = root.write(tmp_path), other.write(tmp_path)
+    key, certificate = root.issue(tmp_path, "signer")
+    hfshard.sign_checkpoint(checkpoint, private_key=key, signing_certificate=certificate)
+
+    by = hfshard.signing.SignedBy(certificate_chain=[root_file])
+    assert hfshard.verify_checkpoint(checkpoint, public_key=by).ok
+    assert sorted(hfshard.load_state_dict(checkpoint, public_key=by)) == ["a", "b", "c"]
+    model_signing("verify", "certificate", checkpoint, "--certificate_chain", root_file)
+    with pytest.raises(SignatureError, match=r"was not made by a certificate of .*other.pem"):
+        hfshard.load_state_dict(checkpoint, public_key=hfshard.signing.SignedBy(certificate_chain=[other_file]))
+
+    pair = ("--private_key", key, "--signing_certificate", certificate, "--certificate_chain", root_file)
+    model_signing("sign", "certificate", checkpoint, *pair)
+    assert hfshard.verify_checkpoint(checkpoint, public_key=by).ok

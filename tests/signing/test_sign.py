@@ -1,0 +1,187 @@
+"""Signing: what model-signing's own command line makes of it, and of what it signs itself."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hfshard
+from hfshard.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError, SignatureError
+from tests.signing.conftest import Keys, write_pair
+from tests.signing.helpers import model_signing, payload_of
+
+pytestmark = pytest.mark.compat
+
+
+def test_model_signing_accepts_what_was_signed(checkpoint: Path, keys: Keys) -> None:
+    result = hfshard.sign_checkpoint(checkpoint, private_key=keys.private)
+
+    shards = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
+    small = ["README.md", "config.json", "model.safetensors.index.json", "modeling_mine.py", "tokenizer.json"]
+    assert result.signature == str(checkpoint / "model.sig")
+    assert result.files == (*small[:2], *shards, *small[2:])
+    assert result.recorded_bytes == sum((checkpoint / name).stat().st_size for name in shards)
+    assert result.read_bytes == sum((checkpoint / name).stat().st_size for name in small)
+    model_signing("verify", "key", checkpoint, "--public_key", keys.public)
+
+
+def test_hfshard_accepts_what_model_signing_signed(checkpoint: Path, keys: Keys) -> None:
+    model_signing("sign", "key", checkpoint, "--private_key", keys.private)
+
+    report = hfshard.verify_checkpoint(checkpoint, public_key=keys.public)
+    loaded = hfshard.load_state_dict(checkpoint, public_key=keys.public)
+
+    assert report.ok, report.problems
+    assert sorted(loaded) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("shards", {"hashing_algorithm": "sha256", "shard_size": 300}), ("files", {"hashing_algorithm": "blake3"})],
+)
+def test_other_digests_of_the_library_are_taken_too(
+    checkpoint: Path, keys: Keys, method: str, options: dict[str, Any]
+) -> None:
+    from model_signing import hashing, signing
+
+    config = hashing.Config()
+    (config.use_shard_serialization if method == "shards" else config.use_file_serialization)(**options)
+    config.set_ignored_paths(paths=["model.sig"])
+    signer = signing.Config().set_hashing_config(config).use_elliptic_key_signer(private_key=keys.private)
+    signer.sign(checkpoint, checkpoint / "model.sig")
+
+    assert hfshard.verify_checkpoint(checkpoint, public_key=keys.public).ok
+    assert sorted(hfshard.load_state_dict(checkpoint, public_key=keys.public)) == ["a", "b", "c"]
+
+    shard = checkpoint / "model-00002-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
+    with pytest.raises(SignatureError, match=r"00002-of-00003.safetensors' is not the file that was signed"):
+        hfshard.load_state_dict(checkpoint, public_key=keys.public)
+
+
+def test_a_just_saved_checkpoint_is_signed_without_reading_its_shards(
+    checkpoint: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: dict[str, int] = {}
+    plain = os.read
+
+    def counted(fd: int, count: int) -> bytes:
+        found = plain(fd, count)
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+        read[name] = read.get(name, 0) + len(found)
+        return found
+
+    monkeypatch.setattr(os, "read", counted)
+    hfshard.sign_checkpoint(checkpoint, private_key=keys.private)
+
+    headers = 4096  # what is read of a shard to check it: its header, and the fingerprint by other calls
+    assert max(count for name, count in read.items() if "-of-" in name) <= 2 * headers
+    recorded = json.loads((checkpoint / "model.safetensors.index.json").read_text())["metadata"]["hfshard"]["files"]
+    resources = {one["name"]: one["digest"] for one in payload_of(checkpoint)["predicate"]["resources"]}
+    assert {name: resources[name] for name in recorded} == {name: one["sha256"] for name, one in recorded.items()}
+
+
+def test_a_damaged_checkpoint_is_not_signed(checkpoint: Path, keys: Keys) -> None:
+    shard = checkpoint / "model-00001-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
+
+    with pytest.raises(IntegrityError, match="00001-of-00003"):
+        hfshard.sign_checkpoint(checkpoint, private_key=keys.private)
+
+    assert not (checkpoint / "model.sig").exists()
+
+
+def test_a_single_file_and_what_others_saved_is_read_and_signed(tmp_path: Path, keys: Keys) -> None:
+    from safetensors.torch import save_file
+
+    hfshard.save_state_dict({"a": torch.ones(4)}, tmp_path / "one")
+    (tmp_path / "theirs").mkdir()
+    save_file({"a": torch.ones(4)}, tmp_path / "theirs" / "model.safetensors")
+    (tmp_path / "pickle").mkdir()
+    torch.save({"a": torch.ones(4)}, tmp_path / "pickle" / "pytorch_model.bin")
+
+    for name in ("one", "theirs", "pickle"):
+        directory = tmp_path / name
+        result = hfshard.sign_checkpoint(directory, private_key=keys.private)
+        model_signing("verify", "key", directory, "--public_key", keys.public)
+
+        assert (result.recorded_bytes, len(result.files)) == (0, 1)
+        assert hfshard.verify_checkpoint(directory, public_key=keys.public).ok
+        assert torch.equal(hfshard.load_state_dict(directory, public_key=keys.public)["a"], torch.ones(4))
+        other = directory / result.files[0]
+        other.write_bytes(other.read_bytes().replace(b"\x80\x3f", b"\x00\x40", 1))
+        with pytest.raises((SignatureError, IntegrityError), match=result.files[0]):
+            hfshard.load_state_dict(directory, public_key=keys.public, verify="none")
+
+
+def test_what_git_and_the_hub_keep_is_not_signed(checkpoint: Path, keys: Keys) -> None:
+    for name in (".git/HEAD", ".cache/huggingface/x.metadata", ".gitattributes", "code/__pycache__/a.pyc"):
+        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkpoint / name).write_text("x")
+    (checkpoint / "code" / "a.py").write_text("x = 1\n")
+
+    result = hfshard.sign_checkpoint(checkpoint, private_key=keys.private)
+
+    assert [name for name in result.files if "/" in name] == ["code/a.py"]
+    model_signing("verify", "key", checkpoint, "--public_key", keys.public)
+    assert hfshard.verify_checkpoint(checkpoint, public_key=keys.public).ok
+
+
+def test_an_encrypted_key_takes_its_password(checkpoint: Path, tmp_path: Path) -> None:
+    private, public = write_pair(tmp_path, "locked", b"secret")
+
+    with pytest.raises(SignatureError, match="can't be signed"):
+        hfshard.sign_checkpoint(checkpoint, private_key=private, password="wrong")
+    hfshard.sign_checkpoint(checkpoint, private_key=private, password="secret")
+
+    assert hfshard.verify_checkpoint(checkpoint, public_key=public).ok
+    assert os.listdir(checkpoint).count("model.sig") == 1
+    assert not (checkpoint / "model.sig.new").exists()
+
+
+def test_what_can_not_be_signed_is_refused_by_name(checkpoint: Path, tmp_path: Path, keys: Keys) -> None:
+    sign = hfshard.sign_checkpoint
+    with pytest.raises(InvalidArgumentError, match=r"Give a private_key, or sigstore"):
+        sign(checkpoint)
+    with pytest.raises(InvalidArgumentError, match="is a file: a signature is that of a directory"):
+        sign(checkpoint / "config.json", private_key=keys.private)
+    with pytest.raises(InvalidArgumentError, match="hfshard pull s3://bucket/run DIR"):
+        sign("s3://bucket/run", private_key=keys.private)
+    with pytest.raises(InvalidArgumentError, match=r"private_key: there is no file"):
+        sign(checkpoint, private_key=tmp_path / "none.pem")
+    with pytest.raises(CheckpointNotFoundError):
+        sign(tmp_path / "missing", private_key=keys.private)
+    with pytest.raises(SignatureError, match="must be an elliptic curve key"):
+        sign(checkpoint, private_key=checkpoint / "config.json")
+    (checkpoint / "link.txt").symlink_to(tmp_path / "elsewhere.txt")
+    (tmp_path / "elsewhere.txt").write_text("x")
+    with pytest.raises(SignatureError, match=r"holds links \('link.txt'\)"):
+        sign(checkpoint, private_key=keys.private)
+    assert not (checkpoint / "model.sig").exists()
+
+
+def test_a_directory_hub_is_not_signed_in_place(checkpoint: Path, tmp_path: Path, keys: Keys) -> None:
+    hfshard.push_checkpoint(checkpoint, tmp_path / "hub")
+
+    with pytest.raises(InvalidArgumentError, match="whose commits don't change"):
+        hfshard.sign_checkpoint(tmp_path / "hub", private_key=keys.private)
+
+
+def test_the_payload_is_the_standard_one(signed: Path) -> None:
+    payload = payload_of(signed)
+
+    assert payload["predicateType"] == "https://model_signing/signature/v1.0"
+    assert payload["predicate"]["serialization"] == {
+        "method": "files",
+        "hash_type": "sha256",
+        "allow_symlinks": False,
+        "ignore_paths": [".cache", ".git", ".gitattributes", ".github", ".gitignore", "model.sig"],
+    }
+    assert json.loads((signed / "model.sig").read_text())["mediaType"].startswith("application/vnd.dev.sigstore.bundle")
+    assert base64.b64decode(json.loads((signed / "model.sig").read_text())["dsseEnvelope"]["signatures"][0]["sig"])
