@@ -72,6 +72,7 @@ _HOMES = {
     "reshard_checkpoint": "reshard",
     "save_model": "save",
     "save_state_dict": "save",
+    "show_checkpoint": "viewing.show",
     "sign_checkpoint": "signing.sign",
     "signing": "signing",
     "training": "training",
@@ -114,5 +115,6 @@ if TYPE_CHECKING:
     from hfshard.viewing.diff.checkpoints import diff_checkpoints as diff_checkpoints
     from hfshard.viewing.diff.report import CheckpointDiff as CheckpointDiff
     from hfshard.viewing.diff.report import TensorDiff as TensorDiff
+    from hfshard.viewing.show import show_checkpoint as show_checkpoint
 else:
     __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

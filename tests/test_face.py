@@ -103,6 +103,7 @@ def test_public_names_are_those_of_the_design() -> None:
         "reshard_checkpoint",
         "save_model",
         "save_state_dict",
+        "show_checkpoint",
         "sign_checkpoint",
         "signing",
         "training",

@@ -44,10 +44,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "_util.importing": ("announcement import_hook lazy",),
     "cli": (
-        "inspection output",
+        "output",
         "run",
         "arguments",
-        "commands hub_commands reshard_commands",
+        "commands hub_commands reshard_commands show_commands",
         "training_commands",
         "main",
     ),
@@ -230,8 +230,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "store_place",
         "opening",
     ),
-    "viewing": ("layers opening runs stills", "diff"),
+    "viewing": ("layers opening runs stills", "diff inspection", "page", "show"),
     "viewing.diff": ("reading report", "sides", "pairing", "comparing", "checkpoints"),
+    "viewing.page": ("page", "name_tree rendering writing", "checkpoint_page"),
     "viewing.runs": ("reports space", "listing"),
 }
 
@@ -263,6 +264,7 @@ FOREIGN = {
     "tqdm": {"_util"},
     "transformers": {"pretrained", "training"},
     "accelerate": {"training"},
+    "jinja2": {"viewing"},
     "filelock": {"hub"},
     "huggingface_hub": {"hub", "modules", "pretrained", "stores"},
     "obstore": {"stores"},

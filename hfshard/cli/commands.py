@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from hfshard._util.addresses import is_address
 from hfshard._util.size import format_size
-from hfshard.cli.inspection import Inspection, TensorEntry, inspect_checkpoint
 from hfshard.cli.output import (
     bar,
     checksum_text,
@@ -25,6 +24,7 @@ from hfshard.cli.output import (
 from hfshard.errors import readable
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.verify import verify_checkpoint
+from hfshard.viewing.inspection import Inspection, TensorEntry, inspect_checkpoint
 from hfshard.viewing.runs.reports import is_checkpoint, is_training, reports
 
 _LARGEST: Final = 5

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from hfshard.cli.arguments.groups import CommandGroup
 from hfshard.cli.arguments.shared import (
+    OR_STORE,
+    REPO,
     add_checkpoint,
     add_directory,
     add_format,
     add_key,
     add_no_progress,
+    add_token,
     add_variant,
 )
 
@@ -25,6 +28,28 @@ def add_inspect(commands: CommandGroup) -> None:
     add_key(inspect)
     add_format(inspect)
     inspect.add_argument("--tensors", action="store_true", help="list every tensor, not only the largest")
+
+
+def add_show(commands: CommandGroup) -> None:
+    """Add `show`."""
+    show = commands.add_parser(
+        "show",
+        help="a page to look at: a map of the modules, files, search",
+        description="Write one HTML file that shows what a checkpoint consists of: modules by bytes, files, dtypes, "
+        "ties, the largest tensors, metadata, search by name. It needs no network and nothing beside it; no "
+        "tensor is read.",
+    )
+    show.set_defaults(needs_directory=False)
+    show.add_argument("checkpoint", metavar="CHECKPOINT", help=f"a directory, or one file of weights; {REPO}{OR_STORE}")
+    show.add_argument(
+        "-o", "--output", metavar="FILE", help="the page (default: the checkpoint's name with .html, in this directory)"
+    )
+    add_variant(show)
+    add_key(show)
+    show.add_argument("--revision", help="revision on a hub: branch, tag, commit or refs/pr/N (default: main)")
+    show.add_argument("--subfolder", default="", help="folder of CHECKPOINT")
+    add_token(show)
+    add_format(show)
 
 
 def add_checkpoints(commands: CommandGroup) -> None:

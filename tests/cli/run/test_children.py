@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hfshard
-from hfshard.cli.inspection import inspect_checkpoint
+from hfshard.viewing.inspection import inspect_checkpoint
 from tests.cli.run.programs import by_hfshard
 from tests.helpers import forkserver
 

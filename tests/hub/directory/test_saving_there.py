@@ -11,10 +11,10 @@ import torch
 from transformers import BertConfig
 
 import hfshard
-from hfshard.cli.inspection import inspect_checkpoint
 from hfshard.errors import CheckpointNotFoundError, SaveDirectoryError
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.training import TrainingState
+from hfshard.viewing.inspection import inspect_checkpoint
 from tests.hub.directory.helpers import everything, push
 from tests.hub.models import Bert, make_model
 

@@ -1,19 +1,20 @@
-"""What `hfshard inspect` finds in a checkpoint, as plain data."""
+"""What a checkpoint consists of, as plain data: `hfshard inspect` and its page are made from it."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
+from hfshard._util.paths import absolute_path
 from hfshard.hub.resolve import CheckpointQuery
-from hfshard.loading.source import CheckpointSource
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
-from hfshard.storage.checkpoint.folder import CheckpointFolder
-from hfshard.storage.disk.hub_place import has_hub_marker
+from hfshard.loading.options import LoadOptions
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.tensors.dtypes import stored_dtype_name
+from hfshard.viewing.opening import ViewedCheckpoint, open_to_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,10 @@ class DtypeEntry:
 class Inspection:
     """A checkpoint, from its index and headers alone: no tensor is read."""
 
+    place: str
+    """An absolute path, an address of a store, or "org/name@revision"; of a run, that of its checkpoint."""
     directory: str
+    """Where its files are; as it was typed, where it was."""
     entry: str
     """The file that readers open first: the index, or the single file."""
     files: tuple[FileEntry, ...]
@@ -122,36 +126,46 @@ class Inspection:
         }
 
 
-def inspect_checkpoint(path: str, *, variant: str | None = None, key: str | None = None) -> Inspection:
-    """Read a checkpoint's index and headers; of a directory hub, those of its `main`.
+def inspect_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    variant: str | None = None,
+    key: str | None = None,
+    subfolder: str = "",
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> Inspection:
+    """Read a checkpoint's index and headers.
 
     Args:
-        path: A directory, an address of a store, or one file of weights.
-        variant: Of a directory.
+        path: As for `open_to_view`: a directory, a file, an address, a name of the Hub, a run or a step of one.
+        variant, subfolder, revision, token: As in transformers' `from_pretrained`.
         key: Of a file of torch.save, as in `load_state_dict`.
 
     Raises:
         CheckpointNotFoundError: No weights there.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Something is wrong with a file.
+        StoreError, HubError: The store or the Hub refuses, or can't be reached.
     """
-    source = CheckpointSource(path, CheckpointQuery(variant=variant), takes_files=True)
-    local = source.find_local()
-    is_named = local is not None and (has_hub_marker(path) or local.weights_name is not None)
-    place: str | CheckpointFolder = local.directory if local is not None and is_named else path
-    if local is not None and local.folder is not None:
-        place = local.folder
-    weights_name = None if local is None else local.weights_name
-    with open_checkpoint(place, variant=variant, verify="none", weights_name=weights_name, key=key) as checkpoint:
-        return Inspection(
-            directory=checkpoint.directory,
-            entry=checkpoint.weights.name,
-            key=next((pickled.key for pickled in checkpoint.pickles.values()), None),
-            files=tuple(_files(checkpoint)),
-            tensors=tuple(_tensors(checkpoint)),
-            tied_names=dict(checkpoint.index.tied_names),
-            metadata=dict(checkpoint.index.metadata),
-            is_verifiable=checkpoint.index.is_verifiable,
-        )
+    query = CheckpointQuery(variant=variant, subfolder=subfolder, revision=revision, token=token)
+    with open_to_view(path, query, LoadOptions(verify="none", key=key)) as viewed:
+        return _inspected(viewed, os.fspath(path))
+
+
+def _inspected(viewed: ViewedCheckpoint, typed: str) -> Inspection:
+    checkpoint = viewed.checkpoint
+    is_as_typed = os.path.isdir(typed) and checkpoint.directory == absolute_path(typed)
+    return Inspection(
+        place=viewed.place,
+        directory=typed if is_as_typed else checkpoint.directory,
+        entry=checkpoint.weights.name,
+        key=next((pickled.key for pickled in checkpoint.pickles.values()), None),
+        files=tuple(_files(checkpoint)),
+        tensors=tuple(_tensors(checkpoint)),
+        tied_names=dict(checkpoint.index.tied_names),
+        metadata=dict(checkpoint.index.metadata),
+        is_verifiable=checkpoint.index.is_verifiable,
+    )
 
 
 def _files(checkpoint: OpenCheckpoint) -> list[FileEntry]:

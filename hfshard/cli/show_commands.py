@@ -1,0 +1,42 @@
+"""The command that makes a page: show. It prints where the page is, and returns the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from hfshard._util.size import format_size
+from hfshard.cli.output import print_json, print_text, printable
+from hfshard.viewing.show import show_checkpoint
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Write the page of a checkpoint."""
+    path = show_checkpoint(
+        arguments.checkpoint,
+        default_output(arguments.checkpoint) if arguments.output is None else arguments.output,
+        variant=arguments.variant,
+        key=arguments.key,
+        subfolder=arguments.subfolder,
+        revision=arguments.revision,
+        token=arguments.token,
+    )
+    nbytes = os.path.getsize(path)
+    if arguments.format == "json":
+        print_json({"page": path, "size": nbytes})
+    else:
+        print_text(printable(f"{path}: {format_size(nbytes)}"))
+    return 0
+
+
+def default_output(checkpoint: str) -> str:
+    """Name the page after the last part of a path, an address or a name, in the working directory.
+
+    Example:
+        >>> default_output("s3://bucket/bert/")
+        'bert.html'
+    """
+    if "://" not in checkpoint:
+        checkpoint = os.path.abspath(os.path.expanduser(checkpoint))  # of ".": the directory's own name
+    name = checkpoint.rstrip("/").rpartition("/")[2].partition("?")[0]
+    return f"{name or 'checkpoint'}.html"

@@ -1,0 +1,47 @@
+// What every page has: its data, elements made of text alone, figures for people, and the switch of dark and light.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+
+/** Make an element. Text goes in as text: nothing that a checkpoint contains is ever parsed as HTML. */
+function make(tag, classes, ...children) {
+  const element = document.createElement(tag);
+  element.className = classes;
+  element.append(...children);
+  return element;
+}
+
+/** Three significant digits or so, in powers of 1000, as hfshard prints sizes. */
+function formatSize(bytes) {
+  if (bytes < 1000) return `${bytes} B`;
+  let power = 1;
+  while (bytes / 1000 ** power >= 999.95 && power < 5) power += 1;
+  return `${(bytes / 1000 ** power).toFixed(1)} ${"KMGTP"[power - 1]}B`;
+}
+
+const formatCount = (number) => number.toLocaleString("en-US");
+const countOf = (number, noun) => `${formatCount(number)} ${noun}${number === 1 ? "" : "s"}`;
+
+function formatShare(part, whole) {
+  const percent = whole ? (100 * part) / whole : 0;
+  return percent > 0 && percent < 0.1 ? "under 0.1 %" : `${percent.toFixed(1)} %`;
+}
+
+/** Tell users of a screen reader. */
+function announce(text) {
+  byId("announcer").textContent = text;
+}
+
+{
+  const button = byId("theme");
+  const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+  const isDark = () => (document.documentElement.dataset.theme ?? (prefersDark.matches ? "dark" : "light")) === "dark";
+  const label = () => { button.textContent = isDark() ? "Light" : "Dark"; };
+  button.addEventListener("click", () => {
+    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+    label();
+  });
+  prefersDark.addEventListener("change", label);
+  button.hidden = false;
+  label();
+}

@@ -1,0 +1,280 @@
+// The map: what is in one module, by bytes. Only what can be seen is drawn.
+
+const MOST_CELLS = 1500; // elements of the whole map
+const SMALLEST = 24; // square pixels
+const HEADER = 18; // pixels
+const GAP = 2;
+
+// Paul Tol's "light" scheme, made for labelled cells, and "iridescent" for many files, in their order: people who are
+// colour-blind can tell them apart, and dark text on each has a contrast of 4.5 or more.
+const COLOURS = ["#77aadd", "#ee8866", "#44bb99", "#eedd88", "#ffaabb", "#99ddff", "#bbcc33", "#aaaa00", "#dddddd"];
+const RAMP = ["#fefbe9", "#ddecbf", "#c2e3d2", "#a8d8dc", "#8dcbe4", "#7eb2e4", "#88a5dd", "#9398d2", "#9b8ac4"];
+const INK = "#1d2024";
+
+/** The colour of one of so many: of a few each its own, of many a place on a ramp. */
+function colourOf(number, count) {
+  if (count <= COLOURS.length) return COLOURS[number];
+  const place = (number / (count - 1)) * (RAMP.length - 1);
+  const at = Math.min(Math.floor(place), RAMP.length - 2);
+  const part = (text, channel) => parseInt(text.slice(1 + 2 * channel, 3 + 2 * channel), 16);
+  const mixed = [0, 1, 2].map((channel) => {
+    const from = part(RAMP[at], channel);
+    return Math.round(from + (part(RAMP[at + 1], channel) - from) * (place - at));
+  });
+  return `rgb(${mixed.join(" ")})`;
+}
+
+/**
+ * Draw a map into an element, and let people move in it.
+ *
+ * @param tree From makeTree.
+ * @param onItem Called with the item that was chosen or has the focus.
+ * @returns {go, reveal, paintBy}
+ */
+function makeTreemap(tree, onItem) {
+  const root = byId("treemap");
+  const tip = make("div", "");
+  tip.id = "tip";
+  tip.hidden = true;
+  document.body.append(tip);
+  let view = { node: 0, from: 0 }; // `from`: how many of the largest items are left out, to show smaller ones
+  let column = "dtype";
+  let items = [];
+  let cells = []; // the elements of the first level: {element, item, box}; the last may be the rest, without an item
+  let left = 0; // elements that may still be drawn
+  const itemOfElement = new WeakMap();
+
+  const numberOf = () => (column === "dtype" ? tree.dtypes.length : tree.files.length);
+
+  function colourOfItem(item) {
+    let best = 0;
+    let most = -1;
+    for (const [key, bytes] of tree.sharesOf(item, column)) if (bytes > most) [best, most] = [key, bytes];
+    return colourOf(best, numberOf());
+  }
+
+  function describe(item) {
+    const node = tree.nodeOf(item);
+    const size = formatSize(tree.bytesOf(item));
+    if (!tree.isLeaf(item)) return `${tree.names[node]}, ${countOf(tree.tensorsOf(item), "tensor")}, ${size}`;
+    return `${tree.names[node]}, ${tree.dtypes[tree.kindOf(item)[0]]} ${shapeText(tree.kindOf(item)[1])}, ${size}`;
+  }
+
+  function place(element, box, w, h) {
+    Object.assign(element.style, {
+      left: `${(100 * box.x) / w}%`,
+      top: `${(100 * box.y) / h}%`,
+      width: `${(100 * box.w) / w}%`,
+      height: `${(100 * box.h) / h}%`,
+    });
+  }
+
+  /** One cell, without what is in it. */
+  function makeCell(item, box, tag, classes) {
+    const holds = !tree.isLeaf(item) && box.w >= 26 && box.h >= 26;
+    const element = make(tag, `cell ${classes} ${holds ? "module" : "tensor"}`);
+    if (!holds) {
+      element.style.background = colourOfItem(item);
+      element.style.color = INK;
+    }
+    if (box.w >= 30 && box.h >= HEADER) element.append(make("span", "label", tree.labelOf(tree.nodeOf(item))));
+    itemOfElement.set(element, item);
+    return { element, item, box, holds };
+  }
+
+  /** What is in a cell: as many levels as there is room for. */
+  function fill(cell) {
+    const header = cell.box.w >= 30 && cell.box.h >= 2 * HEADER ? HEADER : GAP;
+    const inner = { x: GAP, y: header, w: cell.box.w - 2 * GAP, h: cell.box.h - header - GAP };
+    if (header === GAP) cell.element.replaceChildren();
+    const within = tree.itemsIn(cell.item);
+    const { boxes } = squarify(within.map(tree.bytesOf), inner, left, SMALLEST);
+    left -= boxes.length;
+    return boxes.map((box, number) => {
+      const below = makeCell(within[number], box, "span", "inner");
+      place(below.element, box, cell.box.w, cell.box.h);
+      cell.element.append(below.element);
+      return below;
+    });
+  }
+
+  function draw() {
+    const [w, h] = [root.clientWidth, root.clientHeight];
+    items = tree.itemsIn(view.node).slice(view.from);
+    cells = [];
+    left = MOST_CELLS;
+    root.replaceChildren();
+    root.toggleAttribute("data-empty", !items.length);
+    if (!items.length || !w || !h) return;
+    const { boxes, rest } = squarify(items.map(tree.bytesOf), { x: 0, y: 0, w, h }, MOST_CELLS / 2, SMALLEST);
+    left -= boxes.length;
+    cells = boxes.map((box, number) => makeCell(items[number], box, "button", "top"));
+    if (rest && rest.w * rest.h > 1) cells.push(makeRest(rest, boxes.length));
+    for (const cell of cells) {
+      cell.element.type = "button";
+      cell.element.tabIndex = -1;
+      place(cell.element, cell.box, w, h);
+      if (cell.item !== null) cell.element.setAttribute("aria-label", describe(cell.item));
+    }
+    cells[0].element.tabIndex = 0;
+    for (let level = cells.filter((cell) => cell.holds); level.length && left > 0;) {
+      level = level.flatMap(fill).filter((cell) => cell.holds);
+    }
+    root.append(...cells.map((cell) => cell.element));
+  }
+
+  function makeRest(box, shown) {
+    const element = make("button", "cell top rest");
+    const text = `${formatCount(items.length - shown)} smaller`;
+    if (box.w >= 60 && box.h >= HEADER) element.append(make("span", "label", text));
+    element.setAttribute("aria-label", text);
+    return { element, item: null, box, holds: false, from: view.from + shown };
+  }
+
+  function drawCrumbs() {
+    const path = [];
+    for (let node = view.node; node >= 0; node = tree.parent[node]) path.unshift(node);
+    const crumbs = path.flatMap((node, number) => {
+      const isHere = number === path.length - 1 && !view.from;
+      const crumb = make(isHere ? "span" : "button", isHere ? "name" : "name link", tree.labelOf(node));
+      if (isHere) crumb.setAttribute("aria-current", "location");
+      else crumb.addEventListener("click", () => go({ node, from: 0 }));
+      return number ? [make("span", "separator", "›"), crumb] : [crumb];
+    });
+    if (view.from) crumbs.push(make("span", "separator", "›"), make("span", "name", `${formatCount(items.length)} smaller`));
+    const bytes = items.reduce((sum, item) => sum + tree.bytesOf(item), 0);
+    const share = formatShare(bytes, tree.bytesOf(0));
+    byId("crumbs").replaceChildren(...crumbs, make("span", "size", `${formatSize(bytes)} · ${share}`));
+  }
+
+  function drawLegend() {
+    const shares = [...tree.sharesOf(0, column)].sort((one, other) => one[0] - other[0]);
+    const names = column === "dtype" ? tree.dtypes : tree.files;
+    const swatch = (number) => {
+      const mark = make("i", "");
+      mark.style.background = colourOf(number, numberOf());
+      return mark;
+    };
+    if (numberOf() > COLOURS.length) {
+      const ramp = make("i", "ramp");
+      ramp.style.background = `linear-gradient(to right, ${RAMP.join(", ")})`;
+      byId("legend").replaceChildren(make("span", "", ramp, `from the first ${column} to the last of ${numberOf()}`));
+      return;
+    }
+    const entries = shares.map(([number, bytes]) => make("span", "name", swatch(number), `${names[number]} · ${formatSize(bytes)}`));
+    byId("legend").replaceChildren(...entries);
+  }
+
+  /** Show another view; `focused`: the item whose cell is to have the focus. */
+  function go(next, focused = null) {
+    view = next;
+    draw();
+    drawCrumbs();
+    hideTip();
+    const cell = cells.find((one) => one.item === focused) ?? cells[0];
+    if (cell && focused !== null) focusOn(cell);
+    else if (tree.isTensor(view.node) && tree.isLeaf(view.node)) onItem(view.node);
+    else onItem(view.node);
+    announce(`${view.node ? tree.names[view.node] : "all modules"}, ${countOf(items.length, "part")}`);
+  }
+
+  function goOut() {
+    if (view.from) go({ node: view.node, from: 0 }, tree.itemsIn(view.node)[0]);
+    else if (view.node) go({ node: tree.parent[view.node], from: 0 }, view.node);
+  }
+
+  function choose(cell) {
+    if (cell.item === null) go({ node: view.node, from: cell.from }, tree.itemsIn(view.node)[cell.from]);
+    else if (tree.isLeaf(cell.item)) focusOn(cell);
+    else go({ node: cell.item, from: 0 }, tree.itemsIn(cell.item)[0]);
+  }
+
+  function focusOn(cell) {
+    for (const one of cells) one.element.tabIndex = one === cell ? 0 : -1;
+    cell.element.focus({ preventScroll: false });
+    if (cell.item !== null) onItem(cell.item);
+  }
+
+  /** The nearest cell in a direction. */
+  function neighbour(cell, dx, dy) {
+    const along = (box) => (dx ? [box.x, box.x + box.w] : [box.y, box.y + box.h]);
+    const across = (box) => (dx ? [box.y, box.y + box.h] : [box.x, box.x + box.w]);
+    let best = null;
+    let least = Infinity;
+    for (const other of cells) {
+      const ahead = dx + dy > 0 ? along(other.box)[0] - along(cell.box)[1] : along(cell.box)[0] - along(other.box)[1];
+      if (other === cell || ahead < -1) continue;
+      const [from, to] = across(cell.box);
+      const [otherFrom, otherTo] = across(other.box);
+      const aside = Math.max(0, otherFrom - to, from - otherTo) + (otherFrom <= from && from < otherTo ? 0 : 1);
+      const distance = Math.max(0, ahead) + 3 * aside;
+      if (distance < least) [best, least] = [other, distance];
+    }
+    return best;
+  }
+
+  /** Show where an item is: the module that it is in, with its cell focused. */
+  function reveal(item) {
+    const node = item < 0 ? ~item : Math.max(0, tree.parent[item]);
+    go({ node, from: 0 });
+    if (!tree.bytesOf(item)) return onItem(item);
+    if (!cells.some((cell) => cell.item === item)) go({ node, from: tree.itemsIn(node).indexOf(item) });
+    const cell = cells.find((one) => one.item === item);
+    focusOn(cell);
+    cell.element.classList.add("found");
+    root.scrollIntoView({ block: "nearest" });
+  }
+
+  const cellAt = (target) => cells.find((cell) => cell.element === target.closest("button.cell"));
+
+  root.addEventListener("click", (event) => {
+    const cell = cellAt(event.target);
+    if (cell) choose(cell);
+  });
+  root.addEventListener("keydown", (event) => {
+    const cell = cellAt(event.target);
+    const move = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+    if (Object.hasOwn(move, event.key) && cell) {
+      const next = neighbour(cell, ...move[event.key]);
+      if (next) focusOn(next);
+    } else if (event.key === "Escape" || event.key === "Backspace") goOut();
+    else if (event.key === "Home") go({ node: 0, from: 0 }, tree.itemsIn(0)[0]);
+    else return;
+    event.preventDefault();
+  });
+
+  function hideTip() {
+    tip.hidden = true;
+  }
+  root.addEventListener("pointerleave", hideTip);
+  root.addEventListener("pointermove", (event) => {
+    const element = event.target.closest(".cell");
+    const item = itemOfElement.get(element);
+    if (item === undefined || event.pointerType === "touch") return hideTip();
+    const [name, ...rest] = [tree.names[tree.nodeOf(item)], describe(item).slice(tree.names[tree.nodeOf(item)].length + 2)];
+    tip.replaceChildren(make("span", "name", name), ...rest, ` · ${formatShare(tree.bytesOf(item), tree.bytesOf(0))}`);
+    tip.hidden = false;
+    const x = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
+    const y = event.clientY + 18 + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 10 : event.clientY + 18;
+    Object.assign(tip.style, { left: `${Math.max(8, x)}px`, top: `${Math.max(8, y)}px` });
+  });
+
+  let width = 0;
+  new ResizeObserver(() => {
+    if (root.clientWidth === width) return;
+    width = root.clientWidth;
+    const focused = cells.find((cell) => cell.element === document.activeElement);
+    draw();
+    if (focused && focused.item !== null) cells.find((cell) => cell.item === focused.item)?.element.focus();
+  }).observe(root);
+
+  function paintBy(what) {
+    column = what;
+    draw();
+    drawLegend();
+  }
+
+  return { go, reveal, paintBy };
+}
+
+const shapeText = (shape) => shape.join(" × ") || "scalar";

@@ -1,0 +1,73 @@
+"""Puts a page into its file: whole or not at all, and over nothing but a page."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import Final
+
+from hfshard._util.file_errors import names_files
+from hfshard._util.paths import absolute_directory
+from hfshard.errors import InvalidPathError
+from hfshard.storage.disk.fsops import rename, unlink_if_there, write_file
+
+PAGE_BEGINNING: Final = "<!doctype html>\n<!-- A page of hfshard"
+"""How each of our pages begins; every template inherits it."""
+
+
+def checked_output(output: str | os.PathLike[str]) -> str:
+    """Check where a page is to be written, before anything is read for it.
+
+    Returns:
+        The absolute path, without links.
+
+    Raises:
+        InvalidPathError: It is an address or a directory, its folder does not exist, or a file is there that is no
+            page of hfshard.
+    """
+    path = os.path.realpath(absolute_directory(output, "output"))
+    if os.path.isdir(path):
+        raise InvalidPathError(f"'{path}' is a directory: give the file that the page is written to.", path=path)
+    folder = os.path.dirname(path)
+    if not os.path.isdir(folder):
+        raise InvalidPathError(f"There is no directory '{folder}' for the page. Make it, or give another.", path=path)
+    if os.path.lexists(path) and not _is_page(path):
+        raise InvalidPathError(
+            f"'{path}' is there and is no page of hfshard, so it is left as it is. Give another file, or remove it.",
+            path=path,
+        )
+    return path
+
+
+@names_files("path")
+def write_page(text: str, path: str) -> int:
+    """Write a page beside its place and rename it: whoever opens the file sees the old page or the new one.
+
+    Args:
+        text: HTML.
+        path: What `checked_output` returned.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        FileError: The disk is full, or the directory can't be written to. An old page is as it was.
+    """
+    raw = text.encode()
+    like = os.stat(path) if os.path.exists(path) else None
+    beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)[:200]}.{os.getpid()}")
+    try:
+        write_file(beside, raw, like=like)
+        rename(beside, path)
+    except BaseException:
+        unlink_if_there(beside)
+        raise
+    return len(raw)
+
+
+def _is_page(path: str) -> bool:
+    """Whether a file is a page, or empty."""
+    if not os.path.exists(path) or not stat.S_ISREG(os.stat(path).st_mode):
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(PAGE_BEGINNING)) in (b"", PAGE_BEGINNING.encode())

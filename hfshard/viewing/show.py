@@ -1,0 +1,55 @@
+"""Write a page on which a checkpoint can be looked at."""
+
+from __future__ import annotations
+
+import os
+
+from hfshard._util.file_errors import names_files
+from hfshard.viewing.inspection import inspect_checkpoint
+from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
+from hfshard.viewing.page.rendering import render_page
+from hfshard.viewing.page.writing import checked_output, write_page
+
+
+@names_files("checkpoint")
+def show_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    variant: str | None = None,
+    key: str | None = None,
+    subfolder: str = "",
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> str:
+    """Write one HTML file that shows what a checkpoint consists of; no tensor is read.
+
+    The file needs nothing beside it: no network, no other file. It shows the modules by bytes, the files, the dtypes,
+    tied names, the largest tensors and the metadata, and finds tensors by name.
+
+    Args:
+        checkpoint: A directory, an address of a store ("s3://bucket/prefix"), one file of weights, or a repo of the Hub
+            ("org/name" or "org/name@revision"), of which only the index and the headers are fetched; a training run,
+            whose latest checkpoint is shown, or a checkpoint of one.
+        output: The file to write. A page that is there is replaced; any other file is left as it is, with an error.
+        variant, subfolder, revision, token: As in transformers' `from_pretrained`.
+        key: Of a file of torch.save, as in `load_state_dict`.
+
+    Returns:
+        The absolute path of the page.
+
+    Raises:
+        InvalidPathError: `output` can't be written, or is there and no page of hfshard.
+        CheckpointNotFoundError: There are no weights.
+        DamagedCheckpointError, UnsafePathError, UnsafePickleError: Something is wrong with a file.
+        StoreError, HubError: The store or the Hub refuses, or can't be reached.
+
+    Example:
+        hfshard.show_checkpoint("out", "out.html")
+    """
+    path = checked_output(output)
+    found = inspect_checkpoint(
+        checkpoint, variant=variant, key=key, subfolder=subfolder, revision=revision, token=token
+    )
+    write_page(render_page(make_checkpoint_page(found)), path)
+    return path
