@@ -47,7 +47,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "output",
         "run",
         "arguments",
-        "commands hub_commands reshard_commands show_commands",
+        "commands hub_commands reshard_commands show_commands sign_command",
         "training_commands",
         "main",
     ),

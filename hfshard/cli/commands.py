@@ -22,6 +22,7 @@ from hfshard.cli.output import (
     table,
 )
 from hfshard.errors import readable
+from hfshard.signing.signed_by import SignedBy
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.verify import verify_checkpoint
 from hfshard.viewing.inspection import Inspection, TensorEntry, inspect_checkpoint
@@ -52,13 +53,15 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Check a checkpoint, and name everything that is wrong with it; 0 when it is whole, 1 when not."""
+    signed_by = _signed_by(arguments)
     is_folder = is_address(arguments.directory) or os.path.isdir(arguments.directory)
     if is_folder and is_training(arguments.directory):
-        return _verify_training(arguments)
+        return _verify_training(arguments, signed_by)
     report = verify_checkpoint(
         arguments.directory,
         variant=arguments.variant,
         level=arguments.level,
+        public_key=signed_by,
         progress=arguments.progress,
     )
     if arguments.format == "json":
@@ -67,9 +70,22 @@ def verify(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _verify_training(arguments: argparse.Namespace) -> int:
+def _signed_by(arguments: argparse.Namespace) -> SignedBy | None:
+    """Who must have signed, as the arguments say; None: nobody."""
+    given = {
+        "public_key": arguments.public_key,
+        "certificate_chain": arguments.certificate_chain,
+        "identity": arguments.identity,
+        "oidc_issuer": arguments.oidc_issuer,
+        "trust_config": arguments.trust_config,
+        "use_staging": arguments.use_staging,
+    }
+    return SignedBy(**given) if any(given.values()) else None
+
+
+def _verify_training(arguments: argparse.Namespace, signed_by: SignedBy | None) -> int:
     """Check one training checkpoint, or all of a run and the model beside them."""
-    found = list(reports(arguments))
+    found = list(reports(arguments, signed_by))
     is_ok = all(report.ok for report in found)
     if arguments.format == "json":
         shown = [_report_as_json(report, arguments) for report in found]
@@ -165,7 +181,8 @@ def _verdict(report: VerifyReport) -> str:
     if not report.ok:
         files = len({problem.file for problem in report.problems})
         return f"DAMAGED: {count_of(len(report.problems), 'problem')} in {count_of(files, 'file')}"
-    checked = f"whole: {count_of(len(report.files), 'file')}"
+    whole = "whole" if report.signed_by is None else f"whole, and signed by {report.signed_by}"
+    checked = f"{whole}: {count_of(len(report.files), 'file')}"
     if report.checked_bytes:
         return f"{checked}, {format_size(report.checked_bytes)} compared with their checksums"
     return f"{checked}, in structure; no bytes were compared with checksums"

@@ -75,12 +75,13 @@ def _run_command(arguments: argparse.Namespace) -> int:
         from hfshard.cli.run.launch import run as become
 
         become(arguments)
-    from hfshard.cli import commands, hub_commands, reshard_commands, show_commands, training_commands
+    from hfshard.cli import commands, hub_commands, reshard_commands, show_commands, sign_command, training_commands
 
     run = {
         "inspect": commands.inspect,
         "show": show_commands.show,
         "verify": commands.verify,
+        "sign": sign_command.sign,
         "checkpoints": training_commands.checkpoints,
         "reshard": reshard_commands.reshard,
         "convert": training_commands.convert,

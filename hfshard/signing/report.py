@@ -39,7 +39,7 @@ def with_signature(
         names, errors = place.compare_names()
         recorded = _recorded(place, names) if place.manifest.is_plain else {}
         damaged = {os.path.realpath(problem.file) for problem in report.problems}
-        compared = {os.path.normpath(os.path.join(report.directory, name)) for name in report.files}
+        compared = {os.path.abspath(os.path.join(report.directory, name)) for name in report.files}
         known = {
             name: digest
             for name, digest in recorded.items()
@@ -58,11 +58,12 @@ def with_signature(
         if isinstance(error, InvalidArgumentError):
             raise
         return _with_problems(report, [error])
-    unread = len(names) - len(known) - len(left)
+    unread = 0 if level == "full" else len(names) - len(left)
     warnings = [f"{unread} signed files of weights were not compared: level='full' reads them."] if unread else []
     files = tuple(dict.fromkeys((*report.files, *sorted(names))))
     report = replace(report, files=files, warnings=(*report.warnings, *warnings))
-    return replace(_with_problems(report, errors), checked_bytes=report.checked_bytes + total)
+    report = replace(_with_problems(report, errors), checked_bytes=report.checked_bytes + total)
+    return replace(report, signed_by=str(by)) if report.ok and not unread else report
 
 
 def refuse_address(path: str) -> None:

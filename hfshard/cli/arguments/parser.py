@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hfshard.cli.arguments.checking import add_verify
+from hfshard.cli.arguments.checking import add_sign, add_verify
 from hfshard.cli.arguments.groups import Commands
 from hfshard.cli.arguments.looking import add_checkpoints, add_inspect, add_show
 from hfshard.cli.arguments.moving import add_pull, add_push, add_revisions
@@ -29,6 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_checkpoints(look)
     check = commands.group("check")
     add_verify(check)
+    add_sign(check)
     move = commands.group("move")
     add_push(move)
     add_pull(move)

@@ -29,6 +29,8 @@ class VerifyReport:
     """What could not be checked, and files that belong to no checkpoint."""
     checked_bytes: int
     """Bytes whose checksum was compared."""
+    signed_by: str | None = None
+    """Who has signed all of it, where that was asked, every byte was compared, and nothing is wrong."""
 
     @property
     def ok(self) -> bool:

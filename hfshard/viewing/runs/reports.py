@@ -6,9 +6,12 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 
+from hfshard._util.paths import absolute_path
 from hfshard._util.progress import bytes_bar
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointNotFoundError, HfshardError
+from hfshard.signing.report import refuse_address, with_signature
+from hfshard.signing.signed_by import SignedBy
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames
 from hfshard.training.run.finding import Level, checkpoint_problems
@@ -30,12 +33,19 @@ def is_training(directory: str) -> bool:
     return is_checkpoint(directory) or any(is_checkpoint(one.path) for one in run_place(directory).checkpoints())
 
 
-def reports(arguments: argparse.Namespace) -> Iterator[VerifyReport]:
-    """Check a training checkpoint; or each one of a run, and a model that lies beside them."""
+def reports(arguments: argparse.Namespace, signed_by: SignedBy | None = None) -> Iterator[VerifyReport]:
+    """Check a training checkpoint; or each one of a run, and a model that lies beside them.
+
+    Args:
+        arguments: Those of the command.
+        signed_by: Who must have signed each of them; None: nobody.
+    """
     level = arguments.level
     progress = arguments.progress
+    if signed_by is not None:
+        refuse_address(arguments.directory)
     if is_checkpoint(arguments.directory):
-        yield report_of(arguments.directory, level, progress=progress)
+        yield _signed(report_of(arguments.directory, level, progress=progress), signed_by, arguments)
         return
     for one in run_place(arguments.directory).checkpoints()[::-1]:
         if one.problem is not None:
@@ -43,11 +53,18 @@ def reports(arguments: argparse.Namespace) -> Iterator[VerifyReport]:
         else:
             report = report_of(one.path, level, progress=progress)
             if not report.problems or files_at(one.path).is_there():  # or else a run that saves there has removed it
-                yield report
+                yield _signed(report, signed_by, arguments)
     try:
-        yield verify_checkpoint(arguments.directory, level=level, progress=progress)
+        yield verify_checkpoint(arguments.directory, level=level, public_key=signed_by, progress=progress)
     except CheckpointNotFoundError:
         return  # a run directory need not hold a model
+
+
+def _signed(report: VerifyReport, signed_by: SignedBy | None, arguments: argparse.Namespace) -> VerifyReport:
+    if signed_by is None:
+        return report
+    place = absolute_path(report.directory)
+    return with_signature(report, signed_by, place, level=arguments.level, progress=arguments.progress)
 
 
 def report_of(directory: str, level: Level, *, progress: bool | None) -> VerifyReport:

@@ -1,0 +1,173 @@
+"""Models of transformers and plain modules that must be signed: from directories, hubs and runs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel
+
+import hfshard
+from hfshard.errors import InvalidArgumentError, SignatureError
+from tests.helpers.tiny_bert import Bert, bert, value_of
+from tests.signing.conftest import Keys
+from tests.signing.helpers import model_signing
+
+pytestmark = pytest.mark.compat
+
+CODE = """
+import pathlib
+from transformers import BertConfig, BertModel
+
+pathlib.Path({ran!r}).touch()
+
+class MineConfig(BertConfig):
+    model_type = "mine"
+
+class Mine(BertModel):
+    config_class = MineConfig
+"""
+
+
+@pytest.fixture
+def signed_bert(tmp_path: Path, keys: Keys) -> Path:
+    """A signed BERT in three files."""
+    directory = tmp_path / "bert"
+    bert(3).save_pretrained(directory, max_shard_size=12_000)
+    hfshard.sign_checkpoint(directory, private_key=keys.private)
+    return directory
+
+
+def test_models_load_and_are_refused(signed_bert: Path, keys: Keys) -> None:
+    for load in (Bert.from_pretrained, lambda path, **options: hfshard.load_model(AutoModel, path, **options)):
+        model = load(signed_bert, public_key=keys.public)
+        assert value_of(model) == 3
+        assert model.name_or_path == str(signed_bert)
+        with pytest.raises(SignatureError, match=r"was not made by the key of '.*other.pub'"):
+            load(signed_bert, public_key=keys.other_public)
+    with pytest.raises(InvalidArgumentError, match="leave out state_dict"):
+        Bert.from_pretrained(signed_bert, public_key=keys.public, state_dict={})
+
+    shard = max(signed_bert.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
+    with pytest.raises(SignatureError, match=f"{shard.name}' is not the file that was signed"):
+        Bert.from_pretrained(signed_bert, public_key=keys.public, verify="none")
+    (signed_bert / "config.json").write_text((signed_bert / "config.json").read_text().replace("gelu", "relu"))
+    with pytest.raises(SignatureError, match=r"config.json' is not the file that was signed"):
+        hfshard.load_model(AutoModel, signed_bert, public_key=keys.public)
+
+
+def test_code_does_not_run_before_it_was_compared(tmp_path: Path, keys: Keys, modules_cache: Path) -> None:
+    directory, ran = tmp_path / "mine", tmp_path / "ran"
+    bert(1).save_pretrained(directory)
+    config = (directory / "config.json").read_text()
+    auto_map = '"auto_map": {"AutoConfig": "mine.MineConfig", "AutoModel": "mine.Mine"}, "model_type": "mine"'
+    (directory / "config.json").write_text(config.replace('"model_type": "bert"', auto_map))
+    (directory / "mine.py").write_text(CODE.format(ran=str(ran)))
+    hfshard.sign_checkpoint(directory, private_key=keys.private)
+    bad = CODE.format(ran=str(tmp_path / "evil"))
+
+    (directory / "mine.py").write_text(bad)
+    with pytest.raises(SignatureError, match=r"mine.py' is not the file that was signed"):
+        hfshard.load_model(AutoModel, directory, public_key=keys.public, trust_remote_code=True)
+    (directory / "mine.py").write_text(CODE.format(ran=str(ran)))
+    assert not (tmp_path / "evil").exists()
+    assert not ran.exists()
+    model = hfshard.load_model(AutoModel, directory, public_key=keys.public, trust_remote_code=True)
+    assert (type(model).__name__, value_of(model), ran.exists()) == ("Mine", 1, True)
+
+    (directory / "config.json").write_text(
+        config.replace('"model_type": "bert"', auto_map.replace('"mine.Mine"', '"org/other--mine.Mine"'))
+    )
+    hfshard.sign_checkpoint(directory, private_key=keys.private)
+    with pytest.raises(SignatureError, match="takes its code from another repo"):
+        hfshard.load_model(AutoModel, directory, public_key=keys.public, trust_remote_code=True)
+
+
+def test_subfolders_have_the_signature_of_the_whole_or_their_own(signed_bert: Path, tmp_path: Path, keys: Keys) -> None:
+    whole = tmp_path / "whole"
+    bert(1).save_pretrained(whole)
+    bert(2).save_pretrained(whole / "below")
+    hfshard.sign_checkpoint(whole, private_key=keys.private)
+
+    assert value_of(Bert.from_pretrained(whole, subfolder="below", public_key=keys.public)) == 2
+    assert hfshard.verify_checkpoint(whole, subfolder="below", public_key=keys.public).ok
+    bert(4).save_pretrained(whole / "below")
+    with pytest.raises(SignatureError, match=r"below/model.safetensors' is not the file that was signed"):
+        Bert.from_pretrained(whole, subfolder="below", public_key=keys.public)
+    hfshard.sign_checkpoint(whole / "below", private_key=keys.private)
+    assert value_of(Bert.from_pretrained(whole, subfolder="below", public_key=keys.public)) == 4
+
+
+class Net(hfshard.ShardedModelMixin, nn.Module):
+    """A plain module."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+
+class Own(Net):
+    """One that loads by itself."""
+
+    @classmethod
+    def _from_pretrained(cls, **kwargs: Any) -> Any:
+        raise AssertionError
+
+
+def test_plain_modules(tmp_path: Path, keys: Keys) -> None:
+    directory = tmp_path / "net"
+    Net(width=8).save_pretrained(directory)
+    hfshard.sign_checkpoint(directory, private_key=keys.private)
+
+    assert Net.from_pretrained(directory, public_key=keys.public).layer.in_features == 8
+    with pytest.raises(SignatureError, match="was not made by"):
+        Net.from_pretrained(directory, public_key=keys.other_public)
+    with pytest.raises(InvalidArgumentError, match="may read any file"):
+        Own.from_pretrained(directory, public_key=keys.public)
+    (directory / "config.json").write_text('{"width": 4}')
+    with pytest.raises(SignatureError, match=r"config.json' is not the file that was signed"):
+        hfshard.load_model(Net, directory, public_key=keys.public)
+
+
+def test_a_directory_hub_keeps_the_signature(signed_bert: Path, tmp_path: Path, keys: Keys) -> None:
+    hub = tmp_path / "hub"
+    hfshard.push_checkpoint(signed_bert, hub)
+
+    assert value_of(Bert.from_pretrained(str(hub), public_key=keys.public)) == 3
+    assert hfshard.verify_checkpoint(hub, public_key=keys.public).ok
+    pulled = Path(hfshard.pull_checkpoint(hub, tmp_path / "pulled"))
+    model_signing("verify", "key", pulled, "--public_key", keys.public)
+    other = hfshard.verify_checkpoint(hub, public_key=keys.other_public)
+    assert "was not made by" in other.problems[0].message
+
+
+def test_the_checkpoint_of_a_run(tmp_path: Path, keys: Keys) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = hfshard.training.TrainingState(model=model, optimizer=optimizer)
+    with hfshard.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, state)
+        place = Path(manager.path_of(1))
+        hfshard.sign_checkpoint(place, private_key=keys.private)
+
+        assert hfshard.verify_checkpoint(place, public_key=keys.public).ok
+        model_signing("verify", "key", place, "--public_key", keys.public)
+        assert manager.verify() == {1: []}
+        assert manager.restore(state) is not None
+        hfshard.load_model(nn.Linear(4, 4), place, public_key=keys.public)
+        manager.save(2, state)
+        assert manager.all_steps() == [1, 2]
+    shutil.rmtree(manager.path_of(2))
+
+
+def test_auto_config_is_not_affected(signed_bert: Path) -> None:
+    """The signature is one more file: stock transformers passes over it."""
+    assert AutoConfig.from_pretrained(signed_bert).model_type == "bert"
+    assert value_of(AutoModel.from_pretrained(signed_bert)) == 3
