@@ -136,7 +136,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "clone companions direct_io folders",
         "block_reader block_writer",
     ),
-    "storage.format": ("integrity names strict_json", "header index weights_override"),
+    "storage.format": ("integrity names strict_json", "brought_files header index weights_override"),
     "storage.tensors": ("dtypes", "tensor_layout", "tensor_bytes", "tensor_spec"),
     "storage.weights": (
         "fellow_readers hashed_output open_files pickles populate safetensors_stream",

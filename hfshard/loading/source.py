@@ -171,7 +171,7 @@ def open_source(
         Everything that `open_checkpoint` raises, and a pull.
     """
     local = local or source.find_local() or source.fetch(options.progress)
-    query = source.query
+    query, skeleton = source.query, local.skeleton
     signed = signed_files(local, source, options)
     is_hashed = options.verify in ("full", "sha256") and local.folder is None and signed is None
     total = weights_bytes(local.directory, (SAFETENSORS_SUFFIX,)) if is_hashed else 0
@@ -187,6 +187,7 @@ def open_source(
             weights_name=local.weights_name,
             key=options.key,
             check_beside=check_beside and signed is None,
+            when_open=(lambda _: skeleton.refresh()) if skeleton is not None else None,
         ) as checkpoint,
     ):
         checkpoint.progress = options.progress
@@ -194,8 +195,6 @@ def open_source(
             signed.check_opened(checkpoint, options.progress)
         if options.verify == "structure":
             _warn_of_edited_files(checkpoint)
-        if local.skeleton is not None:
-            local.skeleton.refresh()
         yield checkpoint
         if signed is not None:
             signed.confirm()

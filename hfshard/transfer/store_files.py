@@ -16,8 +16,9 @@ from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, open_source
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.disk.byte_source import ByteSource, BytesSource
+from hfshard.storage.format.brought_files import brought_by
 from hfshard.storage.format.index import CheckpointIndex
-from hfshard.storage.format.names import WeightNames
+from hfshard.storage.format.names import INDEX_FILE, WeightNames
 from hfshard.storage.format.weights_override import as_saved
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import StoredObject
@@ -97,6 +98,7 @@ def under_usual_names(found: PushedContents) -> PushedContents:
     for variant, index in found.indexes.items():
         names = WeightNames(variant)
         entry = found.entries[variant]
+        contents |= _brought_files(contents, entry)
         usual = {file: _usual_name(file, names) for file in {*index.weight_map.values(), *index.files}}
         renamed = {file: name for file, name in usual.items() if file != name}
         indexes[variant] = _with_names(index, usual)
@@ -109,6 +111,17 @@ def under_usual_names(found: PushedContents) -> PushedContents:
         with contents[CONFIG_NAME].open() as reader:
             contents[CONFIG_NAME] = BytesSource(as_saved(reader.read()))
     return PushedContents(contents, indexes, found.entries)
+
+
+def _brought_files(contents: Mapping[str, ByteSource], entry: str) -> dict[str, ByteSource]:
+    """What an index brings in the place of files that are still those before its save."""
+    if not INDEX_FILE.fullmatch(entry):
+        return {}
+    with contents[entry].open() as reader:
+        brought = brought_by(reader.read(), entry)
+    there = {name: contents.get(name) for name in brought}
+    etags = {name: source.found.etag if isinstance(source, StoredSource) else None for name, source in there.items()}
+    return {name: BytesSource(file.raw) for name, file in brought.items() if file.replaces == etags[name]}
 
 
 def _usual_name(file: str, names: WeightNames) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +13,7 @@ from hfshard.errors import DamagedCheckpointError
 from hfshard.saving.stores.own_puts import read_small
 from hfshard.storage.commit.damage import unless_damaged
 from hfshard.storage.commit.directory_state import DirectoryState, find_ownership, weights_override_of
+from hfshard.storage.format.brought_files import BroughtFile, brings_of, without_brings
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
 from hfshard.storage.format.strict_json import dump_json
@@ -42,6 +43,11 @@ class StoreState(DirectoryState):
     """Whether a save that changes the config is under way, or was killed, that others can only stop by the config."""
     is_marked: bool
     """Whether the config has the mark of a save that has found the place claimed; `config` is without it."""
+
+    @property
+    def files(self) -> Collection[str]:
+        """All objects, and what this save has put since."""
+        return self.found.keys() | self.listing
 
     def single_keys(self) -> list[str]:
         """The names of the tensors in `model.safetensors`; empty where it can't be read."""
@@ -96,11 +102,22 @@ def read_store_state(store: Store, names: WeightNames, config: bytes | None = No
     )
 
 
-def renewed_index(raw: bytes, digits: str, *, is_claim: bool) -> bytes:
-    """The bytes of an index that says the same, and of which no other save has made the like."""
-    value = {**json.loads(raw), _SAVE_KEY: digits}
+def claiming_index(raw: bytes, digits: str) -> bytes:
+    """The bytes of an index that says the same, put by a save that goes on to change the config."""
+    return dump_json({**json.loads(raw), _SAVE_KEY: digits, _CLAIM_KEY: digits})
+
+
+def renewed_index(raw: bytes, digits: str, brought: Mapping[str, BroughtFile]) -> bytes:
+    """The bytes of an index that says the same, and of which no other save has made the like.
+
+    Args:
+        raw: An index.
+        digits: Of the save.
+        brought: The small files that the save puts after it.
+    """
+    value = without_brings(json.loads(raw))
     value.pop(_CLAIM_KEY, None)
-    return dump_json({**value, _CLAIM_KEY: digits} if is_claim else value)
+    return dump_json({**value, _SAVE_KEY: digits, **brings_of(brought)})
 
 
 def is_index_of(raw: bytes, digits: str) -> bool:

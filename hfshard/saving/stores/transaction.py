@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import dropwhile, groupby
 from typing import Final
 
 from hfshard.constants import CONFIG_NAME
@@ -16,12 +16,21 @@ from hfshard.errors import (
     StoreError,
 )
 from hfshard.saving.stores.own_puts import note_put, read_small
-from hfshard.saving.stores.store_state import StoreState, has_bytes, is_index_of, parsed_index, renewed_index
+from hfshard.saving.stores.store_state import (
+    StoreState,
+    claiming_index,
+    has_bytes,
+    is_index_of,
+    parsed_index,
+    renewed_index,
+)
 from hfshard.saving.stores.turn import take_turn
 from hfshard.saving.stores.upload import remove_unused
 from hfshard.storage.commit.interrupts import deferred_interrupt
 from hfshard.storage.commit.steps import CommitPlan, CommitStep
 from hfshard.storage.disk.byte_source import ByteSource
+from hfshard.storage.format.brought_files import BroughtFile
+from hfshard.storage.format.names import INDEX_FILE
 from hfshard.stores.protocols import Store, StoredObject
 
 logger = logging.getLogger(__name__)
@@ -306,9 +315,22 @@ class StoreTransaction:
                 return reader.read()
         if step.target == self._state.names.placeholder:
             return self._digits.encode()  # of each save another one
-        if step.target == self._state.names.index:
-            return renewed_index(raw, self._digits, is_claim=not (step.moves or step.is_commit or self._is_protecting))
+        if step.target == self._state.names.index and not (step.moves or step.is_commit or self._is_protecting):
+            return claiming_index(raw, self._digits)
+        if INDEX_FILE.fullmatch(step.target):
+            return renewed_index(raw, self._digits, self._brought(plan))
         return raw
+
+    def _brought(self, plan: CommitPlan) -> dict[str, BroughtFile]:
+        """The small files that are put after the deciding put, which readers of its index take from there meanwhile."""
+        later = list(dropwhile(lambda step: not (step.moves or step.is_commit), plan.steps))
+        files = {step.target: plan.small_files[step.source] for step in later if step.source in plan.small_files}
+        found = {name: self._state.found.get(name) for name in files}
+        return {
+            name: BroughtFile(raw, None if (there := found[name]) is None else there.etag)
+            for name, raw in files.items()
+            if name != CONFIG_NAME and not INDEX_FILE.fullmatch(name)
+        }
 
     def _lost(self) -> RemoteChangedError:
         address = str(self._store.address)

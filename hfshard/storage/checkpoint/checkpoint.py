@@ -10,6 +10,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 from hfshard._util.progress import ProgressCallback
 from hfshard._util.threads import cancellable, start_thread
@@ -32,6 +33,7 @@ from hfshard.storage.checkpoint.locate import (
     state_token,
 )
 from hfshard.storage.checkpoint.open_files import OpenCheckpoint as OpenCheckpoint
+from hfshard.storage.format.brought_files import brought_by
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, check_tied_names
 from hfshard.storage.format.integrity import Verify as Verify
 from hfshard.storage.format.integrity import check_verify_level as check_verify_level
@@ -40,6 +42,11 @@ from hfshard.storage.weights.ranged.ranged_shard import RangedShard
 
 FilesOf = Callable[[CheckpointIndex], Collection[str]]
 """Chooses the files that are needed, of those that an index names."""
+
+WhenOpen = Callable[[OpenCheckpoint], None]
+"""Reads what else belongs to a checkpoint; a CheckpointChangedError of it has all of it opened again."""
+
+_FULL: Final = ("full", "sha256")
 
 
 @contextmanager
@@ -55,6 +62,7 @@ def open_checkpoint(
     weights_name: str | None = None,
     check_beside: bool = False,
     key: str | None = None,
+    when_open: WhenOpen | None = None,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint: its structure is checked, and with verify="full" every byte.
 
@@ -73,6 +81,7 @@ def open_checkpoint(
         check_beside: Compare the checksums while the block runs, not before it: what is damaged is raised at its end,
             also in place of an error of its own. For a block that keeps nothing of what it read if that happens.
         key: Of a single pickle: the key of the weights in it, as for `choose_weights`.
+        when_open: Called with what was opened, before it is sure that all of it is of one save; again where it is not.
 
     Raises:
         CheckpointNotFoundError: There are no weights.
@@ -83,14 +92,19 @@ def open_checkpoint(
     check_verify_level(verify)
     names = WeightNames(variant, base)
     folder = folder_of(directory)
-    checkpoint = _open_until_whole(folder, names, use_safetensors, verify, files_of, weights_name, key)
+
+    def finish(opened: OpenCheckpoint) -> None:
+        if verify in _FULL and opened.is_ranged:  # the weights are compared while they are read: no byte comes twice
+            refuse_unverifiable(opened.weights_path, opened.index, opened.shards)
+            check_small_files(folder, opened.index)
+        if when_open is not None:
+            when_open(opened)
+
+    open_once = partial(_open_once, folder, names, verify=verify, files_of=files_of, key=key, finish=finish)
+    checkpoint = _open_until_whole(folder, names, use_safetensors, weights_name, open_once)
     checkpoint.level = verify
     try:
-        if verify not in ("full", "sha256"):
-            yield checkpoint
-        elif checkpoint.is_ranged:  # compared while it is read, so that no byte is asked for twice
-            refuse_unverifiable(checkpoint.weights_path, checkpoint.index, checkpoint.shards)
-            check_small_files(folder, checkpoint.index)
+        if verify not in _FULL or checkpoint.is_ranged:
             yield checkpoint
         elif check_beside:
             with _checked_beside(checkpoint, progress_callback):
@@ -138,10 +152,8 @@ def _open_until_whole(
     folder: CheckpointFolder,
     names: WeightNames,
     use_safetensors: bool | None,
-    verify: Verify,
-    files_of: FilesOf | None,
     weights_name: str | None,
-    key: str | None,
+    open_once: Callable[[WeightsEntry], OpenCheckpoint],
 ) -> OpenCheckpoint:
     last: HfshardError | None = None
     for _ in range(folder.most_tries):
@@ -153,7 +165,7 @@ def _open_until_whole(
             if weights_override != weights_name:
                 before = (*before, *state_token(folder, names, weights_override)[len(before) :])
             weights = find_weights(folder, names, use_safetensors, weights_override)
-            checkpoint = _open_once(folder, names, weights, verify, files_of, key)
+            checkpoint = open_once(weights)
         except HfshardError as error:
             folder.look()
             is_unchanged = before == state_token(folder, names, weights_override)
@@ -177,15 +189,20 @@ def _open_once(
     folder: CheckpointFolder,
     names: WeightNames,
     weights: WeightsEntry,
+    *,
     verify: Verify,
     files_of: FilesOf | None,
     key: str | None,
+    finish: WhenOpen,
 ) -> OpenCheckpoint:
     path = os.path.join(folder.path, weights.name)
+    folder.bring({})
     if weights.kind == "bin":
         pickled = folder.open_pickle(weights.name, key)
         index = CheckpointIndex(weight_map=dict.fromkeys(pickled.tensors, weights.name))
-        return OpenCheckpoint(folder, names, weights, index, pickles={weights.name: pickled})
+        checkpoint = OpenCheckpoint(folder, names, weights, index, pickles={weights.name: pickled})
+        finish(checkpoint)
+        return checkpoint
     if key is not None:
         raise InvalidArgumentError(
             f"'{path}' has no key={key!r:.200}: only what torch.save wrote into one file has keys. Leave it out.",
@@ -196,6 +213,7 @@ def _open_once(
     else:
         raw = folder.read_small(weights.name, MAX_INDEX_BYTES)
         checkpoint = OpenCheckpoint(folder, names, weights, CheckpointIndex.from_json(raw, path))
+        folder.bring(brought_by(raw, path))
     try:
         if weights.kind != "single":
             _open_files(checkpoint, files_of)
@@ -206,6 +224,7 @@ def _open_once(
             is_part = weights.kind != "single" and files_of is not None
             index = replace(checkpoint.index, total_size=None) if is_part else checkpoint.index
             check_fingerprints(checkpoint.weights_path, index, checkpoint.shards)
+        finish(checkpoint)
     except BaseException:
         checkpoint.close()
         raise

@@ -10,6 +10,7 @@ from hfshard._util.threads import in_threads
 from hfshard.constants import CHANGED_RETRIES, CHANGED_WAIT_SECONDS
 from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, MissingShardError, remedy
 from hfshard.storage.disk.safe_open import identity_of, read_small
+from hfshard.storage.format.brought_files import BroughtFile
 from hfshard.storage.weights.pickles.file_in_memory import FileInMemory
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.ranged.ranged_shard import RangedFiles, RangedShard
@@ -67,6 +68,9 @@ class CheckpointFolder(Protocol):
             MissingShardError: There is none.
         """
 
+    def bring(self, files: Mapping[str, BroughtFile]) -> None:
+        """Take what an index brings along for what is there, where that is still what it replaces."""
+
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
         """Open safetensors files, and check their headers."""
 
@@ -118,6 +122,9 @@ class LocalFolder:
         """Read a text file; see `safe_open.read_small`."""
         return read_small(os.path.join(self.path, name), self.path, limit)[0]
 
+    def bring(self, files: Mapping[str, BroughtFile]) -> None:
+        """Files of a directory have no ETags; a commit there is finished by the next save."""
+
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
         """Open files; see `SafetensorsFile`."""
         real = os.path.realpath(self.path)
@@ -166,6 +173,7 @@ class RangedFolder:
         self._listed: Mapping[str, Any] = {}
         self._small: dict[str, tuple[Hashable, bytes]] = {}
         """Small files that were read: name -> identity and bytes."""
+        self._brought: Mapping[str, BroughtFile] = {}
 
     def look(self) -> None:
         """List all files; not at once after `look_early`."""
@@ -190,7 +198,7 @@ class RangedFolder:
         """Name the Python files that lie directly in it, and those that transformers runs to generate."""
         return sorted(
             name
-            for name in self._listed
+            for name in self._listed.keys() | filter(self.has, self._brought)
             if name.endswith(".py") and ("/" not in name or name.startswith(_GENERATE_FOLDER))
         )
 
@@ -199,8 +207,8 @@ class RangedFolder:
         return sorted(name for name in self._listed if "/" not in name)
 
     def has(self, name: str) -> bool:
-        """Whether the last look found this name."""
-        return name in self._listed
+        """Whether the last look found this name, or an index brings it."""
+        return name in self._listed or self._stand_in(name) is not None
 
     def identity(self, name: str) -> Hashable:
         """ETag and size, as listed."""
@@ -214,6 +222,9 @@ class RangedFolder:
 
     def read_small(self, name: str, limit: int) -> bytes:
         """Read a text file as it was listed; once, as long as it is the same."""
+        stand_in = self._stand_in(name)
+        if stand_in is not None:
+            return stand_in
         entry = self._entry(name)
         identity, raw = self._small.get(name, (None, b""))
         if identity == self.identity(name):
@@ -231,6 +242,10 @@ class RangedFolder:
             raise DamagedCheckpointError(f"'{path}' is damaged: it contains zero bytes. {remedy(path)}", path=path)
         self._small[name] = self.identity(name), raw
         return raw
+
+    def bring(self, files: Mapping[str, BroughtFile]) -> None:
+        """Take what an index brings along for what is listed, where that is still what it replaces."""
+        self._brought = files
 
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
         """Read the headers of files as they were listed, several at once."""
@@ -256,6 +271,13 @@ class RangedFolder:
     def still_holds(self, shards: Mapping[str, SafetensorsShard]) -> bool:
         """Whether the last look found the files that are open, and no others in their place."""
         return all(self.identity(name) == shard.identity for name, shard in shards.items())
+
+    def _stand_in(self, name: str) -> bytes | None:
+        """What counts in place of what is listed."""
+        brought = self._brought.get(name)
+        entry = self._listed.get(name)
+        is_awaited = brought is not None and brought.replaces == (None if entry is None else entry.etag)
+        return brought.raw if brought is not None and is_awaited else None
 
     def _entry(self, name: str) -> Any:
         entry = self._listed.get(name)

@@ -28,6 +28,7 @@ from hfshard.storage.checkpoint.checks import check_small_file, check_total
 from hfshard.storage.checkpoint.folder import FAR_TRIES, CheckpointFolder, folder_of
 from hfshard.storage.checkpoint.locate import entry_of, locate_checkpoint, weights_bytes
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
+from hfshard.storage.format.brought_files import brought_by
 from hfshard.storage.format.index import CheckpointIndex, FileDigest, check_tied_names
 from hfshard.storage.format.names import WeightNames
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
@@ -164,10 +165,13 @@ class Verifier:
         path = os.path.join(self.directory, name)
         self.files.append(name)
         try:
-            return CheckpointIndex.from_json(self.folder.read_small(name, MAX_INDEX_BYTES), path)
+            raw = self.folder.read_small(name, MAX_INDEX_BYTES)
+            index = CheckpointIndex.from_json(raw, path)
+            self.folder.bring(brought_by(raw, path))
         except HfshardError as error:
             self.findings.add_error(error, self.directory)
             return None
+        return index
 
     def _check_files(
         self, index: CheckpointIndex | None, names: list[str], progress_callback: ProgressCallback

@@ -42,6 +42,11 @@ class DirectoryState:
     what is left of a download, too; so they stay until a save has committed, and go then, as after a stock save."""
 
     @property
+    def files(self) -> Collection[str]:
+        """All files, as far as is known also those in folders."""
+        return self.listing
+
+    @property
     def has_single(self) -> bool:
         """Whether `model.safetensors` exists."""
         return self.names.single in self.listing

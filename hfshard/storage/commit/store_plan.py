@@ -73,7 +73,7 @@ def _commit_by_index(
     """Commit by the put of the index: the config stays as it is, is shared with other weights, or was not there."""
     plan = CommitPlan()
     small = set(new.model_files) | set(new.companion_files)
-    first = small - old.listing if is_first else set()
+    first = small.difference(old.files) if is_first else set()
 
     # Prepare: beside no weights, what replaces no file; transformers takes the class's own config where there is none,
     # so that weights without theirs could load as another model.
@@ -108,7 +108,7 @@ def _commit_by_config(
     plan = CommitPlan()
     unique = old.names.unique_index(new.digest)
     changed = set(new.model_files) | set(new.companion_files)
-    absent = changed - old.listing
+    absent = changed.difference(old.files)
 
     # Claim: another index that says the same as the old one. Who has read the old one can't commit any more. (Beside
     # pickles, the placeholder is the claim.)

@@ -23,7 +23,7 @@ _MARK = re.compile(rb"[ \t]{64}\n\Z")
 def with_weights_override(config: bytes, weights: str) -> bytes:
     """Insert the key: transformers then loads the file `weights` before all others."""
     key = WEIGHTS_OVERRIDE_KEY.encode()
-    if config.startswith(b'{\n  "') and key not in config:
+    if config.startswith(b"{") and key not in config and json.loads(config):
         return b'{\n  "%s": %s,' % (key, json.dumps(weights).encode()) + config[1:]
     return dump_json({**json.loads(config), WEIGHTS_OVERRIDE_KEY: weights})
 

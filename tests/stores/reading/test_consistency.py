@@ -17,6 +17,7 @@ from torch import nn
 import hfshard
 from hfshard._util.threads import pause
 from hfshard.errors import CheckpointChangedError
+from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading import far
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, with_checkpoint
@@ -24,7 +25,8 @@ from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest, request_from_state_dict
 from hfshard.saving.to_store import save_into
 from hfshard.saving.writing import OwnShardWriter
-from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
+from hfshard.transfer import store_files
 from tests.stores.saving.memory_store import MemoryStore
 
 ADDRESS = "s3://models/bert"
@@ -37,15 +39,24 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     return place
 
 
-def save(store: MemoryStore, number: int, *, has_new_config: bool = False) -> None:
-    """Save weights that are all a number, in a few files of another size each time."""
+def save(
+    store: MemoryStore, number: int, *, has_new_config: bool = False, generation: dict[str, bytes] | None = None
+) -> None:
+    """Save weights that are all a number, in a few files of another size each time; quietly."""
+    before, store.before = store.before, lambda kind, name: None
+    save_loudly(store, number, has_new_config=has_new_config, generation=generation)
+    store.before = before
+
+
+def save_loudly(
+    store: MemoryStore, number: int, *, has_new_config: bool = False, generation: dict[str, bytes] | None = None
+) -> None:
     tensors = {f"layer.{i}.weight": torch.full((1, 20_000), float(number)) for i in range(4)}
     options = SaveOptions(max_shard_size=(1, 200_000, 1_000_000)[number % 3], progress=False)
     plain = request_from_state_dict(tensors, options)
     config = json.dumps({"number": number if has_new_config else -1}).encode()
-    before, store.before = store.before, lambda kind, name: None
-    save_into(store, SaveRequest(tensors=plain.tensors, options=options, config=config), lambda: None, OwnShardWriter())
-    store.before = before
+    request = SaveRequest(tensors=plain.tensors, options=options, config=config, model_files=generation or {})
+    save_into(store, request, lambda: None, OwnShardWriter())
 
 
 def load_with_config() -> tuple[set[float], int]:
@@ -86,6 +97,93 @@ def test_a_save_between_any_two_requests_gives_the_old_or_the_new_one(
     assert 0.0 in seen
     assert seen[-1] == -1.0
     assert len(seen) > 6
+
+
+def generation_of(number: int) -> dict[str, bytes]:
+    """What a save puts beside its weights."""
+    text = json.dumps({"max_new_tokens": number + 1}).encode()
+    return {"generation_config.json": text, "custom_generate/generate.py": b"NUMBER = %d\n" % number}
+
+
+def load_whole(verify: Verify = "structure") -> set[float]:
+    """All numbers in a checkpoint: of its weights, its config, and what lies beside."""
+    source = CheckpointSource(ADDRESS, CheckpointQuery(needs_code=True))
+    local = source.fetch()
+
+    def use(checkpoint: OpenCheckpoint) -> set[float]:
+        directory = Path(local.directory)
+        tensors = checkpoint.read(checkpoint.keys)
+        values = {value for tensor in tensors.values() for value in tensor.unique().tolist()}
+        configured = json.loads((directory / "config.json").read_bytes())["number"]
+        generation = json.loads((directory / "generation_config.json").read_bytes())["max_new_tokens"] - 1
+        code = (directory / "custom_generate" / "generate.py").read_text().split()[-1]
+        return values | {generation, int(code)} | ({configured} if configured >= 0 else set())
+
+    return with_checkpoint(source, LoadOptions(verify=verify), use, local)
+
+
+@pytest.mark.parametrize("verify", ["structure", "full"])
+def test_two_saves_between_any_requests_of_a_load(store: MemoryStore, verify: Verify) -> None:
+    save(store, 0, generation=generation_of(0))
+    numbers = count(1)
+    for first in range(1, 14, 3):
+        for second in range(first + 1, first + 12, 3):
+            asked = count(1)
+
+            def before(
+                kind: str, name: str, asked: Iterator[int] = asked, at: tuple[int, int] = (first, second)
+            ) -> None:
+                if next(asked) in at:
+                    number = next(numbers)
+                    save(store, number, generation=generation_of(number))
+
+            store.before = before
+            assert len(load_whole(verify)) == 1
+
+
+@pytest.mark.parametrize("has_new_config", [False, True])
+@pytest.mark.parametrize("verify", ["structure", "full"])
+def test_a_load_after_any_request_of_a_save(store: MemoryStore, verify: Verify, *, has_new_config: bool) -> None:
+    save(store, 1, has_new_config=has_new_config, generation=generation_of(1))
+    seen = []
+
+    def after(kind: str, name: str) -> None:
+        seen.append(load_whole(verify))
+
+    store.after = after
+    save_loudly(store, 2, has_new_config=has_new_config, generation=generation_of(2))
+    store.after = lambda kind, name: None
+
+    assert load_whole(verify) == {2.0}
+    assert all(numbers in ({1.0}, {2.0}) for numbers in seen), seen
+    assert [numbers for numbers in seen if numbers == {1.0}]
+
+
+def test_a_push_of_what_a_killed_save_has_left_is_of_one_save(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KilledError(Exception):
+        pass
+
+    def fail(kind: str, name: str) -> None:
+        raise KilledError
+
+    def kill(kind: str, name: str) -> None:
+        if name == "model.safetensors.index.json":
+            store.before = fail
+
+    save(store, 1, generation=generation_of(1))
+    store.after = kill
+    with pytest.raises(KilledError):
+        save_loudly(store, 2, generation=generation_of(2))
+    store.before = store.after = lambda kind, name: None
+    monkeypatch.setattr(store_files, "open_store", lambda address: store)
+
+    hfshard.push_checkpoint(ADDRESS, str(tmp_path / "hub"))
+    pulled = Path(hfshard.pull_checkpoint(str(tmp_path / "hub"), tmp_path / "pulled", verify="full"))
+    assert {name: (pulled / name).read_bytes() for name in generation_of(2)} == generation_of(2)
+    assert hfshard.load_state_dict(pulled)["layer.0.weight"][0, 0] == 2.0
+    assert hfshard.verify_checkpoint(ADDRESS).ok
 
 
 def test_a_reader_that_is_always_overtaken_gives_up(store: MemoryStore) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -15,7 +16,11 @@ _NUMBERS = itertools.count()
 
 
 class MemoryStore:
-    """A `Store` of one place; `before` and `after` are called around each request with its kind and its name."""
+    """A `Store` of one place, for several threads at once.
+
+    `before` and `after` are called around each request with its kind and its name, and may do requests of their own;
+    what lies between is done at once, whoever else asks.
+    """
 
     has_content_etags = True
 
@@ -27,24 +32,26 @@ class MemoryStore:
         self.before: Callable[[str, str], object] = lambda kind, name: None
         self.after: Callable[[str, str], object] = lambda kind, name: None
         self.requests: list[str] = []
+        self._lock = threading.RLock()
 
     def list_objects(self, folder: str = "") -> dict[str, StoredObject]:
         self._ask("list", folder)
-        return {name: self._stored(name) for name in self.objects if name.startswith(folder)}
+        return {name: _stored(name, raw) for name, raw in self.objects.copy().items() if name.startswith(folder)}
 
     def folders(self) -> list[str]:
         self._ask("folders", "")
-        return sorted({name.partition("/")[0] for name in self.objects if "/" in name})
+        return sorted({name.partition("/")[0] for name in self.objects.copy() if "/" in name})
 
     def find(self, name: str) -> StoredObject | None:
         self._ask("find", name)
-        return self._stored(name) if name in self.objects else None
+        return self._now(name)
 
     def read_into(self, found: StoredObject, begin: int, target: memoryview) -> None:
         self._ask("read", found.name)
-        if found.name not in self.objects or self._stored(found.name) != found:
+        raw = self.objects.get(found.name)
+        if raw is None or _stored(found.name, raw) != found:
             raise CheckpointChangedError(f"'{found.name}' was replaced.")
-        target[:] = self.objects[found.name][begin : begin + len(target)]
+        target[:] = raw[begin : begin + len(target)]
 
     def read(self, found: StoredObject) -> bytes:
         raw = bytearray(found.size)
@@ -55,11 +62,11 @@ class MemoryStore:
         if not isinstance(condition, Anything) and not self.has_conditional_put and self.find(name) != condition:
             raise StaleObjectError(f"'{name}' is another one.")
         self._ask("put", name)
-        there = self._stored(name) if name in self.objects else None
-        if self.has_conditional_put and not isinstance(condition, Anything) and there != condition:
-            raise StaleObjectError(f"'{name}' is another one.")
-        self.objects[name] = bytes(raw)
-        put = self._stored(name)
+        with self._lock:
+            if self.has_conditional_put and not isinstance(condition, Anything) and self._now(name) != condition:
+                raise StaleObjectError(f"'{name}' is another one.")
+            self.objects[name] = bytes(raw)
+        put = _stored(name, raw)
         self.after("put", name)
         if not isinstance(condition, Anything) and not self.has_conditional_put and self.find(name) != put:
             raise StaleObjectError(f"'{name}' was replaced at once.")
@@ -72,7 +79,10 @@ class MemoryStore:
 
     def copy(self, source: StoredObject, target: str) -> None:
         self._ask("copy", target)
-        self.objects[target] = self.objects[source.name]
+        raw = self.objects.get(source.name)
+        if raw is None:
+            raise CheckpointChangedError(f"'{source.name}' was removed.")
+        self.objects[target] = raw
 
     def delete(self, names: Collection[str]) -> None:
         self._ask("delete", " ".join(names))
@@ -82,7 +92,7 @@ class MemoryStore:
 
     def sweep_uploads(self, is_left: Callable[[str], bool]) -> int:
         self._ask("sweep", "")
-        left = {name for name in self.uploads if is_left(name)}
+        left = {name for name in self.uploads.copy() if is_left(name)}
         self.uploads -= left
         return len(left)
 
@@ -97,9 +107,13 @@ class MemoryStore:
         self.requests.append(f"{kind} {name}".rstrip())
         self.before(kind, name)
 
-    def _stored(self, name: str) -> StoredObject:
-        raw = self.objects[name]
-        return StoredObject(name, len(raw), hashlib.md5(raw).hexdigest())
+    def _now(self, name: str) -> StoredObject | None:
+        raw = self.objects.get(name)
+        return None if raw is None else _stored(name, raw)
+
+
+def _stored(name: str, raw: bytes) -> StoredObject:
+    return StoredObject(name, len(raw), hashlib.md5(raw).hexdigest())
 
 
 class _Writer:
@@ -115,9 +129,10 @@ class _Writer:
             raise StaleObjectError(f"The upload of '{self._name}' was removed.")
         assert len(self._raw) == self._size
         self._store.uploads.discard(self._name)
-        self._store.objects[self._name] = bytes(self._raw)
+        raw = bytes(self._raw)
+        self._store.objects[self._name] = raw
         self._store.after("finish", self._name)
-        return self._store._stored(self._name)
+        return _stored(self._name, raw)
 
     def abort(self) -> None:
         self._store.uploads.discard(self._name)
