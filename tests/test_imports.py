@@ -230,9 +230,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "store_place",
         "opening",
     ),
-    "viewing": ("layers opening runs stills", "diff inspection", "page", "show"),
+    "viewing": ("layers opening runs stills", "diff inspection", "page values", "show"),
     "viewing.diff": ("reading report", "sides", "pairing", "comparing", "checkpoints"),
     "viewing.page": ("page", "name_tree rendering writing", "checkpoint_page"),
+    "viewing.values": ("running", "measuring"),
     "viewing.runs": ("reports space", "listing"),
 }
 

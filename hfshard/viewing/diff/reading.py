@@ -28,13 +28,16 @@ class ReadJob(Generic[_Result]):
     """Gets what it calls with the bytes of each block, and what ends it early by raising."""
 
 
-def do_jobs(jobs: Sequence[ReadJob[_Result]], threads: int, progress: bool | None) -> list[_Result]:
+def do_jobs(
+    jobs: Sequence[ReadJob[_Result]], threads: int, progress: bool | None, title: str = "Comparing"
+) -> list[_Result]:
     """Do all jobs; the first error of one ends the others.
 
     Args:
         jobs: In any order.
         threads: That read at once.
         progress: A bar on stderr; None: on a terminal.
+        title: Of the bar.
 
     Returns:
         What each returned.
@@ -44,7 +47,7 @@ def do_jobs(jobs: Sequence[ReadJob[_Result]], threads: int, progress: bool | Non
     """
     results: dict[int, _Result] = {}
     total = sum(job.nbytes for job in jobs)
-    with bytes_bar("Comparing", total, progress if total else False) as progress_callback:
+    with bytes_bar(title, total, progress if total else False) as progress_callback:
 
         def do_run(run: Sequence[int], cancelled: threading.Event) -> None:
             for number in run:

@@ -1,0 +1,139 @@
+"""A histogram of numbers that come in blocks: each is seen once, and nobody knows the least and the greatest before."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+_BINS: Final = 2**16
+"""Of equal width between -2**n and 2**n, where no number is larger. Norms are near 1 and differ in the third digit:
+even they fill the bins that are shown."""
+_SHOWN_BINS: Final = 64
+_LEAST_EXPONENT: Final = -1000
+"""Smaller numbers are all in the two bins in the middle: 2**1001 times one of them is still a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSummary:
+    """The numbers of one tensor; a complex one counts as two."""
+
+    elements: int
+    nan: int
+    inf: int
+    minimum: float | None
+    """Of the finite ones, as all that follows; None: there are none."""
+    maximum: float | None
+    mean: float | None
+    std: float | None
+    """Of all of them, not of a sample."""
+    low: float
+    """Where the first bin begins."""
+    high: float
+    """Where the last one ends."""
+    bins: tuple[int, ...]
+    """How many are in each of at most 64 bins of equal width; empty without finite ones."""
+
+
+class RunningValues:
+    """Adds up what a `ValueSummary` tells.
+
+    The bins are wide enough for what was seen; when a larger number comes, their width doubles as often as needed, and
+    neighbours become one. So the counts are those of one histogram, whatever the blocks were.
+    """
+
+    def __init__(self) -> None:
+        self._elements = 0
+        self._nan = 0
+        self._inf = 0
+        self._minimum = math.inf
+        self._maximum = -math.inf
+        self._finite = 0
+        self._mean = 0.0
+        self._squares = 0.0
+        """The sum of the squared distances from the mean."""
+        self._exponent = _LEAST_EXPONENT
+        self._bins = torch.zeros(_BINS, dtype=torch.int64)
+
+    def add(self, block: torch.Tensor) -> None:
+        """Add the numbers of a block, of any real dtype that torch can convert."""
+        numbers = block.flatten().to(torch.float64)
+        self._elements += numbers.numel()
+        is_finite = torch.isfinite(numbers)
+        if not is_finite.all():
+            self._nan += int(torch.isnan(numbers).sum())
+            self._inf += int(torch.isinf(numbers).sum())
+            numbers = numbers[is_finite]
+        if numbers.numel():
+            self._add_finite(numbers)
+
+    def _add_finite(self, numbers: torch.Tensor) -> None:
+        least, greatest = (float(one) for one in torch.aminmax(numbers))
+        self._minimum = min(self._minimum, least)
+        self._maximum = max(self._maximum, greatest)
+        self._add_moments(numbers)
+        exponent = max(_LEAST_EXPONENT, math.frexp(max(-least, greatest))[1])
+        if exponent > self._exponent:
+            self._widen(exponent)
+        scaled = torch.ldexp(numbers, torch.tensor(-self._exponent))
+        self._bins += torch.histc(scaled, bins=_BINS, min=-1.0, max=1.0).to(torch.int64)
+
+    def _add_moments(self, numbers: torch.Tensor) -> None:
+        """Chan's formula: the moments of two sets from the moments of each."""
+        count = numbers.numel()
+        variance, mean = (float(one) for one in torch.var_mean(numbers, correction=0))
+        together = self._finite + count
+        apart = mean - self._mean
+        self._squares += variance * count + apart * apart * self._finite * count / together
+        self._mean += apart * count / together
+        self._finite = together
+
+    def _widen(self, exponent: int) -> None:
+        if self._finite and self._bins.any():
+            middle = _BINS // 2
+            doublings = min(exponent - self._exponent, _BINS.bit_length())
+            into = ((torch.arange(_BINS) - middle) >> doublings) + middle
+            self._bins = torch.zeros(_BINS, dtype=torch.int64).index_add_(0, into, self._bins)
+        self._exponent = exponent
+
+    def summary(self) -> ValueSummary:
+        """What was added so far."""
+        if not self._finite:
+            return ValueSummary(self._elements, self._nan, self._inf, None, None, None, None, 0.0, 0.0, ())
+        low, high, bins = self._shown_bins()
+        return ValueSummary(
+            elements=self._elements,
+            nan=self._nan,
+            inf=self._inf,
+            minimum=self._minimum,
+            maximum=self._maximum,
+            mean=_or_none(self._mean),
+            std=_or_none(math.sqrt(self._squares / self._finite) if self._squares < math.inf else math.inf),
+            low=min(low, self._minimum),  # rounding puts the smallest numbers beside the middle
+            high=max(high, self._maximum),
+            bins=bins,
+        )
+
+    def _shown_bins(self) -> tuple[float, float, tuple[int, ...]]:
+        """Those from the first to the last that has any, several as one where there are more than are shown."""
+        used = self._bins.nonzero().flatten()
+        first, last = int(used[0]), int(used[-1])
+        together = -(-(last + 1 - first) // _SHOWN_BINS)
+        last = first + together * -(-(last + 1 - first) // together)  # the last one may reach beyond all bins
+        counts = torch.nn.functional.pad(self._bins, (0, together))[first:last].view(-1, together).sum(1)
+        middle = _BINS // 2
+        low, high = (_scaled((edge - middle) / middle, self._exponent) for edge in (first, last))
+        return low, high, tuple(counts.tolist())
+
+
+def _scaled(number: float, exponent: int) -> float:
+    try:
+        return math.ldexp(number, exponent)
+    except OverflowError:  # the end of the last bin of the largest numbers there are
+        return math.copysign(1.7976931348623157e308, number)
+
+
+def _or_none(number: float) -> float | None:
+    return number if math.isfinite(number) else None

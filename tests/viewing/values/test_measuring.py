@@ -1,0 +1,65 @@
+"""The numbers of all tensors of a checkpoint, read in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import hfshard
+from hfshard.errors import IntegrityError
+from hfshard.hub.resolve import CheckpointQuery
+from hfshard.loading.options import LoadOptions
+from hfshard.viewing.values.measuring import MeasuredValues, measure_values
+
+
+def measured(place: Path, *, most: int = 10_000) -> MeasuredValues:
+    return measure_values(place, CheckpointQuery(), LoadOptions(progress=False), most=most)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("values") / "saved"
+    state_dict = {
+        "large": torch.arange(3_000_000, dtype=torch.float32),
+        "broken": torch.tensor([1.0, math.nan, -math.inf], dtype=torch.bfloat16),
+        "complex": torch.tensor([1 + 2j, 3 + 6j], dtype=torch.complex128),
+        "fp8": torch.ones(4).to(torch.float8_e5m2),
+        "empty": torch.empty(0, 3),
+        "fp4": torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "scalar": torch.tensor(7),
+    }
+    hfshard.save_state_dict({**state_dict, "tied": state_dict["large"]}, directory, max_shard_size="1MB")
+    return directory
+
+
+def test_every_tensor_is_measured_once(saved: Path) -> None:
+    found = measured(saved)
+
+    assert list(found.tensors) == ["large", "complex", "scalar", "broken", "fp8", "empty"]
+    assert (found.left_out, found.unknown) == (0, 1)
+    large = found.tensors["large"]
+    assert (large.elements, large.minimum, large.maximum, large.mean) == (3_000_000, 0.0, 2_999_999.0, 1_499_999.5)
+    assert sum(large.bins) == 3_000_000
+    assert (found.tensors["complex"].elements, found.tensors["complex"].mean) == (4, 3.0)
+    assert (found.tensors["broken"].nan, found.tensors["broken"].inf, found.tensors["broken"].mean) == (1, 1, 1.0)
+    assert found.tensors["scalar"].bins == (1,)
+
+
+def test_the_largest_are_read_where_there_are_many(saved: Path) -> None:
+    found = measured(saved, most=2)
+
+    assert (list(found.tensors), found.left_out, found.unknown) == (["large", "complex"], 4, 1)
+
+
+def test_damage_is_found_on_the_way(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    hfshard.save_state_dict({"weight": torch.arange(100_000.0)}, tmp_path)
+    raw = bytearray(path.read_bytes())
+    raw[-5] ^= 1
+    path.write_bytes(raw)
+
+    with pytest.raises(IntegrityError, match=r"Tensor 'weight' of shard .* is damaged"):
+        measured(tmp_path)
