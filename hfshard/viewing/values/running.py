@@ -61,8 +61,8 @@ class RunningValues:
         """Add the numbers of a block, of any real dtype that torch can convert."""
         numbers = block.flatten().to(torch.float64)
         self._elements += numbers.numel()
-        is_finite = torch.isfinite(numbers)
-        if not is_finite.all():
+        if not math.isfinite(numbers.sum()):  # an overflow, too: then all are
+            is_finite = torch.isfinite(numbers)
             self._nan += int(torch.isnan(numbers).sum())
             self._inf += int(torch.isinf(numbers).sum())
             numbers = numbers[is_finite]
@@ -77,16 +77,18 @@ class RunningValues:
         exponent = max(_LEAST_EXPONENT, math.frexp(max(-least, greatest))[1])
         if exponent > self._exponent:
             self._widen(exponent)
-        scaled = torch.ldexp(numbers, torch.tensor(-self._exponent))
-        self._bins += torch.histc(scaled, bins=_BINS, min=-1.0, max=1.0).to(torch.int64)
+        middle = _BINS // 2
+        places = numbers.mul(math.ldexp(1.0, -self._exponent)).add_(1.0).mul_(middle)
+        self._bins += torch.bincount(places.to(torch.int64).clamp_(max=_BINS - 1), minlength=_BINS)
 
     def _add_moments(self, numbers: torch.Tensor) -> None:
         """Chan's formula: the moments of two sets from the moments of each."""
         count = numbers.numel()
-        variance, mean = (float(one) for one in torch.var_mean(numbers, correction=0))
+        mean = float(numbers.sum()) / count
+        distances = numbers - mean
         together = self._finite + count
         apart = mean - self._mean
-        self._squares += variance * count + apart * apart * self._finite * count / together
+        self._squares += float(distances.dot(distances)) + apart * apart * self._finite * count / together
         self._mean += apart * count / together
         self._finite = together
 
