@@ -47,11 +47,12 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "output",
         "run",
         "arguments",
-        "commands hub_commands reshard_commands show_commands sign_command",
+        "commands diff hub_commands reshard_commands show_commands sign_command",
         "training_commands",
         "main",
     ),
     "cli.arguments": ("groups shared", "checking looking moving rewriting running", "parser"),
+    "cli.diff": ("as_json heat_map tables", "command"),
     "cli.run": ("startup words", "launch"),
     "cli.run.startup": ("sitecustomize",),
     "distributed": (
@@ -230,10 +231,16 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "store_place",
         "opening",
     ),
-    "viewing": ("layers opening runs stills", "diff inspection", "page values", "show"),
-    "viewing.diff": ("reading report", "sides", "pairing", "comparing", "checkpoints"),
-    "viewing.page": ("page", "name_tree rendering writing", "checkpoint_page"),
     "viewing.values": ("running", "measuring"),
+    "viewing.page": ("page", "name_tree rendering writing", "checkpoint_page"),
+    "viewing": ("layers opening runs stills", "folding", "parts_in_words", "diff inspection", "page values", "show"),
+    "viewing.diff": (
+        "reading report",
+        "renames sides",
+        "headline pairing",
+        "comparing",
+        "checkpoints",
+    ),
     "viewing.runs": ("reports space", "listing"),
 }
 

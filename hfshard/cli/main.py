@@ -34,12 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments without the program's name; None takes those of the process.
 
     Returns:
-        The exit code: 0 done and whole, 1 damaged or failed, 2 bad usage. Of `run`, nothing: the process becomes the
-        program.
+        The exit code: 0 done and whole, 1 damaged or failed, 2 bad usage; of `diff` 1 is different, and 2 failed too.
+        Of `run`, nothing: the process becomes the program.
     """
     replace_closed_streams()
     use_any_encoding()
     parser = make_parser()
+    parser.set_defaults(exit_failed=EXIT_FAILED)  # of `diff` another one: its 1 says that something differs
     own, program = split_words(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(own)
     arguments.program = program
@@ -56,14 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except HfshardError as error:
         print_message(str(error))
-        return EXIT_FAILED
+        return int(arguments.exit_failed)
     except BrokenPipeError:  # `hfshard inspect DIR | head`
         drop_output()
         return _EXIT_SIGNAL + _SIGPIPE
     except OSError as error:  # `hfshard inspect DIR > /dev/full`
         print_message(f"{error}")
         drop_output()
-        return EXIT_FAILED
+        return int(arguments.exit_failed)
     except KeyboardInterrupt:
         return _EXIT_SIGNAL + _SIGINT
     return code
@@ -76,10 +77,12 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
         become(arguments)
     from hfshard.cli import commands, hub_commands, reshard_commands, show_commands, sign_command, training_commands
+    from hfshard.cli.diff import command as diff_command
 
     run = {
         "inspect": commands.inspect,
         "show": show_commands.show,
+        "diff": diff_command.diff,
         "verify": commands.verify,
         "sign": sign_command.sign,
         "checkpoints": training_commands.checkpoints,

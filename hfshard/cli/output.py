@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from hfshard.errors import escaped
 
@@ -62,6 +62,19 @@ def print_message(text: str) -> None:
 def printable(text: str) -> str:
     """Escape what would move the cursor or hide text: a stranger may have chosen the names in a checkpoint."""
     return escaped(text, keep="")
+
+
+def shortened(text: str, most: int) -> str:
+    """Leave out the middle of a text with more than so many characters; both its ends tell tensors apart."""
+    if len(text) <= most:
+        return text
+    first = (most - 1) // 2
+    return f"{text[:first]}…{text[len(text) - (most - 1 - first) :]}"
+
+
+def has_colors(stream: TextIO) -> bool:
+    """Whether to colour what goes to a stream: it is a terminal that can, and the user has not said no."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def count_of(number: int, noun: str) -> str:

@@ -86,6 +86,7 @@ Sharded checkpoints: look at them, check, move and rewrite them.
 look:
   inspect      shards, dtypes, the largest tensors, tied names, metadata
   show         a page to look at: a map of the modules, files, search
+  diff         what differs between two checkpoints, and where
   checkpoints  the checkpoints of a training run, and what is wrong with them
 
 check:

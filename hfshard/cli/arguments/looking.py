@@ -6,6 +6,7 @@ from hfshard.cli.arguments.groups import CommandGroup
 from hfshard.cli.arguments.shared import (
     OR_STORE,
     REPO,
+    STORE,
     add_checkpoint,
     add_directory,
     add_format,
@@ -50,6 +51,26 @@ def add_show(commands: CommandGroup) -> None:
     show.add_argument("--subfolder", default="", help="folder of CHECKPOINT")
     add_token(show)
     add_format(show)
+
+
+def add_diff(commands: CommandGroup) -> None:
+    """Add `diff`."""
+    diff = commands.add_parser(
+        "diff",
+        help="what differs between two checkpoints, and where",
+        description="Show which tensors of two checkpoints are the same, changed, cast, reshaped, renamed or in one "
+        "only, however they are sharded. What has digests in both is not read. Exit 0: nothing differs, 1: something "
+        "does, 2: bad usage, or one of them is damaged or can't be read.",
+    )
+    diff.set_defaults(needs_directory=False, exit_failed=2)
+    place = f"a directory, one file of weights, a run or a checkpoint of it; {REPO}, also with @revision; or {STORE}"
+    diff.add_argument("a", metavar="A", help=place)
+    diff.add_argument("b", metavar="B", help="the same")
+    diff.add_argument("--all", action="store_true", help="list every tensor that differs, with its whole name")
+    add_variant(diff)
+    add_token(diff)
+    add_format(diff)
+    add_no_progress(diff)
 
 
 def add_checkpoints(commands: CommandGroup) -> None:

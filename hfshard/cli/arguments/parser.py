@@ -6,7 +6,7 @@ import argparse
 
 from hfshard.cli.arguments.checking import add_sign, add_verify
 from hfshard.cli.arguments.groups import Commands
-from hfshard.cli.arguments.looking import add_checkpoints, add_inspect, add_show
+from hfshard.cli.arguments.looking import add_checkpoints, add_diff, add_inspect, add_show
 from hfshard.cli.arguments.moving import add_pull, add_push, add_revisions
 from hfshard.cli.arguments.rewriting import add_convert, add_reshard
 from hfshard.cli.arguments.running import add_run
@@ -26,6 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     look = commands.group("look")
     add_inspect(look)
     add_show(look)
+    add_diff(look)
     add_checkpoints(look)
     check = commands.group("check")
     add_verify(check)

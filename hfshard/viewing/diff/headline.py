@@ -12,7 +12,8 @@ from hfshard.viewing.layers import is_number, split_name
 from hfshard.viewing.parts_in_words import describe_tensors, join_words, short_name
 
 _HEADS: Final = frozenset(
-    "classification_head classifier cls embed_out fc head heads lm_head logits output_projection qa_outputs score".split()
+    {"classification_head", "classifier", "cls", "embed_out", "fc", "head", "heads", "lm_head", "logits"}
+    | {"output_projection", "qa_outputs", "score"}
 )
 """What architectures call the part that is made for a task."""
 _ADAPTER: Final = "lora_"
@@ -47,9 +48,8 @@ def headline(found: CheckpointDiff) -> str:
 
 
 def _nothing_in_common(by_kind: dict[DiffKind, list[TensorDiff]]) -> str:
-    sides = [(side, by_kind.get(kind, [])) for side, kind in (("A", "only_in_a"), ("B", "only_in_b"))]
     texts = []
-    for side, tensors in sides:
+    for side, tensors in (("A", by_kind.get("only_in_a", [])), ("B", by_kind.get("only_in_b", []))):
         names = [tensor.name for tensor in tensors]
         if names and all(map(_is_adapter, names)):
             texts.append(f"{side} is an adapter (LoRA) for {_adapted(names)}: {_count(len(names))}")
@@ -79,7 +79,9 @@ def _changed(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
 def _cast(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
     dtypes = Counter((tensor.a.dtype, tensor.b.dtype) for tensor in tensors if tensor.a and tensor.b)
     text = join_words([f"from {short_name(a)} to {short_name(b)}" for (a, b), _ in dtypes.most_common(3)])
-    left = [tensor for tensor in found.tensors if tensor.kind == "same" and tensor.b and tensor.b.dtype in _sources(dtypes)]
+    left = [
+        tensor for tensor in found.tensors if tensor.kind == "same" and tensor.b and tensor.b.dtype in _sources(dtypes)
+    ]
     if not left and len(tensors) + found.counts.get("same", 0) == len(found.tensors):
         return f"cast {text}"
     every = [tensor.name for tensor in found.tensors]
@@ -153,8 +155,8 @@ def _files_text(found: CheckpointDiff) -> str:
 
 def _adapted(names: Collection[str]) -> str:
     """The modules that an adapter is for."""
-    modules = {name.split(f".{_ADAPTER}")[0] for name in names}
-    return describe_tensors(modules, modules, names_kinds=True)
+    weights = {f"{name.split(f'.{_ADAPTER}')[0]}.weight" for name in names}
+    return describe_tensors(weights, weights, names_kinds=True)
 
 
 def _is_adapter(name: str) -> bool:

@@ -1,0 +1,1 @@
+"""`hfshard diff`: what differs between two checkpoints, on the terminal and as JSON."""

@@ -1,0 +1,57 @@
+"""The command that compares two checkpoints: it prints, and returns the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+
+from hfshard._util.size import format_size
+from hfshard.cli.diff.as_json import diff_as_json
+from hfshard.cli.diff.heat_map import HeatMapStyle, heat_maps
+from hfshard.cli.diff.tables import modules_table, places_table, renames_table, tensors_table
+from hfshard.cli.output import has_colors, print_json, print_text, printable
+from hfshard.viewing.diff.checkpoints import diff_checkpoints
+from hfshard.viewing.diff.headline import headline
+from hfshard.viewing.diff.report import CheckpointDiff
+
+_EXIT_SAME = 0
+_EXIT_DIFFERENT = 1
+
+
+def diff(arguments: argparse.Namespace) -> int:
+    """Show what differs between two checkpoints; 0 when nothing does, 1 when something does."""
+    found = diff_checkpoints(
+        arguments.a,
+        arguments.b,
+        variant=arguments.variant,
+        token=arguments.token,
+        progress=arguments.progress,
+    )
+    if arguments.format == "json":
+        print_json(diff_as_json(found))
+    else:
+        print_diff(found, lists_all=arguments.all)
+    return _EXIT_SAME if found.is_same else _EXIT_DIFFERENT
+
+
+def print_diff(found: CheckpointDiff, *, lists_all: bool) -> None:
+    """Print a report as text: one sentence first, then more and more of it."""
+    columns = shutil.get_terminal_size().columns
+    print_text(printable(headline(found)))
+    print_text("\n" + places_table(found))
+    print_text(f"\n{_how_it_was_told(found)}")
+    if all(tensor.kind == "same" for tensor in found.tensors):
+        return
+    renames = renames_table(found)
+    if renames:
+        print_text("\n" + renames)
+    print_text("\n" + (tensors_table(found) if lists_all else modules_table(found, columns)))
+    for drawn in heat_maps(found, HeatMapStyle(columns, sys.stdout.isatty(), has_colors(sys.stdout))):
+        print_text("\n" + drawn)
+
+
+def _how_it_was_told(found: CheckpointDiff) -> str:
+    if found.read_bytes == 0:
+        return "Told from names and digests; no tensor was read."
+    return f"{format_size(found.read_bytes)} of tensors were read."

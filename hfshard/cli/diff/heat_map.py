@@ -1,0 +1,141 @@
+"""How much each tensor of each layer changed, drawn with characters: kinds of tensors x layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hfshard.cli.output import count_of, printable, shortened
+from hfshard.viewing.diff.report import CheckpointDiff
+from hfshard.viewing.layers import LayerStack, layer_grid
+
+_LEVELS: Final = 9
+_SHADES: Final = "░░▒▒▓▓███"
+_COLORS: Final = (229, 228, 221, 214, 208, 202, 196, 160, 124)
+"""Of the 256 of a terminal, from light yellow to dark red; who can't tell them apart sees the shades."""
+_DECADES: Final = 6
+"""That the levels may span; what changed by less has the lowest."""
+_MOST_LABEL: Final = 36
+_MOST_KINDS: Final = 40
+_MOST_STACKS: Final = 4
+_SAME: Final = "·"
+_LACKING: Final = " "
+_RULER: Final = 5
+"""Columns from one number of a layer to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMapStyle:
+    """How a heat map is drawn."""
+
+    columns: int
+    """Characters in a line."""
+    has_shades: bool
+    """Whether levels are shades; else digits, which a file keeps and a program reads."""
+    has_colors: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Relative norms as levels, by their logarithm."""
+
+    low: float
+    high: float
+
+    def level(self, norm: float) -> int:
+        """From 1 to 9."""
+        if norm >= self.high:
+            return _LEVELS
+        if norm <= self.low:
+            return 1
+        share = math.log(norm / self.low) / math.log(self.high / self.low)
+        return 1 + round(share * (_LEVELS - 1))
+
+
+def heat_maps(found: CheckpointDiff, style: HeatMapStyle) -> Iterator[str]:
+    """Draw a map of each stack of layers in which values were compared.
+
+    Args:
+        found: With values; without, nothing is drawn.
+        style: How.
+
+    Yields:
+        Lines, of the stacks with the largest changes first.
+    """
+    norms = {one.name: one.values.relative_norm for one in found.tensors if one.values}
+    positive = [norm for norm in norms.values() if 0 < norm < math.inf]
+    if not positive and math.inf not in norms.values():
+        return
+    high = max(positive, default=1.0)
+    scale = _Scale(max(min(positive, default=1.0), high / 10**_DECADES), high)
+    stacks = [stack for stack in layer_grid(tensor.name for tensor in found.tensors).stacks if _hottest(stack, norms)]
+    stacks.sort(key=lambda stack: -_hottest(stack, norms))
+    for stack in stacks[:_MOST_STACKS]:
+        yield _map(stack, norms, scale, style)
+    if len(stacks) > _MOST_STACKS:
+        yield f"{count_of(len(stacks) - _MOST_STACKS, 'more stack')} of layers with smaller changes"
+    if stacks:
+        yield _legend(scale, style)
+
+
+def _hottest(stack: LayerStack, norms: dict[str, float]) -> float:
+    return max((norms.get(name, 0.0) for names in stack.cells.values() for name in names), default=0.0)
+
+
+def _map(stack: LayerStack, norms: dict[str, float], scale: _Scale, style: HeatMapStyle) -> str:
+    cells = {cell: max(norms.get(name, 0.0) for name in names) for cell, names in stack.cells.items()}
+    heat: dict[str, float] = {}
+    for (_, kind), norm in cells.items():
+        heat[kind] = max(norm, heat.get(kind, 0.0))
+    hot = {kind for kind in sorted(heat, key=lambda kind: -heat[kind])[:_MOST_KINDS] if heat[kind]}
+    labels = {kind: shortened(printable(kind), _MOST_LABEL) for kind in stack.kinds if kind in hot}
+    title = shortened(printable(f"{stack.name}.*" if stack.name else "*"), _MOST_LABEL)
+    width = max(len(title), *map(len, labels.values()))
+    per_column = max(1, math.ceil(len(stack.layers) / max(1, style.columns - width - 2)))
+    groups = [stack.layers[start : start + per_column] for start in range(0, len(stack.layers), per_column)]
+    lines = [f"{title:<{width}}  {_ruler(groups)}"]
+    for kind, label in labels.items():
+        drawn = (_drawn([cells.get((layer, kind)) for layer in group], scale, style) for group in groups)
+        lines.append(f"{label:<{width}}  {''.join(drawn)}".rstrip())
+    left = sum(norm > 0 for kind, norm in heat.items() if kind not in hot)
+    if left:
+        lines.append(f"... and {count_of(left, 'kind')} of tensors that changed less")
+    if per_column > 1:
+        lines.append(f"(each column: the most of {per_column} layers)")
+    return "\n".join(lines)
+
+
+def _ruler(groups: Sequence[Sequence[int]]) -> str:
+    """Numbers of layers over their columns."""
+    ruler = ""
+    for column in range(0, len(groups), _RULER):
+        if column >= len(ruler):
+            ruler = f"{ruler:<{column}}{groups[column][0]} "
+    return ruler.rstrip()
+
+
+def _drawn(norms: Sequence[float | None], scale: _Scale, style: HeatMapStyle) -> str:
+    present = [norm for norm in norms if norm is not None]
+    if not present:
+        return _LACKING
+    norm = max(present)
+    if norm == 0:
+        return _SAME if style.has_shades else "."
+    return _level_text(scale.level(norm), style)
+
+
+def _level_text(level: int, style: HeatMapStyle) -> str:
+    text = _SHADES[level - 1] if style.has_shades else str(level)
+    return f"\x1b[38;5;{_COLORS[level - 1]}m{text}\x1b[0m" if style.has_colors else text
+
+
+def _legend(scale: _Scale, style: HeatMapStyle) -> str:
+    levels = (1, _LEVELS) if not style.has_shades else (1, 3, 5, 7)
+    texts = []
+    for level in levels:
+        share = (level - 1) / (_LEVELS - 1)
+        texts.append(f"{_level_text(level, style)} {scale.low * (scale.high / scale.low) ** share:.1e}")
+    same = _SAME if style.has_shades else "."
+    return f"relative norm |B-A| / |A|:  {same} same  {'  '.join(texts)}"

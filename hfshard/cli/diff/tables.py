@@ -1,0 +1,126 @@
+"""The tables of `hfshard diff`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from hfshard._util.size import format_size
+from hfshard.cli.output import printable, shortened, table
+from hfshard.viewing.diff.renames import rename_rules
+from hfshard.viewing.diff.report import CheckpointDiff, TensorDiff, TensorFacts
+from hfshard.viewing.folding import FoldedRow, fold_names, fold_rows
+from hfshard.viewing.layers import natural_order
+
+_MOST_ROWS: Final = 30
+"""Of a table of modules: about what a terminal shows at once."""
+_MOST_RULES: Final = 8
+_MOST_DTYPES: Final = 4
+_SAME: Final = "same"
+
+
+def places_table(found: CheckpointDiff) -> str:
+    """Both checkpoints: where they are, how large, of which dtypes."""
+    sides = (("A", found.a, [tensor.a for tensor in found.tensors]), ("B", found.b, [t.b for t in found.tensors]))
+    rows = []
+    for side, place, tensors in sides:
+        facts = [one for one in tensors if one is not None]
+        dtypes = [dtype for dtype, _ in Counter(one.dtype for one in facts).most_common()]
+        more = [f"{len(dtypes) - _MOST_DTYPES} more"] if len(dtypes) > _MOST_DTYPES else []
+        size = format_size(sum(one.nbytes for one in facts))
+        rows.append([side, f"{len(facts):,}", size, ", ".join([*dtypes[:_MOST_DTYPES], *more]), place])
+    return table(["", ">tensors", ">size", "dtypes", "place"], rows)
+
+
+def renames_table(found: CheckpointDiff) -> str:
+    """By which rules names differ; "" where none does."""
+    pairs = [(one.a.name, one.b.name) for one in found.tensors if one.kind == "renamed" and one.a and one.b]
+    rules = rename_rules(pairs)
+    rows = [[f"{count:,}", shortened(rule.as_text(), 60)] for rule, count in rules[:_MOST_RULES]]
+    left = sum(count for _, count in rules[_MOST_RULES:])
+    if left:
+        rows.append([f"{left:,}", f"in {len(rules) - _MOST_RULES:,} other ways"])
+    return table([">renamed", "how"], rows) if rows else ""
+
+
+def modules_table(found: CheckpointDiff, columns: int) -> str:
+    """What differs, in as few rows as tell it; modules that are alike share one."""
+    tree = fold_names({tensor.name: _difference(tensor) for tensor in found.tensors})
+    rows = fold_rows(tree, hidden=_SAME, most=_MOST_ROWS)
+    by_name = {tensor.name: tensor for tensor in found.tensors}
+    has_values = any(tensor.values for tensor in found.tensors)
+    cells = []
+    for row in rows:
+        values = _values_of(row, by_name) if has_values else []
+        cells.append([_marks_text(row.marks), _count_text(row.marks), *values, row.path or "(everywhere)"])
+    same = found.counts.get("same", 0)
+    if same:
+        cells.append([_SAME, f"{same:,}", *([""] * 3 if has_values else []), "the rest"])
+    titles = ["difference", ">tensors", *([">elements", ">norm", ">largest"] if has_values else []), "where"]
+    return _fitted(titles, cells, columns)
+
+
+def tensors_table(found: CheckpointDiff) -> str:
+    """Every tensor that differs, by name."""
+    differing = sorted((one for one in found.tensors if one.kind != "same"), key=lambda one: natural_order(one.name))
+    has_values = any(tensor.values for tensor in differing)
+    rows = []
+    for tensor in differing:
+        values = _values_cells([tensor]) if has_values else []
+        rows.append([_difference(tensor), _shapes_text(tensor), *values, _names_text(tensor)])
+    titles = ["difference", "shape", *([">elements", ">norm", ">largest"] if has_values else []), "tensor"]
+    return table(titles, rows)
+
+
+def _difference(tensor: TensorDiff) -> str:
+    """What a table calls it."""
+    if tensor.kind == "cast" and tensor.a and tensor.b:
+        return f"cast {tensor.a.dtype}→{tensor.b.dtype}"
+    return tensor.kind.replace("only_in_a", "only in A").replace("only_in_b", "only in B")
+
+
+def _marks_text(marks: Counter[str]) -> str:
+    return ", ".join(mark for mark in marks if mark != _SAME)
+
+
+def _count_text(marks: Counter[str]) -> str:
+    differing = marks.total() - marks[_SAME]
+    return f"{differing:,} of {marks.total():,}" if marks[_SAME] else f"{differing:,}"
+
+
+def _values_of(row: FoldedRow, by_name: dict[str, TensorDiff]) -> list[str]:
+    return _values_cells(by_name[name] for module in row.modules for name in module.tensors())
+
+
+def _values_cells(tensors: Iterable[TensorDiff]) -> list[str]:
+    """How many elements changed, the largest relative norm and the largest change of an element."""
+    values = [tensor.values for tensor in tensors if tensor.values]
+    elements = sum(value.elements for value in values)
+    if not elements:
+        return ["", "", ""]
+    changed = sum(value.changed for value in values)
+    share = "none" if not changed else f"{max(changed / elements, 0.001):.1%}"
+    return [share, f"{max(v.relative_norm for v in values):.1e}", f"{max(v.max_abs for v in values):.1e}"]
+
+
+def _shapes_text(tensor: TensorDiff) -> str:
+    texts = [_shape_text(facts) for facts in (tensor.a, tensor.b) if facts]
+    return texts[0] if len(set(texts)) == 1 else "→".join(texts)
+
+
+def _shape_text(facts: TensorFacts) -> str:
+    return "×".join(map(str, facts.shape)) or "scalar"
+
+
+def _names_text(tensor: TensorDiff) -> str:
+    if tensor.a and tensor.b and tensor.a.name != tensor.b.name:
+        return f"{tensor.a.name} → {tensor.b.name}"
+    return tensor.name
+
+
+def _fitted(titles: Sequence[str], rows: Sequence[Sequence[str]], columns: int) -> str:
+    """A table whose last column takes what the others leave of a line."""
+    others = table(titles[:-1], [row[:-1] for row in rows]).split("\n")
+    width = max(20, columns - max(map(len, others)) - 2)
+    return table(titles, [[*row[:-1], shortened(printable(row[-1]), width)] for row in rows])
