@@ -27,6 +27,7 @@ def reshard_checkpoint(
     packing: Packing = "greedy",
     dtype: str | torch.dtype | None = None,
     low_disk: bool = False,
+    drop_signature: bool = False,
     key: str | None = None,
     checksum: Checksum | None = "sha256",
     variant: str | None = None,
@@ -66,6 +67,8 @@ def reshard_checkpoint(
             shard (of the old or the new size, whichever is larger) is on the disk twice. Each group is committed by
             itself: a run that was killed leaves a complete checkpoint, and another run goes on. A new file consists of
             whole old ones, or of parts of one, so there may be a few more files than without.
+        drop_signature: Remove the `model.sig` of `dst` when it no longer holds. In place, a signed checkpoint is
+            refused without it, as nobody could check the signature any more. A copy is made without the signature.
         key: As in `load_state_dict`.
         variant: Of the source, and of what is written.
         use_safetensors: None: safetensors before pickles; True: only them; False: only pickles. Pickles of torch 1.5
@@ -78,6 +81,7 @@ def reshard_checkpoint(
     Raises:
         InvalidSizeError, InvalidArgumentError: Nothing was written: `dst` lies in `src`, `low_disk` with another
             directory, a dtype that nothing is cast to.
+        SignatureError: In place, and it is signed.
         SaveDirectoryError: `dst` has different files with the names of those that are copied; or see `save_state_dict`.
         IntegrityError: A tensor of the source is damaged; nothing was changed (with low_disk: nothing in its group).
         CheckpointChangedError: Another process saved over the source meanwhile; nothing was changed.
@@ -99,6 +103,11 @@ def reshard_checkpoint(
     )
     source = CheckpointSource(path_text(src, "src"), query, takes_files=True)
     options = SaveOptions(
-        max_shard_size=max_shard_size, variant=variant, packing=packing, checksum=checksum, progress=progress
+        max_shard_size=max_shard_size,
+        variant=variant,
+        packing=packing,
+        checksum=checksum,
+        drop_signature=drop_signature,
+        progress=progress,
     )
     return reshard_source(source, directory, options, dtype=dtype, low_disk=low_disk, key=key).index

@@ -123,7 +123,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "saving.stores": ("own_puts turn upload", "store_state", "transaction"),
     "signing": ("files signed_by upstream", "check sign", "report"),
     "state_dicts": ("dtensors keys offloaded wrappers", "tied", "overlap state_dict"),
-    "storage": ("tensors", "format", "disk", "weights", "checkpoint commit"),
+    "storage": ("tensors", "format", "disk", "weights stale_signature", "checkpoint commit"),
     "storage.checkpoint": ("folder report", "checks locate", "open_files", "checkpoint", "raw_tensors verifier"),
     "storage.commit": (
         "damage interrupts steps",

@@ -55,6 +55,7 @@ def _rewrite(arguments: argparse.Namespace, *, use_safetensors: bool | None, low
         variant=arguments.variant,
         packing=arguments.packing,
         checksum=None if arguments.checksum == "none" else arguments.checksum,
+        drop_signature=arguments.drop_signature,
         progress=arguments.progress,
     )
     return reshard_source(

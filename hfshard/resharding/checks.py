@@ -6,7 +6,8 @@ import os
 import re
 
 from hfshard._util.addresses import is_address
-from hfshard.errors import CheckpointChangedError, InvalidArgumentError
+from hfshard.constants import SIGNATURE_NAME
+from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
 from hfshard.hub.address import directory_of
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
@@ -117,6 +118,20 @@ def check_in_place(checkpoint: OpenCheckpoint, *, low_disk: bool) -> None:
                 "would replace it. Give another directory, or remove what is old.",
                 path=checkpoint.directory,
             )
+
+
+def refuse_signed(checkpoint: OpenCheckpoint) -> None:
+    """Refuse to re-shard a signed checkpoint in place, before a byte is written.
+
+    Raises:
+        SignatureError: There is a signature.
+    """
+    if checkpoint.folder.has(SIGNATURE_NAME):
+        raise SignatureError(
+            f"'{checkpoint.directory}' is signed, and '{SIGNATURE_NAME}' would no longer hold: nothing was changed. "
+            "Give another directory, or drop_signature=True (--drop-signature) to remove the signature.",
+            path=checkpoint.directory,
+        )
 
 
 def sizes_of(checkpoint: OpenCheckpoint) -> dict[str, int]:

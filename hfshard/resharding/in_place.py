@@ -61,6 +61,7 @@ def reshard_in_place(
     if checkpoint.weights.kind != "index" or not plan.is_sharded or not aligned.is_sharded:
         return save_request(request, directory, check)  # one file, old or new: no group is smaller than the whole
     with save_session(directory, request.options.names) as session:
+        session.drops_signature = request.options.drop_signature
         check()
         contents = {file: list(shard.header.tensors) for file, shard in checkpoint.shards.items()}
         taken = session.state.listing | session.state.referenced

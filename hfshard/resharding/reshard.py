@@ -12,7 +12,7 @@ import torch
 
 from hfshard._util.addresses import is_address
 from hfshard._util.paths import absolute_path
-from hfshard.constants import CONFIG_NAME
+from hfshard.constants import CONFIG_NAME, SIGNATURE_NAME
 from hfshard.errors import InvalidArgumentError
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, open_source
@@ -25,6 +25,7 @@ from hfshard.resharding.checks import (
     is_same_place,
     recorded_checksum,
     refuse_beside_file,
+    refuse_signed,
     sizes_of,
     source_text,
 )
@@ -110,6 +111,8 @@ def reshard_source(
     with open_source(source, LoadOptions(progress=options.progress, key=key, verify=verify), local) as checkpoint:
         if is_in_place:
             check_in_place(checkpoint, low_disk=low_disk)
+            if not options.drop_signature:
+                refuse_signed(checkpoint)
         request = SaveRequest(options=options)
         if beside is not None:
             options = replace(options, checksum=recorded_checksum(checkpoint))
@@ -136,6 +139,13 @@ def reshard_source(
 def _with_companion_files(request: SaveRequest, place: str, dst: str) -> SaveRequest:
     """Add the files beside the checkpoint, which `dst` must not have with other contents."""
     companions = companions_at(place, {CONFIG_NAME, *request.model_files})
+    if companions.pop(SIGNATURE_NAME, None) is not None:
+        logger.warning(
+            "The signature of '%s' is not copied, as it does not hold for other files. To sign them, run: hfshard sign "
+            "%s --private-key KEY",
+            place,
+            dst,
+        )
     refuse_conflicts(companions, dst, taken_at(dst, companions))
     return replace(request, companion_files=companions)
 

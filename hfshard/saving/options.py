@@ -42,6 +42,8 @@ class SaveOptions:
     """Whether every rank of the default process group makes this save with the others, whatever its tensors are."""
     progress: bool | None = None
     """A bar on stderr; None: on a terminal."""
+    drop_signature: bool = False
+    """Whether `model.sig` of the directory is removed if it no longer holds; else a warning says so."""
     headers_count: bool = True
     """Whether `max_shard_size` is that of a file with its header; else that of its tensors, as in transformers."""
     max_shard_bytes: int = field(init=False)

@@ -47,6 +47,7 @@ def save_request(
     writer_threads()  # raises where the environment asks for more than there is
     plan = plan_request(request)
     with save_session(directory, names) as session:
+        session.drops_signature = request.options.drop_signature
         check()
         plan = with_free_names(plan, session, request, writer)
         need_bytes = plan.total_size + sum(file.size for file in request.companion_files.values())

@@ -91,6 +91,7 @@ look:
 
 check:
   verify       every file of a checkpoint or of a training run
+  sign         every file of a checkpoint, as OpenSSF Model Signing does
 
 move:
   push         a checkpoint to a hub as one commit, or to a store

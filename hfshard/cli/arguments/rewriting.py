@@ -86,6 +86,11 @@ def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--local-files-only", action="store_true", help="read SRC on the Hub from the cache alone, not from the network"
     )
+    parser.add_argument(
+        "--drop-signature",
+        action="store_true",
+        help="remove model.sig of DST, which no longer holds; without it, a signed checkpoint is refused in place",
+    )
     add_token(parser)
     add_format(parser)
     add_no_progress(parser)

@@ -7,6 +7,7 @@ import os
 from typing import Final
 
 from hfshard._util.progress import bytes_bar
+from hfshard.constants import SIGNATURE_NAME
 from hfshard.errors import HubError, RemoteChangedError
 from hfshard.hub.address import directory_of
 from hfshard.hub.protocols import Hub
@@ -44,6 +45,7 @@ def push_files(request: PushRequest, repo_id: str | os.PathLike[str]) -> PushRes
         except StaleParentError:
             before = now
             continue
+        _note_signature(request, plan, now, repo_id)
         logger.info("Pushed %d files (%d deleted) to '%s'.", len(plan.adds), len(plan.deletes), repo_id)
         return result
     raise RemoteChangedError(
@@ -51,6 +53,24 @@ def push_files(request: PushRequest, repo_id: str | os.PathLike[str]) -> PushRes
         "Run it again.",
         path=repo_id,
     )
+
+
+def _note_signature(request: PushRequest, plan: PushPlan, before: RepoTree, repo_id: str) -> None:
+    """Say that a signature which the hub holds is one of other files than are there now."""
+    path = request.options.folder + SIGNATURE_NAME
+    documents = (".md", ".gitattributes")
+    changed = [name for name in (*plan.adds, *plan.deletes) if not name.endswith(documents)]
+    if (
+        path in before.files
+        and path not in plan.changes
+        and any(name.startswith(request.options.folder) for name in changed)
+    ):
+        logger.warning(
+            "'%s' in '%s' is the signature of what was there before this push, and no longer holds. Sign a directory "
+            "(hfshard sign DIR --private-key KEY) and push it, or delete the file.",
+            path,
+            repo_id,
+        )
 
 
 def open_hub(repo_id: str | os.PathLike[str], options: PushOptions) -> Hub:

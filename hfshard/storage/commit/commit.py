@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from hfshard.constants import STAGING_DIRECTORY
@@ -33,7 +34,9 @@ from hfshard.storage.disk.fsops import (
     unlink_if_there,
 )
 from hfshard.storage.disk.hub_place import refuse_hub
+from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.names import WeightNames
+from hfshard.storage.stale_signature import SignatureWatch
 from hfshard.storage.weights.safetensors_writer import writer_threads
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,8 @@ class SaveSession:
     changed_folders: set[str] = field(default_factory=set)
     """Folders below the directory in which files were renamed since they were flushed."""
     is_committed: bool = False
+    drops_signature: bool = False
+    """Whether a `model.sig` that no longer holds is removed."""
     is_unfinished: bool = False
     """Cleaning up failed: the staging directory stays, because it tells the next save what to remove."""
 
@@ -288,16 +293,24 @@ def save_session(
                 _clean_up(directory, state.leftovers)
                 state = read_state(directory, names)
             session = SaveSession(directory, state, made)
+            watch = SignatureWatch(directory)
             try:
                 _clear_staging(directory)
                 os.makedirs(session.staging)
                 yield session
+                watch.after_save(partial(_recorded, directory, names), is_dropped=session.drops_signature)
             finally:
                 if not session.is_unfinished:
                     _clear_staging(directory)
     except BaseException:
         remove_empty_directories(made)
         raise
+
+
+def _recorded(directory: str, names: WeightNames) -> dict[str, FileDigest]:
+    """What the index in a directory says of the files."""
+    index = read_state(directory, names).index
+    return {} if index is None else index.files
 
 
 def _make(directory: str) -> list[str]:
