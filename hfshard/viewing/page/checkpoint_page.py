@@ -11,7 +11,7 @@ from typing import Any, Final
 from hfshard._util.size import format_size
 from hfshard.viewing.inspection import FileEntry, Inspection, TensorEntry
 from hfshard.viewing.page.name_tree import NameTree, make_name_tree
-from hfshard.viewing.page.page import Fact, Page, shown, shown_value
+from hfshard.viewing.page.page import NO_NAME, Fact, Page, shown, shown_value
 
 _MOST_FILES: Final = 500
 _MOST_TIES: Final = 200
@@ -71,7 +71,9 @@ def make_checkpoint_page(found: Inspection) -> Page:
                 for row in found.dtypes
             ],
             "largest": [_tensor_row(tensor, tree) for tensor in found.largest(_LARGEST)],
-            "ties": _some([(shown(name), shown(stored)) for name, stored in ties[:_MOST_TIES]], ties),
+            "ties": _some(
+                [(shown(name) or NO_NAME, shown(stored) or NO_NAME) for name, stored in ties[:_MOST_TIES]], ties
+            ),
             "metadata": _some([(shown(key), shown_value(value)) for key, value in metadata[:_MOST_METADATA]], metadata),
         },
         data=_data(found, tree),
@@ -81,10 +83,12 @@ def make_checkpoint_page(found: Inspection) -> Page:
 def _facts(found: Inspection) -> tuple[Fact, ...]:
     shards = [file for file in found.files if file.tensors is not None]
     dtypes = [row.dtype for row in found.dtypes]
+    short = _short_count(found.parameters)
+    exact = f"{found.parameters:,}"
     more = f" and {len(dtypes) - 3} more" if len(dtypes) > 3 else ""
     return (
         Fact("weights", format_size(found.nbytes), f"{found.nbytes:,} bytes"),
-        Fact("parameters", _short_count(found.parameters), f"{found.parameters:,}"),
+        Fact("parameters", short, exact if short != exact else ""),
         Fact("tensors", f"{len(found.tensors):,}", f"and {len(found.tied_names):,} tied" if found.tied_names else ""),
         Fact("files", f"{len(shards):,}", f"largest {format_size(max((file.nbytes for file in shards), default=0))}"),
         Fact("dtypes", ", ".join(islice(dtypes, 3)) + more if dtypes else "none"),
@@ -125,7 +129,7 @@ def _file_row(file: FileEntry, found: Inspection) -> _FileRow:
 
 def _tensor_row(tensor: TensorEntry, tree: NameTree) -> _TensorRow:
     return _TensorRow(
-        name=shown(tensor.name),
+        name=shown(tensor.name) or NO_NAME,
         node=tree.node_of[tensor.name],
         dtype=shown(tensor.dtype),
         shape=" × ".join(map(str, tensor.shape)) or "scalar",

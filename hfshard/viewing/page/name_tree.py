@@ -13,7 +13,7 @@ from hfshard.viewing.page.page import shown
 class NameTree:
     """The nodes of a tree of modules, each before what is in it, siblings in natural order; the root is the first.
 
-    A module with nothing but one other module in it is one node with that: "encoder.layer".
+    A module with nothing but one other module or tensor in it is one node with that: "encoder.layer", "lm_head.weight".
     """
 
     labels: list[str]
@@ -57,8 +57,6 @@ def _in_columns(root: _Branch) -> NameTree:
         label, branch, depth = stack.pop()
         while branch is not root and branch.name is None and len(branch.parts) == 1:
             ((part, only),) = branch.parts.items()
-            if not only.parts:
-                break
             label = f"{label}.{part}"
             branch = only
         if branch.name is not None:

@@ -15,6 +15,9 @@ PageKind = Literal["checkpoint", "run", "diff"]
 LONGEST_TEXT: Final = 4000
 """Characters of one value that a page shows: a value may have megabytes, and nobody reads them here."""
 
+NO_NAME: Final = "(no name)"
+"""What stands for a tensor whose name is empty."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fact:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from typing import Final
 
@@ -55,7 +56,7 @@ def write_page(text: str, path: str) -> int:
     """
     raw = text.encode()
     like = os.stat(path) if os.path.exists(path) else None
-    beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)[:200]}.{os.getpid()}")
+    beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)[:200]}.{secrets.token_hex(4)}")
     try:
         write_file(beside, raw, like=like)
         rename(beside, path)

@@ -6,7 +6,7 @@ function showDetails(tree, item) {
   const node = tree.nodeOf(item);
   const stored = tree.storedAs.get(node);
   const facts = [];
-  if (stored !== undefined) facts.push(["stored as", tree.names[stored]]);
+  if (stored !== undefined) facts.push(["stored as", tree.nameOf(stored)]);
   else if (tree.isLeaf(item) && tree.isTensor(node)) {
     const [dtype, shape] = tree.kindOf(item);
     facts.push(["dtype", tree.dtypes[dtype]], ["shape", shapeText(shape)], ["file", tree.fileOf(item)]);
@@ -18,10 +18,10 @@ function showDetails(tree, item) {
   const tied = tree.tiedTo.get(node) ?? [];
   if (tied.length) {
     const more = tied.length > 3 ? ` and ${formatCount(tied.length - 3)} more` : "";
-    facts.push(["tied", tied.slice(0, 3).map((other) => tree.names[other]).join(", ") + more]);
+    facts.push(["tied", tied.slice(0, 3).map((other) => tree.nameOf(other)).join(", ") + more]);
   }
   const list = make("dl", "", ...facts.map(([label, value]) => make("div", "", make("dt", "", label), make("dd", "name", value))));
   const panel = byId("details");
-  panel.replaceChildren(make("strong", "name", node ? tree.names[node] : "The whole checkpoint"), list);
+  panel.replaceChildren(make("strong", "name", node ? tree.nameOf(node) : "The whole checkpoint"), list);
   for (const part of detailParts) part(tree, item, panel);
 }

@@ -23,7 +23,7 @@ function makeSearch(tree, onNode) {
   function option(node, number) {
     const item = tree.isLeaf(node) ? node : ~node;
     const size = tree.storedAs.has(node) ? "tied" : formatSize(tree.bytesOf(item));
-    const element = make("div", "", make("span", "name", tree.names[node]), make("span", "", size));
+    const element = make("div", "", make("span", "name", tree.nameOf(node)), make("span", "", size));
     element.id = `result-${number}`;
     element.setAttribute("role", "option");
     element.addEventListener("mousedown", (event) => event.preventDefault());

@@ -39,6 +39,9 @@ function makeTree({ labels, label, depth, kind, file, kinds, dtypes, files, ties
   const isLeaf = (item) => item < 0 || end[item] === item + 1;
   const bytesOf = (item) => (item < 0 ? ownBytes[~item] : bytes[item]);
   const labelOf = (node) => labels[label[node]] || (node ? "(no name)" : "all");
+  // What a name has behind that of a module above it.
+  const nameBelow = (node, above) => names[node].slice(above ? names[above].length + 1 : 0) || labelOf(node);
+  const nameOf = (node) => names[node] || labelOf(node);
   const kindOf = (item) => kinds[kind[nodeOf(item)] - 1];
 
   /** What lies directly in a node and has bytes, the largest first; equals in natural order. */
@@ -62,7 +65,7 @@ function makeTree({ labels, label, depth, kind, file, kinds, dtypes, files, ties
 
   return {
     count, parent, names, dtypes, files, storedAs, tiedTo,
-    nodeOf, isLeaf, bytesOf, labelOf, kindOf, itemsIn, sharesOf,
+    nodeOf, isLeaf, bytesOf, labelOf, nameOf, nameBelow, kindOf, itemsIn, sharesOf,
     isTensor: (node) => kind[node] > 0,
     fileOf: (item) => files[file[nodeOf(item)] - 1],
     parametersOf: (item) => (item < 0 ? ownParameters[~item] : parameters[item]),

@@ -2,7 +2,11 @@
 
 const MOST_CELLS = 1500; // elements of the whole map
 const SMALLEST = 24; // square pixels
-const HEADER = 18; // pixels
+const HEADER = 18; // pixels of a line of text
+const HEADED_LEVELS = 2; // levels whose modules have a line of their own; the tensors below name the rest of the way
+const NEARLY_ALL = 0.8; // a module with so much of what is shown counts for no level: "model", "model.layers"
+const NARROWEST_LABEL = 24;
+const CHARACTER = 6.4; // pixels, about
 const GAP = 2;
 
 // Paul Tol's "light" scheme, made for labelled cells, and "iridescent" for many files, in their order: people who are
@@ -41,6 +45,7 @@ function makeTreemap(tree, onItem) {
   let column = "dtype";
   let items = [];
   let cells = []; // the elements of the first level: {element, item, box}; the last may be the rest, without an item
+  let shownBytes = 0;
   let left = 0; // elements that may still be drawn
   const itemOfElement = new WeakMap();
 
@@ -53,11 +58,11 @@ function makeTreemap(tree, onItem) {
     return colourOf(best, numberOf());
   }
 
-  function describe(item) {
-    const node = tree.nodeOf(item);
+  function factsOf(item) {
     const size = formatSize(tree.bytesOf(item));
-    if (!tree.isLeaf(item)) return `${tree.names[node]}, ${countOf(tree.tensorsOf(item), "tensor")}, ${size}`;
-    return `${tree.names[node]}, ${tree.dtypes[tree.kindOf(item)[0]]} ${shapeText(tree.kindOf(item)[1])}, ${size}`;
+    if (!tree.isLeaf(item)) return `${countOf(tree.tensorsOf(item), "tensor")}, ${size}`;
+    const [dtype, shape] = tree.kindOf(item);
+    return `${tree.dtypes[dtype]} ${shapeText(shape)}, ${size}`;
   }
 
   function place(element, box, w, h) {
@@ -69,29 +74,43 @@ function makeTreemap(tree, onItem) {
     });
   }
 
-  /** One cell, without what is in it. */
-  function makeCell(item, box, tag, classes) {
-    const holds = !tree.isLeaf(item) && box.w >= 26 && box.h >= 26;
+  function paint({ element, item }) {
+    element.style.background = colourOfItem(item);
+    element.style.color = INK;
+  }
+
+  /** One cell, without what is in it; `above`: the module whose name its own goes on. */
+  function makeCell(item, box, tag, classes, level, above) {
+    const node = tree.nodeOf(item);
+    const holds = !tree.isLeaf(item) && box.w >= 14 && box.h >= 14;
+    const isWide = box.w >= NARROWEST_LABEL;
+    const isHeaded = holds && level < HEADED_LEVELS && isWide && box.h >= 2.5 * HEADER;
     const element = make(tag, `cell ${classes} ${holds ? "module" : "tensor"}`);
-    if (!holds) {
-      element.style.background = colourOfItem(item);
-      element.style.color = INK;
+    if (!holds) paint({ element, item });
+    if (isHeaded || (!holds && isWide && box.h >= HEADER)) {
+      element.append(make("span", "label", shortened(tree.nameBelow(node, above), Math.floor(box.w / CHARACTER) - 1)));
     }
-    if (box.w >= 30 && box.h >= HEADER) element.append(make("span", "label", tree.labelOf(tree.nodeOf(item))));
     itemOfElement.set(element, item);
-    return { element, item, box, holds };
+    return { element, item, box, holds, level, isHeaded, above: isHeaded ? node : above };
   }
 
   /** What is in a cell: as many levels as there is room for. */
   function fill(cell) {
-    const header = cell.box.w >= 30 && cell.box.h >= 2 * HEADER ? HEADER : GAP;
-    const inner = { x: GAP, y: header, w: cell.box.w - 2 * GAP, h: cell.box.h - header - GAP };
-    if (header === GAP) cell.element.replaceChildren();
+    const gap = cell.level < HEADED_LEVELS ? GAP : 0;
+    const header = cell.isHeaded ? HEADER : gap;
+    const inner = { x: gap, y: header, w: cell.box.w - 2 * gap, h: cell.box.h - header - gap };
     const within = tree.itemsIn(cell.item);
-    const { boxes } = squarify(within.map(tree.bytesOf), inner, left, SMALLEST);
+    const { boxes, rest } = squarify(within.map(tree.bytesOf), inner, left, SMALLEST);
     left -= boxes.length;
+    if (rest && rest.w * rest.h > 1) { // what is too small to be drawn is there as a colour
+      const element = make("span", "cell inner");
+      paint({ element, item: cell.item });
+      place(element, rest, cell.box.w, cell.box.h);
+      cell.element.append(element);
+    }
+    const level = cell.level + (tree.bytesOf(cell.item) > NEARLY_ALL * shownBytes ? 0 : 1);
     return boxes.map((box, number) => {
-      const below = makeCell(within[number], box, "span", "inner");
+      const below = makeCell(within[number], box, "span", "inner", level, cell.above);
       place(below.element, box, cell.box.w, cell.box.h);
       cell.element.append(below.element);
       return below;
@@ -103,21 +122,22 @@ function makeTreemap(tree, onItem) {
     items = tree.itemsIn(view.node).slice(view.from);
     cells = [];
     left = MOST_CELLS;
+    shownBytes = items.reduce((sum, item) => sum + tree.bytesOf(item), 0);
     root.replaceChildren();
     root.toggleAttribute("data-empty", !items.length);
     if (!items.length || !w || !h) return;
     const { boxes, rest } = squarify(items.map(tree.bytesOf), { x: 0, y: 0, w, h }, MOST_CELLS / 2, SMALLEST);
     left -= boxes.length;
-    cells = boxes.map((box, number) => makeCell(items[number], box, "button", "top"));
+    cells = boxes.map((box, number) => makeCell(items[number], box, "button", "top", 0, view.node));
     if (rest && rest.w * rest.h > 1) cells.push(makeRest(rest, boxes.length));
     for (const cell of cells) {
       cell.element.type = "button";
       cell.element.tabIndex = -1;
       place(cell.element, cell.box, w, h);
-      if (cell.item !== null) cell.element.setAttribute("aria-label", describe(cell.item));
+      if (cell.item !== null) cell.element.setAttribute("aria-label", `${tree.nameOf(tree.nodeOf(cell.item))}, ${factsOf(cell.item)}`);
     }
     cells[0].element.tabIndex = 0;
-    for (let level = cells.filter((cell) => cell.holds); level.length && left > 0;) {
+    for (let level = cells.filter((cell) => cell.holds); level.length;) {
       level = level.flatMap(fill).filter((cell) => cell.holds);
     }
     root.append(...cells.map((cell) => cell.element));
@@ -142,9 +162,8 @@ function makeTreemap(tree, onItem) {
       return number ? [make("span", "separator", "›"), crumb] : [crumb];
     });
     if (view.from) crumbs.push(make("span", "separator", "›"), make("span", "name", `${formatCount(items.length)} smaller`));
-    const bytes = items.reduce((sum, item) => sum + tree.bytesOf(item), 0);
-    const share = formatShare(bytes, tree.bytesOf(0));
-    byId("crumbs").replaceChildren(...crumbs, make("span", "size", `${formatSize(bytes)} · ${share}`));
+    const share = formatShare(shownBytes, tree.bytesOf(0));
+    byId("crumbs").replaceChildren(...crumbs, make("span", "size", `${formatSize(shownBytes)} · ${share}`));
   }
 
   function drawLegend() {
@@ -173,9 +192,8 @@ function makeTreemap(tree, onItem) {
     hideTip();
     const cell = cells.find((one) => one.item === focused) ?? cells[0];
     if (cell && focused !== null) focusOn(cell);
-    else if (tree.isTensor(view.node) && tree.isLeaf(view.node)) onItem(view.node);
     else onItem(view.node);
-    announce(`${view.node ? tree.names[view.node] : "all modules"}, ${countOf(items.length, "part")}`);
+    announce(`${view.node ? tree.nameOf(view.node) : "all modules"}, ${countOf(items.length, "part")}`);
   }
 
   function goOut() {
@@ -251,8 +269,8 @@ function makeTreemap(tree, onItem) {
     const element = event.target.closest(".cell");
     const item = itemOfElement.get(element);
     if (item === undefined || event.pointerType === "touch") return hideTip();
-    const [name, ...rest] = [tree.names[tree.nodeOf(item)], describe(item).slice(tree.names[tree.nodeOf(item)].length + 2)];
-    tip.replaceChildren(make("span", "name", name), ...rest, ` · ${formatShare(tree.bytesOf(item), tree.bytesOf(0))}`);
+    const share = formatShare(tree.bytesOf(item), tree.bytesOf(0));
+    tip.replaceChildren(make("span", "name", tree.nameOf(tree.nodeOf(item))), `${factsOf(item)} · ${share}`);
     tip.hidden = false;
     const x = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
     const y = event.clientY + 18 + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 10 : event.clientY + 18;
@@ -275,6 +293,14 @@ function makeTreemap(tree, onItem) {
   }
 
   return { go, reveal, paintBy };
+}
+
+/** As much of the end of a name as there is room for, from a dot on; ".weight" goes first. */
+function shortened(name, most) {
+  if (name.length <= most) return name;
+  let rest = name.replace(/(.)\.weight$/, "$1");
+  while (rest.length > most && rest.includes(".")) rest = rest.slice(rest.indexOf(".") + 1);
+  return rest.slice(0, most + 1); // the style puts an ellipsis where it still is too long
 }
 
 const shapeText = (shape) => shape.join(" × ") || "scalar";

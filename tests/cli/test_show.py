@@ -1,0 +1,61 @@
+"""`hfshard show`: where the page is, and what it is of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import hfshard
+from hfshard.cli.show_commands import default_output
+from tests.cli.conftest import Run
+
+
+def test_page_is_written_where_it_is_asked_for(example: Path, tmp_path: Path, run: Run) -> None:
+    page = tmp_path / "page.html"
+
+    done = run("show", example, "-o", page)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{page}: {page.stat().st_size / 1000:.1f} KB\n"
+    html = page.read_text(encoding="utf-8")
+    assert f"<title>{example}</title>" in html
+    assert "<dt>weights</dt><dd>460.1 KB" in html
+
+    again = run("show", example / "model-00001-of-00002.safetensors", "-o", page, "--format", "json")
+
+    assert json.loads(again.stdout) == {"page": str(page), "size": page.stat().st_size}
+    assert "<dt>weights</dt><dd>400.0 KB" in page.read_text(encoding="utf-8")
+
+
+def test_weights_are_not_replaced_by_a_page(example: Path, run: Run) -> None:
+    shard = example / "model-00001-of-00002.safetensors"
+
+    done = run("show", example, "-o", shard)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "is there and is no page of hfshard" in done.stderr
+    assert hfshard.verify_checkpoint(example).ok
+
+
+def test_nothing_is_written_where_there_are_no_weights(tmp_path: Path, run: Run) -> None:
+    done = run("show", tmp_path, "-o", tmp_path / "page.html")
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_page_has_the_name_of_its_checkpoint() -> None:
+    assert default_output("models/bert/") == "bert.html"
+    assert default_output("org/name@v1") == "name@v1.html"
+    assert default_output("s3://bucket/runs/bert?region=eu") == "bert.html"
+    assert default_output("hf://buckets/org/name/") == "name.html"
+    assert default_output("/") == "checkpoint.html"
+    assert default_output(".") == f"{Path.cwd().name}.html"
+
+
+def test_a_revision_of_a_directory_hub_is_shown(tmp_path: Path, example: Path) -> None:
+    hfshard.push_checkpoint(example, f"{tmp_path}/hub")
+
+    path = hfshard.show_checkpoint(f"{tmp_path}/hub@main", tmp_path / "page.html")
+
+    assert f"<title>{tmp_path}/hub@main</title>" in Path(path).read_text(encoding="utf-8")

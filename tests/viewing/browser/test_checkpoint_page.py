@@ -1,0 +1,183 @@
+"""The page of a checkpoint in a browser: its map, search and panel, by mouse and by keyboard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hfshard.viewing.inspection import Inspection
+from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
+from hfshard.viewing.page.rendering import render_page
+from tests.viewing.page.checkpoints import hostile_checkpoint, inspection_of, large_checkpoint, small_checkpoint, tensor
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+MOST_ELEMENTS = 6_000
+
+
+def open_page(browser_page: Page, found: Inspection, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(render_page(make_checkpoint_page(found)), encoding="utf-8")
+    browser_page.goto(path.as_uri())
+
+
+def crumbs(page: Page) -> str:
+    return page.locator("#crumbs").inner_text().replace("\n", " ")
+
+
+def details(page: Page) -> str:
+    return page.locator("#details").inner_text().replace("\n", " ")
+
+
+def focused(page: Page) -> str:
+    label: str = page.evaluate("document.activeElement.getAttribute('aria-label') ?? document.activeElement.id")
+    return label
+
+
+def test_mouse_goes_in_and_out(browser_page: Page, tmp_path: Path) -> None:
+    page = browser_page
+    open_page(page, small_checkpoint(), tmp_path)
+    assert crumbs(page) == "all 102.4 KB · 100.0 %"
+    assert page.locator("#treemap > button").count() == 1  # the tied head has no bytes of its own
+
+    page.locator("#treemap > button").click()
+    assert crumbs(page) == "all › model 102.4 KB · 100.0 %"
+    page.get_by_role("button", name="model.layers, 24 tensors, 62.4 KB").click(position={"x": 20, "y": 8})
+    assert crumbs(page) == "all › model › layers 62.4 KB · 60.9 %"
+    page.get_by_role("button", name="model.layers.3, 2 tensors, 5.2 KB").click(position={"x": 20, "y": 8})
+    page.get_by_role("button", name="model.layers.3.attn.weight, F32 20 × 30, 2.4 KB").click()
+    assert details(page) == (
+        "model.layers.3.attn.weight dtype F32 shape 20 × 30 file model-00002-of-00002.safetensors "
+        "parameters 600 size 2.4 KB · 2.3 %"
+    )
+    page.locator("#crumbs button", has_text="model").click()
+    assert crumbs(page) == "all › model 102.4 KB · 100.0 %"
+
+    page.locator("#treemap > button").first.hover()
+    assert page.locator("#tip").is_visible()
+    page.locator("h1").hover()
+    assert page.locator("#tip").is_hidden()
+
+
+def test_keyboard_alone_does_everything(browser_page: Page, tmp_path: Path) -> None:
+    page = browser_page
+    open_page(page, small_checkpoint(), tmp_path)
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if focused(page).startswith("model,"):
+            break
+    page.keyboard.press("Enter")
+    assert focused(page) == "model.layers, 24 tensors, 62.4 KB"
+    page.keyboard.press("ArrowRight")
+    assert focused(page) == "model.embed.weight, F32 100 × 100, 40.0 KB"
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("Space")
+    assert focused(page) == "model.layers.0, 2 tensors, 5.2 KB"
+    page.keyboard.press("ArrowDown")
+    assert focused(page) == "model.layers.1, 2 tensors, 5.2 KB"
+    assert details(page).startswith("model.layers.1 tensors 2 parameters 2,000")
+    page.keyboard.press("Escape")
+    assert (crumbs(page), focused(page)) == ("all › model 102.4 KB · 100.0 %", "model.layers, 24 tensors, 62.4 KB")
+    page.keyboard.press("Home")
+    assert crumbs(page) == "all 102.4 KB · 100.0 %"
+
+    page.keyboard.press("/")
+    assert focused(page) == "Search tensors by name"
+    page.keyboard.type("LAYERS.1 attn")
+    assert page.locator("#results .quiet").inner_text() == "3 names, 7.2 KB"
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    assert crumbs(page) == "all › model › layers › 10 5.2 KB · 5.1 %"
+    assert focused(page) == "model.layers.10.attn.weight, F32 20 × 30, 2.4 KB"
+    assert page.locator("#results").is_hidden()
+
+
+def test_search_leads_from_a_tied_name_to_what_is_stored(browser_page: Page, tmp_path: Path) -> None:
+    page = browser_page
+    open_page(page, small_checkpoint(), tmp_path)
+
+    page.fill("#search", "lm_head")
+    page.locator("[role=option]").click()
+
+    assert focused(page) == "model.embed.weight, F32 100 × 100, 40.0 KB"
+    assert details(page).endswith("tied lm_head.weight")
+    page.fill("#search", "no such tensor")
+    assert page.locator("#results").inner_text() == "No such name"
+    page.get_by_role("button", name="model.layers.0.mlp.weight").click()
+    assert focused(page) == "model.layers.0.mlp.weight, BF16 35 × 40, 2.8 KB"
+
+
+def test_colours_are_by_dtype_or_file_in_light_and_dark(browser_page: Page, tmp_path: Path) -> None:
+    page = browser_page
+    open_page(page, small_checkpoint(), tmp_path)
+    ground = "getComputedStyle(document.body).backgroundColor"
+    assert page.locator("#legend").inner_text() == "F32 · 68.8 KB\nBF16 · 33.6 KB"
+
+    page.get_by_role("button", name="file", exact=True).click()
+    assert page.locator("#legend").inner_text().split(" · ")[0] == "model-00001-of-00002.safetensors"
+    assert page.evaluate(ground) == "rgb(250, 250, 248)"
+    page.get_by_role("button", name="Dark").click()
+    assert page.evaluate(ground) == "rgb(22, 24, 27)"
+    page.get_by_role("button", name="Light").click()
+    assert page.evaluate(ground) == "rgb(250, 250, 248)"
+
+
+def test_hostile_names_do_nothing_but_stand_there(browser_page: Page, tmp_path: Path) -> None:
+    page = browser_page
+    page.on("dialog", lambda dialog: pytest.fail(dialog.message))
+    open_page(page, hostile_checkpoint(), tmp_path)
+    assert page.title() == "</title><script>window.attacked=1</script>"
+
+    page.fill("#search", "a")
+    for number in range(page.locator("[role=option]").count()):
+        page.locator("#search").focus()
+        page.locator("[role=option]").nth(number).click()
+    for _ in range(3):
+        page.get_by_role("button", name="file", exact=True).click()
+        page.locator("#treemap > button").last.click()
+
+    assert page.evaluate("window.attacked") is None
+    assert page.evaluate("({}).attacked") is None
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.locator("script").count() == 2
+
+
+def test_a_hundred_thousand_tensors_are_searched_and_shown(browser_page: Page, tmp_path: Path) -> None:
+    page = browser_page
+    open_page(page, large_checkpoint(), tmp_path)
+    assert page.evaluate("document.querySelectorAll('*').length") < MOST_ELEMENTS
+
+    page.fill("#search", "layers.42. experts.332 up_proj")
+    assert page.locator("#results .quiet").inner_text() == "1 name, 29.4 MB"
+    page.keyboard.press("Enter")
+
+    assert crumbs(page).startswith("all › model.layers › 42 › mlp.experts › 332 ")
+    assert focused(page) == "model.layers.42.mlp.experts.332.up_proj.weight, BF16 7168 × 2048, 29.4 MB"
+    assert page.evaluate("document.querySelectorAll('*').length") < MOST_ELEMENTS
+
+
+def test_many_small_tensors_are_reached_by_what_is_left_over(browser_page: Page, tmp_path: Path) -> None:
+    page = browser_page
+    open_page(page, inspection_of([tensor(f"t{number}", 1000) for number in range(20_000)]), tmp_path)
+    assert page.locator("#treemap > button").last.get_attribute("aria-label") == "19,250 smaller"
+
+    page.locator("#treemap > button").last.click()
+    assert crumbs(page) == "all › 19,250 smaller 77.0 MB · 96.3 %"
+    page.keyboard.press("Escape")
+    assert crumbs(page) == "all 80.0 MB · 100.0 %"
+    page.fill("#search", "t19999")
+    page.keyboard.press("Enter")
+    assert focused(page) == "t19999, F32 1000, 4.0 KB"
+
+
+def test_a_phone_shows_all_without_scrolling_aside(browser_page: Page, tmp_path: Path) -> None:
+    page = browser_page
+    page.set_viewport_size({"width": 390, "height": 844})
+    open_page(page, small_checkpoint(), tmp_path)
+
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert page.locator("#treemap").bounding_box()["width"] > 340  # type: ignore[index]

@@ -1,0 +1,186 @@
+"""The page of one checkpoint, as HTML and as data."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from hfshard.viewing.inspection import Inspection
+from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
+from hfshard.viewing.page.rendering import json_for_html, render_page
+from tests.viewing.page.checkpoints import (
+    HOSTILE_NAMES,
+    hostile_checkpoint,
+    inspection_of,
+    large_checkpoint,
+    small_checkpoint,
+    tensor,
+)
+
+
+class Elements(HTMLParser):
+    """The elements of a page, with their attributes, and the text of each kind."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._open: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._open and self._open.pop() != tag:
+            continue
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.texts.setdefault(self._open[-1], []).append(data)
+
+
+def html_of(found: Inspection) -> str:
+    return render_page(make_checkpoint_page(found))
+
+
+def data_of(html: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+@pytest.fixture(scope="module")
+def small() -> str:
+    return html_of(small_checkpoint())
+
+
+@pytest.fixture(scope="module")
+def hostile() -> str:
+    return html_of(hostile_checkpoint())
+
+
+def test_facts_and_tables_can_be_read_without_scripts(small: str) -> None:
+    text = re.sub(r"\s+", " ", re.sub(r"<(script|style).*?</\1>|<[^>]+>", " ", small, flags=re.DOTALL))
+
+    assert "weights 102.4 KB 102,400 bytes parameters 34,000 tensors 25 and 1 tied files 2 largest 66.5 KB" in text
+    assert "dtypes F32, BF16 checksums yes" in text
+    assert "model-00001-of-00002.safetensors 44.1 KB 1 xxh3 0123456789abcd…" in text
+    assert "F32 68.8 KB 13 17,200 BF16 33.6 KB 12 16,800" in text
+    assert "model.embed.weight F32 100 × 100 10,000 40.0 KB model-00001-of-00002.safetensors" in text
+    assert "lm_head.weight model.embed.weight" in text
+    assert "format pt note {&#34;by&#34;: &#34;tests&#34;}" in text
+
+
+def test_data_is_a_tree_in_columns(small: str) -> None:
+    data = data_of(small)
+
+    assert [data["labels"][label] for label in data["label"][:4]] == ["", "lm_head.weight", "model", "embed.weight"]
+    nodes = len(data["label"])
+    assert {len(data[column]) for column in ("label", "depth", "kind", "file")} == {nodes}
+    assert data["kinds"] == [[0, [100, 100], 40_000], [0, [20, 30], 2_400], [1, [35, 40], 2_800]]
+    assert data["dtypes"] == ["F32", "BF16"]
+    assert [data["file"].count(number) for number in range(3)] == [nodes - 25, 1, 24]
+    ((tied, stored),) = data["ties"]
+    assert (data["kind"][tied], data["kinds"][data["kind"][stored] - 1][2]) == (0, 40_000)
+
+
+def test_policy_lets_nothing_in_but_the_page_own_style_and_script(small: str) -> None:
+    elements = Elements(small)
+    (policy,) = [
+        attributes["content"] for tag, attributes in elements.found if attributes.get("http-equiv") is not None
+    ]
+    (style,) = re.findall(r"<style>(.*?)</style>", small, re.DOTALL)
+    (script,) = re.findall(r"<script>(.*?)</script>", small, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
+
+    assert policy == (
+        f"default-src 'none'; script-src 'sha256-{hashes[0]}'; style-src 'sha256-{hashes[1]}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    for tag, attributes in elements.found:
+        assert not {"style", "onclick", "onload", "src"} & set(attributes), tag
+        assert tag not in ("iframe", "object", "embed", "form", "base", "img"), tag
+        assert not (attributes.get("href") or "data:").startswith(("http", "//")), tag
+
+
+def test_hostile_names_are_text(hostile: str, small: str) -> None:
+    attacked, calm = Elements(hostile), Elements(small)
+
+    assert {tag for tag, _ in attacked.found} == {tag for tag, _ in calm.found}
+    assert [tag for tag, _ in attacked.found].count("script") == 2
+    names = {name for _, attributes in attacked.found for name in attributes}
+    assert names == {name for _, attributes in calm.found for name in attributes}
+    assert "".join(attacked.texts["title"]) == "</title><script>window.attacked=1</script>"
+    shown = "".join(attacked.texts["div"])
+    for name in HOSTILE_NAMES[:6]:
+        assert name in shown
+    assert "a\\u202egnp.exe" in shown
+    assert not set("\u202e\u2028\u2029\x1b") & set(hostile)
+    assert "window.attacked" not in "".join(attacked.texts["script"]).replace(json_for_html(data_of(hostile)), "")
+
+
+def test_data_of_hostile_names_has_each_of_them(hostile: str) -> None:
+    data = data_of(hostile)
+
+    path: list[str] = []
+    names = []
+    for label, depth, kind in zip(data["label"], data["depth"], data["kind"]):
+        path[depth:] = [data["labels"][label]]
+        if kind:
+            names.append(".".join(path[1:]))
+    assert sorted(names) == sorted(
+        name.replace("\u202e", "\\u202e").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+        .replace("\n", "\\n").replace("\x1b", "\\x1b")
+        for name in HOSTILE_NAMES
+    )  # fmt: skip
+
+
+def test_json_can_not_end_its_element() -> None:
+    text = json_for_html({"</script>": "<!-- & \u2028\u2029"})
+
+    assert text == '{"\\u003c/script\\u003e":"\\u003c!-- \\u0026 \\u2028\\u2029"}'
+    assert json.loads(text) == {"</script>": "<!-- & \u2028\u2029"}
+
+
+def test_a_hundred_thousand_tensors_fit_in_five_megabytes() -> None:
+    html = html_of(large_checkpoint())
+
+    assert len(html.encode()) < 5_000_000
+    assert html.count("<tr>") < 700
+    assert sum(1 for kind in data_of(html)["kind"] if kind) == 100_000
+
+
+def test_long_tables_say_what_they_leave_out() -> None:
+    many = [tensor(f"t{number}", 1, file=f"{number}.safetensors") for number in range(600)]
+    found = inspection_of(
+        many,
+        tied_names={f"tied{number}": "t0" for number in range(250)},
+        metadata={f"key{number}": "x" * 5000 for number in range(103)},
+    )
+
+    html = html_of(found)
+
+    assert "and 100 more files" in html
+    assert "and 50 more tied names" in html
+    assert "and 3 more keys" in html
+    assert "x … and 1,000 more characters" in html
+
+
+@pytest.mark.parametrize("tensors", [[], [tensor("empty", 0)]], ids=["no tensor", "no bytes"])
+def test_a_checkpoint_without_bytes_has_a_page(tensors: list[Any]) -> None:
+    html = html_of(inspection_of(tensors))
+
+    assert "<dt>weights</dt><dd>0 B" in html
+
+
+def test_the_same_checkpoint_makes_the_same_page(small: str) -> None:
+    assert html_of(small_checkpoint()) == small

@@ -1,0 +1,68 @@
+"""A page is put into its file whole, and over nothing but a page."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hfshard.errors import FileError, InvalidPathError
+from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
+from hfshard.viewing.page.rendering import render_page
+from hfshard.viewing.page.writing import checked_output, write_page
+from tests.viewing.page.checkpoints import small_checkpoint
+
+PAGE = render_page(make_checkpoint_page(small_checkpoint()))
+
+
+def test_page_replaces_a_page_and_keeps_its_mode(tmp_path: Path) -> None:
+    target = tmp_path / "page.html"
+    assert write_page(PAGE, checked_output(target)) == len(PAGE.encode())
+    target.chmod(0o600)
+
+    write_page(f"{PAGE}\n", checked_output(target))
+
+    assert target.read_text(encoding="utf-8") == f"{PAGE}\n"
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == ["page.html"]
+
+
+def test_link_to_a_page_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "page.html"
+    link.symlink_to("real/page.html")
+
+    write_page(PAGE, checked_output(link))
+
+    assert link.is_symlink()
+    assert (tmp_path / "real" / "page.html").read_text(encoding="utf-8") == PAGE
+
+
+def test_what_is_no_page_is_left_as_it_is(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    with pytest.raises(InvalidPathError, match=r"model\.safetensors' is there and is no page of hfshard"):
+        checked_output(weights)
+    with pytest.raises(InvalidPathError, match="pipe' is there and is no page"):
+        checked_output(pipe)
+    with pytest.raises(InvalidPathError, match="is a directory: give the file"):
+        checked_output(tmp_path)
+    with pytest.raises(InvalidPathError, match=r"There is no directory '.*/none' for the page"):
+        checked_output(tmp_path / "none" / "page.html")
+    with pytest.raises(InvalidPathError, match="address of a store"):
+        checked_output("s3://bucket/page.html")
+    assert weights.read_bytes() == b"weights"
+
+
+def test_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    target = checked_output(tmp_path / "page.html")
+    os.mkdir(target)  # meanwhile
+
+    with pytest.raises(FileError, match=r"page\.html': Is a directory"):
+        write_page(PAGE, target)
+
+    assert os.listdir(tmp_path) == ["page.html"]
