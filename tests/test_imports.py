@@ -232,8 +232,16 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "opening",
     ),
     "viewing.values": ("running", "measuring"),
-    "viewing.page": ("page", "name_tree rendering writing", "checkpoint_page"),
-    "viewing": ("layers opening runs stills", "folding", "parts_in_words", "diff inspection", "page values", "show"),
+    "viewing.page": ("charts page", "name_tree rendering writing", "checkpoint_page run_page"),
+    "viewing": (
+        "layers opening runs stills",
+        "folding",
+        "parts_in_words",
+        "diff inspection",
+        "page values",
+        "run_view",
+        "show",
+    ),
     "viewing.diff": (
         "reading report",
         "renames sides",

@@ -20,6 +20,8 @@ def show(arguments: argparse.Namespace) -> int:
         subfolder=arguments.subfolder,
         revision=arguments.revision,
         token=arguments.token,
+        best=arguments.best,
+        metric_mode=arguments.metric_mode,
     )
     nbytes = os.path.getsize(path)
     if arguments.format == "json":

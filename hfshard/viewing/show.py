@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 
 from hfshard._util.file_errors import names_files
+from hfshard.training.run.rotation import MetricMode
 from hfshard.viewing.inspection import inspect_checkpoint
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
 from hfshard.viewing.page.rendering import render_page
 from hfshard.viewing.page.writing import checked_output, write_page
+from hfshard.viewing.run_view import page_of_run, run_at
 
 
 @names_files("checkpoint")
@@ -21,6 +23,8 @@ def show_checkpoint(
     subfolder: str = "",
     revision: str | None = None,
     token: str | bool | None = None,
+    best: str | None = None,
+    metric_mode: MetricMode = "min",
 ) -> str:
     """Write one HTML file that shows what a checkpoint consists of; no tensor is read.
 
@@ -29,11 +33,13 @@ def show_checkpoint(
 
     Args:
         checkpoint: A directory, an address of a store ("s3://bucket/prefix"), one file of weights, or a repo of the Hub
-            ("org/name" or "org/name@revision"), of which only the index and the headers are fetched; a training run,
-            whose latest checkpoint is shown, or a checkpoint of one.
+            ("org/name" or "org/name@revision"), of which only the index and the headers are fetched; a checkpoint of a
+            training run ("run/checkpoint-30"); or a run, whose checkpoints are shown beside each other.
         output: The file to write. A page that is there is replaced; any other file is left as it is, with an error.
         variant, subfolder, revision, token: As in transformers' `from_pretrained`.
         key: Of a file of torch.save, as in `load_state_dict`.
+        best: Of a run: the metric by which one checkpoint is marked as the best.
+        metric_mode: "min": its lowest value is the best; "max": its highest.
 
     Returns:
         The absolute path of the page.
@@ -48,8 +54,13 @@ def show_checkpoint(
         hfshard.show_checkpoint("out", "out.html")
     """
     path = checked_output(output)
-    found = inspect_checkpoint(
-        checkpoint, variant=variant, key=key, subfolder=subfolder, revision=revision, token=token
-    )
-    write_page(render_page(make_checkpoint_page(found)), path)
+    root = run_at(checkpoint)
+    if root is not None:
+        page = page_of_run(root, best, metric_mode)
+    else:
+        found = inspect_checkpoint(
+            checkpoint, variant=variant, key=key, subfolder=subfolder, revision=revision, token=token
+        )
+        page = make_checkpoint_page(found)
+    write_page(render_page(page), path)
     return path

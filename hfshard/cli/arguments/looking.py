@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 from hfshard.cli.arguments.groups import CommandGroup
 from hfshard.cli.arguments.shared import (
     OR_STORE,
@@ -37,8 +39,8 @@ def add_show(commands: CommandGroup) -> None:
         "show",
         help="a page to look at: a map of the modules, files, search",
         description="Write one HTML file that shows what a checkpoint consists of: modules by bytes, files, dtypes, "
-        "ties, the largest tensors, metadata, search by name. It needs no network and nothing beside it; no "
-        "tensor is read.",
+        "ties, the largest tensors, metadata, search by name. Of a training run, show its checkpoints beside each "
+        "other: bytes, metrics, what is damaged. It needs no network and nothing beside it; no tensor is read.",
     )
     show.set_defaults(needs_directory=False)
     show.add_argument("checkpoint", metavar="CHECKPOINT", help=f"a directory, or one file of weights; {REPO}{OR_STORE}")
@@ -49,6 +51,7 @@ def add_show(commands: CommandGroup) -> None:
     add_key(show)
     show.add_argument("--revision", help="revision on a hub: branch, tag, commit or refs/pr/N (default: main)")
     show.add_argument("--subfolder", default="", help="folder of CHECKPOINT")
+    _add_best(show, "of a run: mark")
     add_token(show)
     add_format(show)
 
@@ -83,9 +86,13 @@ def add_checkpoints(commands: CommandGroup) -> None:
     )
     add_directory(checkpoints, "the run's directory")
     checkpoints.add_argument("--verify", action="store_true", help="compare every byte with its checksum")
-    checkpoints.add_argument("--best", metavar="METRIC", help="mark the one with the best value of this metric")
-    checkpoints.add_argument(
-        "--metric-mode", choices=("min", "max"), default="min", help="which value is best (default: %(default)s)"
-    )
+    _add_best(checkpoints, "mark")
     add_format(checkpoints)
     add_no_progress(checkpoints)
+
+
+def _add_best(parser: argparse.ArgumentParser, mark: str) -> None:
+    parser.add_argument("--best", metavar="METRIC", help=f"{mark} the one with the best value of this metric")
+    parser.add_argument(
+        "--metric-mode", choices=("min", "max"), default="min", help="which value is best (default: %(default)s)"
+    )

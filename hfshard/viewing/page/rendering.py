@@ -17,7 +17,7 @@ from hfshard.viewing.page.page import Page, PageKind
 
 _STYLES: Final[dict[PageKind, tuple[str, ...]]] = {
     "checkpoint": ("base", "treemap"),
-    "run": ("base",),
+    "run": ("base", "run"),
     "diff": ("base",),
 }
 """Which files of `assets` a kind of page has, in this order."""

@@ -1,0 +1,131 @@
+"""The page of a run: its checkpoints over the steps, what each takes, its metrics, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hfshard._util.size import format_size
+from hfshard.viewing.page.charts import HEIGHT, Bar, Line, bars_of, labels_of_bars, line_of
+from hfshard.viewing.page.page import Fact, Page, shown, shown_value
+from hfshard.viewing.runs.listing import ListedCheckpoint
+from hfshard.viewing.runs.space import CheckpointSpace, Part
+
+MOST_CHECKPOINTS: Final = 500
+"""Of the latest ones, that the page shows."""
+_MOST_METRICS: Final = 8
+"""That are drawn; the list has all."""
+_PARTS: Final[tuple[Part, ...]] = ("model", "optimizer", "state", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    number: int
+    step: int
+    save_number: str
+    saved: str
+    size: int | None
+    parts: tuple[int | None, ...]
+    """Bytes, in the order of `_PARTS`."""
+    written: int | None
+    linked: int | None
+    metrics: str
+    states: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A bar with what is said of it."""
+
+    bar: Bar
+    row: _Row
+
+
+def make_run_page(
+    root: str,
+    listed: Sequence[ListedCheckpoint],
+    spaces: Mapping[str, CheckpointSpace],
+    *,
+    best: str | None = None,
+    is_store: bool = False,
+) -> Page:
+    """Lay out the checkpoints of a run.
+
+    Args:
+        root: Of the run.
+        listed: Its checkpoints, in the order in which they were saved.
+        spaces: Path of a checkpoint -> its bytes.
+        best: The metric by which one is marked as the best.
+        is_store: Whether it lies in a store, where what did not change is copied rather than linked.
+    """
+    latest = listed[-MOST_CHECKPOINTS:]
+    rows = [_row(number, one, spaces.get(one.path)) for number, one in enumerate(latest)]
+    measured = [row for row in rows if row.size is not None]
+    bars = bars_of([(row.written or 0, row.linked or 0) for row in measured])
+    return Page(
+        kind="run",
+        title=shown(root),
+        facts=_facts(listed, spaces, best, is_store=is_store),
+        view={
+            "rows": rows,
+            "more": len(listed) - len(rows),
+            "parts": _PARTS,
+            "marks": [_Mark(bar, row) for bar, row in zip(bars, measured, strict=True)],
+            "bar_labels": labels_of_bars([row.step for row in measured]),
+            "largest": max((row.size or 0 for row in measured), default=0),
+            "lines": _lines(latest),
+            "height": HEIGHT,
+            "linked_word": "copied" if is_store else "linked",
+        },
+    )
+
+
+def _facts(
+    listed: Sequence[ListedCheckpoint], spaces: Mapping[str, CheckpointSpace], best: str | None, *, is_store: bool
+) -> tuple[Fact, ...]:
+    written = sum(space.written for space in spaces.values())
+    total = sum(space.total for space in spaces.values())
+    linked = f"{format_size(total - written)} more are linked" if total > written else "nothing is linked"
+    latest = next((one for one in listed if one.is_latest), None)
+    best_one = next((one for one in listed if one.is_best), None)
+    damaged = sum(bool(one.problems) for one in listed)
+    steps = [one.step for one in listed]
+    return (
+        Fact("checkpoints", f"{len(listed):,}", f"steps {min(steps):,} to {max(steps):,}"),
+        Fact("in the store" if is_store else "on the disk", format_size(total if is_store else written),
+             f"{format_size(total - written)} were copied there" if is_store else linked),
+        Fact("latest", "none" if latest is None else f"step {latest.step:,}",
+             "" if latest is None or latest.saved is None else f"{latest.saved:%Y-%m-%d %H:%M} UTC"),
+        Fact("best", "not asked" if best is None else "none" if best_one is None else f"step {best_one.step:,}",
+             "" if best is None else shown(best if best_one is None else f"{best} {best_one.metrics[best]:.6g}")),
+        Fact("damaged", f"{damaged:,}" if damaged else "none", "see below" if damaged else ""),
+    )  # fmt: skip
+
+
+def _row(number: int, one: ListedCheckpoint, space: CheckpointSpace | None) -> _Row:
+    states = (("damaged", bool(one.problems)), ("latest", one.is_latest), ("best", one.is_best))
+    return _Row(
+        number=number,
+        step=one.step,
+        save_number="" if one.save_number is None else f"{one.save_number:,}",
+        saved="" if one.saved is None else f"{one.saved:%Y-%m-%d %H:%M}",
+        size=None if space is None else space.total,
+        parts=tuple(None if space is None else space.parts.get(part) for part in _PARTS),
+        written=None if space is None else space.written,
+        linked=None if space is None else space.unchanged,
+        metrics=shown_value(", ".join(f"{name} {value:.6g}" for name, value in sorted(one.metrics.items()))),
+        states=tuple(word for word, is_so in states if is_so),
+        problems=tuple(shown_value(problem.message) for problem in one.problems),
+    )
+
+
+def _lines(latest: Sequence[ListedCheckpoint]) -> list[Line]:
+    names = sorted({name for one in latest for name in one.metrics})
+    lines = []
+    for name in names[:_MOST_METRICS]:
+        line = line_of(shown_value(name), [(one.step, one.metrics.get(name, float("nan"))) for one in latest])
+        if line is not None:
+            lines.append(line)
+    return lines

@@ -1,0 +1,45 @@
+"""Looks at a run as a whole: the page of its checkpoints."""
+
+from __future__ import annotations
+
+import os
+
+from hfshard._util.addresses import is_address
+from hfshard._util.paths import absolute_path, path_text
+from hfshard.storage.checkpoint.report import Problem
+from hfshard.training.run.finding import current_problems
+from hfshard.training.run.rotation import MetricMode
+from hfshard.training.run.run_checkpoint import RunCheckpoint
+from hfshard.viewing.page.page import Page
+from hfshard.viewing.page.run_page import make_run_page
+from hfshard.viewing.runs.listing import checkpoints_of, list_checkpoints
+from hfshard.viewing.runs.reports import as_problems, is_checkpoint, is_training
+from hfshard.viewing.runs.space import spaces_of
+
+
+def run_at(place: str | os.PathLike[str]) -> str | None:
+    """Find the run at a place.
+
+    Returns:
+        Its absolute path or its address; None where there is none, such as at one of its checkpoints.
+    """
+    text = path_text(place)
+    if not is_address(text) and not os.path.isdir(os.path.expanduser(text)):
+        return None
+    root = absolute_path(place)
+    return root if is_training(root) and not is_checkpoint(root) else None
+
+
+def page_of_run(root: str, best: str | None, metric_mode: MetricMode) -> Page:
+    """Lay out a run. Of each checkpoint is checked what can be checked without reading tensors.
+
+    Raises:
+        CheckpointChangedError: A checkpoint was replaced again and again.
+    """
+    found = checkpoints_of(root)
+    listed = list_checkpoints(found, _check, best=best, metric_mode=metric_mode)
+    return make_run_page(root, listed, spaces_of(found), best=best, is_store=is_address(root))
+
+
+def _check(found: RunCheckpoint) -> list[Problem]:
+    return as_problems(current_problems(found, "structure") or [], found.path)
