@@ -41,7 +41,7 @@ def pull_checkpoint(
 
     From a store, tensors are read by ranges and compared with their checksums on the way, straight into the files of
     the directory, or of another store; the tensors of each file stay together. So are those that come from a hub and
-    go to a store, by way of the cache.
+    go to a store, by way of the cache. A README that a directory has already is kept there; in a store it is replaced.
 
     Args:
         repo_id: "org/name" on the Hugging Face Hub; or a directory hub, as a path or a `file://` URL; or the address of
@@ -73,6 +73,7 @@ def pull_checkpoint(
         SaveDirectoryError: `local_dir` is a file, is or lies in a directory hub, has shards of the same names with
             other contents, or has a link where a folder is needed.
         InvalidArgumentError: From a store, what only a hub has (a revision, a cache), or no `local_dir`.
+        UnsafePathError: A store has an object whose name leads out of the directory, or can't be that of a file.
         StoreError: A store refused or failed.
 
     Example:

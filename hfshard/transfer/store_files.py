@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Final
 
 from hfshard.constants import CONFIG_NAME
-from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError
+from hfshard.errors import CheckpointChangedError, CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
+from hfshard.hub.directory.manifest import check_paths
 from hfshard.hub.pushing.local_files import PushedContents
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
@@ -46,7 +47,11 @@ class StoreFiles:
     def __init__(self, place: str) -> None:
         self.place = place
         self._store = open_store(place)
-        self._found: Mapping[str, StoredObject] = self._store.list_objects()
+        listed = self._store.list_objects()
+        # A folder that was made by hand, "folder/", is listed as an empty "folder", which nobody can find.
+        self._found: Mapping[str, StoredObject] = {
+            name: found for name, found in listed.items() if found.size or self._store.find(name) is not None
+        }
         if not self._found:
             raise CheckpointNotFoundError(
                 f"There is nothing in '{place}'. Check the address: hfshard pushes what lies directly below it.",
@@ -80,7 +85,19 @@ class StoreFiles:
             yield checkpoint
 
     def check(self, paths: Collection[str]) -> None:
-        """Any object may be pushed."""
+        """Refuse objects whose names lead elsewhere, or can't be those of files on every system.
+
+        Raises:
+            UnsafePathError: It names one.
+        """
+        try:
+            check_paths(paths)
+        except InvalidArgumentError as error:
+            raise UnsafePathError(
+                f"In '{self.place}' is an object that can't be a file of a checkpoint: {error.message} Rename or "
+                "delete it, or leave it out by ignore_patterns.",
+                path=error.path,
+            ) from error
 
     def content(self, path: str, sha256: str | None) -> ByteSource:
         """An object, pinned to what was listed: if it is replaced meanwhile, reading it is an error."""
