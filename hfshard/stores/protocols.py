@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Final, Protocol
 
 from hfshard._util.addresses import StoreAddress
@@ -19,6 +20,8 @@ class StoredObject:
     """Bytes."""
     etag: str
     """Another one for other bytes; what it is made of is the service's own matter."""
+    put_at: datetime | None = field(default=None, compare=False)
+    """When it was put, by the service's clock; None where the answer does not say it."""
 
 
 class Anything:

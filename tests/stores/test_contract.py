@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+
 import pytest
 
 from hfshard.errors import CheckpointChangedError, StaleObjectError, StoreError, StoreNotFoundError
@@ -35,6 +37,14 @@ def test_an_empty_place_has_nothing(store: Store, store_address: str) -> None:
     assert str(store.address) == store_address
     store.delete(["config.json"])
     assert store.sweep_uploads(lambda name: True) == 0
+
+
+def test_a_listing_says_when_an_object_was_put(store: Store) -> None:
+    put = store.put("config.json", b"{}")
+    listed = store.list_objects()["config.json"]
+    assert listed == put
+    assert listed.put_at is not None
+    assert abs(datetime.now(UTC) - listed.put_at) < timedelta(minutes=10)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])

@@ -215,6 +215,10 @@ class RangedFolder:
         entry = self._listed.get(name)
         return None if entry is None else (entry.etag, entry.size)
 
+    def listed(self, name: str) -> Any:
+        """What the last look found under this name, as whoever lists describes it; None where there is none."""
+        return self._listed.get(name)
+
     def size(self, name: str) -> int:
         """Bytes, as listed; 0 where there is none."""
         entry = self._listed.get(name)

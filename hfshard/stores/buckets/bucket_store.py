@@ -143,7 +143,7 @@ class BucketStore:
             )
 
     def _object(self, file: BucketFile) -> StoredObject:
-        return StoredObject(file.path[len(self._start) :], file.size, file.xet_hash)
+        return StoredObject(file.path[len(self._start) :], file.size, file.xet_hash, file.uploaded_at)
 
     def _changed(self, found: StoredObject) -> CheckpointChangedError:
         return CheckpointChangedError(

@@ -193,7 +193,7 @@ class CloudStore:
         etag = (meta["e_tag"] or "").strip('"')
         if meta["version"] is not None:
             self._connection.generations.note(meta["path"], etag, meta["version"])
-        return StoredObject(name, meta["size"], etag)
+        return StoredObject(name, meta["size"], etag, meta["last_modified"])
 
     def _attempt(self, action: Callable[[], T], name: str, note: Callable[[Failure], None] = lambda failure: None) -> T:
         """Do a request, and again where it may help.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ def test_checkpoints_of_a_run_are_listed(saved: BucketRun, capsys: pytest.Captur
     listed = json.loads(capsys.readouterr().out)["checkpoints"]
     shown = [(one["step"], one["metrics"], one["is_latest"], one["is_best"]) for one in listed]
     assert shown == [(1, {"loss": 0.5}, False, False), (2, {"loss": 1 / 3}, True, True)]
+    times = [datetime.fromisoformat(one["saved"]) for one in listed]
+    assert [abs((datetime.now(UTC) - time).total_seconds()) < 600 for time in times] == [True, True]
 
     saved.delete("checkpoint-00000002/training_state.json")
     assert main(["checkpoints", saved.root, "--verify"]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import datetime
 from functools import cached_property, partial
 from threading import Event
 from typing import Final
@@ -60,8 +61,10 @@ class StoreCheckpoint:
         """As it was listed."""
         return self._folder.size(name)
 
-    def saved_at(self) -> None:
-        """A store's listing does not say it."""
+    def saved_at(self) -> datetime | None:
+        """As the store's listing says."""
+        found: StoredObject | None = self._folder.listed(MANIFEST)
+        return None if found is None else found.put_at
 
     def manifest(self) -> CheckpointManifest:
         """Read its manifest."""
