@@ -113,6 +113,13 @@ def test_each_program_in_the_table_names_its_test_and_the_version_that_is_instal
     assert [path for path in both if "mark.compat" not in (REPOSITORY / path).read_text(encoding="utf-8")] == []
 
 
+def test_pictures_of_the_readme_are_there_and_small() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    assert pictures[:2] == [".github/pictures/show-dark.png", ".github/pictures/show-light.png"]
+    assert max((REPOSITORY / path).stat().st_size for path in pictures) <= 150_000
+
+
 @pytest.mark.parametrize("command", ["quickstart.py", "test"])
 def test_each_command_makes_an_environment_installs_and_runs(command: str) -> None:
     [line] = [block for block in BASH_EXAMPLES if block.startswith("python3 -m venv") and f"scripts/{command}" in block]
