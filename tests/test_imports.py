@@ -243,8 +243,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "show",
     ),
     "viewing.diff": (
-        "numbers reading report",
-        "measures renames sides",
+        "reading report",
+        "renames sides",
         "headline pairing",
         "comparing",
         "checkpoints",

@@ -20,6 +20,7 @@ def show(arguments: argparse.Namespace) -> int:
         subfolder=arguments.subfolder,
         revision=arguments.revision,
         token=arguments.token,
+        max_shard_size=arguments.max_shard_size,
         best=arguments.best,
         metric_mode=arguments.metric_mode,
     )

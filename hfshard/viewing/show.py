@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from hfshard._util.file_errors import names_files
+from hfshard._util.size import parse_size
 from hfshard.training.run.rotation import MetricMode
 from hfshard.viewing.inspection import inspect_checkpoint
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
@@ -23,6 +24,7 @@ def show_checkpoint(
     subfolder: str = "",
     revision: str | None = None,
     token: str | bool | None = None,
+    max_shard_size: int | str | None = None,
     best: str | None = None,
     metric_mode: MetricMode = "min",
 ) -> str:
@@ -38,6 +40,7 @@ def show_checkpoint(
         output: The file to write. A page that is there is replaced; any other file is left as it is, with an error.
         variant, subfolder, revision, token: As in transformers' `from_pretrained`.
         key: Of a file of torch.save, as in `load_state_dict`.
+        max_shard_size: What the bars of the files are measured by, such as "5GB"; None: the largest file.
         best: Of a run: the metric by which one checkpoint is marked as the best.
         metric_mode: "min": its lowest value is the best; "max": its highest.
 
@@ -45,6 +48,7 @@ def show_checkpoint(
         The absolute path of the page.
 
     Raises:
+        InvalidSizeError, InvalidSizeTypeError: `max_shard_size` is no size.
         InvalidPathError: `output` can't be written, or is there and no page of hfshard.
         CheckpointNotFoundError: There are no weights.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Something is wrong with a file.
@@ -53,6 +57,7 @@ def show_checkpoint(
     Example:
         hfshard.show_checkpoint("out", "out.html")
     """
+    limit = None if max_shard_size is None else parse_size(max_shard_size)
     path = checked_output(output)
     root = run_at(checkpoint)
     if root is not None:
@@ -61,6 +66,6 @@ def show_checkpoint(
         found = inspect_checkpoint(
             checkpoint, variant=variant, key=key, subfolder=subfolder, revision=revision, token=token
         )
-        page = make_checkpoint_page(found)
+        page = make_checkpoint_page(found, limit)
     write_page(render_page(page), path)
     return path

@@ -21,10 +21,14 @@ def test_page_is_written_where_it_is_asked_for(example: Path, tmp_path: Path, ru
     assert f"<title>{example}</title>" in html
     assert "<dt>weights</dt><dd>460.1 KB" in html
 
-    again = run("show", example / "model-00001-of-00002.safetensors", "-o", page, "--format", "json")
+    again = run("show", example / "model-00001-of-00002.safetensors", "-o", page, "--format", "json",
+        "--max-shard-size", "200KB")  # fmt: skip
 
     assert json.loads(again.stdout) == {"page": str(page), "size": page.stat().st_size}
-    assert "<dt>weights</dt><dd>400.0 KB" in page.read_text(encoding="utf-8")
+    html = page.read_text(encoding="utf-8")
+    assert "<dt>weights</dt><dd>400.0 KB" in html
+    assert '<th scope="col" class="wide">of 200.0 KB</th>' in html
+    assert "<small>202 %</small>" in html
 
 
 def test_weights_are_not_replaced_by_a_page(example: Path, run: Run) -> None:

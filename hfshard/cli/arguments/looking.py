@@ -16,6 +16,7 @@ from hfshard.cli.arguments.shared import (
     add_no_progress,
     add_token,
     add_variant,
+    shard_size,
 )
 
 
@@ -51,6 +52,9 @@ def add_show(commands: CommandGroup) -> None:
     add_key(show)
     show.add_argument("--revision", help="revision on a hub: branch, tag, commit or refs/pr/N (default: main)")
     show.add_argument("--subfolder", default="", help="folder of CHECKPOINT")
+    show.add_argument(
+        "--max-shard-size", type=shard_size, metavar="SIZE", help="measure the files by this size, not by the largest"
+    )
     _add_best(show, "of a run: mark")
     add_token(show)
     add_format(show)

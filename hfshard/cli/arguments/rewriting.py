@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from hfshard._util.size import parse_size
 from hfshard.cli.arguments.groups import CommandGroup
 from hfshard.cli.arguments.shared import (
     OR_STORE,
@@ -15,6 +14,7 @@ from hfshard.cli.arguments.shared import (
     add_no_progress,
     add_token,
     add_variant,
+    shard_size,
 )
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 
@@ -66,7 +66,7 @@ def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help=f"a directory, or one file of weights; {REPO}; or {STORE}")
     parser.add_argument("target", metavar="DST", help=f"the directory to write; the same one: in place{OR_STORE}")
     parser.add_argument(
-        "--max-shard-size", type=_shard_size, default=DEFAULT_MAX_SHARD_SIZE, metavar="SIZE",
+        "--max-shard-size", type=shard_size, default=DEFAULT_MAX_SHARD_SIZE, metavar="SIZE",
         help="the most that a file may have, such as 5GB or 500MiB (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
@@ -102,13 +102,3 @@ def _part(text: str) -> tuple[str, str]:
     if not name or not equals or not key:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=KEY")
     return name, key
-
-
-def _shard_size(text: str) -> int | str:
-    """Check a size as `max_shard_size` is checked; digits alone are bytes."""
-    try:
-        size = int(text) if text.isascii() and text.isdigit() else text
-        parse_size(size)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return size

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from hfshard._util.size import parse_size
+
 REPO = "org/name on the Hub, or a path or file:// URL of a directory that serves as a hub"
 STORE = "s3://bucket/prefix, gs://..., az://... or hf://buckets/org/name/prefix"
 OR_STORE = f"; or in a store: {STORE}"
@@ -52,3 +54,13 @@ def add_no_progress(parser: argparse.ArgumentParser) -> None:
         const=False,
         help="show no progress bar on the terminal",
     )
+
+
+def shard_size(text: str) -> int | str:
+    """Check a size as `max_shard_size` is checked; digits alone are bytes."""
+    try:
+        size = int(text) if text.isascii() and text.isdigit() else text
+        parse_size(size)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return size

@@ -28,7 +28,7 @@ class _FileRow:
     tensors: int | None
     checksum: str
     percent: float
-    """Of the largest file."""
+    """Of the limit, or of the largest file where none is known; above 100: the file is larger than the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,14 @@ class _TensorRow:
     file: str
 
 
-def make_checkpoint_page(found: Inspection) -> Page:
-    """Lay out what was found in a checkpoint."""
+def make_checkpoint_page(found: Inspection, max_shard_size: int | None = None) -> Page:
+    """Lay out what was found in a checkpoint.
+
+    Args:
+        found: What it consists of.
+        max_shard_size: Bytes that the bars of the files are measured by; None: the largest file.
+    """
+    whole = max_shard_size or max((file.nbytes for file in found.files), default=0)
     tree = make_name_tree([*(tensor.name for tensor in found.tensors), *found.tied_names])
     ties = sorted(found.tied_names.items())
     metadata = sorted(found.metadata.items())
@@ -65,7 +71,8 @@ def make_checkpoint_page(found: Inspection) -> Page:
         view={
             "entry": shown(found.entry),
             "key": None if found.key is None else shown(found.key),
-            "files": _some([_file_row(file, found) for file in found.files[:_MOST_FILES]], found.files),
+            "files": _some([_file_row(file, whole) for file in found.files[:_MOST_FILES]], found.files),
+            "max_shard_size": max_shard_size,
             "dtypes": [
                 _DtypeRow(row.dtype, row.tensors, row.parameters, row.nbytes, _percent(row.nbytes, found.nbytes))
                 for row in found.dtypes
@@ -120,11 +127,10 @@ def _data(found: Inspection, tree: NameTree) -> dict[str, Any]:
     }
 
 
-def _file_row(file: FileEntry, found: Inspection) -> _FileRow:
-    largest = max(file.nbytes for file in found.files)
+def _file_row(file: FileEntry, whole: int) -> _FileRow:
     kinds = (("sha256", file.digest.sha256), ("xxh3", file.digest.xxh3))
     checksum = next((f"{kind} {digest}" for kind, digest in kinds if digest is not None), "")
-    return _FileRow(shown(file.name), file.nbytes, file.tensors, shown(checksum), _percent(file.nbytes, largest))
+    return _FileRow(shown(file.name), file.nbytes, file.tensors, shown(checksum), _percent(file.nbytes, whole))
 
 
 def _tensor_row(tensor: TensorEntry, tree: NameTree) -> _TensorRow:

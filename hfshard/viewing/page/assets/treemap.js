@@ -12,7 +12,7 @@ const GAP = 2;
 // Paul Tol's "light" scheme, made for labelled cells, and "iridescent" for many files, in their order: people who are
 // colour-blind can tell them apart, and dark text on each has a contrast of 4.5 or more.
 const COLOURS = ["#77aadd", "#ee8866", "#44bb99", "#eedd88", "#ffaabb", "#99ddff", "#bbcc33", "#aaaa00", "#dddddd"];
-const RAMP = ["#fefbe9", "#ddecbf", "#c2e3d2", "#a8d8dc", "#8dcbe4", "#7eb2e4", "#88a5dd", "#9398d2", "#9b8ac4"];
+const RAMP = ["#ddecbf", "#c2e3d2", "#a8d8dc", "#8dcbe4", "#7eb2e4", "#88a5dd", "#9398d2", "#9b8ac4"];
 const INK = "#1d2024";
 
 /** The colour of one of so many: of a few each its own, of many a place on a ramp. */
