@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +18,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.loaders import create_loader
 from obstore.store import S3Store
 
+from hfshard._util.threads import in_threads
 from hfshard.errors import HfshardError, StoreAccessError, StoreConnectionError, StoreError
 from hfshard.stores.objects.connection import Connection, Service, make_clients, refusal
 from hfshard.stores.objects.failures import Failure
@@ -24,6 +26,8 @@ from hfshard.stores.patience import stall_seconds
 
 if TYPE_CHECKING:
     from obstore.store import S3Config, S3Credential
+
+_LOG = logging.getLogger(__name__)
 
 SERVICE: Final = Service(
     title="S3",
@@ -182,7 +186,9 @@ def _copy_in_parts(client: Any, bucket: str, key: str, etag: str, size: int, tar
     """
     copied = {"Bucket": bucket, "Key": target}
 
-    def copy_part(number: int) -> dict[str, Any]:
+    def copy_part(number: int, cancelled: threading.Event) -> dict[str, Any]:
+        if cancelled.is_set():
+            raise InterruptedError("another part failed, or Ctrl-C came")
         begin = (number - 1) * COPIED_PART
         made = client.upload_part_copy(
             **copied,
@@ -197,11 +203,13 @@ def _copy_in_parts(client: Any, bucket: str, key: str, etag: str, size: int, tar
     try:
         upload = client.create_multipart_upload(**copied)["UploadId"]
         try:
-            with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
-                parts = list(pool.map(copy_part, range(1, -(-size // COPIED_PART) + 1)))
+            parts = in_threads(copy_part, range(1, -(-size // COPIED_PART) + 1), _COPIES_AT_ONCE)
             client.complete_multipart_upload(**copied, UploadId=upload, MultipartUpload={"Parts": parts})
         except BaseException:
-            client.abort_multipart_upload(**copied, UploadId=upload)
+            try:
+                client.abort_multipart_upload(**copied, UploadId=upload)
+            except (ClientError, BotoCoreError) as error:  # the first one says more
+                _LOG.warning("The unfinished copy s3://%s/%s could not be removed: %s", bucket, target, _said(error))
             raise
     except ClientError as error:
         if error.response["Error"].get("Code") in {"PreconditionFailed", "NoSuchKey", "412", "404"}:

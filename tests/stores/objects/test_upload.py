@@ -107,3 +107,18 @@ def test_a_large_object_is_copied_in_parts_if_it_is_the_one(
         with pytest.raises(CheckpointChangedError):
             store.copy(source, "copy")
     assert bucket.unfinished(store_prefix) == []
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_a_copy_that_can_not_be_given_up_still_says_why_it_failed(
+    proxy: FaultProxy, store_address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cloud_store, "LARGEST_COPY", 6 * MIB)
+    monkeypatch.setattr(s3, "COPIED_PART", 6 * MIB)
+    store = open_store(store_address)
+    put = store.put("shard", bytes(7 * MIB))
+    proxy.fail("status", match=" part ", status=412, times=9)  # moto does not look at the condition
+    proxy.fail("status", match=" abort ", status=403, times=9)
+    with pytest.raises(CheckpointChangedError, match="was replaced or deleted"):
+        store.copy(put, "copy")
+    assert "could not be removed: An error occurred (403)" in caplog.text
