@@ -22,7 +22,7 @@ from hfshard.stores.memory import store_memory_bytes
 from hfshard.stores.objects.connecting import connection_to
 from hfshard.stores.objects.connection import refusal
 from hfshard.stores.objects.failures import OBSTORE_ERRORS, Failure, read_failure
-from hfshard.stores.objects.retrying import Patience
+from hfshard.stores.objects.retrying import Patience, ask
 from hfshard.stores.objects.upload import TOKEN, Upload
 from hfshard.stores.protocols import ANYTHING, Anything, ObjectWriter, StoredObject
 
@@ -83,7 +83,7 @@ class CloudStore:
     def list_objects(self, folder: str = "") -> dict[str, StoredObject]:
         """List all objects below a folder; see `Store`."""
         below = self._prefix + (f"{folder}/" if folder else "")
-        listed = self._attempt(lambda: obstore.list(self._connection.quick, below or None).collect(), folder)
+        listed = self._ask(lambda: obstore.list(self._connection.quick, below or None).collect(), folder)
         self._bucket_seen = True
         # A folder that was made by hand is an object, too: "prefix/", which the client lists as "prefix"; and
         # "prefix/code/", listed as an empty "prefix/code".
@@ -93,14 +93,14 @@ class CloudStore:
 
     def folders(self) -> list[str]:
         """Name the folders directly below the prefix; see `Store`."""
-        listed = self._attempt(lambda: obstore.list_with_delimiter(self._connection.quick, self._prefix or None), "")
+        listed = self._ask(lambda: obstore.list_with_delimiter(self._connection.quick, self._prefix or None), "")
         self._bucket_seen = True
         return sorted(folder.removeprefix(self._prefix).rstrip("/") for folder in listed["common_prefixes"])
 
     def find(self, name: str) -> StoredObject | None:
         """Ask for one object; see `Store`."""
         try:
-            return self._stored(self._attempt(lambda: obstore.head(self._connection.quick, self._key(name)), name))
+            return self._stored(self._ask(lambda: obstore.head(self._connection.quick, self._key(name)), name))
         except MissingObjectError:
             if not self._bucket_seen:
                 self.folders()  # an answer without a body does not say what is missing: the bucket, perhaps
@@ -195,6 +195,10 @@ class CloudStore:
             self._connection.generations.note(meta["path"], etag, meta["version"])
         return StoredObject(name, meta["size"], etag, meta["last_modified"])
 
+    def _ask(self, request: Callable[[], T], name: str) -> T:
+        """Do a request that changes nothing, and again where it may help."""
+        return self._attempt(lambda: ask(request), name)
+
     def _attempt(self, action: Callable[[], T], name: str, note: Callable[[Failure], None] = lambda failure: None) -> T:
         """Do a request, and again where it may help.
 
@@ -242,7 +246,7 @@ class CloudStore:
 
     def _blocks(self, found: StoredObject, begin: int, end: int) -> obstore.BytesStream:
         options: GetOptions = {"if_match": f'"{found.etag}"', "range": (begin, end)}
-        answer = obstore.get(self._connection.quick, self._key(found.name), options=options)
+        answer = ask(lambda: obstore.get(self._connection.quick, self._key(found.name), options=options))
         if self._stored(answer.meta).etag != found.etag:
             raise self._changed(found.name)  # the service knows no conditions
         return answer.stream(_READ_BLOCK)
@@ -325,7 +329,7 @@ class CloudStore:
         """Find an object if it is the one that was put with this token."""
         options: GetOptions = {"head": True}
         try:
-            answer = self._attempt(lambda: obstore.get(self._connection.quick, self._key(name), options=options), name)
+            answer = self._ask(lambda: obstore.get(self._connection.quick, self._key(name), options=options), name)
         except MissingObjectError:
             return None
         return self._stored(answer.meta) if answer.attributes.get(TOKEN) == token else None

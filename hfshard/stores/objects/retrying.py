@@ -1,12 +1,14 @@
-"""Trying a request again: after which failures, how soon and for how long."""
+"""Trying a request again: after which failures, how soon and for how long; and leaving one that may never end."""
 
 from __future__ import annotations
 
 import random
 import time
-from typing import Final
+from collections.abc import Callable
+from concurrent.futures import wait
+from typing import Final, TypeVar
 
-from hfshard._util.threads import pause
+from hfshard._util.threads import pause, start_thread
 from hfshard.stores.objects.failures import Failure
 from hfshard.stores.patience import first_wait, retry_seconds
 
@@ -15,6 +17,31 @@ _QUICK: Final = 0.2
 _LONGEST_WAIT: Final = 15.0
 _UNREACHED_SECONDS: Final = 15.0
 """A service that can't be connected to at all is not waited for as long as one that fails."""
+_LOOK_SECONDS: Final = 0.1
+"""How soon who waits for an answer notices that the work of its thread was cancelled."""
+
+_Answer = TypeVar("_Answer")
+
+
+def ask(request: Callable[[], _Answer]) -> _Answer:
+    """Send a request that changes nothing in the store; Ctrl-C, or the failure of others, does not wait for its answer.
+
+    obstore lets no signal through while it waits for a service that is silent. So another thread waits, and is left to
+    itself where nobody wants the answer any more.
+
+    Raises:
+        InterruptedError: The work of this thread was cancelled; see `pause`.
+        Everything that the request raises.
+    """
+    answer = start_thread(request, "hfshard-request", daemon=True)
+    if answer is None:
+        return request()
+    try:
+        while not wait([answer], _LOOK_SECONDS).done:
+            pause(0)
+        return answer.result()
+    finally:
+        del answer  # its error's traceback holds this frame
 
 
 class Patience:
