@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hfshard._util.progress import bytes_bar
+from hfshard._util.threads import pause
 from hfshard.constants import README, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, RemoteChangedError
 from hfshard.planning.plan import ShardPlan
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 _TRIES: Final = 5
 """Times that a place is looked at because somebody else replaced what was listed before it was read."""
+
+_LOOKS: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+"""Seconds before each look whether who was faster is done."""
 
 _DIGITS_BYTES: Final = 8
 """Random bytes in the names of a save's shards: no other save, of this machine or another one, gives the same."""
@@ -80,13 +84,23 @@ def save_into(store: Store, request: SaveRequest, check: Callable[[], None], wri
         index = save.run(writer, check)
     except RemoteChangedError:
         is_alone = isinstance(writer, OwnShardWriter)  # other ranks have given up
-        index = _look(store, request, plan, writer).if_unchanged() if is_alone else None
+        index = _found_same(store, request, plan, writer) if is_alone else None
         if index is None:
             raise
         logger.info("Somebody else has saved the very same into '%s'.", store.address)
         return index
     logger.info("Saved %d tensors, %d bytes, into '%s'.", len(index.weight_map), plan.total_size, store.address)
     return index
+
+
+def _found_same(store: Store, request: SaveRequest, plan: ShardPlan, writer: ShardWriter) -> CheckpointIndex | None:
+    """The index of whoever was faster, if they save the very same, and are done within seconds."""
+    for seconds in _LOOKS:
+        with suppress(CheckpointChangedError):
+            if read_store_state(store, request.options.names, request.config).is_settled:
+                break
+        pause(seconds)
+    return _look(store, request, plan, writer).if_unchanged()
 
 
 def _look(store: Store, request: SaveRequest, plan: ShardPlan, writer: ShardWriter) -> _Save:

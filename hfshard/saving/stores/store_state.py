@@ -49,6 +49,12 @@ class StoreState(DirectoryState):
         """All objects, and what this save has put since."""
         return self.found.keys() | self.listing
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no other save seems to be under way; one that was killed looks as if it were."""
+        passing = any(map(self.names.is_transient, self.listing)) or self.weights_override is not None
+        return not (self.is_claimed or passing or self.strays or (self.has_single and self.has_index))
+
     def single_keys(self) -> list[str]:
         """The names of the tensors in `model.safetensors`; empty where it can't be read."""
         return list(self.names_in_single)

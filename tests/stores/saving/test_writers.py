@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hfshard.errors import RemoteChangedError
+from hfshard.saving import to_store
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.stores import turn
 from hfshard.saving.to_store import save_into
@@ -112,6 +113,7 @@ def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that looks again lets others have their turn."""
     monkeypatch.setenv("HFSHARD_WRITERS", "1")
     monkeypatch.setattr(turn, "_LOOK_SECONDS", 0)
+    monkeypatch.setattr(to_store, "_LOOKS", (0,) * 40)
 
 
 @pytest.mark.parametrize("is_conditional", [True, False])
@@ -141,8 +143,20 @@ def test_writers_who_meet_leave_one_checkpoint_and_no_mixture(name: str, is_cond
 
 
 @pytest.mark.parametrize("is_conditional", [True, False])
-def test_writers_of_the_very_same_all_succeed(is_conditional: bool) -> None:
-    for seed in range(3):
-        met = Meeting(saved(request(1, 1)), [request(2, 1), request(2, 1)], seed, is_conditional)
-        assert met.outcomes == {0: None, 1: None}
-        assert met.objects.keys() == settled(met.objects)
+@pytest.mark.parametrize(
+    ("before", "new"),
+    [
+        (lambda: saved(request(1, 1)), lambda: request(2, 1)),
+        (lambda: saved(request(1, 1)), lambda: request(2, 2)),
+        (lambda: saved(request(1, 1, with_files=True)), lambda: request(2, 1, with_files=True)),
+        (dict, lambda: request(2, 2, with_files=True)),
+        (lambda: single(1) | {"config.json": config(1)}, lambda: request(2, 2)),
+    ],
+)
+def test_writers_of_the_very_same_all_succeed(
+    before: Callable[[], dict[str, bytes]], new: Callable[[], SaveRequest], is_conditional: bool
+) -> None:
+    for seed in range(8 if is_conditional else 2):
+        met = Meeting(before(), [new(), new()], seed, is_conditional)
+        assert met.outcomes == {0: None, 1: None}, seed
+        assert met.objects.keys() - {"generation_config.json"} == settled(met.objects)
