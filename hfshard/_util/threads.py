@@ -58,9 +58,11 @@ def in_threads(
     all_items = list(items)
     run = _Run(work, all_items, cancelled or threading.Event())
     count = min(threads, len(all_items))
-    started = [start_thread(run.do_items, "hfshard-work") for _ in range(count)] if count > 1 else []
-    under_way = [one for one in started if one is not None]
+    under_way: list[Future[None]] = []
     try:
+        for _ in range(count if count > 1 else 0):  # Ctrl-C may come in here, too
+            started = start_thread(run.do_items, "hfshard-work")
+            under_way += [] if started is None else [started]
         if not under_way:
             run.do_items()
         wait(under_way)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import threading
+import time
 
 import pytest
 import torch
@@ -93,3 +95,20 @@ def test_threads_work_in_the_modes_of_their_caller(is_inference: bool, has_gradi
         found = in_threads(lambda _, __: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()), range(4), 2)
 
     assert found == [(is_inference, has_gradients)] * 4
+
+
+def test_ctrl_c_while_threads_are_started_stops_those_that_were() -> None:
+    def work(number: int, cancelled: threading.Event) -> None:
+        if number == 0:
+            _thread.interrupt_main()
+        assert cancelled.wait(60)
+
+    for _ in range(20):  # mostly, the main thread is still starting others
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            in_threads(work, range(8), 8)
+        assert time.monotonic() - begin < 10
+    for one in threading.enumerate():
+        if one.name == "hfshard-work":
+            one.join(1)
+    assert "hfshard-work" not in {one.name for one in threading.enumerate()}
