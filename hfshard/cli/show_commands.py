@@ -23,6 +23,8 @@ def show(arguments: argparse.Namespace) -> int:
         max_shard_size=arguments.max_shard_size,
         best=arguments.best,
         metric_mode=arguments.metric_mode,
+        against=arguments.against,
+        progress=arguments.progress,
     )
     nbytes = os.path.getsize(path)
     if arguments.format == "json":

@@ -7,8 +7,10 @@ import os
 from hfshard._util.file_errors import names_files
 from hfshard._util.size import parse_size
 from hfshard.training.run.rotation import MetricMode
+from hfshard.viewing.diff.checkpoints import diff_checkpoints
 from hfshard.viewing.inspection import inspect_checkpoint
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
+from hfshard.viewing.page.diff_page import make_diff_page
 from hfshard.viewing.page.rendering import render_page
 from hfshard.viewing.page.writing import checked_output, write_page
 from hfshard.viewing.run_view import page_of_run, run_at
@@ -27,8 +29,12 @@ def show_checkpoint(
     max_shard_size: int | str | None = None,
     best: str | None = None,
     metric_mode: MetricMode = "min",
+    against: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
 ) -> str:
-    """Write one HTML file that shows what a checkpoint consists of; no tensor is read.
+    """Write one HTML file that shows what a checkpoint consists of, or what differs between two.
+
+    Tensors are read only to compare two checkpoints, and only where their digests do not suffice.
 
     The file needs nothing beside it: no network, no other file. It shows the modules by bytes, the files, the dtypes,
     tied names, the largest tensors and the metadata, and finds tensors by name.
@@ -43,6 +49,8 @@ def show_checkpoint(
         max_shard_size: What the bars of the files are measured by, such as "5GB"; None: the largest file.
         best: Of a run: the metric by which one checkpoint is marked as the best.
         metric_mode: "min": its lowest value is the best; "max": its highest.
+        against: Another checkpoint: the page shows what differs from it, as `diff_checkpoints` finds it.
+        progress: Whether to show a bar on stderr while tensors are read; None: only on a terminal.
 
     Returns:
         The absolute path of the page.
@@ -59,8 +67,10 @@ def show_checkpoint(
     """
     limit = None if max_shard_size is None else parse_size(max_shard_size)
     path = checked_output(output)
-    root = run_at(checkpoint)
-    if root is not None:
+    root = run_at(checkpoint) if against is None else None
+    if against is not None:
+        page = make_diff_page(diff_checkpoints(against, checkpoint, variant=variant, token=token, progress=progress))
+    elif root is not None:
         page = page_of_run(root, best, metric_mode)
     else:
         found = inspect_checkpoint(

@@ -41,7 +41,7 @@ def add_show(commands: CommandGroup) -> None:
         help="a page to look at: a map of the modules, files, search",
         description="Write one HTML file that shows what a checkpoint consists of: modules by bytes, files, dtypes, "
         "ties, the largest tensors, metadata, search by name. Of a training run, show its checkpoints beside each "
-        "other: bytes, metrics, what is damaged. It needs no network and nothing beside it; no tensor is read.",
+        "other: bytes, metrics, what is damaged. It needs no network and nothing beside it.",
     )
     show.set_defaults(needs_directory=False)
     show.add_argument("checkpoint", metavar="CHECKPOINT", help=f"a directory, or one file of weights; {REPO}{OR_STORE}")
@@ -55,9 +55,11 @@ def add_show(commands: CommandGroup) -> None:
     show.add_argument(
         "--max-shard-size", type=shard_size, metavar="SIZE", help="measure the files by this size, not by the largest"
     )
+    show.add_argument("--against", metavar="BASE", help="show what differs from another checkpoint")
     _add_best(show, "of a run: mark")
     add_token(show)
     add_format(show)
+    add_no_progress(show)
 
 
 def add_diff(commands: CommandGroup) -> None:

@@ -18,14 +18,14 @@ from hfshard.viewing.page.page import Page, PageKind
 _STYLES: Final[dict[PageKind, tuple[str, ...]]] = {
     "checkpoint": ("base", "treemap"),
     "run": ("base", "run"),
-    "diff": ("base",),
+    "diff": ("base", "diff"),
 }
 """Which files of `assets` a kind of page has, in this order."""
 
 _SCRIPTS: Final[dict[PageKind, tuple[str, ...]]] = {
     "checkpoint": ("base", "tree", "squarify", "treemap", "details", "search", "checkpoint"),
     "run": ("base",),
-    "diff": ("base",),
+    "diff": ("base", "diff"),
 }
 """The same of scripts. All are in one function, and call each other's by name."""
 

@@ -1,0 +1,153 @@
+"""The page of what differs between two checkpoints: layers x kinds of tensors, and a list to search in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from hfshard._util.size import format_size
+from hfshard.viewing.diff.headline import headline
+from hfshard.viewing.diff.report import CheckpointDiff, DiffKind, TensorDiff, TensorFacts
+from hfshard.viewing.layers import LayerStack, layer_grid
+from hfshard.viewing.page.page import Fact, Page, shown, shown_value
+
+_KINDS: Final[tuple[DiffKind, ...]] = (
+    "same",
+    "renamed",
+    "cast",
+    "reshaped",
+    "only_in_a",
+    "only_in_b",
+    "changed",
+)
+"""In the order in which one of a cell is shown rather than another."""
+
+_MOST_LISTED: Final = 20_000
+_MOST_CHARACTERS: Final = 2_000_000
+"""Of the names in the list of what is not the same: a page stays small whatever the checkpoints are."""
+_MOST_STACKS: Final = 12
+_MOST_LAYERS: Final = 200
+_MOST_ROWS: Final = 100
+"""Of a grid: no model has more, and a hostile one could have any number."""
+
+
+def make_diff_page(found: CheckpointDiff) -> Page:
+    """Lay out what `diff_checkpoints` found; b is what is looked at, against a."""
+    by_name: dict[str, list[TensorDiff]] = {}
+    for tensor in found.tensors:
+        by_name.setdefault(tensor.name, []).append(tensor)
+    grid = layer_grid(by_name)
+    stacks = sorted(grid.stacks, key=lambda stack: -len(stack.cells))[:_MOST_STACKS]
+    cells: dict[str, int] = {}
+    drawn = [_drawn_stack(stack, by_name, cells) for stack in sorted(stacks, key=lambda stack: stack.name)]
+    unlike = [tensor for tensor in found.tensors if tensor.kind != "same"]
+    listed = _listed(unlike)
+    return Page(
+        kind="diff",
+        title=shown(found.b),
+        facts=_facts(found),
+        view={
+            "against": shown(found.a),
+            "headline": shown_value(headline(found)),
+            "kinds": [(kind, kind.replace("_", " "), found.counts[kind]) for kind in _KINDS if kind in found.counts],
+            "has_values": any(tensor.values is not None for tensor in found.tensors),
+            "more": len(unlike) - len(listed),
+            "more_stacks": len(grid.stacks) - len(drawn),
+            "others": len(grid.others),
+        },
+        data={
+            "kinds": _KINDS,
+            "stacks": drawn,
+            "tensors": [_row(tensor, cells.get(tensor.name, -1)) for tensor in listed],
+        },
+    )
+
+
+def _facts(found: CheckpointDiff) -> tuple[Fact, ...]:
+    counts = found.counts
+    largest = max(
+        (tensor for tensor in found.tensors if tensor.values is not None),
+        key=lambda tensor: tensor.values.relative_norm if tensor.values else 0.0,
+        default=None,
+    )
+    facts = [
+        Fact("tensors", f"{len(found.tensors):,}", f"{counts.get('same', 0):,} are the same"),
+        Fact("changed", f"{counts.get('changed', 0):,}"),
+        Fact("cast, reshaped", f"{counts.get('cast', 0) + counts.get('reshaped', 0):,}"),
+        Fact("renamed", f"{counts.get('renamed', 0):,}"),
+        Fact("only in one", f"{counts.get('only_in_a', 0) + counts.get('only_in_b', 0):,}"),
+        Fact("read to tell", format_size(found.read_bytes), "" if found.read_bytes else "the digests sufficed"),
+    ]
+    if largest is not None and largest.values is not None:
+        facts.append(Fact("largest change", f"{largest.values.relative_norm:.3g}", shown_value(largest.name)[:200]))
+    return tuple(facts)
+
+
+def _drawn_stack(stack: LayerStack, by_name: dict[str, list[TensorDiff]], cells: dict[str, int]) -> dict[str, Any]:
+    """A stack as columns of layers and rows of kinds; `cells` gets the number of each name's cell."""
+    layers = stack.layers[:_MOST_LAYERS]
+    kinds = stack.kinds[:_MOST_ROWS]
+    first = max(cells.values(), default=-1) + 1
+    column_of = {layer: number for number, layer in enumerate(layers)}
+    row_of = {kind: number for number, kind in enumerate(kinds)}
+    worst = [[-1] * len(layers) for _ in kinds]
+    norms: list[list[float | None]] = [[None] * len(layers) for _ in kinds]
+    for (layer, kind), names in stack.cells.items():
+        if layer not in column_of or kind not in row_of:
+            continue
+        row, column = row_of[kind], column_of[layer]
+        tensors = [tensor for name in names for tensor in by_name[name]]
+        worst[row][column] = max(_KINDS.index(tensor.kind) for tensor in tensors)
+        norms[row][column] = _largest_norm(tensors)
+        cells.update(dict.fromkeys(names, first + row * len(layers) + column))
+    return {
+        "name": shown_value(stack.name),
+        "first": first,
+        "layers": layers,
+        "kinds": list(map(shown_value, kinds)),
+        "worst": worst,
+        "norms": norms,
+        "more": len(stack.layers) - len(layers) + len(stack.kinds) - len(kinds),
+    }
+
+
+def _largest_norm(tensors: Iterable[TensorDiff]) -> float | None:
+    norms = [tensor.values.relative_norm for tensor in tensors if tensor.values is not None]
+    return _number(max(norms)) if norms else None
+
+
+def _listed(unlike: Sequence[TensorDiff]) -> list[TensorDiff]:
+    """The first of what is not the same, as far as their names fit."""
+    listed = []
+    characters = 0
+    for tensor in unlike[:_MOST_LISTED]:
+        characters += sum(min(len(facts.name), 4000) for facts in (tensor.a, tensor.b) if facts is not None)
+        if characters > _MOST_CHARACTERS:
+            break
+        listed.append(tensor)
+    return listed
+
+
+def _row(tensor: TensorDiff, cell: int) -> list[Any]:
+    """Name, kind, cell, what it was and what it is, and how its values differ."""
+    old = shown_value(tensor.a.name) if tensor.kind == "renamed" and tensor.a is not None else ""
+    a, b = _form(tensor.a), _form(tensor.b)
+    what = b if tensor.kind in ("changed", "renamed") and a == b else " → ".join(filter(None, (a, b)))
+    row = [shown_value(tensor.name), _KINDS.index(tensor.kind), cell, what, old]
+    if tensor.values is None:
+        return row
+    values = tensor.values
+    cosine = None if values.cosine is None else _number(values.cosine)
+    changed = values.changed / values.elements if values.elements else 0.0
+    odd = [values.nan_a, values.nan_b, values.inf_a, values.inf_b]
+    return [*row, _number(values.relative_norm), _number(values.max_abs), cosine, round(changed, 6), odd]
+
+
+def _form(facts: TensorFacts | None) -> str:
+    return "" if facts is None else shown(f"{facts.dtype} {' × '.join(map(str, facts.shape)) or 'scalar'}")
+
+
+def _number(value: float) -> float | str:
+    """A number that JSON can hold, with the digits that are shown."""
+    return float(f"{value:.4g}") if math.isfinite(value) else str(value)

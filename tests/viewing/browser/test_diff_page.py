@@ -1,0 +1,71 @@
+"""The page of what differs, in a browser: the grid, the list, by mouse and by keyboard; a hostile name is text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hfshard.viewing.show import show_checkpoint
+from tests.viewing.browser.diffs import HOSTILE, make_two
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("diff")
+    old, new = make_two(directory)
+    show_checkpoint(new, directory / "diff.html", against=old)
+    return directory / "diff.html"
+
+
+def names(page: Page) -> list[str]:
+    return page.locator("#list td:first-child").evaluate_all("cells => cells.map(cell => cell.firstChild.textContent)")
+
+
+def test_cells_and_words_narrow_the_list(browser_page: Page, page_file: Path) -> None:
+    browser_page.goto(page_file.as_uri())
+    assert browser_page.locator(".headline").inner_text().startswith("5 of 50 tensors changed: q of layers 8-11 of 12")
+    assert browser_page.locator("td.k-changed").count() == 4
+    assert browser_page.locator("td.k-same").count() == 43
+    assert browser_page.locator("#shown").inner_text() == "8 tensors"
+
+    browser_page.locator("td.k-changed").nth(1).click()
+    assert names(browser_page) == ["model.layers.9.attn.q.weight"]
+    browser_page.locator("td.k-same").first.click()
+    assert browser_page.locator("#shown").inner_text() == "Nothing here differs."
+    browser_page.locator("td.k-same").first.click()
+    browser_page.locator("[data-kind=changed]").click()
+    browser_page.locator("#search").fill("HEAD weight")
+    assert names(browser_page) == ["lm_head.weight"]
+    assert "was head.weight" in browser_page.locator("#list").inner_text()
+
+
+def test_the_keyboard_suffices(browser_page: Page, page_file: Path) -> None:
+    browser_page.goto(page_file.as_uri())
+
+    browser_page.locator(".grid td[tabindex='0']").focus()
+    for _ in range(8):
+        browser_page.keyboard.press("ArrowRight")
+    browser_page.keyboard.press("Enter")
+    assert names(browser_page) == ["model.layers.8.attn.q.weight"]
+    browser_page.keyboard.press("Escape")
+    assert len(names(browser_page)) == 8
+
+
+def test_a_hostile_name_is_text(browser_page: Page, page_file: Path) -> None:
+    browser_page.goto(page_file.as_uri())
+
+    assert names(browser_page)[6] == HOSTILE.replace("\u202e", "\\u202e")
+    assert browser_page.locator("img").count() == 0
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_of_a_diff_sticks_out(browser_page: Page, page_file: Path, width: int) -> None:
+    browser_page.set_viewport_size({"width": width, "height": 844})
+    browser_page.goto(page_file.as_uri())
+
+    assert browser_page.evaluate("document.documentElement.scrollWidth") <= width
