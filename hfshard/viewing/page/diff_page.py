@@ -92,7 +92,7 @@ def _drawn_stack(stack: LayerStack, by_name: dict[str, list[TensorDiff]], cells:
     column_of = {layer: number for number, layer in enumerate(layers)}
     row_of = {kind: number for number, kind in enumerate(kinds)}
     worst = [[-1] * len(layers) for _ in kinds]
-    norms: list[list[float | None]] = [[None] * len(layers) for _ in kinds]
+    norms: list[list[float | str | None]] = [[None] * len(layers) for _ in kinds]
     for (layer, kind), names in stack.cells.items():
         if layer not in column_of or kind not in row_of:
             continue
@@ -112,7 +112,7 @@ def _drawn_stack(stack: LayerStack, by_name: dict[str, list[TensorDiff]], cells:
     }
 
 
-def _largest_norm(tensors: Iterable[TensorDiff]) -> float | None:
+def _largest_norm(tensors: Iterable[TensorDiff]) -> float | str | None:
     norms = [tensor.values.relative_norm for tensor in tensors if tensor.values is not None]
     return _number(max(norms)) if norms else None
 

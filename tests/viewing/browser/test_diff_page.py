@@ -23,7 +23,9 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def names(page: Page) -> list[str]:
-    return page.locator("#list td:first-child").evaluate_all("cells => cells.map(cell => cell.firstChild.textContent)")
+    script = "cells => cells.map(cell => cell.firstChild.textContent)"
+    found: list[str] = page.locator("#list td:first-child").evaluate_all(script)
+    return found
 
 
 def test_cells_and_words_narrow_the_list(browser_page: Page, page_file: Path) -> None:
