@@ -243,8 +243,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "show",
     ),
     "viewing.diff": (
-        "reading report",
-        "renames sides",
+        "numbers reading report",
+        "measures renames sides",
         "headline pairing",
         "comparing",
         "checkpoints",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,6 +26,7 @@ from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source, with_checkpoint
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.checks import check_checksums, check_pickles
+from hfshard.storage.checkpoint.folder import FAR_TRIES
 from hfshard.storage.disk.file_system import is_remote
 from hfshard.storage.disk.hub_place import has_hub_marker
 from hfshard.storage.format.integrity import sha256_of
@@ -33,12 +36,16 @@ from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 
 _Result = TypeVar("_Result")
 
+logger = logging.getLogger(__name__)
+
 
 class LoadAgreement:
     """What one rank says to the others of a load, and learns from them. A rank that loads alone agrees with itself."""
 
     def __init__(self, status: SaveStatus | None) -> None:
         self._status = status
+        self._has_opened = False
+        self._has_confirmed = False
 
     @property
     def is_collective(self) -> bool:
@@ -88,22 +95,54 @@ class LoadAgreement:
         local = local or self.fetch(source, options.progress)
         if self._status is None or options.verify not in ("full", "sha256"):
             with open_source(source, options, local, check_beside=check_beside) as checkpoint:
+                self._has_opened = True
                 yield checkpoint
             return
         with open_source(source, replace(options, verify="structure"), local) as checkpoint:
+            self._has_opened = True
             _check_share(self._status, checkpoint, options.progress)
             yield checkpoint
 
     def use(self, source: CheckpointSource, options: LoadOptions, work: Callable[[OpenCheckpoint], _Result]) -> _Result:
-        """Open a checkpoint and do something with it; a rank that loads alone does so again, as `with_checkpoint`.
+        """Open a checkpoint and do something with it; in a store again, on all ranks, where a save came on any of them.
+
+        Args:
+            source: As for `open_source`, and so are options.
+            options: How.
+            work: Comes to `confirm` once, and may be done again, from the beginning.
 
         Raises:
+            CheckpointChangedError: It kept changing.
             Everything that `opened` and `work` raise.
         """
         if self._status is None:
             return with_checkpoint(source, options, work)
-        with self.opened(source, options) as checkpoint:
-            return work(checkpoint)
+        local = self.fetch(source, options.progress)
+        if local.folder is None:
+            with self.opened(source, options, local) as checkpoint:
+                return work(checkpoint)
+        for _ in range(FAR_TRIES):
+            self._has_opened = self._has_confirmed = False
+            changed: CheckpointChangedError | None = None
+            result: list[_Result] = []
+            try:
+                with self.opened(source, options, local) as checkpoint:
+                    result.append(work(checkpoint))
+            except CheckpointChangedError as error:
+                changed = error
+                if not self._has_opened:
+                    raise
+                if not self._has_confirmed:  # the others wait there
+                    self._status.meet("checked", _CHANGED)
+            if self.all_say("read", is_so=changed is None):
+                return result[0]
+            logger.info("'%s' was replaced while ranks loaded it. All of them start again.", source.path)
+            time.sleep(local.folder.wait_seconds)
+        raise changed or CheckpointChangedError(
+            f"The checkpoint in '{source.path}' was replaced {FAR_TRIES} times while ranks loaded it. Load it when "
+            "that process has finished saving.",
+            path=source.path,
+        )
 
     def confirm(self, checkpoint: OpenCheckpoint, config: bytes | None = None) -> None:
         """Go on once every rank has checked what it can, and has opened the same checkpoint.
@@ -121,6 +160,12 @@ class LoadAgreement:
         files = _files_of(checkpoint)
         digests = [_digest(checkpoint, config), _digest_of(sorted(files)), _digest_of(_sightings(files))]
         told = self._status.meet("checked", json.dumps(digests).encode())
+        self._has_confirmed = True
+        if _CHANGED in told.values():
+            raise CheckpointChangedError(
+                f"The checkpoint in '{checkpoint.directory}' was replaced while another rank opened it. Load it again.",
+                path=checkpoint.directory,
+            )
         said = {rank: json.loads(words) for rank, words in told.items()}
         self._refuse_others(checkpoint, {rank: words[0] for rank, words in said.items()})
         if len({words[1] for words in said.values()}) == 1 < len({words[2] for words in said.values()}):  # copies
@@ -171,6 +216,9 @@ class LoadAgreement:
                 path=checkpoint.directory,
             )
 
+
+_CHANGED: Final = b"changed"
+"""What a rank says in place of what it has opened, where that was replaced meanwhile."""
 
 _CACHE: Final = b"cache "
 _SNAPSHOT: Final = b"snapshot "

@@ -80,8 +80,8 @@ def load_class(
         if local.weights_name is None and is_adapter(local.directory):  # its base may be another repo
             if local.folder is not None:
                 raise _needs_disk(local.folder.path, "an adapter")
-            with _all_signed(local, source, options):
-                return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
+            _refuse_signed_adapter(local, options)
+            return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
         refuse_file_without_config(local, kwargs)
         before = read_config(local.directory)
         concrete, kwargs = class_of_auto(model_class, local, pin_to_commit(kwargs, local))
@@ -238,6 +238,7 @@ def _build(
     if local.weights_name is None and is_adapter(local.directory):  # its base may be another repo, without our commit
         if local.folder is not None:
             raise _needs_disk(local.folder.path, "an adapter")
+        _refuse_signed_adapter(local, options)
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
     kwargs = pin_to_commit(kwargs, local)
     if needs_transformers_loader(local.directory, model_class, kwargs):
@@ -328,6 +329,20 @@ def _check_signature(
     if options.signature is not None and kwargs.get("code_revision") is not None:
         raise InvalidArgumentError("public_key is for one revision, and code_revision names another. Leave one out.")
     signed_files(local, source, options)
+
+
+def _refuse_signed_adapter(local: LocalCheckpoint, options: LoadOptions) -> None:
+    """Refuse to hold an adapter to a signature: its base model is found elsewhere, and not covered.
+
+    Raises:
+        InvalidArgumentError: A signature is asked for.
+    """
+    if options.signature is not None:
+        raise InvalidArgumentError(
+            f"'{local.directory}' is an adapter, and a signature of it does not cover its base model. Load that one "
+            "with public_key, check the adapter by model_signing verify, and put it on by PEFT.",
+            path=local.directory,
+        )
 
 
 @contextmanager

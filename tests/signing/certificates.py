@@ -25,10 +25,10 @@ class Authority:
         path.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
         return path
 
-    def issue(self, folder: Path, name: str) -> tuple[Path, Path]:
-        """Make a key and its certificate, and write both."""
+    def issue(self, folder: Path, name: str, *, days: float = 1, is_for_signing: bool = True) -> tuple[Path, Path]:
+        """Make a key and its certificate, which holds for so many days from now, and write both."""
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = _certificate(name, key, self.name, self.key, is_root=False)
+        certificate = _certificate(name, key, self.name, self.key, is_root=not is_for_signing, days=days)
         files = folder / f"{name}.key", folder / f"{name}.crt"
         files[0].write_bytes(
             key.private_bytes(
@@ -46,6 +46,7 @@ def _certificate(
     issuer_key: ec.EllipticCurvePrivateKey,
     *,
     is_root: bool,
+    days: float = 1,
 ) -> x509.Certificate:
     now = datetime.now(UTC)
     usage = x509.KeyUsage(
@@ -66,7 +67,7 @@ def _certificate(
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(days=2 if is_root else 1))
-        .not_valid_after(now + timedelta(days=1))
+        .not_valid_after(now + timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=is_root, path_length=None), critical=True)
         .add_extension(usage, critical=True)
     )

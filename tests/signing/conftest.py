@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 import hfshard
-
-pytest.importorskip("model_signing", reason="signatures need hfshard[sign]")
-
-from cryptography.hazmat.primitives import serialization  # comes with model-signing
-from cryptography.hazmat.primitives.asymmetric import ec
 
 
 @dataclass(frozen=True)

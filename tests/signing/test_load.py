@@ -237,3 +237,21 @@ def test_certificates(checkpoint: Path, tmp_path: Path) -> None:
     pair = ("--private_key", key, "--signing_certificate", certificate, "--certificate_chain", root_file)
     model_signing("sign", "certificate", checkpoint, *pair)
     assert hfshard.verify_checkpoint(checkpoint, public_key=by).ok
+
+
+@pytest.mark.compat
+def test_certificates_are_judged_as_by_the_library(checkpoint: Path, tmp_path: Path) -> None:
+    """One that has expired since is accepted, as it held when it began to; one that is for no signing is not."""
+    from tests.signing.certificates import Authority
+
+    root = Authority("root")
+    by = hfshard.signing.SignedBy(certificate_chain=[root.write(tmp_path)])
+    key, certificate = root.issue(tmp_path, "expired", days=-0.5)
+    hfshard.sign_checkpoint(checkpoint, private_key=key, signing_certificate=certificate)
+    assert hfshard.verify_checkpoint(checkpoint, public_key=by).ok
+    model_signing("verify", "certificate", checkpoint, "--certificate_chain", tmp_path / "root.pem")
+
+    key, certificate = root.issue(tmp_path, "other", is_for_signing=False)
+    hfshard.sign_checkpoint(checkpoint, private_key=key, signing_certificate=certificate)
+    with pytest.raises(SignatureError, match="was not made by a certificate of"):
+        hfshard.load_state_dict(checkpoint, public_key=by)

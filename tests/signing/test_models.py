@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel
 
 import hfshard
 from hfshard.errors import InvalidArgumentError, SignatureError
-from tests.helpers.tiny_bert import Bert, bert, value_of
+from tests.helpers.tiny_bert import SHARDED, Bert, bert, value_of
 from tests.signing.conftest import Keys
 from tests.signing.helpers import model_signing
 
@@ -35,9 +35,9 @@ class Mine(BertModel):
 
 @pytest.fixture
 def signed_bert(tmp_path: Path, keys: Keys) -> Path:
-    """A signed BERT in three files."""
+    """A signed BERT in a dozen files."""
     directory = tmp_path / "bert"
-    bert(3).save_pretrained(directory, max_shard_size=12_000)
+    bert(3).save_pretrained(directory, max_shard_size=SHARDED)
     hfshard.sign_checkpoint(directory, private_key=keys.private)
     return directory
 
@@ -171,3 +171,12 @@ def test_auto_config_is_not_affected(signed_bert: Path) -> None:
     """The signature is one more file: stock transformers passes over it."""
     assert AutoConfig.from_pretrained(signed_bert).model_type == "bert"
     assert value_of(AutoModel.from_pretrained(signed_bert)) == 3
+
+
+def test_adapters_are_refused_as_their_base_is_not_covered(signed_bert: Path, keys: Keys) -> None:
+    (signed_bert / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    hfshard.sign_checkpoint(signed_bert, private_key=keys.private)
+
+    for load in (Bert.from_pretrained, lambda path, **options: hfshard.load_model(AutoModel, path, **options)):
+        with pytest.raises(InvalidArgumentError, match="does not cover its base model"):
+            load(signed_bert, public_key=keys.public)

@@ -16,7 +16,7 @@ from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.storage.checkpoint.checkpoint import Verify
 from hfshard.storage.checkpoint.folder import FAR_TRIES
-from hfshard.viewing.diff.comparing import Finding, compare, digest_of, known_kind
+from hfshard.viewing.diff.comparing import Asked, Finding, compare, digest_of, known_finding
 from hfshard.viewing.diff.pairing import TensorPair, pair_by_contents, pair_by_name
 from hfshard.viewing.diff.reading import ReadJob, do_jobs
 from hfshard.viewing.diff.report import CheckpointDiff, TensorDiff
@@ -39,6 +39,7 @@ def diff_checkpoints(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
     *,
+    values: bool = False,
     variant: str | None = None,
     verify: Verify = "structure",
     token: str | bool | None = None,
@@ -58,6 +59,8 @@ def diff_checkpoints(
         a: A directory, one file of weights, an address of a store, "org/name" on the Hub or the directory of a hub,
             both also with "@revision", a run (its latest checkpoint), or one checkpoint of it ("run/checkpoint-30").
         b: The same.
+        values: Whether to measure by how much the values of a tensor that changed, was cast or reshaped differ: both
+            are read for it, block by block.
         variant: As in `from_pretrained`; of both.
         verify: "none": only what reading needs is checked; "structure": what `load_state_dict` checks before it reads,
             of local files the first bytes of tensors too; "full": no digest is believed, and every byte of both is
@@ -81,7 +84,8 @@ def diff_checkpoints(
     """
     query = CheckpointQuery(variant=variant, token=token)
     options = LoadOptions(verify="structure" if verify in ("full", "sha256") else verify, progress=progress)
-    once = partial(_diff_once, a, b, query, options, trusts_digests=verify not in ("full", "sha256"))
+    asked = Asked(values, trusts_digests=verify not in ("full", "sha256"))
+    once = partial(_diff_once, a, b, query, options, asked)
     for _ in range(FAR_TRIES - 1):
         try:
             return once()
@@ -95,21 +99,19 @@ def _diff_once(
     b: str | os.PathLike[str],
     query: CheckpointQuery,
     options: LoadOptions,
-    *,
-    trusts_digests: bool,
+    asked: Asked,
 ) -> CheckpointDiff:
     with ExitStack() as stack:
-        sides = [side_of(stack.enter_context(open_to_view(place, query, options))) for place in (a, b)]
-        return _Comparison(*sides, trusts_digests=trusts_digests, progress=options.progress).run()
+        side_a, side_b = (side_of(stack.enter_context(open_to_view(place, query, options))) for place in (a, b))
+        return _Comparison(side_a, side_b, asked, options.progress).run()
 
 
 class _Comparison:
     """The comparison of two open checkpoints."""
 
-    def __init__(self, a: Side, b: Side, *, trusts_digests: bool, progress: bool | None) -> None:
+    def __init__(self, a: Side, b: Side, asked: Asked, progress: bool | None) -> None:
         self.a, self.b = a, b
-        self.trusts_digests = trusts_digests
-        self.progress = progress
+        self.asked, self.progress = asked, progress
         self.read_bytes = 0
 
     def run(self) -> CheckpointDiff:
@@ -138,14 +140,14 @@ class _Comparison:
         )
 
     def _compared(self, pairs: Sequence[TensorPair]) -> list[Finding]:
-        known = [known_kind(pair, trusts_digests=self.trusts_digests) for pair in pairs]
+        known = [known_finding(pair, self.asked) for pair in pairs]
         jobs = [
-            ReadJob((0, pair.a.position), pair.nbytes, partial(compare, pair, trusts_digests=self.trusts_digests))
-            for pair, kind in zip(pairs, known, strict=True)
-            if kind is None
+            ReadJob((0, pair.a.position), pair.nbytes, partial(compare, pair, self.asked))
+            for pair, finding in zip(pairs, known, strict=True)
+            if finding is None
         ]
         read = iter(self._done(jobs))
-        findings = [Finding(kind) if kind is not None else next(read) for kind in known]
+        findings = [next(read) if finding is None else finding for finding in known]
         self.read_bytes += sum(finding.read_bytes for finding in findings)
         return findings
 
@@ -157,7 +159,7 @@ class _Comparison:
             (side, one)
             for side, tensors in enumerate((ours, theirs))
             for one in tensors
-            if one.digest is None or not self.trusts_digests
+            if one.digest is None or not self.asked.trusts_digests
         ]
         jobs = [ReadJob((side, one.position), one.facts.nbytes, partial(digest_of, one)) for side, one in unread]
         digests = {id(one): digest for (_, one), digest in zip(unread, self._done(jobs), strict=True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,40 @@ def _refuse(rank: int, saved: Path, other: Path) -> None:
     assert all(torch.equal(tensor.to_local(), before[name]) for name, tensor in net.state_dict().items())
 
 
+def _overtake(rank: int, saved: Path, other: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    old, new = _objects(saved), _objects(other)
+    expected = hfshard.load_state_dict(other)
+    for verify in ("structure", "full"):
+        for request in (
+            1,
+            2,
+            4,
+            5,
+            7,
+            10,
+        ):  # of one rank, before which it finds the other save; the other rank finds it later
+            net: Any = Net()
+            fully_shard(net, mesh=_mesh())
+            store = _store(old)
+            asked = count(1)
+
+            def replace(
+                kind: str, name: str, store: CountingStore = store, asked: Any = asked, at: int = request
+            ) -> None:
+                if next(asked) == (at if rank == at % 2 else at + 2):
+                    store.objects = dict(new)
+
+            store.before = replace
+            hfshard.load_model(net, ADDRESS, verify=verify)
+            found = {name: tensor.full_tensor() for name, tensor in net.state_dict().items()}
+            is_new = [torch.equal(tensor, expected[name]) for name, tensor in found.items()]
+            assert is_new in ([True] * 3, [False] * 3)
+            if request < 4:
+                assert is_new == [True] * 3
+
+
 def _saved(directory: Path) -> Path:
     hfshard.save_model(Net(), directory, max_shard_size="5MB")
     return directory
@@ -100,3 +135,7 @@ def test_each_rank_asks_for_its_own_bytes(tmp_path: Path) -> None:
 
 def test_ranks_that_find_different_saves_load_nothing(tmp_path: Path) -> None:
     check_ranks(tmp_path / "ranks", 2, _refuse, _saved(tmp_path / "one"), _saved(tmp_path / "two"))
+
+
+def test_ranks_that_a_save_overtakes_start_again_together(tmp_path: Path) -> None:
+    check_ranks(tmp_path / "ranks", 2, _overtake, _saved(tmp_path / "one"), _saved(tmp_path / "two"))

@@ -1,0 +1,168 @@
+"""Measures by how much the values of two tensors differ, block by block, in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+
+from hfshard.viewing.diff.numbers import differing, differing_integers, has_fraction, numbers_in
+from hfshard.viewing.diff.report import ValueDiff
+
+_CHUNK: Final = 16384
+"""Elements that are measured at once: three chunks of float64 stay in a core's own cache, and torch, which starts
+threads of its own for larger ones, does not."""
+
+_EXACT: Final = frozenset(
+    (
+        torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.float16,
+        torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2,
+        torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    )
+)  # fmt: skip
+"""Dtypes all of whose numbers have squares in float64, and differences that are zero only for equal ones."""
+
+
+class ValueMeasure:
+    """What is known of the values of two tensors, as far as they were read."""
+
+    def __init__(self, dtype_a: torch.dtype, dtype_b: torch.dtype) -> None:
+        """Begin with no element.
+
+        Args:
+            dtype_a, dtype_b: Those that `is_number` accepts.
+        """
+        self._dtypes = dtype_a, dtype_b
+        self._is_exact = dtype_a in _EXACT and dtype_b in _EXACT
+        is_complex = dtype_a.is_complex or dtype_b.is_complex
+        self._wide = torch.complex128 if is_complex else torch.float64
+        self._room = torch.empty((3, _CHUNK), dtype=self._wide, device="cpu")
+        self._squares = [_ScaledSum(), _ScaledSum(), _ScaledSum()]  # of a, b, and b - a
+        self._product = _ScaledSum()
+        self._elements = self._changed = 0
+        self._max_abs = 0.0
+        self._nan = [0, 0]
+        self._inf = [0, 0]
+
+    def add(self, block_a: memoryview, block_b: memoryview) -> None:
+        """Take in the bytes of the same elements of both."""
+        a, b = numbers_in(block_a, self._dtypes[0]), numbers_in(block_b, self._dtypes[1])
+        for at in range(0, len(a), _CHUNK):
+            self._add_chunk(a[at : at + _CHUNK], b[at : at + _CHUNK])
+
+    def result(self) -> ValueDiff:
+        """What was measured."""
+        squares_a, squares_b, squares_d = self._squares
+        cosine = None
+        if squares_a.value and squares_b.value:
+            exponent = self._product.exponent - (squares_a.exponent + squares_b.exponent) // 2
+            length = math.sqrt(squares_a.value) * math.sqrt(squares_b.value)
+            cosine = max(-1.0, min(1.0, _scaled(self._product.value / length, exponent)))
+        return ValueDiff(
+            elements=self._elements,
+            changed=self._changed,
+            max_abs=self._max_abs,
+            relative_norm=_relative_norm(squares_d, squares_a),
+            cosine=cosine,
+            nan_a=self._nan[0],
+            nan_b=self._nan[1],
+            inf_a=self._inf[0],
+            inf_b=self._inf[1],
+        )
+
+    def _add_chunk(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        count = len(a)
+        self._elements += count
+        wide_a, wide_b, difference = (room[:count] for room in self._room)
+        wide_a.copy_(a)
+        wide_b.copy_(b)
+        if not self._is_exact:
+            self._add_any(a, b, wide_a, wide_b)
+            return
+        square_a = float(torch.dot(wide_a, wide_a))
+        square_b = float(torch.dot(wide_b, wide_b))
+        if not math.isfinite(square_a + square_b):
+            self._add_any(a, b, wide_a, wide_b)
+            return
+        torch.sub(wide_b, wide_a, out=difference)
+        square_d = float(torch.dot(difference, difference))
+        for total, square in zip(self._squares, (square_a, square_b, square_d), strict=True):
+            total.add(square)
+        self._product.add(float(torch.dot(wide_a, wide_b)))
+        if square_d:
+            low, high = torch.aminmax(difference)
+            self._max_abs = max(self._max_abs, -float(low), float(high))
+            self._changed += int(torch.count_nonzero(difference))
+
+    def _add_any(self, a: torch.Tensor, b: torch.Tensor, wide_a: torch.Tensor, wide_b: torch.Tensor) -> None:
+        """Take in numbers that may be NaN or infinite, or whose squares float64 may not have."""
+        are_integers = not (has_fraction(a.dtype) or has_fraction(b.dtype))
+        changed = differing_integers(a, b) if are_integers else differing(wide_a, wide_b)
+        self._changed += int(changed.count_nonzero())
+        for side, wide in enumerate((wide_a, wide_b)):
+            self._nan[side] += int(wide.isnan().count_nonzero())
+            self._inf[side] += int(wide.isinf().count_nonzero())
+        is_finite = wide_a.isfinite() & wide_b.isfinite()
+        real_a, exponent_a = _shrunk(_reals(wide_a[is_finite]))
+        real_b, exponent_b = _shrunk(_reals(wide_b[is_finite]))
+        if not len(real_a):
+            return
+        self._squares[0].add(float(torch.dot(real_a, real_a)), 2 * exponent_a)
+        self._squares[1].add(float(torch.dot(real_b, real_b)), 2 * exponent_b)
+        self._product.add(float(torch.dot(real_a, real_b)), exponent_a + exponent_b)
+        exponent = max(exponent_a, exponent_b)
+        difference = _times(real_b, exponent_b - exponent) - _times(real_a, exponent_a - exponent)
+        difference, more = _shrunk(difference)
+        self._squares[2].add(float(torch.dot(difference, difference)), 2 * (exponent + more))
+        lengths = difference.view(-1, 2).norm(dim=1) if self._wide.is_complex else difference.abs()
+        self._max_abs = max(self._max_abs, _scaled(float(lengths.max()), exponent + more))
+
+
+class _ScaledSum:
+    """A sum of numbers that float64 may not have: value * 2**exponent."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.exponent = 0
+
+    def add(self, value: float, exponent: int = 0) -> None:
+        """Add value * 2**exponent."""
+        if not value:
+            return
+        if not self.value or exponent > self.exponent:
+            self.value = math.ldexp(self.value, self.exponent - exponent)
+            self.exponent = exponent
+        self.value += math.ldexp(value, exponent - self.exponent)
+
+
+def _relative_norm(difference: _ScaledSum, of: _ScaledSum) -> float:
+    if not difference.value:
+        return 0.0
+    if not of.value:
+        return math.inf
+    return _scaled(math.sqrt(difference.value / of.value), (difference.exponent - of.exponent) // 2)
+
+
+def _reals(values: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(values).flatten() if values.is_complex() else values
+
+
+def _shrunk(values: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Numbers whose largest is near 1, and the power of two by which they were divided."""
+    largest = float(values.abs().max()) if len(values) else 0.0
+    exponent = math.frexp(largest)[1]
+    return _times(values, -exponent), exponent
+
+
+def _times(values: torch.Tensor, exponent: int) -> torch.Tensor:
+    """Multiply by a power of two, in two steps: it may be one that float64 does not have."""
+    half = exponent // 2
+    return values * math.ldexp(1.0, half) * math.ldexp(1.0, exponent - half)
+
+
+def _scaled(value: float, exponent: int) -> float:
+    try:
+        return math.ldexp(value, exponent)
+    except OverflowError:
+        return math.inf

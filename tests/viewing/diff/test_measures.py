@@ -1,0 +1,67 @@
+"""What is measured of two tensors' values, by numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hfshard.storage.tensors.tensor_bytes import memory_of
+from hfshard.viewing.diff.measures import ValueMeasure
+from hfshard.viewing.diff.report import ValueDiff
+
+
+def measured(a: torch.Tensor, b: torch.Tensor) -> ValueDiff:
+    measure = ValueMeasure(a.dtype, b.dtype)
+    measure.add(memory_of(a), memory_of(b))
+    return measure.result()
+
+
+def test_three_of_four_elements_changed() -> None:
+    found = measured(torch.tensor([3.0, 4.0, 0.0, 0.0]), torch.tensor([0.0, 4.0, 3.0, 4.0]))
+    expected = ValueDiff(4, 3, 4.0, math.sqrt(34) / 5, 16 / (5 * math.sqrt(41)), 0, 0, 0, 0)
+    assert found == expected
+
+
+def test_nan_and_inf_are_counted_and_left_out() -> None:
+    nan, inf = math.nan, math.inf
+    a = torch.tensor([nan, nan, inf, inf, 1.0, 2.0], dtype=torch.bfloat16)
+    b = torch.tensor([nan, 5.0, inf, -inf, 1.0, 4.0], dtype=torch.bfloat16)
+    expected = ValueDiff(6, 3, 2.0, 2 / math.sqrt(5), 9 / math.sqrt(5 * 17), 2, 1, 2, 2)
+    assert measured(a, b) == expected
+
+
+def test_squares_may_leave_the_range_of_float64() -> None:
+    huge = measured(torch.tensor([3e200, 4e200], dtype=torch.float64), torch.tensor([3e200, 0.0], dtype=torch.float64))
+    assert (huge.max_abs, huge.relative_norm, huge.cosine) == pytest.approx((4e200, 0.8, 0.6), rel=1e-15)
+    tiny = measured(torch.tensor([3e-300], dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
+    assert (tiny.max_abs, tiny.relative_norm, tiny.cosine) == (3e-300, 1.0, None)
+    opposite = measured(torch.tensor([1.5e308], dtype=torch.float64), torch.tensor([-1.5e308], dtype=torch.float64))
+    assert (opposite.max_abs, opposite.relative_norm, opposite.cosine) == (math.inf, 2.0, -1.0)
+
+
+def test_zeros_have_no_angle() -> None:
+    assert measured(torch.zeros(3), torch.ones(3)) == ValueDiff(3, 3, 1.0, math.inf, None, 0, 0, 0, 0)
+    assert measured(torch.zeros(3), -torch.zeros(3)) == ValueDiff(3, 0, 0.0, 0.0, None, 0, 0, 0, 0)
+
+
+def test_large_integers_are_told_apart() -> None:
+    a = torch.tensor([2**60, 2**60, -1])
+    assert measured(a, torch.tensor([2**60 + 1, 2**60, -1])).changed == 1
+    assert measured(a, torch.tensor([2**60, 2**60, 2**64 - 1], dtype=torch.uint64)).changed == 1
+
+
+def test_complex_numbers_have_moduli() -> None:
+    found = measured(torch.tensor([3 + 4j, 1 + 0j]), torch.tensor([0 + 0j, 1 + 0j]))
+    assert found == ValueDiff(2, 1, 5.0, 5 / math.sqrt(26), 1 / math.sqrt(26), 0, 0, 0, 0)
+
+
+def test_many_chunks_add_up() -> None:
+    a = torch.ones(100_000)
+    b = a.clone()
+    b[::10] = 3.0
+    expected = ValueDiff(100_000, 10_000, 2.0, math.sqrt(0.4), 1.2 / math.sqrt(1.8), 0, 0, 0, 0)
+    found = measured(a, b)
+    assert found.changed == expected.changed
+    assert (found.relative_norm, found.cosine) == pytest.approx((expected.relative_norm, expected.cosine), rel=1e-14)
