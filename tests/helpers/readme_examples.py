@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_HUB_REPO = re.compile(r"org/\w+")
+_HUB_REPO = re.compile(r"org/\w+(@\w+)?")
 """The name that our READMEs give a repository of the Hugging Face Hub."""
 
 

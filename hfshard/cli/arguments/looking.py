@@ -75,6 +75,9 @@ def add_diff(commands: CommandGroup) -> None:
     place = f"a directory, one file of weights, a run or a checkpoint of it; {REPO}, also with @revision; or {STORE}"
     diff.add_argument("a", metavar="A", help=place)
     diff.add_argument("b", metavar="B", help="the same")
+    diff.add_argument(
+        "--values", action="store_true", help="also by how much: what changed is read, block by block, and measured"
+    )
     diff.add_argument("--all", action="store_true", help="list every tensor that differs, with its whole name")
     add_variant(diff)
     add_token(diff)

@@ -6,10 +6,11 @@ import argparse
 import shutil
 import sys
 
+from hfshard._util.paths import absolute_path
 from hfshard._util.size import format_size
 from hfshard.cli.diff.as_json import diff_as_json
 from hfshard.cli.diff.heat_map import HeatMapStyle, heat_maps
-from hfshard.cli.diff.tables import modules_table, places_table, renames_table, tensors_table
+from hfshard.cli.diff.tables import modules_table, not_finite_lines, places_table, renames_table, tensors_table
 from hfshard.cli.output import has_colors, print_json, print_text, printable
 from hfshard.viewing.diff.checkpoints import diff_checkpoints
 from hfshard.viewing.diff.headline import headline
@@ -24,6 +25,7 @@ def diff(arguments: argparse.Namespace) -> int:
     found = diff_checkpoints(
         arguments.a,
         arguments.b,
+        values=arguments.values,
         variant=arguments.variant,
         token=arguments.token,
         progress=arguments.progress,
@@ -31,16 +33,25 @@ def diff(arguments: argparse.Namespace) -> int:
     if arguments.format == "json":
         print_json(diff_as_json(found))
     else:
-        print_diff(found, lists_all=arguments.all)
+        places = (_shown_place(arguments.a, found.a), _shown_place(arguments.b, found.b))
+        print_diff(found, places, lists_all=arguments.all)
     return _EXIT_SAME if found.is_same else _EXIT_DIFFERENT
 
 
-def print_diff(found: CheckpointDiff, *, lists_all: bool) -> None:
-    """Print a report as text: one sentence first, then more and more of it."""
+def print_diff(found: CheckpointDiff, places: tuple[str, str], *, lists_all: bool) -> None:
+    """Print a report as text: one sentence first, then more and more of it.
+
+    Args:
+        found: The report.
+        places: Both checkpoints, as they are shown.
+        lists_all: Whether to list every tensor that differs.
+    """
     columns = shutil.get_terminal_size().columns
     print_text(printable(headline(found)))
-    print_text("\n" + places_table(found))
+    print_text("\n" + places_table(found, *places))
     print_text(f"\n{_how_it_was_told(found)}")
+    for line in not_finite_lines(found):
+        print_text(line)
     if all(tensor.kind == "same" for tensor in found.tensors):
         return
     renames = renames_table(found)
@@ -49,6 +60,11 @@ def print_diff(found: CheckpointDiff, *, lists_all: bool) -> None:
     print_text("\n" + (tensors_table(found) if lists_all else modules_table(found, columns)))
     for drawn in heat_maps(found, HeatMapStyle(columns, sys.stdout.isatty(), has_colors(sys.stdout))):
         print_text("\n" + drawn)
+
+
+def _shown_place(given: str, found: str) -> str:
+    """A place as it was typed, unless it led to another one, as a run does to its latest checkpoint."""
+    return given if absolute_path(given) == found else found
 
 
 def _how_it_was_told(found: CheckpointDiff) -> str:

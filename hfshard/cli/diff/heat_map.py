@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from hfshard.cli.output import count_of, printable, shortened
-from hfshard.viewing.diff.report import CheckpointDiff
+from hfshard.viewing.diff.report import CheckpointDiff, ValueDiff
 from hfshard.viewing.layers import LayerStack, layer_grid
 
 _LEVELS: Final = 9
@@ -20,6 +21,7 @@ _DECADES: Final = 6
 _MOST_LABEL: Final = 36
 _MOST_KINDS: Final = 40
 _MOST_STACKS: Final = 4
+_LEAST: Final = sys.float_info.min
 _SAME: Final = "·"
 _LACKING: Final = " "
 _RULER: Final = 5
@@ -64,12 +66,11 @@ def heat_maps(found: CheckpointDiff, style: HeatMapStyle) -> Iterator[str]:
     Yields:
         Lines, of the stacks with the largest changes first.
     """
-    norms = {one.name: one.values.relative_norm for one in found.tensors if one.values}
-    positive = [norm for norm in norms.values() if 0 < norm < math.inf]
-    if not positive and math.inf not in norms.values():
-        return
+    norms = {one.name: _heat(one.values) for one in found.tensors if one.values}
+    positive = [norm for norm in norms.values() if _LEAST < norm < math.inf]
     high = max(positive, default=1.0)
-    scale = _Scale(max(min(positive, default=1.0), high / 10**_DECADES), high)
+    low = max(min(positive, default=0.0), high / 10**_DECADES)
+    scale = _Scale(min(low, high / 10), high)  # a decade at least: small differences look small
     stacks = [stack for stack in layer_grid(tensor.name for tensor in found.tensors).stacks if _hottest(stack, norms)]
     stacks.sort(key=lambda stack: -_hottest(stack, norms))
     for stack in stacks[:_MOST_STACKS]:
@@ -78,6 +79,11 @@ def heat_maps(found: CheckpointDiff, style: HeatMapStyle) -> Iterator[str]:
         yield f"{count_of(len(stacks) - _MOST_STACKS, 'more stack')} of layers with smaller changes"
     if stacks:
         yield _legend(scale, style)
+
+
+def _heat(values: ValueDiff) -> float:
+    """The relative norm; not zero where elements differ that are not finite, or too little for a norm."""
+    return max(values.relative_norm, _LEAST if values.changed else 0.0)
 
 
 def _hottest(stack: LayerStack, norms: dict[str, float]) -> float:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from hfshard._util.size import format_size
-from hfshard.cli.output import printable, shortened, table
+from hfshard._util.text import list_some
+from hfshard.cli.output import count_of, printable, shortened, table
 from hfshard.viewing.diff.renames import rename_rules
 from hfshard.viewing.diff.report import CheckpointDiff, TensorDiff, TensorFacts
 from hfshard.viewing.folding import FoldedRow, fold_names, fold_rows
@@ -18,14 +19,17 @@ _MOST_ROWS: Final = 30
 _MOST_RULES: Final = 8
 _MOST_DTYPES: Final = 4
 _SAME: Final = "same"
+_VALUES: Final = (">elements", ">norm", ">largest")
+_MODULE_VALUES: Final = 2
+"""Of these, so many in a table of modules: their names need the space."""
 
 
-def places_table(found: CheckpointDiff) -> str:
+def places_table(found: CheckpointDiff, place_a: str, place_b: str) -> str:
     """Both checkpoints: where they are, how large, of which dtypes."""
-    sides = (("A", found.a, [tensor.a for tensor in found.tensors]), ("B", found.b, [t.b for t in found.tensors]))
+    in_a = [tensor.a for tensor in found.tensors if tensor.a]
+    in_b = [tensor.b for tensor in found.tensors if tensor.b]
     rows = []
-    for side, place, tensors in sides:
-        facts = [one for one in tensors if one is not None]
+    for side, place, facts in (("A", place_a, in_a), ("B", place_b, in_b)):
         dtypes = [dtype for dtype, _ in Counter(one.dtype for one in facts).most_common()]
         more = [f"{len(dtypes) - _MOST_DTYPES} more"] if len(dtypes) > _MOST_DTYPES else []
         size = format_size(sum(one.nbytes for one in facts))
@@ -52,12 +56,12 @@ def modules_table(found: CheckpointDiff, columns: int) -> str:
     has_values = any(tensor.values for tensor in found.tensors)
     cells = []
     for row in rows:
-        values = _values_of(row, by_name) if has_values else []
+        values = _values_of(row, by_name)[:_MODULE_VALUES] if has_values else []
         cells.append([_marks_text(row.marks), _count_text(row.marks), *values, row.path or "(everywhere)"])
     same = found.counts.get("same", 0)
     if same:
-        cells.append([_SAME, f"{same:,}", *([""] * 3 if has_values else []), "the rest"])
-    titles = ["difference", ">tensors", *([">elements", ">norm", ">largest"] if has_values else []), "where"]
+        cells.append([_SAME, f"{same:,}", *([""] * _MODULE_VALUES if has_values else []), "the rest"])
+    titles = ["difference", ">tensors", *(_VALUES[:_MODULE_VALUES] if has_values else []), "where"]
     return _fitted(titles, cells, columns)
 
 
@@ -69,8 +73,25 @@ def tensors_table(found: CheckpointDiff) -> str:
     for tensor in differing:
         values = _values_cells([tensor]) if has_values else []
         rows.append([_difference(tensor), _shapes_text(tensor), *values, _names_text(tensor)])
-    titles = ["difference", "shape", *([">elements", ">norm", ">largest"] if has_values else []), "tensor"]
+    titles = ["difference", "shape", *(_VALUES if has_values else []), "tensor"]
     return table(titles, rows)
+
+
+def not_finite_lines(found: CheckpointDiff) -> list[str]:
+    """What one has of NaN and infinity that the other lacks."""
+    lines = []
+    for side, other in (("B", "A"), ("A", "B")):
+        more: dict[str, int] = {}
+        for tensor in found.tensors:
+            if tensor.values:
+                in_a, in_b = tensor.values.nan_a + tensor.values.inf_a, tensor.values.nan_b + tensor.values.inf_b
+                more[tensor.name] = in_b - in_a if side == "B" else in_a - in_b
+        names = [name for name, count in more.items() if count > 0]
+        if names:
+            count = count_of(sum(more[name] for name in names), "element")
+            text = list_some([shortened(printable(name), 60) for name in names], 3)
+            lines.append(f"NaN or infinite in {side} and not in {other}: {count} of {text}")
+    return lines
 
 
 def _difference(tensor: TensorDiff) -> str:
