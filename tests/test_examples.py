@@ -14,11 +14,14 @@ from torch.utils.data import TensorDataset
 import hfshard
 import hfshard.distributed
 import hfshard.hub
+import hfshard.signing
 import hfshard.training
 from tests.helpers.docstring_examples import example_of, public_members, with_local_hub
 from tests.helpers.tiny_bert import Bert, bert
+from tests.signing.certificates import Authority
+from tests.signing.conftest import write_pair
 
-PACKAGES = (hfshard, hfshard.distributed, hfshard.hub, hfshard.training)
+PACKAGES = (hfshard, hfshard.distributed, hfshard.hub, hfshard.signing, hfshard.training)
 PUBLIC = dict(member for package in PACKAGES for member in public_members(package))
 EXAMPLES = {name: example for name, member in PUBLIC.items() if (example := example_of(member.__doc__))}
 
@@ -65,6 +68,8 @@ def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     hfshard.push_checkpoint("bert", "./hub/model")
     torch.save({"state_dict": model.state_dict(), "model_ema": model.state_dict()}, "checkpoint.pth.tar")
     hfshard.hub.DirectoryHub.open("./hub/model").tag("v1")
+    write_pair(tmp_path, "key")
+    Authority("root").write(tmp_path)
     return {
         "hfshard": hfshard,
         "nn": nn,

@@ -20,7 +20,7 @@ class SignedBy:
 
     Example:
         by = hfshard.signing.SignedBy(certificate_chain=["root.pem"])
-        hfshard.load_state_dict("out", public_key=by)
+        report = hfshard.verify_checkpoint("out", public_key=by)
     """
 
     public_key: str | os.PathLike[str] | None = None
