@@ -26,12 +26,12 @@ def test_a_signature_goes_along_and_is_checked_on_the_disk(
 
     report = hfshard.verify_checkpoint(tmp_path / "pulled", public_key=public)
     assert report.ok, report.problems
-    with pytest.raises(InvalidArgumentError, match="hfshard pull s3://.* DIR"):
+    with pytest.raises(InvalidArgumentError, match=r"hfshard pull s3://.* DIR"):
         hfshard.load_state_dict(store_address, public_key=public)
-    with pytest.raises(InvalidArgumentError, match="hfshard pull s3://.* DIR"):
+    with pytest.raises(InvalidArgumentError, match=r"hfshard pull s3://.* DIR"):
         hfshard.sign_checkpoint(store_address, private_key=private)
     hfshard.push_checkpoint(tmp_path / "out", store_address)
     bert(4).save_pretrained(store_address, max_shard_size=max_shard_size)
     hfshard.pull_checkpoint(store_address, tmp_path / "other")
-    with pytest.raises(SignatureError, match="is not the file that was signed|not covered|is missing"):
+    with pytest.raises(SignatureError, match=r"is not the file that was signed|not covered|is missing"):
         hfshard.load_state_dict(tmp_path / "other", public_key=public)
