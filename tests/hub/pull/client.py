@@ -78,6 +78,14 @@ def read(repo_id: str, cache: str, **options: Any) -> dict[str, str]:
     return {name: digest_of({name: tensor}) for name, tensor in tensors.items()}
 
 
+def diff(a: str, b: str, **options: Any) -> dict[str, Any]:
+    """`diff_checkpoints`: its places, what has changed, how many tensors are of which kind, bytes read."""
+    report = hfshard.diff_checkpoints(a, b, **options)
+    changed = [tensor.name for tensor in report.tensors if tensor.kind == "changed"]
+    places = [report.a, report.b]
+    return {"places": places, "changed": changed, "counts": report.counts, "read": report.read_bytes}
+
+
 def stock_snapshot(repo_id: str, cache: str, **options: Any) -> list[str]:
     """The files that huggingface_hub's `snapshot_download` gives."""
     folder = Path(snapshot_download(repo_id, cache_dir=cache, **options))
@@ -109,6 +117,7 @@ TASKS: dict[str, Callable[..., Any]] = {
         load_causal,
         load_stock,
         read,
+        diff,
         stock_snapshot,
         stock_files,
         stock_refs,

@@ -1,0 +1,143 @@
+"""Checkpoints are compared wherever they are, and what both have digests of is not read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import hfshard
+from hfshard.errors import CheckpointNotFoundError, IntegrityError
+from hfshard.hub.directory.hub import DirectoryHub
+from tests.hub.pull.pull_hub import PullHub
+from tests.hub.server_fixture import new_repo_id
+from tests.stores.reading.conftest import put_directory
+
+SHAPES = {"embed.weight": (1000, 100), "head.weight": (100, 100), "head.bias": (100,)}
+"""400,000, 40,000 and 400 bytes."""
+
+HEAD = 32 * 1024
+"""Bytes of a file that are asked for to read its header."""
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def with_another_bias(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**state_dict, "head.bias": state_dict["head.bias"] + 1}
+
+
+def changed_in(report: hfshard.CheckpointDiff) -> list[str]:
+    return [tensor.name for tensor in report.tensors if tensor.kind == "changed"]
+
+
+@pytest.mark.compat
+def test_of_two_revisions_on_the_hub_only_headers_come(hub: PullHub, tmp_path: Path) -> None:
+    repo = new_repo_id()
+    hfshard.save_state_dict(weights(1), tmp_path / "a")
+    hfshard.save_state_dict(with_another_bias(weights(1)), tmp_path / "b")
+    first = hub.publish(repo, tmp_path / "a")
+    hub.publish(repo, tmp_path / "b")
+
+    found = hub.call("diff", f"{repo}@{first}", repo)
+
+    assert found["places"] == [f"{repo}@{first}", repo]
+    assert (found["changed"], found["counts"], found["read"]) == (["head.bias"], {"same": 2, "changed": 1}, 0)
+    assert hub.weights_down(repo) == 2 * HEAD
+    with_values = hub.call("diff", f"{repo}@{first}", repo, values=True)
+    assert with_values["read"] == 800
+    assert hub.weights_down(repo) < 2 * (HEAD + 1000)
+    with_local = hub.call("diff", repo, str(tmp_path / "b"))
+    assert with_local["counts"] == {"same": 3}
+    assert hub.weights_down(repo) == HEAD
+
+
+@pytest.mark.compat
+def test_files_of_one_sha256_are_not_read_whoever_wrote_them(hub: PullHub, tmp_path: Path) -> None:
+    repo = new_repo_id()
+    (tmp_path / "stock").mkdir()
+    save_file(weights(1), tmp_path / "stock" / "model.safetensors")
+    first = hub.publish(repo, tmp_path / "stock")
+    (tmp_path / "stock" / "README.md").write_text("New.")
+    hub.publish(repo, tmp_path / "stock")
+
+    assert hub.call("diff", f"{repo}@{first}", repo)["read"] == 0
+    assert hub.weights_down(repo) == 2 * HEAD
+    # Its other side has no digest: that one is read.
+    hfshard.save_state_dict(weights(1), tmp_path / "saved")
+    found = hub.call("diff", str(tmp_path / "saved"), repo)
+    assert (found["counts"], found["read"]) == ({"same": 3}, 440_400)
+
+
+def test_steps_of_a_run_and_its_latest(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    state = hfshard.training.TrainingState(model=model)
+    with hfshard.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(10, state)
+        with torch.no_grad():
+            model.bias += 1.0
+        manager.save(20, state)
+
+    report = hfshard.diff_checkpoints(tmp_path / "run" / "checkpoint-10", tmp_path / "run", values=True)
+
+    assert report.a == str(tmp_path / "run" / "checkpoint-00000010")
+    assert report.b == str(tmp_path / "run" / "checkpoint-00000020")
+    assert changed_in(report) == ["bias"]
+    assert [tensor.values.max_abs for tensor in report.tensors if tensor.values] == [pytest.approx(1.0, rel=1e-6)]
+    with pytest.raises(CheckpointNotFoundError, match="checkpoint-30"):
+        hfshard.diff_checkpoints(tmp_path / "run" / "checkpoint-30", tmp_path / "run")
+
+
+def test_revisions_of_a_directory_hub(tmp_path: Path) -> None:
+    hub = DirectoryHub.create(tmp_path / "hub")
+    hfshard.save_state_dict(weights(1), tmp_path / "saved")
+    first = hfshard.push_checkpoint(tmp_path / "saved", str(hub.root)).commit
+    hfshard.save_state_dict(with_another_bias(weights(1)), tmp_path / "saved")
+    hfshard.push_checkpoint(tmp_path / "saved", str(hub.root))
+
+    report = hfshard.diff_checkpoints(f"{hub.root}@{first}", str(hub.root))
+
+    assert changed_in(report) == ["head.bias"]
+    assert report.read_bytes == 0
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_in_a_store_what_lacks_digests_is_read(store_address: str, tmp_path: Path) -> None:
+    save_file(weights(1), tmp_path / "model.safetensors")
+    put_directory(tmp_path, store_address)
+    hfshard.save_state_dict(with_another_bias(weights(1)), f"{store_address}/saved", max_shard_size="100KB")
+
+    report = hfshard.diff_checkpoints(store_address, f"{store_address}/saved")
+
+    assert changed_in(report) == ["head.bias"]
+    assert report.read_bytes == 440_400
+    assert hfshard.diff_checkpoints(f"{store_address}/saved", f"{store_address}/saved").read_bytes == 0
+
+
+def test_one_file_of_a_directory(tmp_path: Path) -> None:
+    torch.save({"state_dict": weights(1)}, tmp_path / "old.pt")
+    save_file(weights(1), tmp_path / "one.safetensors")
+    save_file({name: tensor.bfloat16() for name, tensor in weights(1).items()}, tmp_path / "half.safetensors")
+
+    assert hfshard.diff_checkpoints(tmp_path / "old.pt", tmp_path / "one.safetensors").counts == {"same": 3}
+    report = hfshard.diff_checkpoints(tmp_path / "one.safetensors", tmp_path / "half.safetensors", values=True)
+    assert report.counts == {"cast": 3}
+    assert all(tensor.values and 0 < tensor.values.relative_norm < 0.01 for tensor in report.tensors)
+
+
+def test_digests_that_lie_are_found_by_full(tmp_path: Path) -> None:
+    hfshard.save_state_dict(weights(1), tmp_path / "a")
+    hfshard.save_state_dict(weights(1), tmp_path / "b")
+    path = tmp_path / "b" / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[200_000] ^= 1  # in the middle of a tensor, which no fingerprint covers
+    path.write_bytes(raw)
+
+    assert hfshard.diff_checkpoints(tmp_path / "a", tmp_path / "b").is_same
+    with pytest.raises(IntegrityError, match=r"Tensor 'embed\.weight' of shard '.*' is damaged"):
+        hfshard.diff_checkpoints(tmp_path / "a", tmp_path / "b", verify="full")
