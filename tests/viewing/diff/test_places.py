@@ -29,7 +29,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def with_another_bias(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {**state_dict, "head.bias": state_dict["head.bias"] + 1}
+    return state_dict | {"head.bias": state_dict["head.bias"].add(1)}
 
 
 def changed_in(report: hfshard.CheckpointDiff) -> list[str]:
@@ -80,7 +80,7 @@ def test_steps_of_a_run_and_its_latest(tmp_path: Path) -> None:
     with hfshard.CheckpointManager(tmp_path / "run") as manager:
         manager.save(10, state)
         with torch.no_grad():
-            model.bias += 1.0
+            model.bias.add_(1.0)
         manager.save(20, state)
 
     report = hfshard.diff_checkpoints(tmp_path / "run" / "checkpoint-10", tmp_path / "run", values=True)
