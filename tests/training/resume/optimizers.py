@@ -117,24 +117,23 @@ _TOKENS = {"model": ingredients.Sparse, "data": ingredients.Tokens, "loss": ingr
 
 ALL: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": over(optim.SGD, lr=0.05)},
-    "sgd-momentum": {"optimizer": over(optim.SGD, lr=0.05, momentum=0.9), "compat": True},
+    "sgd-momentum": {"optimizer": over(optim.SGD, lr=0.05, momentum=0.9)},
     "sgd-nesterov": {"optimizer": over(optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1)},
     "sgd-dampening-maximize": {
         "optimizer": over(optim.SGD, lr=0.001, momentum=0.9, dampening=0.1, maximize=True, foreach=True)
     },
     "sgd-fused": {"optimizer": over(optim.SGD, lr=0.05, momentum=0.9, fused=True)},
     "sgd-bf16": {"optimizer": over(optim.SGD, lr=0.05, momentum=0.9), **_BF16},
-    "adam": {"optimizer": over(optim.Adam, lr=0.01), "compat": True},
+    "adam": {"optimizer": over(optim.Adam, lr=0.01)},
     "adam-amsgrad": {"optimizer": over(optim.Adam, lr=0.01, amsgrad=True)},
     "adam-fused-amsgrad": {"optimizer": over(optim.Adam, lr=0.01, amsgrad=True, fused=True)},
     "adam-complex": {"optimizer": over(optim.Adam, lr=0.01), "model": ingredients.Complex},
-    "adamw": {"optimizer": ingredients.adamw, "compat": True},
+    "adamw": {"optimizer": ingredients.adamw},
     "adamw-foreach": {"optimizer": over(optim.AdamW, lr=0.01, foreach=True)},
-    "adamw-fused": {"optimizer": over(optim.AdamW, lr=0.01, fused=True), "compat": True},
+    "adamw-fused": {"optimizer": over(optim.AdamW, lr=0.01, fused=True)},
     "adamw-amsgrad-foreach": {"optimizer": over(optim.AdamW, lr=0.01, amsgrad=True, foreach=True)},
     "adamw-tensor-lr": {
         "optimizer": lambda model: optim.AdamW(model.parameters(), lr=torch.tensor(0.01), foreach=False),
-        "compat": True,
     },
     "adamw-tensor-betas": {
         "optimizer": lambda model: optim.AdamW(
@@ -142,15 +141,15 @@ ALL: dict[str, dict[str, Any]] = {
         )
     },
     "adamw-bf16": {"optimizer": ingredients.adamw, **_BF16},
-    "adamw-three-groups": {"optimizer": three_groups, "compat": True},
+    "adamw-three-groups": {"optimizer": three_groups},
     "adam-added-group": {"optimizer": added_group},
     "adam-no-state-yet": {"optimizer": over(optim.Adam, lr=0.01), "kill": (1, "backward")},
     "nadam": {"optimizer": over(optim.NAdam, lr=0.01, momentum_decay=0.01, decoupled_weight_decay=True)},
-    "nadam-bf16": {"optimizer": over(optim.NAdam, lr=0.01), **_BF16, "compat": True, "fresh": True},
+    "nadam-bf16": {"optimizer": over(optim.NAdam, lr=0.01), **_BF16, "fresh": True},
     "asgd": {"optimizer": over(optim.ASGD, lr=0.05, t0=2)},
     "asgd-bf16": {"optimizer": over(optim.ASGD, lr=0.05, t0=2), **_BF16},
     "adafactor": {"optimizer": over(optim.Adafactor, lr=0.05)},
-    "adafactor-bf16": {"optimizer": over(optim.Adafactor, lr=0.05), **_BF16, "compat": True},
+    "adafactor-bf16": {"optimizer": over(optim.Adafactor, lr=0.05), **_BF16},
     "radam": {"optimizer": over(optim.RAdam, lr=0.01)},
     "radam-bf16": {"optimizer": over(optim.RAdam, lr=0.01), **_BF16},
     "rmsprop": {"optimizer": over(optim.RMSprop, lr=0.01)},
@@ -162,7 +161,7 @@ ALL: dict[str, dict[str, Any]] = {
     "adamax-bf16": {"optimizer": over(optim.Adamax, lr=0.01), **_BF16},
     "rprop": {"optimizer": over(optim.Rprop, lr=0.01)},
     "sparse-adam": {"optimizer": over(optim.SparseAdam, lr=0.01), **_TOKENS},
-    "lbfgs": {"optimizer": over(optim.LBFGS, lr=0.1, max_iter=3, history_size=3), "closure": True, "compat": True},
+    "lbfgs": {"optimizer": over(optim.LBFGS, lr=0.1, max_iter=3, history_size=3), "closure": True},
     "lbfgs-wolfe": {"optimizer": over(optim.LBFGS, line_search_fn="strong_wolfe", max_iter=3), "closure": True},
     "hf-adafactor": {"optimizer": hf_adafactor()},
     "hf-adafactor-bf16": {"optimizer": hf_adafactor(lr=0.01, relative_step=False, beta1=0.9), **_BF16, "compat": True},

@@ -186,10 +186,10 @@ _WARM = {"num_warmup_steps": 3}
 _WARM_TOTAL = {"num_warmup_steps": 3, "num_training_steps": TOTAL}
 
 TORCH: dict[str, Kind] = {
-    "lambda-function": Kind(partial(lr_scheduler.LambdaLR, lr_lambda=tenth), options={"compat": True}),
+    "lambda-function": Kind(partial(lr_scheduler.LambdaLR, lr_lambda=tenth)),
     "lambda-lambda": Kind(partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.9**step)),
     "lambda-mixed-list": Kind(lambda optimizer: lr_scheduler.LambdaLR(optimizer, [Counting(), tenth])),
-    "lambda-callable": Kind(partial(_lambdas, make=Counting), options={"compat": True}),
+    "lambda-callable": Kind(partial(_lambdas, make=Counting)),
     "lambda-bound-method": Kind(partial(_lambdas, make=lambda: Cyclic(0.1).scale)),
     "lambda-holds-optimizer": Kind(lambda optimizer: lr_scheduler.LambdaLR(optimizer, Watching(optimizer))),
     "multiplicative": Kind(partial(lr_scheduler.MultiplicativeLR, lr_lambda=grown)),
@@ -202,7 +202,7 @@ TORCH: dict[str, Kind] = {
     "polynomial": Kind(partial(lr_scheduler.PolynomialLR, total_iters=14, power=2.0)),
     "cosine": Kind(partial(lr_scheduler.CosineAnnealingLR, T_max=5, eta_min=1e-4)),
     "cosine-warm-restarts": Kind(partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3, T_mult=2)),
-    "cyclic-triangular": Kind(_cyclic(mode="triangular"), options={"compat": True}),
+    "cyclic-triangular": Kind(_cyclic(mode="triangular")),
     "cyclic-triangular2": Kind(_cyclic(mode="triangular2")),
     "cyclic-exp-range": Kind(_cyclic(mode="exp_range", gamma=0.95)),
     "cyclic-function": Kind(_cyclic(scale_fn=tenth)),
@@ -213,19 +213,19 @@ TORCH: dict[str, Kind] = {
     "one-cycle-linear": Kind(_one_cycle(anneal_strategy="linear")),
     "one-cycle-three-phases": Kind(_one_cycle(three_phase=True)),
     "one-cycle-linear-three-phases": Kind(_one_cycle(anneal_strategy="linear", three_phase=True, cycle_momentum=False)),
-    "plateau": Kind(partial(lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.7), True, {"compat": True}),
+    "plateau": Kind(partial(lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.7), True),
     "plateau-max": Kind(
         partial(lr_scheduler.ReduceLROnPlateau, mode="max", patience=1, cooldown=1, min_lr=[1e-3, 1e-4]), True
     ),
-    "sequential": Kind(_sequential, options={"compat": True}),
+    "sequential": Kind(_sequential),
     "sequential-stateful": Kind(_sequential_stateful),
-    "chained": Kind(_chained, options={"compat": True}),
+    "chained": Kind(_chained),
     "swa": Kind(partial(swa_utils.SWALR, swa_lr=0.05, anneal_epochs=6)),
     "swa-linear": Kind(lambda optimizer: swa_utils.SWALR(optimizer, [0.05, 0.01], 6, "linear")),  # type: ignore[arg-type]
 }
 
 USERS: dict[str, Kind] = {
-    "own-bound-method": Kind(partial(OwnScheduler, total=TOTAL), options={"compat": True}),
+    "own-bound-method": Kind(partial(OwnScheduler, total=TOTAL)),
     "own-crowded": Kind(Crowded),
     "own-without-base": Kind(PlainScheduler),
 }
