@@ -151,6 +151,7 @@ def test_one_tensor_costs_its_bytes_and_a_header(proxy: FaultProxy, store_addres
     assert torch.equal(loaded["c"], state()["c"])
     assert bytes_of(proxy, index.weight_map["a"]) == 0
     assert bytes_of(proxy, index.weight_map["c"]) <= MIB + ASKED_FIRST
+    assert asked(proxy) == "list get get list get"  # the index, the header, and the tensor behind a second look
 
 
 def count_disk(address: str, report: str) -> None:
