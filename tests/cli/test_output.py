@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
-from hfshard.cli.output import bar, printable, table
+from hfshard.cli.output import bar, has_colors, printable, shortened, table
 
 
 def test_table_aligns_columns_and_leaves_no_trailing_blanks() -> None:
@@ -37,6 +39,33 @@ def test_table_escapes_what_would_move_the_cursor() -> None:
 )
 def test_printable_escapes_what_is_not(text: str, shown: str) -> None:
     assert printable(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "shown"),
+    [("abcdef", 6, "abcdef"), ("abcdef", 5, "ab…ef"), ("abcdef", 4, "a…ef"), ("abcdef", 1, "…")],
+)
+def test_long_text_loses_its_middle(text: str, most: int, shown: str) -> None:
+    assert shortened(text, most) == shown
+
+
+class Terminal(io.StringIO):
+    """Says that it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colors_are_for_terminals_whose_users_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert has_colors(Terminal())
+    assert not has_colors(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not has_colors(Terminal())
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not has_colors(Terminal())
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ def print_diff(found: CheckpointDiff, places: tuple[str, str], *, lists_all: boo
     if renames:
         print_text("\n" + renames)
     print_text("\n" + (tensors_table(found) if lists_all else modules_table(found, columns)))
-    for drawn in heat_maps(found, HeatMapStyle(columns, sys.stdout.isatty(), has_colors(sys.stdout))):
+    has_shades = sys.stdout.isatty() and sys.stdout.encoding.lower().startswith("utf")
+    for drawn in heat_maps(found, HeatMapStyle(columns, has_shades, has_colors(sys.stdout))):
         print_text("\n" + drawn)
 
 
