@@ -96,14 +96,8 @@ def _overtake(rank: int, saved: Path, other: Path) -> None:
     old, new = _objects(saved), _objects(other)
     expected = hfshard.load_state_dict(other)
     for verify in ("structure", "full"):
-        for request in (
-            1,
-            2,
-            4,
-            5,
-            7,
-            10,
-        ):  # of one rank, before which it finds the other save; the other rank finds it later
+        # Of one rank, before which the save comes; for the other one it comes later.
+        for request in (1, 2, 4, 5, 7, 10):
             net: Any = Net()
             fully_shard(net, mesh=_mesh())
             store = _store(old)
