@@ -49,7 +49,7 @@ def diff_checkpoints(
 
     Tensors are paired by their names. Where both checkpoints have digests of a tensor, which hfshard writes, or where
     the sha256 of its file is known to be the same, none of its bytes is read. Where one has none, that one is
-    read; where both have none, both are, and no byte twice. Of the Hub and of stores only headers and those bytes come,
+    read; where both have none, both are. Of the Hub and of stores only headers and those bytes come,
     unless weights are pickled.
 
     What a digest says is believed: an index or a file that lies about its own bytes is found out by `verify="full"`, or
