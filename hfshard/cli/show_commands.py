@@ -8,10 +8,12 @@ import os
 from hfshard._util.size import format_size
 from hfshard.cli.output import print_json, print_text, printable
 from hfshard.viewing.show import show_checkpoint
+from hfshard.viewing.stills import Still, parse_still_size
 
 
 def show(arguments: argparse.Namespace) -> int:
     """Write the page of a checkpoint."""
+    width, height = parse_still_size(arguments.png_size)
     path = show_checkpoint(
         arguments.checkpoint,
         default_output(arguments.checkpoint) if arguments.output is None else arguments.output,
@@ -24,6 +26,9 @@ def show(arguments: argparse.Namespace) -> int:
         best=arguments.best,
         metric_mode=arguments.metric_mode,
         against=arguments.against,
+        values=arguments.values,
+        png=arguments.png,
+        still=Still(width=width, height=height, theme=arguments.png_theme),
         progress=arguments.progress,
     )
     nbytes = os.path.getsize(path)

@@ -6,14 +6,20 @@ import os
 
 from hfshard._util.file_errors import names_files
 from hfshard._util.size import parse_size
+from hfshard.errors import InvalidArgumentError
+from hfshard.hub.resolve import CheckpointQuery
+from hfshard.loading.options import LoadOptions
 from hfshard.training.run.rotation import MetricMode
 from hfshard.viewing.diff.checkpoints import diff_checkpoints
 from hfshard.viewing.inspection import inspect_checkpoint
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
 from hfshard.viewing.page.diff_page import make_diff_page
 from hfshard.viewing.page.rendering import render_page
+from hfshard.viewing.page.values_data import with_values
 from hfshard.viewing.page.writing import checked_output, write_page
 from hfshard.viewing.run_view import page_of_run, run_at
+from hfshard.viewing.stills import Still, require_chromium, take_still
+from hfshard.viewing.values.measuring import measure_values
 
 
 @names_files("checkpoint")
@@ -30,6 +36,9 @@ def show_checkpoint(
     best: str | None = None,
     metric_mode: MetricMode = "min",
     against: str | os.PathLike[str] | None = None,
+    values: bool = False,
+    png: str | os.PathLike[str] | None = None,
+    still: Still | None = None,
     progress: bool | None = None,
 ) -> str:
     """Write one HTML file that shows what a checkpoint consists of, or what differs between two.
@@ -50,6 +59,9 @@ def show_checkpoint(
         best: Of a run: the metric by which one checkpoint is marked as the best.
         metric_mode: "min": its lowest value is the best; "max": its highest.
         against: Another checkpoint: the page shows what differs from it, as `diff_checkpoints` finds it.
+        values: Read the tensors, and show what their numbers are like; with `against`, by how much they differ.
+        png: A file for a picture of the page, which an installed Chromium draws.
+        still: The picture's size and theme; None: 1280 x 800, light.
         progress: Whether to show a bar on stderr while tensors are read; None: only on a terminal.
 
     Returns:
@@ -61,15 +73,25 @@ def show_checkpoint(
         CheckpointNotFoundError: There are no weights.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Something is wrong with a file.
         StoreError, HubError: The store or the Hub refuses, or can't be reached.
+        BrowserError: `png` is asked for, and no browser was found, or it failed.
 
     Example:
         hfshard.show_checkpoint("out", "out.html")
     """
     limit = None if max_shard_size is None else parse_size(max_shard_size)
     path = checked_output(output)
+    picture = None
+    if png is not None:
+        picture = checked_output(png, is_picture=True)
+        require_chromium()
     root = run_at(checkpoint) if against is None else None
+    if values and root is not None:
+        raise InvalidArgumentError("values=True is for one checkpoint or for two, not for a run.")
     if against is not None:
-        page = make_diff_page(diff_checkpoints(against, checkpoint, variant=variant, token=token, progress=progress))
+        found_diff = diff_checkpoints(
+            against, checkpoint, values=values, variant=variant, token=token, progress=progress
+        )
+        page = make_diff_page(found_diff)
     elif root is not None:
         page = page_of_run(root, best, metric_mode)
     else:
@@ -77,5 +99,11 @@ def show_checkpoint(
             checkpoint, variant=variant, key=key, subfolder=subfolder, revision=revision, token=token
         )
         page = make_checkpoint_page(found, limit)
-    write_page(render_page(page), path)
+        if values:
+            query = CheckpointQuery(variant=variant, subfolder=subfolder, revision=revision, token=token)
+            page = with_values(page, measure_values(checkpoint, query, LoadOptions(key=key, progress=progress)))
+    html = render_page(page)
+    write_page(html, path)
+    if picture is not None:
+        write_page(take_still(html, still or Still()), picture)
     return path

@@ -55,6 +55,12 @@ def add_show(commands: CommandGroup) -> None:
     show.add_argument(
         "--max-shard-size", type=shard_size, metavar="SIZE", help="measure the files by this size, not by the largest"
     )
+    show.add_argument("--values", action="store_true", help="read the tensors, and show what their numbers are like")
+    show.add_argument("--png", metavar="FILE", help="draw a picture of the page, too, by an installed Chromium")
+    show.add_argument("--png-size", default="1280x800", metavar="WxH", help="its pixels (default: %(default)s)")
+    show.add_argument(
+        "--png-theme", choices=("light", "dark"), default="light", help="its theme (default: %(default)s)"
+    )
     show.add_argument("--against", metavar="BASE", help="show what differs from another checkpoint")
     _add_best(show, "of a run: mark")
     add_token(show)

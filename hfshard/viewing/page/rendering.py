@@ -16,14 +16,14 @@ from hfshard.constants import VERSION
 from hfshard.viewing.page.page import Page, PageKind
 
 _STYLES: Final[dict[PageKind, tuple[str, ...]]] = {
-    "checkpoint": ("base", "treemap"),
+    "checkpoint": ("base", "treemap", "histograms"),
     "run": ("base", "run"),
     "diff": ("base", "diff"),
 }
 """Which files of `assets` a kind of page has, in this order."""
 
 _SCRIPTS: Final[dict[PageKind, tuple[str, ...]]] = {
-    "checkpoint": ("base", "tree", "squarify", "treemap", "details", "search", "checkpoint"),
+    "checkpoint": ("base", "tree", "squarify", "treemap", "details", "histograms", "search", "checkpoint"),
     "run": ("base",),
     "diff": ("base", "diff"),
 }

@@ -14,17 +14,18 @@ from hfshard.storage.disk.fsops import rename, unlink_if_there, write_file
 
 PAGE_BEGINNING: Final = "<!doctype html>\n<!-- A page of hfshard"
 """How each of our pages begins; every template inherits it."""
+PNG_BEGINNING: Final = b"\x89PNG\r\n\x1a\n"
 
 
-def checked_output(output: str | os.PathLike[str]) -> str:
-    """Check where a page is to be written, before anything is read for it.
+def checked_output(output: str | os.PathLike[str], *, is_picture: bool = False) -> str:
+    """Check where a page, or a picture of one, is to be written, before anything is read for it.
 
     Returns:
         The absolute path, without links.
 
     Raises:
         InvalidPathError: It is an address or a directory, its folder does not exist, or a file is there that is no
-            page of hfshard.
+            page of hfshard, or no PNG.
     """
     path = os.path.realpath(absolute_directory(output, "output"))
     if os.path.isdir(path):
@@ -32,20 +33,21 @@ def checked_output(output: str | os.PathLike[str]) -> str:
     folder = os.path.dirname(path)
     if not os.path.isdir(folder):
         raise InvalidPathError(f"There is no directory '{folder}' for the page. Make it, or give another.", path=path)
-    if os.path.lexists(path) and not _is_page(path):
+    what, beginning = ("PNG", PNG_BEGINNING) if is_picture else ("page of hfshard", PAGE_BEGINNING.encode())
+    if os.path.lexists(path) and not _begins_with(path, beginning):
         raise InvalidPathError(
-            f"'{path}' is there and is no page of hfshard, so it is left as it is. Give another file, or remove it.",
+            f"'{path}' is there and is no {what}, so it is left as it is. Give another file, or remove it.",
             path=path,
         )
     return path
 
 
 @names_files("path")
-def write_page(text: str, path: str) -> int:
-    """Write a page beside its place and rename it: whoever opens the file sees the old page or the new one.
+def write_page(page: str | bytes, path: str) -> int:
+    """Write a page or a picture beside its place and rename it: who opens the file sees the old one or the new one.
 
     Args:
-        text: HTML.
+        page: HTML, or the bytes of a PNG.
         path: What `checked_output` returned.
 
     Returns:
@@ -54,7 +56,7 @@ def write_page(text: str, path: str) -> int:
     Raises:
         FileError: The disk is full, or the directory can't be written to. An old page is as it was.
     """
-    raw = text.encode()
+    raw = page.encode() if isinstance(page, str) else page
     like = os.stat(path) if os.path.exists(path) else None
     beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)[:200]}.{secrets.token_hex(4)}")
     try:
@@ -66,9 +68,9 @@ def write_page(text: str, path: str) -> int:
     return len(raw)
 
 
-def _is_page(path: str) -> bool:
-    """Whether a file is a page, or empty."""
+def _begins_with(path: str, beginning: bytes) -> bool:
+    """Whether a file is of this kind, or empty."""
     if not os.path.exists(path) or not stat.S_ISREG(os.stat(path).st_mode):
         return False
     with open(path, "rb") as file:
-        return file.read(len(PAGE_BEGINNING)) in (b"", PAGE_BEGINNING.encode())
+        return file.read(len(beginning)) in (b"", beginning)

@@ -59,6 +59,17 @@ def test_the_keyboard_suffices(browser_page: Page, page_file: Path) -> None:
     assert len(names(browser_page)) == 8
 
 
+def test_values_shade_the_grid(browser_page: Page, page_file: Path) -> None:
+    old, new = page_file.parent / "old", page_file.parent / "new"
+    show_checkpoint(new, page_file.parent / "values.html", against=old, values=True)
+    browser_page.goto((page_file.parent / "values.html").as_uri())
+
+    assert browser_page.locator("td.k-changed.s2").count() == 4  # a hundredth
+    browser_page.locator("td.s2").first.click()
+    cells = browser_page.locator("#list td").all_inner_texts()
+    assert cells == ["model.layers.8.attn.q.weight", "changed", "F32 8 × 8", "0.01", cells[4], "1", "100.0 %"]
+
+
 def test_a_hostile_name_is_text(browser_page: Page, page_file: Path) -> None:
     browser_page.goto(page_file.as_uri())
 
