@@ -109,11 +109,11 @@ def _print_report(report: VerifyReport, arguments: argparse.Namespace) -> None:
         print_message(f"warning: {warning}")
 
 
-def print_problems(problems: Sequence[Problem]) -> None:
-    """Print what is wrong, file by file."""
+def print_problems(problems: Sequence[Problem], word: str = "DAMAGED") -> None:
+    """Print what is wrong, file by file, with the word for it."""
     for problem in problems:
         tensor = "" if problem.tensor is None else f", tensor {readable(problem.tensor)}"
-        print_text(f"DAMAGED  {printable(problem.file + tensor)}\n         {printable(problem.message)}")
+        print_text(f"{word}  {printable(problem.file + tensor)}\n         {printable(problem.message)}")
 
 
 def _headline(found: Inspection) -> str:

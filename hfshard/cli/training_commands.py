@@ -24,15 +24,16 @@ from hfshard.viewing.runs.reports import report_of
 
 
 def checkpoints(arguments: argparse.Namespace) -> int:
-    """Show the checkpoints of a run; 0 when none is damaged, 1 when one is, or there is none."""
+    """Show the checkpoints of a run; 0 when none is damaged or unfinished, 1 when one is, or there is none."""
     listed = _list_checkpoints(arguments)
     if arguments.format == "json":
         print_json({"directory": arguments.directory, "checkpoints": [_listed_as_json(entry) for entry in listed]})
     else:
         print_text(_listed_table(listed))
-        if problems := [problem for entry in listed for problem in entry.problems]:
+        if any(entry.problems for entry in listed):
             print_text()
-            print_problems(problems)
+        for entry in listed:
+            print_problems(entry.problems, "UNFINISHED" if entry.is_unfinished else "DAMAGED")
     known = sorted({name for entry in listed for name in entry.metrics})
     if arguments.best is not None and arguments.best not in known:
         print_message(
@@ -72,7 +73,7 @@ def _listed_table(listed: Sequence[ListedCheckpoint]) -> str:
 def _listed_as_json(entry: ListedCheckpoint) -> dict[str, Any]:
     saved = None if entry.saved is None else entry.saved.isoformat()
     metrics = {name: value if abs(value) < float("inf") else str(value) for name, value in entry.metrics.items()}
-    return {**asdict(entry), "saved": saved, "metrics": metrics, "is_damaged": bool(entry.problems)}
+    return {**asdict(entry), "saved": saved, "metrics": metrics, "is_damaged": entry.is_damaged}
 
 
 def convert(arguments: argparse.Namespace) -> int:

@@ -104,8 +104,12 @@ def test_lost_manifest_is_shown_and_is_one(damaged: Path, call: Call) -> None:
     lines = out.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["10", "30", "20"]
     assert lines[2].endswith("latest")
-    assert out.count("DAMAGED") == 2
-    assert f"DAMAGED  {damaged}/checkpoint-00000020/checkpoint.json\n" in out
+    assert lines[3].endswith("  UNFINISHED")
+    assert f"\n\nUNFINISHED  {damaged}/checkpoint-00000020/checkpoint.json\n" in out
+    assert "DAMAGED" not in out
+    _, out, _ = call("checkpoints", damaged, "--verify", "--format", "json")
+    shown = [(one["step"], one["is_damaged"], one["is_unfinished"]) for one in json.loads(out)["checkpoints"]]
+    assert shown == [(10, False, False), (30, True, False), (20, False, True)]
 
 
 def test_damaged_byte_is_shown_by_verification_and_is_one(damaged: Path, call: Call) -> None:

@@ -97,7 +97,7 @@ def add_checkpoints(commands: CommandGroup) -> None:
         "checkpoints",
         help="the checkpoints of a training run, and what is wrong with them",
         description="Show the checkpoints of a training run in the order in which they were saved, and what is wrong "
-        "with them. Exit 0: none is damaged, 1: one is, or there is none, 2: bad usage.",
+        "with them. Exit 0: none is damaged or unfinished, 1: one is, or there is none, 2: bad usage.",
     )
     add_directory(checkpoints, "the run's directory")
     checkpoints.add_argument("--verify", action="store_true", help="compare every byte with its checksum")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hfshard.errors import DamagedCheckpointError, HfshardError
+from hfshard.errors import DamagedCheckpointError, HfshardError, MissingShardError
 from hfshard.training.run.manifest import CheckpointManifest
 
 CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")
@@ -25,6 +25,11 @@ class RunCheckpoint:
     manifest: CheckpointManifest | None
     problem: HfshardError | None = None
     """Why its manifest can't be read; None where it can."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether it has no manifest, which comes last: a save or a copy has not got that far, or has been killed."""
+        return isinstance(self.problem, MissingShardError)
 
     @property
     def is_own(self) -> bool:

@@ -90,7 +90,8 @@ def _facts(
     linked = f"{format_size(total - written)} more are linked" if total > written else "nothing is linked"
     latest = next((one for one in listed if one.is_latest), None)
     best_one = next((one for one in listed if one.is_best), None)
-    damaged = sum(bool(one.problems) for one in listed)
+    damaged = sum(one.is_damaged for one in listed)
+    unfinished = sum(one.is_unfinished for one in listed)
     steps = [one.step for one in listed]
     return (
         Fact("checkpoints", f"{len(listed):,}", f"steps {min(steps):,} to {max(steps):,}"),
@@ -100,12 +101,17 @@ def _facts(
              "" if latest is None or latest.saved is None else f"{latest.saved:%Y-%m-%d %H:%M} UTC"),
         Fact("best", "not asked" if best is None else "none" if best_one is None else f"step {best_one.step:,}",
              "" if best is None else shown(best if best_one is None else f"{best} {best_one.metrics[best]:.6g}")),
-        Fact("damaged", f"{damaged:,}" if damaged else "none", "see below" if damaged else ""),
+        Fact("damaged", f"{damaged:,}" if damaged else "none", f"{unfinished:,} more unfinished" if unfinished else ""),
     )  # fmt: skip
 
 
 def _row(number: int, one: ListedCheckpoint, space: CheckpointSpace | None) -> _Row:
-    states = (("damaged", bool(one.problems)), ("latest", one.is_latest), ("best", one.is_best))
+    states = (
+        ("damaged", one.is_damaged),
+        ("unfinished", one.is_unfinished),
+        ("latest", one.is_latest),
+        ("best", one.is_best),
+    )
     return _Row(
         number=number,
         step=one.step,

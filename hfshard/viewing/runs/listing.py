@@ -33,10 +33,19 @@ class ListedCheckpoint:
     files: int | None = None
     is_latest: bool = False
     is_best: bool = False
+    is_unfinished: bool = False
+    """Whether it has no manifest; its problem says so."""
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether it was finished, and something is wrong with it."""
+        return bool(self.problems) and not self.is_unfinished
 
     @property
     def state(self) -> str:
         """What there is to say about it, in words."""
+        if self.is_unfinished:
+            return "UNFINISHED"
         words = ["DAMAGED"] if self.problems else ["whole"] if self.is_verified else []
         words += ["latest"] if self.is_latest else []
         return ", ".join(words + (["best"] if self.is_best else []))
@@ -97,7 +106,7 @@ def _list_one(
 ) -> ListedCheckpoint:
     manifest = found.manifest
     if manifest is None:
-        return ListedCheckpoint(found.path, found.step, problems, is_verified)
+        return ListedCheckpoint(found.path, found.step, problems, is_verified, is_unfinished=found.is_unfinished)
     files = files_at(found.path)
     return ListedCheckpoint(
         found.path,

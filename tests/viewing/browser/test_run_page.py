@@ -28,7 +28,10 @@ def test_a_run_at_a_glance(browser_page: Page, page_file: Path) -> None:
     assert facts[0].splitlines() == ["checkpoints", "31", "steps 10 to 310"]
     assert facts[2].splitlines()[:2] == ["latest", "step 300"]
     assert facts[3].splitlines()[:2] == ["best", "step 300"]
-    assert facts[4].splitlines()[:2] == ["damaged", "3"]  # the optimizer of step 70 is linked at step 80
+    assert facts[4].splitlines()[:2] == ["damaged", "2"]  # the optimizer of step 70 is linked at step 80
+    assert facts[4].splitlines()[2] == "1 more unfinished"
+    assert browser_page.locator(".state.damaged").count() == 2
+    assert browser_page.locator(".state.unfinished").count() == 1
     assert browser_page.locator("rect.written").count() == 30
     assert browser_page.locator("rect.written.damaged").count() == 2
     assert browser_page.locator("figure").count() == 2
