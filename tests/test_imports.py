@@ -232,7 +232,11 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "opening",
     ),
     "viewing.values": ("running", "measuring"),
-    "viewing.page": ("charts page", "name_tree rendering writing", "checkpoint_page diff_page run_page values_data"),
+    "viewing.page": (
+        "charts page",
+        "name_tree rendering writing",
+        "checkpoint_page diff_page run_page step_data values_data",
+    ),
     "viewing": (
         "layers opening runs stills",
         "folding",

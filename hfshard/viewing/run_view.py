@@ -1,4 +1,4 @@
-"""Looks at a run as a whole: the page of its checkpoints."""
+"""Looks at a run: the page of its checkpoints, and what one of them has beside its model."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import os
 
 from hfshard._util.addresses import is_address
 from hfshard._util.paths import absolute_path, path_text
+from hfshard.errors import HfshardError
 from hfshard.storage.checkpoint.report import Problem
 from hfshard.training.run.finding import current_problems
+from hfshard.training.run.manifest import MANIFEST
+from hfshard.training.run.places.opening import files_at
 from hfshard.training.run.rotation import MetricMode
 from hfshard.training.run.run_checkpoint import RunCheckpoint
 from hfshard.viewing.page.page import Page
 from hfshard.viewing.page.run_page import make_run_page
+from hfshard.viewing.page.step_data import with_problem, with_step
 from hfshard.viewing.runs.listing import checkpoints_of, list_checkpoints
 from hfshard.viewing.runs.reports import as_problems, is_checkpoint, is_training
-from hfshard.viewing.runs.space import spaces_of
+from hfshard.viewing.runs.space import counts_of, parts_of, spaces_of
 
 
 def run_at(place: str | os.PathLike[str]) -> str | None:
@@ -39,6 +43,23 @@ def page_of_run(root: str, best: str | None, metric_mode: MetricMode) -> Page:
     found = checkpoints_of(root)
     listed = list_checkpoints(found, _check, best=best, metric_mode=metric_mode)
     return make_run_page(root, listed, spaces_of(found), best=best, is_store=is_address(root))
+
+
+def with_parts(page: Page, directory: str) -> Page:
+    """Add to the page of a model what else was saved with it, where it lies in a checkpoint of a run.
+
+    Args:
+        page: Of the model.
+        directory: Where its files are.
+    """
+    files = files_at(directory)
+    if not (is_address(directory) or os.path.isdir(directory)) or not files.has(MANIFEST):
+        return page
+    try:
+        manifest = files.manifest()
+    except HfshardError as error:  # damaged, or another tool's: the model is shown all the same
+        return with_problem(page, error.message)
+    return with_step(page, manifest, parts_of(directory, manifest), counts_of(manifest))
 
 
 def _check(found: RunCheckpoint) -> list[Problem]:

@@ -17,7 +17,7 @@ from hfshard.viewing.page.diff_page import make_diff_page
 from hfshard.viewing.page.rendering import render_page
 from hfshard.viewing.page.values_data import with_values
 from hfshard.viewing.page.writing import checked_output, write_page
-from hfshard.viewing.run_view import page_of_run, run_at
+from hfshard.viewing.run_view import page_of_run, run_at, with_parts
 from hfshard.viewing.stills import Still, require_chromium, take_still
 from hfshard.viewing.values.measuring import measure_values
 
@@ -102,6 +102,7 @@ def show_checkpoint(
         if values:
             query = CheckpointQuery(variant=variant, subfolder=subfolder, revision=revision, token=token)
             page = with_values(page, measure_values(checkpoint, query, LoadOptions(key=key, progress=progress)))
+        page = with_parts(page, found.directory)
     html = render_page(page)
     write_page(html, path)
     if picture is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -77,6 +78,11 @@ def parts_of(path: str, manifest: CheckpointManifest) -> dict[Part, int]:
         part = part_of(name)
         sizes[part] = sizes.get(part, 0) + (record.size or 0)
     return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def counts_of(manifest: CheckpointManifest) -> Counter[Part]:
+    """Count the files of each part of one checkpoint, the manifest's own included."""
+    return Counter(part_of(name) for name in (*manifest.files, MANIFEST))
 
 
 def part_of(name: str) -> Part:

@@ -1,0 +1,101 @@
+"""Pages of a run and of its steps, in a directory and in a store: what they say in HTML."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hfshard._util.size import format_size
+from hfshard.training import CheckpointManager, TrainingState
+from hfshard.viewing.show import show_checkpoint
+from tests.stores.services.buckets import Bucket
+
+
+def save_run(root: Path | str) -> None:
+    """Steps 10 and 20: the first layer is frozen, and no random number was drawn between them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam(model[1].parameters())
+    with CheckpointManager(root) as manager:
+        for step in (10, 20):
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            manager.save(step, TrainingState(model=model, optimizer=optimizer), metric={"loss": 1 / step})
+
+
+def page_of(place: Path | str, directory: Path) -> str:
+    return Path(show_checkpoint(place, directory / "page.html")).read_text(encoding="utf-8")
+
+
+def facts_in(html: str) -> dict[str, list[str]]:
+    """Label -> value and note."""
+    found = re.findall(r"<dt>(.*?)</dt>\s*<dd>(.*?)</dd>", html, re.DOTALL)
+    return {label: re.sub(r"<[^>]*>", "\n", text).split("\n")[:2] for label, text in found}
+
+
+def parts_in(html: str) -> list[tuple[str, str, int]]:
+    """Part, size and number of files in the table of a step."""
+    table = re.search(r'<table id="parts">(.*?)</table>', html, re.DOTALL)
+    assert table is not None
+    rows = re.findall(
+        r'<td>(\w+)</td><td class="number">([^<]*)</td>.*?<td class="number">(\d+)</td>', table[1], re.DOTALL
+    )
+    return [(part, size, int(files)) for part, size, files in rows]
+
+
+def test_the_page_of_a_step_has_what_is_not_the_model(tmp_path: Path) -> None:
+    save_run(tmp_path / "run")
+    step = tmp_path / "run" / "checkpoint-00000020"
+    sizes = {path.name: path.stat().st_size for path in step.iterdir()}
+    others = ("checkpoint.json", "training_state.json")
+    model = [name for name in sizes if name.startswith("model")]
+
+    html = page_of(step, tmp_path)
+
+    assert facts_in(html)["step of a run"] == ["20", "loss 0.05"]
+    expected = [
+        ("model", sum(sizes[name] for name in model), len(model)),
+        ("state", sizes["state.safetensors"], 1),
+        ("other", sum(sizes[name] for name in others), 2),
+        ("optimizer", sizes["optimizer.safetensors"], 1),
+    ]
+    assert sum(size for _, size, _ in expected) == sum(sizes.values())
+    by_size = sorted(expected, key=lambda row: -row[1])
+    assert parts_in(html) == [(part, format_size(size), files) for part, size, files in by_size]
+    assert f"{format_size(sum(sizes.values()))} in all" in html
+    (step / "checkpoint.json").write_text('{"format": "<b>"}')
+    html = page_of(step, tmp_path)
+    assert "has format &#39;&lt;b&gt;&#39;" in html
+    assert "step of a run" not in facts_in(html)
+    os.remove(step / "checkpoint.json")
+    assert "<h2>The whole checkpoint" not in page_of(step, tmp_path)
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_a_run_in_a_store(bucket: Bucket, store_address: str, tmp_path: Path) -> None:
+    root = f"{store_address}/run"
+    save_run(root)
+
+    html = page_of(root, tmp_path)
+
+    assert f"<title>{root}</title>" in html
+    facts = facts_in(html)
+    assert facts["checkpoints"] == ["2", "steps 10 to 20"]
+    assert facts["latest"][0] == "step 20"
+    assert facts["damaged"] == ["none"]
+    assert re.fullmatch(r"[\d.]+ KB were copied there", facts["in the store"][1])
+    assert re.search(r'aria-label="step 20: [\d.]+ KB written, [\d.]+ KB copied"', html)
+    prefix = root.partition(f"/{bucket.name}/")[2]
+    optimizer = min(key for key in bucket.sizes(f"{prefix}/checkpoint-00000020/") if "/optimizer" in key)
+    bucket.delete(optimizer)
+    html = page_of(root, tmp_path)
+    assert (facts_in(html)["damaged"], facts_in(html)["latest"][0]) == (["1"], "step 10")
+    assert f"{root.removesuffix(prefix)}{optimizer}&#39; is missing" in html
+    parts = parts_in(page_of(f"{root}/checkpoint-20", tmp_path))
+    assert sorted(part for part, _, _ in parts) == ["model", "optimizer", "other", "state"]
