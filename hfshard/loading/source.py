@@ -188,6 +188,7 @@ def open_source(
             key=options.key,
             check_beside=check_beside and signed is None,
             when_open=(lambda _: skeleton.refresh()) if skeleton is not None else None,
+            keeps_index=signed is not None,
         ) as checkpoint,
     ):
         checkpoint.progress = options.progress

@@ -25,7 +25,7 @@ from hfshard.errors import (
     UnsafePickleError,
 )
 from hfshard.hub.address import directory_of
-from hfshard.loading.options import LoadOptions
+from hfshard.loading.options import LoadOptions, SignedFiles
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint, signed_files
 from hfshard.pretrained.arguments import (
     class_of_auto,
@@ -35,7 +35,7 @@ from hfshard.pretrained.arguments import (
     source_of,
 )
 from hfshard.pretrained.class_alias import alias_class, restore_class
-from hfshard.pretrained.fallback import is_adapter, needs_transformers_loader
+from hfshard.pretrained.fallback import is_adapter, needs_transformers_loader, seeks_adapter_elsewhere
 from hfshard.pretrained.model_builder import ModelBuilder, building_lock
 from hfshard.pretrained.overrides.bottom import ChainCall, call_under_way, upstream
 from hfshard.pretrained.overrides.override_chain import has_override, run_chain
@@ -74,9 +74,8 @@ def load_class(
     with load_on_ranks(options, kwargs):
         source = source_of(name, kwargs, needs_companions=options.signature is not None)
         local = current_agreement().fetch(source, options.progress)
-        _check_signature(
-            local, source, kwargs, options
-        )  # before the code of the checkpoint runs, or its config is read
+        # Before the code of the checkpoint runs, or its config is read.
+        signed = _check_signature(local, source, kwargs, options)
         if local.weights_name is None and is_adapter(local.directory):  # its base may be another repo
             if local.folder is not None:
                 raise _needs_disk(local.folder.path, "an adapter")
@@ -90,6 +89,8 @@ def load_class(
             raise CheckpointChangedError(
                 f"'{name}' was saved while it was loaded. Load it when the save is done.", path=name
             )
+        if signed is not None:
+            signed.confirm()
         return built
 
 
@@ -319,16 +320,25 @@ def _check_then_delegate(
 
 def _check_signature(
     local: LocalCheckpoint, source: CheckpointSource, kwargs: Mapping[str, Any], options: LoadOptions
-) -> None:
+) -> SignedFiles | None:
     """Check the signature that is asked for, and config and code, before anything looks at them.
 
     Raises:
-        InvalidArgumentError: The code is to be that of another revision.
+        InvalidArgumentError: Code, config or an adapter is to be that of another place.
         Everything that `signed_files` raises.
     """
     if options.signature is not None and kwargs.get("code_revision") is not None:
         raise InvalidArgumentError("public_key is for one revision, and code_revision names another. Leave one out.")
-    signed_files(local, source, options)
+    if options.signature is not None and isinstance(kwargs.get("config"), str | os.PathLike):
+        raise InvalidArgumentError(
+            f"public_key is for the files of a path, and config={os.fspath(kwargs['config'])!r:.200} names another. "
+            "Leave it out, or give a config that you have loaded."
+        )
+    if options.signature is not None and seeks_adapter_elsewhere(kwargs):
+        raise InvalidArgumentError(
+            "public_key is for the files of a path, and adapter_kwargs names another. Leave one out."
+        )
+    return signed_files(local, source, options)
 
 
 def _refuse_signed_adapter(local: LocalCheckpoint, options: LoadOptions) -> None:

@@ -25,7 +25,7 @@ _AUTO_DEVICE_MAPS: Final = {"auto", "balanced", "balanced_low_0", "sequential"}
 
 def needs_transformers_loader(directory: str, model_class: type, kwargs: Mapping[str, Any]) -> bool:
     """Whether transformers has to read the files itself, because of the arguments or of what the directory holds."""
-    if any(kwargs.get(name) for name in _TRANSFORMERS_ONLY) or _seeks_adapter_elsewhere(kwargs):
+    if any(kwargs.get(name) for name in _TRANSFORMERS_ONLY) or seeks_adapter_elsewhere(kwargs):
         return True
     device_map = kwargs.get("device_map")
     if isinstance(device_map, dict) and "disk" in device_map.values():
@@ -43,7 +43,7 @@ def needs_transformers_loader(directory: str, model_class: type, kwargs: Mapping
     )
 
 
-def _seeks_adapter_elsewhere(kwargs: Mapping[str, Any]) -> bool:
+def seeks_adapter_elsewhere(kwargs: Mapping[str, Any]) -> bool:
     """Whether an adapter is sought in another place than beside the weights, which is what Auto classes name."""
     places = dict(kwargs.get("adapter_kwargs") or {})
     places.pop("token", None)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.text import list_some
@@ -21,12 +22,14 @@ from hfshard.constants import (
     WEIGHTS_SUFFIXES,
 )
 from hfshard.errors import CheckpointChangedError, SignatureError
-from hfshard.signing.files import SeenFile, hash_files, list_files, seen_file
+from hfshard.signing.files import DEBRIS, SeenFile, hash_files, list_files, seen_file
 from hfshard.signing.signed_by import SignedBy
 from hfshard.signing.upstream import SignedManifest, digests_by_library, signed_manifest
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.disk.safe_open import open_regular, read_small
 from hfshard.storage.format.index import FileDigest
+from hfshard.storage.format.integrity import sha256_of
+from hfshard.storage.format.names import INDEX_FILE
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
@@ -48,6 +51,12 @@ _FOR_PROGRAMS: Final = (".py", ".json", ".jinja", ".txt", ".model", *_READ_WEIGH
 
 _SHOWN: Final = 5
 """Names in a message."""
+
+_TRAINING: Final = frozenset({"checkpoint.json", "training_state.json"})
+"""Files of a training checkpoint that no model needs, so that a pull of the model leaves them out."""
+
+_CODE_KEY: Final = "auto_map"
+"""Where a config names code."""
 
 _OTHER_REPO: Final = "--"
 """What stands in a config between a repo and the name of code in it."""
@@ -72,20 +81,19 @@ class RequiredSignature:
         Raises:
             SignatureError: There is none, or not this one's; a file differs, is missing, or was added.
         """
-        place = SignedPlace(*self._manifest(directory, subfolder, has_code=has_code))
+        place = self._place(directory, subfolder, has_code=has_code)
         place.check_beside(has_code=has_code)
         return place
 
     def find_all(self, directory: str, subfolder: str = "") -> SignedPlace:
         """Find the signature, and compare nothing yet (raises as `find`, for the signature)."""
-        return SignedPlace(*self._manifest(directory, subfolder, has_code=False))
+        return self._place(directory, subfolder, has_code=False)
 
-    def _manifest(self, directory: str, subfolder: str, *, has_code: bool) -> tuple[str, SignedManifest]:
-        root = directory
-        depth = len([part for part in subfolder.split("/") if part])
-        above = os.sep.join(directory.split(os.sep)[:-depth]) if depth else directory
-        if depth and (has_code or not os.path.lexists(os.path.join(directory, SIGNATURE_NAME))):
-            root = above  # code lies there too
+    def _place(self, directory: str, subfolder: str, *, has_code: bool) -> SignedPlace:
+        root = directory.rstrip(os.sep) or os.sep
+        if has_code or not os.path.lexists(os.path.join(root, SIGNATURE_NAME)):
+            for _ in filter(None, subfolder.split("/")):  # code lies above too
+                root = os.path.dirname(root).rstrip(os.sep)
         path = os.path.join(root, SIGNATURE_NAME)
         if not os.path.lexists(path):
             raise SignatureError(
@@ -93,8 +101,10 @@ class RequiredSignature:
                 f"hfshard sign {root} --private-key KEY; or leave out the public key.",
                 path=root,
             )
-        read_small(path, root, _MAX_SIGNATURE_BYTES)  # no pipe, no link to elsewhere, not endless
-        return root, signed_manifest(root, path, self.by.choose, str(self.by))
+        raw, _ = read_small(path, root, _MAX_SIGNATURE_BYTES)  # no pipe, no link to elsewhere, not endless
+        manifest = signed_manifest(root, path, self.by.choose, str(self.by), raw)
+        below = os.path.relpath(directory, root)
+        return SignedPlace(root, manifest, "" if below == os.curdir else f"{below}/")
 
 
 def required_signature(public_key: str | os.PathLike[str] | SignedBy | None) -> RequiredSignature | None:
@@ -109,6 +119,8 @@ class SignedPlace:
 
     root: str
     manifest: SignedManifest
+    below: str = ""
+    """The folder in it that is loaded, with a slash at its end; "": all of it."""
     seen: dict[str, SeenFile] = field(default_factory=dict)
     """The files that were compared, as they were then."""
 
@@ -118,31 +130,32 @@ class SignedPlace:
         Raises:
             SignatureError: One differs, is missing, or was added.
         """
-        there = {name for name in list_files(self.root).names if _is_read(name)}
+        there = {name for name in self._names_there() if _is_read(name)}
         there = {name for name in there if name.endswith(_FOR_PROGRAMS) or not self.is_ignored(name)}
-        signed = {name for name in self.manifest.digests if _is_read(name)}
-        self._refuse(missing_files=signed - there, added_files=there - signed)
+        signed = self.manifest.digests.keys()
+        self._refuse(missing_files=filter(self._is_needed, signed - there), added_files=there - signed)
         self.check(sorted(there))
         if has_code:
             self._refuse_other_code()
 
     def compare_names(self) -> tuple[set[str], list[SignatureError]]:
         """Name the signed files that are there; and say which are missing, and which were added."""
-        there, signed = set(list_files(self.root).names), set(self.manifest.digests)
+        there, signed = self._names_there(), set(self.manifest.digests)
         added = {name for name in there - signed if not self.is_ignored(name)}
         return there & signed, [self.not_signed(name) for name in sorted(added)] + [
             self.missing(name) for name in sorted(signed - there)
         ]
 
     def check_all(self, progress: bool | None = None) -> None:
-        """Compare every file, those of other weights too.
+        """Compare every file that is there, those of other weights too.
 
         Raises:
-            SignatureError: One differs, is missing, or was added.
+            SignatureError: One differs or was added, or a load needs it and it is missing.
         """
-        names, errors = self.compare_names()
-        for error in errors:
-            raise error
+        names, signed = self._names_there(), self.manifest.digests.keys()
+        added = {name for name in names - signed if not self.is_ignored(name)}
+        self._refuse(missing_files=filter(self._is_needed, signed - names), added_files=added)
+        names &= signed
         total = sum(os.path.getsize(os.path.join(self.root, name)) for name in names)
         with bytes_bar("Verifying", total, progress) as progress_callback:
             self.check(sorted(names), progress_callback)
@@ -196,8 +209,11 @@ class SignedPlace:
                 sorted(files, key=lambda name: -files[name].size),
                 FILES_AT_ONCE,
             )
-        # The index and the config that were read are those that are there, if nothing changed since they were opened.
-        self.check(sorted(self.seen.keys() | ({entry} if checkpoint.weights.is_index else set())))
+        raw = checkpoint.raw_index
+        if raw is not None and self._digests_of(entry, raw) != self.manifest.digests[entry]:
+            raise self.differs(entry)
+        # The config that was read is the one that is there, if nothing changed since it was compared.
+        self.confirm()
         if not checkpoint.is_unchanged():
             raise CheckpointChangedError(
                 f"The checkpoint in '{checkpoint.directory}' was replaced while its signature was checked. Load it "
@@ -206,17 +222,22 @@ class SignedPlace:
             )
 
     def confirm(self) -> None:
-        """Look once more, when a load is done, whether the files beside the weights are those that were compared.
+        """Look once more, when a load is done, whether the files that were compared have been touched since.
 
         Raises:
             SignatureError: One was changed meanwhile.
+            CheckpointChangedError: One is as it was signed, but need not have been when it was read.
         """
         changed = [name for name, seen in self.seen.items() if seen_file(os.path.join(self.root, name)) != seen]
-        self.check(sorted(name for name in changed if os.path.lexists(os.path.join(self.root, name))))
-        self._refuse(
-            missing_files=[name for name in changed if not os.path.lexists(os.path.join(self.root, name))],
-            added_files=(),
-        )
+        there = [name for name in changed if os.path.lexists(os.path.join(self.root, name))]
+        self._refuse(missing_files=set(changed) - set(there), added_files=())
+        self.check(there)
+        if changed:
+            path = os.path.join(self.root, changed[0])
+            raise CheckpointChangedError(
+                f"'{path}' was replaced while the checkpoint was loaded. Load it again when nothing changes it.",
+                path=path,
+            )
 
     def differs(self, name: str, damaged: Collection[str] = ()) -> SignatureError:
         """The error for a file that is not the one that was signed, or that was not signed."""
@@ -245,6 +266,29 @@ class SignedPlace:
         path = os.path.join(self.root, name)
         return SignatureError(f"'{path}' was signed, and is missing. Download the checkpoint again.", path=path)
 
+    def _names_there(self) -> set[str]:
+        """The files that are there: those that hfshard would sign, and those that were signed."""
+        names = set(list_files(self.root).names)
+        others = self.manifest.digests.keys() - names
+        return names | {name for name in others if os.path.lexists(os.path.join(self.root, name))}
+
+    def _is_needed(self, name: str) -> bool:
+        """Whether a signed file may not be missing: those of other weights, and of other folders, may."""
+        last = os.path.basename(name)
+        is_of_weights = last.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(last) is not None
+        return name.startswith(self.below) and _is_read(name) and not is_of_weights and last not in _TRAINING
+
+    def _digests_of(self, name: str, raw: bytes) -> dict[str, str]:
+        """Hash the contents of a file as the signature does."""
+        if self.manifest.is_plain:
+            return {name: sha256_of(raw)}
+        with tempfile.TemporaryDirectory(prefix="hfshard-") as folder:
+            path = os.path.join(folder, name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(raw)
+            return digests_by_library(folder, [name], self.manifest.serialization)
+
     def _check_open_file(
         self,
         name: str,
@@ -262,7 +306,7 @@ class SignedPlace:
         if digests != self.manifest.digests[name] or seen[:-1] != file.identity:
             raise self.differs(name)
 
-    def _refuse(self, *, missing_files: Collection[str], added_files: Collection[str]) -> None:
+    def _refuse(self, *, missing_files: Iterable[str], added_files: Iterable[str]) -> None:
         for name in sorted(added_files):
             raise self.not_signed(name)
         for name in sorted(missing_files):
@@ -274,24 +318,24 @@ class SignedPlace:
 
     def _refuse_other_code(self) -> None:
         """Refuse a config whose code is another repo's, which this signature does not cover."""
-        path = os.path.join(self.root, CONFIG_NAME)
-        if not os.path.lexists(path):
-            return
-        raw, _ = read_small(path, self.root, MAX_CONFIG_BYTES)
-        for reference in _references(raw):
-            if _OTHER_REPO in reference:
-                raise SignatureError(
-                    f"'{path}' takes its code from another repo ({reference!r:.200}), which the signature does not "
-                    "cover. Load it without trust_remote_code, or without the public key.",
-                    path=path,
-                    actual=reference,
-                )
+        for path in {os.path.join(self.root, folder, CONFIG_NAME) for folder in ("", self.below)}:
+            if not os.path.lexists(path):
+                continue
+            raw, _ = read_small(path, self.root, MAX_CONFIG_BYTES)
+            for reference in _references(raw):
+                if _OTHER_REPO in reference:
+                    raise SignatureError(
+                        f"'{path}' takes its code from another repo ({reference!r:.200}), which the signature does not "
+                        "cover. Load it without trust_remote_code, or without the public key.",
+                        path=path,
+                        actual=reference,
+                    )
 
 
 def _is_read(name: str) -> bool:
     """Whether a load may read a file that is none of the checkpoint's own weights."""
     *folders, last = name.split("/")
-    if any(part.startswith(".") for part in (*folders, last)) or last.lower().endswith(_DOCUMENTS):
+    if any(part.startswith(".") or part in DEBRIS for part in (*folders, last)) or last.lower().endswith(_DOCUMENTS):
         return False
     if not folders and last == SIGNATURE_NAME:
         return False
@@ -301,13 +345,19 @@ def _is_read(name: str) -> bool:
 
 
 def _references(config: bytes) -> list[str]:
-    """The names of code in a config."""
+    """The names of code in a config, and in those that it holds."""
     try:
-        found = json.loads(config)
+        return [*_texts_below(json.loads(config), is_code=False)]
     except (ValueError, RecursionError):
         return []  # whoever reads it says so
-    auto_map = found.get("auto_map") if isinstance(found, Mapping) else None
-    values = auto_map.values() if isinstance(auto_map, Mapping) else [auto_map]
-    return [
-        text for value in values for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)
-    ]
+
+
+def _texts_below(value: Any, *, is_code: bool) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _texts_below(one, is_code=is_code or key == _CODE_KEY)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts_below(one, is_code=is_code)
+    elif is_code and isinstance(value, str):
+        yield value

@@ -18,7 +18,7 @@ NEVER_SIGNED: Final = (SIGNATURE_NAME, ".cache", ".git", ".gitattributes", ".git
 """At the top of the directory: the signature, git's files, which model-signing leaves out too, and what huggingface_hub
 and hfshard keep there."""
 
-_DEBRIS: Final = frozenset({"__pycache__", ".DS_Store"})
+DEBRIS: Final = frozenset({"__pycache__", ".DS_Store"})
 """What is made by looking at a directory, wherever it is; a push leaves it out."""
 
 SeenFile = tuple[int, int, int, int, int]
@@ -46,7 +46,7 @@ def list_files(directory: str) -> Listing:
     for above, folders, files in os.walk(directory):
         below = os.path.relpath(above, directory)
         place = "" if below == os.curdir else f"{below}/"
-        left_out |= {place + name for name in (*folders, *files) if name in _DEBRIS}
+        left_out |= {place + name for name in (*folders, *files) if name in DEBRIS}
         names += [place + name for name in files if place + name not in left_out]
         names += [place + name for name in folders if os.path.islink(os.path.join(above, name))]
         folders[:] = [name for name in folders if place + name not in left_out]

@@ -183,7 +183,7 @@ def _recorded(directory: str, names: Sequence[str], verify: Verify) -> dict[str,
             path = os.path.join(directory, name)
             raw, _ = read_small(path, directory, MAX_INDEX_BYTES)
             found |= _recorded_in(directory, CheckpointIndex.from_json(raw, path))
-    return {name: digest for name, digest in found.items() if name in names}
+    return {name: found[name] for name in names if name in found}
 
 
 def _recorded_in(directory: str, index: CheckpointIndex) -> dict[str, str]:

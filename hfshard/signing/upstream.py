@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,11 @@ from hfshard.errors import InvalidArgumentError, SignatureError
 SHA256: Final = "sha256"
 FILES: Final = "files"
 """The library's default way to list a model: one digest for each file."""
+
+_ALGORITHMS: Final = {"blake2b": "blake2"}
+"""What the library calls an algorithm in signatures -> what its functions call it, where that is not the same."""
+
+_print_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +131,9 @@ def sign_digests(
         ) from error
 
 
-def signed_manifest(directory: str, signature: str, choose: Callable[[Any], Any], wanted: str) -> SignedManifest:
+def signed_manifest(
+    directory: str, signature: str, choose: Callable[[Any], Any], wanted: str, raw: bytes
+) -> SignedManifest:
     """Check a signature, and tell what was signed; no file of the model is looked at.
 
     Args:
@@ -133,6 +141,7 @@ def signed_manifest(directory: str, signature: str, choose: Callable[[Any], Any]
         signature: The file of the signature.
         choose: Gives the library's `verifying.Config` its verifier.
         wanted: Who must have signed, for messages.
+        raw: What is in the file.
 
     Raises:
         SignatureError: It is no signature, or one of somebody else.
@@ -147,7 +156,7 @@ def signed_manifest(directory: str, signature: str, choose: Callable[[Any], Any]
     except Exception as error:
         raise InvalidArgumentError(f"{wanted} can't be used to check a signature: {_reason(error)}.") from error
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # the library prints a warning of old signatures
+        with _without_print() if b'"hint"' not in raw and b'"publicKey"' in raw else contextlib.nullcontext():
             config.verify(Path(directory), Path(signature))
     except Exception as error:  # what a hostile file makes of it, in any of four libraries
         raise SignatureError(
@@ -166,12 +175,19 @@ def digests_by_library(directory: str, names: Collection[str], serialization: Ma
     from model_signing import hashing
 
     config = hashing.Config()
-    algorithm = serialization["hash_type"]
-    if serialization["method"] == FILES:
-        config.use_file_serialization(hashing_algorithm=algorithm, allow_symlinks=True)
-    else:
-        size = int(serialization["shard_size"])  # a float, once it has been in a signature
-        config.use_shard_serialization(hashing_algorithm=algorithm, shard_size=size, allow_symlinks=True)
+    algorithm: Any = _ALGORITHMS.get(serialization["hash_type"], serialization["hash_type"])
+    try:
+        if serialization["method"] == FILES:
+            config.use_file_serialization(hashing_algorithm=algorithm, allow_symlinks=True)
+        else:
+            size = int(serialization["shard_size"])  # a float, once it has been in a signature
+            config.use_shard_serialization(hashing_algorithm=algorithm, shard_size=size, allow_symlinks=True)
+    except ValueError as error:
+        raise SignatureError(
+            f"The signature of '{directory}' has digests that model-signing can't compute: {_reason(error)}. Install a "
+            "newer version of it, or ask for a signature by sha256.",
+            path=directory,
+        ) from error
     config.set_allow_symlinks(True)
     config.set_ignored_paths(paths=(), ignore_git_paths=False)
     found = config.hash(Path(directory), files_to_hash=[Path(directory, name) for name in sorted(names)])
@@ -189,6 +205,13 @@ def _by_file(signed: Any, signature: str) -> dict[str, dict[str, str]]:
             )
         digests.setdefault(name, {})[one.identifier] = one.digest.digest_hex
     return digests
+
+
+@contextlib.contextmanager
+def _without_print() -> Any:
+    """Send to stderr what the library prints of signatures that don't name their key, on one thread at a time."""
+    with _print_lock, contextlib.redirect_stdout(sys.stderr):
+        yield
 
 
 @contextlib.contextmanager

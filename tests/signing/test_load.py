@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ import torch
 from torch import nn
 
 import hfshard
-from hfshard.errors import HfshardError, InvalidArgumentError, SignatureError
+from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, SignatureError
+from hfshard.storage.checkpoint.folder import LocalFolder
 from tests.signing.conftest import Keys
 from tests.signing.helpers import model_signing
 
@@ -209,6 +213,64 @@ def test_a_config_that_is_replaced_after_it_was_compared_is_noticed(
     monkeypatch.setattr(SignedPlace, "confirm", edit_first)
     with pytest.raises(SignatureError, match=r"modeling_mine.py' is not the file that was signed"):
         hfshard.load_state_dict(signed, public_key=keys.public)
+
+
+def test_a_config_that_was_swapped_and_put_back_is_noticed(
+    signed: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read in between need not be what was signed."""
+    from hfshard.signing.check import SignedPlace
+
+    plain = SignedPlace.confirm
+
+    def swap_first(self: SignedPlace) -> None:
+        aside = (signed / "config.json").rename(signed.parent / "aside.json")
+        aside.rename(signed / "config.json")
+        plain(self)
+
+    monkeypatch.setattr(SignedPlace, "confirm", swap_first)
+    with pytest.raises(CheckpointChangedError, match=r"config.json' was replaced while the checkpoint was loaded"):
+        hfshard.load_state_dict(signed, public_key=keys.public)
+
+
+@pytest.mark.parametrize("method", ["sha256", "blake3"])
+def test_an_index_that_was_swapped_and_put_back_is_noticed(
+    signed: Path, keys: Keys, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes that were read are compared, not those that have the name, inode and times by then."""
+    from model_signing import hashing, signing
+
+    if method != "sha256":
+        hashes = hashing.Config().use_file_serialization(hashing_algorithm="blake3")
+        hashes.set_ignored_paths(paths=["model.sig"])
+        signer = signing.Config().set_hashing_config(hashes).use_elliptic_key_signer(private_key=keys.private)
+        signer.sign(signed, signed / "model.sig")
+    plain = LocalFolder.read_small
+
+    def swapped(self: LocalFolder, name: str, limit: int) -> bytes:
+        raw = plain(self, name, limit)
+        return raw.replace(b'"b": ', b'"b":  ') if name.endswith(".index.json") else raw
+
+    monkeypatch.setattr(LocalFolder, "read_small", swapped)
+    with pytest.raises(SignatureError, match=r"index.json' is not the file that was signed"):
+        hfshard.load_state_dict(signed, public_key=keys.public)
+
+
+def test_many_threads_may_check_signatures(signed: Path, keys: Keys, capsys: pytest.CaptureFixture[str]) -> None:
+    """The library prints a warning of signatures without the name of a key: never on stdout, which stays what it is."""
+    bundle = json.loads((signed / "model.sig").read_text())
+    del bundle["verificationMaterial"]["publicKey"]["hint"]
+    (signed / "model.sig").write_text(json.dumps(bundle))
+    before = sys.stdout
+
+    with ThreadPoolExecutor(8) as pool:
+        loads = [pool.submit(hfshard.load_state_dict, signed, public_key=keys.public) for _ in range(32)]
+
+    assert all(sorted(load.result()) == ["a", "b", "c"] for load in loads)
+    assert sys.stdout is before
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "older verification material format" in printed.err
 
 
 def test_stores_and_ranges_are_refused(keys: Keys) -> None:

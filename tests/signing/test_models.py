@@ -86,6 +86,49 @@ def test_code_does_not_run_before_it_was_compared(tmp_path: Path, keys: Keys, mo
     hfshard.sign_checkpoint(directory, private_key=keys.private)
     with pytest.raises(SignatureError, match="takes its code from another repo"):
         hfshard.load_model(AutoModel, directory, public_key=keys.public, trust_remote_code=True)
+    shutil.move(directory, tmp_path / "whole" / "below")
+    (tmp_path / "whole" / "below" / "model.sig").unlink()
+    hfshard.save_state_dict({"a": torch.ones(1)}, tmp_path / "whole")
+    hfshard.sign_checkpoint(tmp_path / "whole", private_key=keys.private)
+    with pytest.raises(SignatureError, match=r"below/config.json' takes its code from another repo"):
+        hfshard.load_model(
+            AutoModel, tmp_path / "whole", subfolder="below", public_key=keys.public, trust_remote_code=True
+        )
+
+
+def test_files_of_other_places_are_refused(signed_bert: Path, tmp_path: Path, keys: Keys) -> None:
+    shutil.copytree(signed_bert, tmp_path / "other")
+    given: list[dict[str, Any]] = [
+        {"config": str(tmp_path / "other")},
+        {"config": tmp_path / "other"},
+        {"adapter_kwargs": {"revision": "v1"}},
+        {"code_revision": "v1"},
+    ]
+    for options in given:
+        with pytest.raises(InvalidArgumentError, match=r"public_key is for .*names another"):
+            Bert.from_pretrained(signed_bert, public_key=keys.public, **options)
+        with pytest.raises(InvalidArgumentError, match=r"public_key is for .*names another"):
+            hfshard.load_model(AutoModel, signed_bert, public_key=keys.public, **options)
+    config = AutoConfig.from_pretrained(tmp_path / "other")
+    assert value_of(Bert.from_pretrained(signed_bert, public_key=keys.public, config=config)) == 3
+
+
+def test_what_transformers_reads_by_itself_is_compared_as_a_whole(
+    signed_bert: Path, tmp_path: Path, keys: Keys
+) -> None:
+    """Quantized, offloaded ...: every file that is there, as nobody knows which of them it reads."""
+    for load in (Bert.from_pretrained, lambda path, **options: hfshard.load_model(AutoModel, path, **options)):
+        options = {"offload_folder": tmp_path / "offload", "public_key": keys.public}
+        assert value_of(load(signed_bert, **options)) == 3
+        other = signed_bert / "model-of-another.safetensors"
+        shutil.copy(max(signed_bert.glob("*.safetensors")), other)
+        with pytest.raises(SignatureError, match=r"model-of-another.safetensors' is not covered by the signature"):
+            load(signed_bert, **options)
+        other.unlink()
+    shard = max(signed_bert.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
+    with pytest.raises(SignatureError, match=f"{shard.name}' is not the file that was signed"):
+        Bert.from_pretrained(signed_bert, offload_folder=tmp_path / "offload", public_key=keys.public)
 
 
 def test_subfolders_have_the_signature_of_the_whole_or_their_own(signed_bert: Path, tmp_path: Path, keys: Keys) -> None:
@@ -95,6 +138,7 @@ def test_subfolders_have_the_signature_of_the_whole_or_their_own(signed_bert: Pa
     hfshard.sign_checkpoint(whole, private_key=keys.private)
 
     assert value_of(Bert.from_pretrained(whole, subfolder="below", public_key=keys.public)) == 2
+    assert value_of(Bert.from_pretrained(whole, subfolder="below/", public_key=keys.public)) == 2
     assert hfshard.verify_checkpoint(whole, subfolder="below", public_key=keys.public).ok
     bert(4).save_pretrained(whole / "below")
     with pytest.raises(SignatureError, match=r"below/model.safetensors' is not the file that was signed"):

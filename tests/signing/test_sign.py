@@ -43,7 +43,12 @@ def test_hfshard_accepts_what_model_signing_signed(checkpoint: Path, keys: Keys)
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [("shards", {"hashing_algorithm": "sha256", "shard_size": 300}), ("files", {"hashing_algorithm": "blake3"})],
+    [
+        ("shards", {"hashing_algorithm": "sha256", "shard_size": 300}),
+        ("files", {"hashing_algorithm": "blake3"}),
+        ("files", {"hashing_algorithm": "blake2"}),
+        ("shards", {"hashing_algorithm": "blake2"}),
+    ],
 )
 def test_other_digests_of_the_library_are_taken_too(
     checkpoint: Path, keys: Keys, method: str, options: dict[str, Any]
@@ -131,6 +136,20 @@ def test_what_git_and_the_hub_keep_is_not_signed(checkpoint: Path, keys: Keys) -
     assert [name for name in result.files if "/" in name] == ["code/a.py"]
     model_signing("verify", "key", checkpoint, "--public_key", keys.public)
     assert hfshard.verify_checkpoint(checkpoint, public_key=keys.public).ok
+
+
+def test_what_the_library_signs_beyond_that_is_compared_too(checkpoint: Path, keys: Keys) -> None:
+    for name in (".cache/huggingface/x.metadata", ".gitattributes", "code/__pycache__/a.pyc", ".DS_Store"):
+        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkpoint / name).write_text("x")
+    model_signing("sign", "key", checkpoint, "--private_key", keys.private, "--no-ignore-git-paths")
+
+    assert hfshard.verify_checkpoint(checkpoint, public_key=keys.public).ok
+    assert sorted(hfshard.load_state_dict(checkpoint, public_key=keys.public)) == ["a", "b", "c"]
+    (checkpoint / "code/__pycache__/a.pyc").write_text("y")
+    (checkpoint / ".gitattributes").unlink()
+    problems = hfshard.verify_checkpoint(checkpoint, public_key=keys.public).problems
+    assert {Path(problem.file).name for problem in problems} == {"a.pyc", ".gitattributes"}
 
 
 def test_an_encrypted_key_takes_its_password(checkpoint: Path, tmp_path: Path) -> None:

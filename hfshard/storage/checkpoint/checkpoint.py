@@ -63,6 +63,7 @@ def open_checkpoint(
     check_beside: bool = False,
     key: str | None = None,
     when_open: WhenOpen | None = None,
+    keeps_index: bool = False,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint: its structure is checked, and with verify="full" every byte.
 
@@ -82,6 +83,7 @@ def open_checkpoint(
             also in place of an error of its own. For a block that keeps nothing of what it read if that happens.
         key: Of a single pickle: the key of the weights in it, as for `choose_weights`.
         when_open: Called with what was opened, before it is sure that all of it is of one save; again where it is not.
+        keeps_index: Keep the bytes of the index, for `raw_index`.
 
     Raises:
         CheckpointNotFoundError: There are no weights.
@@ -100,7 +102,9 @@ def open_checkpoint(
         if when_open is not None:
             when_open(opened)
 
-    open_once = partial(_open_once, folder, names, verify=verify, files_of=files_of, key=key, finish=finish)
+    open_once = partial(
+        _open_once, folder, names, verify=verify, files_of=files_of, key=key, finish=finish, keeps_index=keeps_index
+    )
     checkpoint = _open_until_whole(folder, names, use_safetensors, weights_name, open_once)
     checkpoint.level = verify
     try:
@@ -194,6 +198,7 @@ def _open_once(
     files_of: FilesOf | None,
     key: str | None,
     finish: WhenOpen,
+    keeps_index: bool,
 ) -> OpenCheckpoint:
     path = os.path.join(folder.path, weights.name)
     folder.bring({})
@@ -213,6 +218,7 @@ def _open_once(
     else:
         raw = folder.read_small(weights.name, MAX_INDEX_BYTES)
         checkpoint = OpenCheckpoint(folder, names, weights, CheckpointIndex.from_json(raw, path))
+        checkpoint.raw_index = raw if keeps_index else None
         folder.bring(brought_by(raw, path))
     try:
         if weights.kind != "single":

@@ -33,6 +33,7 @@ class OpenCheckpoint:
         index: Which file holds which tensor; for a single file, what the file says about itself.
         shards: File -> open safetensors file; all of this machine, or all read by ranges.
         pickles: File -> tensors of a pickled file.
+        raw_index: The bytes of the index, where whoever opened it asked to keep them.
     """
 
     folder: CheckpointFolder
@@ -41,6 +42,7 @@ class OpenCheckpoint:
     index: CheckpointIndex
     shards: dict[str, SafetensorsShard] = field(default_factory=dict)
     pickles: dict[str, PickleFile] = field(default_factory=dict)
+    raw_index: bytes | None = field(default=None, repr=False)
     weights_override: str | None = None
     """The weights file that config.json names, if it names one."""
     state_token: tuple[Hashable, ...] = ()
