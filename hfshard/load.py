@@ -131,7 +131,7 @@ def load_state_dict(
         cache_dir=cache_dir,
         local_files_only=local_files_only,
         files_of=_files_of(keys, like),
-        needs_companions=signature is not None,
+        needs_signature=signature is not None,
     )
     options = LoadOptions(
         verify=verify, read=read, disable_mmap=disable_mmap, progress=progress, key=key, signature=signature
@@ -240,7 +240,7 @@ def load_model(
     if model_args:
         raise InvalidArgumentError("Positional arguments after the path are for a model class, not for a module.")
     refuse_unknown(kwargs, _QUERY_ARGUMENTS, "load_model")
-    query = CheckpointQuery(**kwargs, needs_companions=signature is not None)
+    query = CheckpointQuery(**kwargs, needs_signature=signature is not None)
     source = CheckpointSource(path_text(path), query, takes_files=True)
     info = _load_module(model, source, options)
     return (model, info) if output_loading_info else model

@@ -17,6 +17,7 @@ from hfshard.constants import (
     MAX_COMPANION_BYTES,
     MAX_INDEX_BYTES,
     SAFETENSORS_SUFFIX,
+    SIGNATURE_NAME,
     WEIGHTS_SUFFIXES,
 )
 from hfshard.errors import CheckpointNotFoundError
@@ -74,6 +75,8 @@ class CheckpointQuery:
     """Whether an adapter is wanted too, alone or beside a model."""
     needs_companions: bool = False
     """Whether the files beside the checkpoint are downloaded too: tokenizer, README."""
+    needs_signature: bool = False
+    """Whether the signature is downloaded too, and what it covers that a load may read beside the weights."""
     allow_patterns: list[str] | None = None
     """Globs of paths: which of the files beside the checkpoint are pulled."""
     ignore_patterns: list[str] | None = None
@@ -183,6 +186,25 @@ def companion_files(files: Mapping[str, int], query: CheckpointQuery) -> list[st
         if path.startswith(below) and _is_beside(path.removeprefix(below), size, is_asked=bool(query.allow_patterns))
     ]
     return list(filter_repo_objects(found, allow_patterns=query.allow_patterns, ignore_patterns=query.ignore_patterns))
+
+
+def files_to_compare(files: Mapping[str, int], query: CheckpointQuery) -> list[str]:
+    """Find what must be there when a signature is checked: all that a load may read, however large it is.
+
+    What was left out would not be compared, and be downloaded by whoever reads it.
+
+    Args:
+        files: Path in the repo -> size in bytes.
+        query: The checkpoint.
+    """
+    below = "" if query.needs_code else query.path("")
+    found = [
+        path
+        for path in files
+        if path.startswith(below) and not any(part.startswith(".") for part in path.split("/"))
+        if path.removeprefix(below) in _READ_BY_MODELS or not path.endswith(WEIGHTS_SUFFIXES)
+    ]
+    return sorted({*found, *({SIGNATURE_NAME} & files.keys())})
 
 
 def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:

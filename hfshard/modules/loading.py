@@ -183,7 +183,7 @@ def _split(
         rest["strict"] = options.strict
     chosen = {name: rest.pop(name) for name in _WHICH if name in rest and name not in names}
     hub = {name: rest[name] for name in _HUB_ARGUMENTS if name in rest}
-    return options, CheckpointQuery(**chosen, **hub, needs_companions=signature is not None), rest
+    return options, CheckpointQuery(**chosen, **hub, needs_signature=signature is not None), rest
 
 
 def _build_by_override(

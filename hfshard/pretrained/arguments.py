@@ -74,8 +74,8 @@ def source_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {key: kwargs[key] for key in SOURCE_ARGUMENTS if key in kwargs}
 
 
-def source_of(name: str, kwargs: Mapping[str, Any], *, needs_companions: bool = False) -> CheckpointSource:
-    """Make the source that these arguments describe; with all files beside the weights, where they are needed."""
+def source_of(name: str, kwargs: Mapping[str, Any], *, needs_signature: bool = False) -> CheckpointSource:
+    """Make the source that these arguments describe; with all that a signature covers, where that is needed."""
     query = CheckpointQuery(
         subfolder=kwargs.get("subfolder") or "",
         variant=kwargs.get("variant"),
@@ -87,7 +87,7 @@ def source_of(name: str, kwargs: Mapping[str, Any], *, needs_companions: bool = 
         force_download=bool(kwargs.get("force_download")),
         needs_code=bool(kwargs.get("trust_remote_code")),
         accepts_adapter=bool(is_peft_available()),
-        needs_companions=needs_companions,
+        needs_signature=needs_signature,
     )
     return CheckpointSource(name, query, takes_files=True)
 

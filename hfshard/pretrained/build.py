@@ -72,7 +72,7 @@ def load_class(
     _refuse_other_class(model_class)
     name = path_text(path, "pretrained_model_name_or_path")
     with load_on_ranks(options, kwargs):
-        source = source_of(name, kwargs, needs_companions=options.signature is not None)
+        source = source_of(name, kwargs, needs_signature=options.signature is not None)
         local = current_agreement().fetch(source, options.progress)
         # Before the code of the checkpoint runs, or its config is read.
         signed = _check_signature(local, source, kwargs, options)
@@ -228,7 +228,7 @@ def _build(
     agreement = current_agreement()
     try:
         name = path_text(path, "pretrained_model_name_or_path")
-        source = source_of(name, kwargs, needs_companions=options.signature is not None)
+        source = source_of(name, kwargs, needs_signature=options.signature is not None)
         local = local or agreement.fetch(source, options.progress)
         _check_signature(local, source, kwargs, options)
         refuse_file_without_config(local, kwargs)

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.text import list_some
 from hfshard._util.threads import cancellable, in_threads
 from hfshard.constants import (
-    BIN_SUFFIX,
     CONFIG_NAME,
     FILES_AT_ONCE,
     MAX_CONFIG_BYTES,
-    SAFETENSORS_SUFFIX,
     SIGNATURE_NAME,
-    WEIGHTS_SUFFIXES,
 )
 from hfshard.errors import CheckpointChangedError, SignatureError
-from hfshard.signing.files import DEBRIS, SeenFile, hash_files, list_files, seen_file
+from hfshard.signing.files import SeenFile, hash_files, list_files, seen_file
+from hfshard.signing.read_files import FOR_PROGRAMS, is_needed, is_read, references_elsewhere
 from hfshard.signing.signed_by import SignedBy
 from hfshard.signing.upstream import SignedManifest, digests_by_library, signed_manifest
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.disk.safe_open import open_regular, read_small
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.format.names import INDEX_FILE
 from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
@@ -37,29 +33,8 @@ from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 _MAX_SIGNATURE_BYTES: Final = 256 * 1024 * 1024
 """The largest signature that is read: a million files of 200 bytes an entry."""
 
-_OWN_STEMS: Final = ("model.", "model-", "pytorch_model.", "pytorch_model-", "optimizer.", "optimizer-")
-"""How weights begin that nothing reads but a load that opens them, and looks at them then."""
-
-_READ_WEIGHTS: Final = (SAFETENSORS_SUFFIX, BIN_SUFFIX, ".pt", ".pth", ".ckpt")
-"""Weights that a class may read beside a checkpoint's own, such as an adapter; torch reads no others."""
-
-_DOCUMENTS: Final = (".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf")
-"""Files for people: no load reads them."""
-
-_FOR_PROGRAMS: Final = (".py", ".json", ".jinja", ".txt", ".model", *_READ_WEIGHTS)
-"""Files that are refused, where they are not signed, though who signed left them out on purpose."""
-
 _SHOWN: Final = 5
 """Names in a message."""
-
-_TRAINING: Final = frozenset({"checkpoint.json", "training_state.json"})
-"""Files of a training checkpoint that no model needs, so that a pull of the model leaves them out."""
-
-_CODE_KEY: Final = "auto_map"
-"""Where a config names code."""
-
-_OTHER_REPO: Final = "--"
-"""What stands in a config between a repo and the name of code in it."""
 
 
 class RequiredSignature:
@@ -82,7 +57,7 @@ class RequiredSignature:
             SignatureError: There is none, or not this one's; a file differs, is missing, or was added.
         """
         place = self._place(directory, subfolder, has_code=has_code)
-        place.check_beside(has_code=has_code)
+        place.check_beside()
         return place
 
     def find_all(self, directory: str, subfolder: str = "") -> SignedPlace:
@@ -104,7 +79,7 @@ class RequiredSignature:
         raw, _ = read_small(path, root, _MAX_SIGNATURE_BYTES)  # no pipe, no link to elsewhere, not endless
         manifest = signed_manifest(root, path, self.by.choose, str(self.by), raw)
         below = os.path.relpath(directory, root)
-        return SignedPlace(root, manifest, "" if below == os.curdir else f"{below}/")
+        return SignedPlace(root, manifest, "" if below == os.curdir else f"{below}/", has_code=has_code)
 
 
 def required_signature(public_key: str | os.PathLike[str] | SignedBy | None) -> RequiredSignature | None:
@@ -121,21 +96,21 @@ class SignedPlace:
     manifest: SignedManifest
     below: str = ""
     """The folder in it that is loaded, with a slash at its end; "": all of it."""
+    has_code: bool = False
+    """Whether code of the checkpoint may be run."""
     seen: dict[str, SeenFile] = field(default_factory=dict)
     """The files that were compared, as they were then."""
 
-    def check_beside(self, *, has_code: bool = False) -> None:
+    def check_beside(self) -> None:
         """Compare every file that a load reads beside the weights.
 
         Raises:
             SignatureError: One differs, is missing, or was added.
         """
-        there = {name for name in self._names_there() if _is_read(name)}
-        there = {name for name in there if name.endswith(_FOR_PROGRAMS) or not self.is_ignored(name)}
-        signed = self.manifest.digests.keys()
+        there, signed = self._names_read(), self.manifest.digests.keys()
         self._refuse(missing_files=filter(self._is_needed, signed - there), added_files=there - signed)
         self.check(sorted(there))
-        if has_code:
+        if self.has_code:
             self._refuse_other_code()
 
     def compare_names(self) -> tuple[set[str], list[SignatureError]]:
@@ -222,16 +197,17 @@ class SignedPlace:
             )
 
     def confirm(self) -> None:
-        """Look once more, when a load is done, whether the files that were compared have been touched since.
+        """Look once more, when a load is done, whether files have been touched since they were compared, or have come.
 
         Raises:
-            SignatureError: One was changed meanwhile.
+            SignatureError: One was changed meanwhile, or came and is not as it was signed.
             CheckpointChangedError: One is as it was signed, but need not have been when it was read.
         """
         changed = [name for name, seen in self.seen.items() if seen_file(os.path.join(self.root, name)) != seen]
         there = [name for name in changed if os.path.lexists(os.path.join(self.root, name))]
-        self._refuse(missing_files=set(changed) - set(there), added_files=())
-        self.check(there)
+        come = self._names_read() - self.seen.keys()
+        self._refuse(missing_files=set(changed) - set(there), added_files=come - self.manifest.digests.keys())
+        self.check(sorted({*there, *come}))
         if changed:
             path = os.path.join(self.root, changed[0])
             raise CheckpointChangedError(
@@ -272,11 +248,13 @@ class SignedPlace:
         others = self.manifest.digests.keys() - names
         return names | {name for name in others if os.path.lexists(os.path.join(self.root, name))}
 
+    def _names_read(self) -> set[str]:
+        """The files that are there, and that a load may read beside the weights."""
+        there = {name for name in self._names_there() if is_read(name, has_code=self.has_code)}
+        return {name for name in there if name.endswith(FOR_PROGRAMS) or not self.is_ignored(name)}
+
     def _is_needed(self, name: str) -> bool:
-        """Whether a signed file may not be missing: those of other weights, and of other folders, may."""
-        last = os.path.basename(name)
-        is_of_weights = last.endswith(WEIGHTS_SUFFIXES) or INDEX_FILE.fullmatch(last) is not None
-        return name.startswith(self.below) and _is_read(name) and not is_of_weights and last not in _TRAINING
+        return name.startswith(self.below) and is_needed(name)
 
     def _digests_of(self, name: str, raw: bytes) -> dict[str, str]:
         """Hash the contents of a file as the signature does."""
@@ -322,42 +300,10 @@ class SignedPlace:
             if not os.path.lexists(path):
                 continue
             raw, _ = read_small(path, self.root, MAX_CONFIG_BYTES)
-            for reference in _references(raw):
-                if _OTHER_REPO in reference:
-                    raise SignatureError(
-                        f"'{path}' takes its code from another repo ({reference!r:.200}), which the signature does not "
-                        "cover. Load it without trust_remote_code, or without the public key.",
-                        path=path,
-                        actual=reference,
-                    )
-
-
-def _is_read(name: str) -> bool:
-    """Whether a load may read a file that is none of the checkpoint's own weights."""
-    *folders, last = name.split("/")
-    if any(part.startswith(".") or part in DEBRIS for part in (*folders, last)) or last.lower().endswith(_DOCUMENTS):
-        return False
-    if not folders and last == SIGNATURE_NAME:
-        return False
-    if last.endswith(WEIGHTS_SUFFIXES):
-        return not folders and last.endswith(_READ_WEIGHTS) and not last.startswith(_OWN_STEMS)
-    return True
-
-
-def _references(config: bytes) -> list[str]:
-    """The names of code in a config, and in those that it holds."""
-    try:
-        return [*_texts_below(json.loads(config), is_code=False)]
-    except (ValueError, RecursionError):
-        return []  # whoever reads it says so
-
-
-def _texts_below(value: Any, *, is_code: bool) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _texts_below(one, is_code=is_code or key == _CODE_KEY)
-    elif isinstance(value, list):
-        for one in value:
-            yield from _texts_below(one, is_code=is_code)
-    elif is_code and isinstance(value, str):
-        yield value
+            for reference in references_elsewhere(raw):
+                raise SignatureError(
+                    f"'{path}' takes its code from another repo ({reference!r:.200}), which the signature does not "
+                    "cover. Load it without trust_remote_code, or without the public key.",
+                    path=path,
+                    actual=reference,
+                )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 import hfshard
+from hfshard.constants import MAX_COMPANION_BYTES
+from hfshard.hub.resolve import CheckpointQuery, files_to_compare
 from tests.helpers.tiny_bert import SHARDED, bert
 from tests.hub.pull.pull_hub import PullHub
 from tests.hub.server_fixture import hub_fixtures, new_repo_id
@@ -64,6 +67,39 @@ def test_pulls_bring_the_signature(hub: PullHub, repo: str, signed_bert: Path, k
 
     model_signing("verify", "key", tmp_path / "pulled", "--public_key", keys.public)
     assert hfshard.verify_checkpoint(tmp_path / "pulled", public_key=keys.public).ok
+
+
+def test_a_subfolder_has_the_signature_of_the_whole(
+    hub: PullHub, repo: str, signed_bert: Path, keys: Keys, tmp_path: Path
+) -> None:
+    """What a load doesn't read need not be there: other formats, other folders, what training keeps."""
+    whole = tmp_path / "whole"
+    bert(2).save_pretrained(whole)
+    shutil.move(signed_bert, whole / "below")
+    (whole / "below" / "model.sig").unlink()
+    for name in ("below/training_args.bin", "below/pytorch_model.bin.index.json", "other/scheduler.json"):
+        (whole / name).parent.mkdir(exist_ok=True)
+        (whole / name).write_text("{}")
+    hfshard.sign_checkpoint(whole, private_key=keys.private)
+    hub.publish(repo, whole)
+    cache = tmp_path / "cache"
+
+    loaded = hub.call("load", repo, cache, public_key=keys.public, subfolder="below")
+    assert loaded == hub.call("load", repo, cache, public_key=keys.public, subfolder="below", local_files_only=True)
+    assert loaded["digest"] != hub.call("load", repo, cache, public_key=keys.public)["digest"]
+    hub.view(repo).commit({"below/tokenizer.json": b'{"evil": 1}'}, "Change the tokenizer")
+    changed = hub.refused("load", repo, cache, public_key=keys.public, subfolder="below")
+    assert "below/tokenizer.json' is not the file that was signed" in changed.message
+
+
+def test_files_are_compared_however_large_they_are() -> None:
+    """What a pull leaves out for its size, transformers would download by itself, and run."""
+    large = MAX_COMPANION_BYTES + 1
+    files = {"custom_generate/generate.py": large, "spk_dict.pt": large, "x.bin": 1, ".gitattributes": 1}
+
+    found = files_to_compare(files, CheckpointQuery(needs_signature=True))
+
+    assert found == ["custom_generate/generate.py", "spk_dict.pt"]
 
 
 def test_an_unsigned_repo_is_refused(hub: PullHub, repo: str, signed_bert: Path, keys: Keys, tmp_path: Path) -> None:

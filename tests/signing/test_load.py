@@ -233,6 +233,23 @@ def test_a_config_that_was_swapped_and_put_back_is_noticed(
         hfshard.load_state_dict(signed, public_key=keys.public)
 
 
+def test_a_file_that_came_while_the_load_went_on_is_noticed(
+    signed: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a class of transformers downloads by itself what no list of files to read names."""
+    from hfshard.signing.check import SignedPlace
+
+    plain = SignedPlace.confirm
+
+    def add_first(self: SignedPlace) -> None:
+        (signed / "extra.pt").write_bytes(b"x")
+        plain(self)
+
+    monkeypatch.setattr(SignedPlace, "confirm", add_first)
+    with pytest.raises(SignatureError, match=r"extra.pt' is not covered by the signature"):
+        hfshard.load_state_dict(signed, public_key=keys.public)
+
+
 @pytest.mark.parametrize("method", ["sha256", "blake3"])
 def test_an_index_that_was_swapped_and_put_back_is_noticed(
     signed: Path, keys: Keys, method: str, monkeypatch: pytest.MonkeyPatch

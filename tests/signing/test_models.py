@@ -68,6 +68,8 @@ def test_code_does_not_run_before_it_was_compared(tmp_path: Path, keys: Keys, mo
     auto_map = '"auto_map": {"AutoConfig": "mine.MineConfig", "AutoModel": "mine.Mine"}, "model_type": "mine"'
     (directory / "config.json").write_text(config.replace('"model_type": "bert"', auto_map))
     (directory / "mine.py").write_text(CODE.format(ran=str(ran)))
+    (directory / "voices").mkdir()
+    (directory / "voices" / "one.pt").write_bytes(b"1")
     hfshard.sign_checkpoint(directory, private_key=keys.private)
     bad = CODE.format(ran=str(tmp_path / "evil"))
 
@@ -75,6 +77,10 @@ def test_code_does_not_run_before_it_was_compared(tmp_path: Path, keys: Keys, mo
     with pytest.raises(SignatureError, match=r"mine.py' is not the file that was signed"):
         hfshard.load_model(AutoModel, directory, public_key=keys.public, trust_remote_code=True)
     (directory / "mine.py").write_text(CODE.format(ran=str(ran)))
+    (directory / "voices" / "one.pt").write_bytes(b"2")
+    with pytest.raises(SignatureError, match=r"voices/one.pt' is not the file that was signed"):  # code may read it
+        hfshard.load_model(AutoModel, directory, public_key=keys.public, trust_remote_code=True)
+    (directory / "voices" / "one.pt").write_bytes(b"1")
     assert not (tmp_path / "evil").exists()
     assert not ran.exists()
     model = hfshard.load_model(AutoModel, directory, public_key=keys.public, trust_remote_code=True)

@@ -15,7 +15,7 @@ from hfshard.hub.remote.client import translate_hub_errors, tree_of
 from hfshard.hub.remote.commit_files import CachedFiles, NotCachedError, RemoteFiles
 from hfshard.hub.remote.transport import RETRY_SECONDS, HubReader, RetryPolicy
 from hfshard.hub.repo_tree import RepoTree
-from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, Resolver, companion_files
+from hfshard.hub.resolve import CheckpointQuery, ResolvedCheckpoint, Resolver, companion_files, files_to_compare
 from hfshard.stores.buckets.hub_calls import offline_variable, retry_after
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,8 @@ def fetch(repo_id: str, resolver: Resolver, query: CheckpointQuery, progress: bo
     fetcher = Fetcher(repo_id, query, progress)
     if is_offline(query.local_files_only):
         return fetcher.from_cache(resolver)
-    if is_commit(query.revision) and not query.force_download and not query.needs_companions:
+    needs_list = query.needs_companions or query.needs_signature
+    if is_commit(query.revision) and not query.force_download and not needs_list:
         try:
             return resolver(CachedFiles(fetcher.cache, str(query.revision), repo_id, is_sure=True))
         except NotCachedError as error:
@@ -120,8 +121,11 @@ class Fetcher:
             progress=self.progress,
         )
         resolved = resolver(files)
+        sizes = {path: file.size for path, file in tree.files.items()}
         if self.query.needs_companions:
-            files.download(companion_files({path: file.size for path, file in tree.files.items()}, self.query))
+            files.download(companion_files(sizes, self.query))
+        if self.query.needs_signature:
+            files.download(files_to_compare(sizes, self.query))
         for path in resolved.known_missing:
             self.cache.mark_missing(tree.commit, path)
         self.cache.remember(self.query.revision, tree.commit)
