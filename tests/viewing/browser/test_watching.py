@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,9 @@ def test_what_a_report_does_not_do_is_seen(browser: Browser, tmp_path: Path, mar
         complaints = complaints_of(page)
 
         page.goto(file.as_uri(), wait_until="commit")
-        page.wait_for_timeout(50)
+        end = time.monotonic() + 10
+        while expected not in " ".join(complaints) and time.monotonic() < end:
+            page.wait_for_timeout(5)
 
     assert expected in " ".join(complaints)
 
