@@ -35,6 +35,8 @@ _FIRST = (
     "tests/scripts/test_examples.py",
     "tests/crash/",
     "tests/whole/test_concurrency.py",
+    "tests/stores/sweep/",
+    "tests/stores/runs/test_faults.py",
 )
 """What takes longest: begun last, it would keep one process busy while the others have nothing left to take."""
 

@@ -297,7 +297,6 @@ def test_stores_and_ranges_are_refused(keys: Keys) -> None:
         hfshard.load_state_dict("org/name", public_key=keys.public, ranges=True)
 
 
-@pytest.mark.compat
 def test_certificates(checkpoint: Path, tmp_path: Path) -> None:
     from tests.signing.certificates import Authority
 
@@ -318,7 +317,6 @@ def test_certificates(checkpoint: Path, tmp_path: Path) -> None:
     assert hfshard.verify_checkpoint(checkpoint, public_key=by).ok
 
 
-@pytest.mark.compat
 def test_certificates_are_judged_as_by_the_library(checkpoint: Path, tmp_path: Path) -> None:
     """One that has expired since is accepted, as it held when it began to; one that is for no signing is not."""
     from tests.signing.certificates import Authority

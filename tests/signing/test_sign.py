@@ -16,8 +16,6 @@ from hfshard.errors import CheckpointNotFoundError, IntegrityError, InvalidArgum
 from tests.signing.conftest import Keys, write_pair
 from tests.signing.helpers import model_signing, payload_of
 
-pytestmark = pytest.mark.compat
-
 
 def test_model_signing_accepts_what_was_signed(checkpoint: Path, keys: Keys) -> None:
     result = hfshard.sign_checkpoint(checkpoint, private_key=keys.private)

@@ -13,8 +13,6 @@ import torch
 from hfshard._util.threads import in_threads, pause, start_thread
 from hfshard.errors import HubConnectionError
 
-pytestmark = pytest.mark.compat
-
 
 def test_error_in_one_thread_stops_the_others() -> None:
     started, stopped = threading.Barrier(2), threading.Event()

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.helpers import forkserver
-
-pytestmark = pytest.mark.compat
 
 AT_EXIT = """
 import atexit, os, threading

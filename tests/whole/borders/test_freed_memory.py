@@ -16,8 +16,6 @@ import hfshard
 from hfshard.errors import InvalidArgumentError, UnstorableTensorError
 from tests.helpers.tiny_bert import bert
 
-pytestmark = pytest.mark.compat
-
 
 def resized(tensor: torch.Tensor, nbytes: int, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """A view of a tensor whose storage then gets another size."""
@@ -74,6 +72,7 @@ def test_tensor_within_its_storage_is_saved(tmp_path: Path) -> None:
     assert torch.equal(loaded["grown"], matrix())
 
 
+@pytest.mark.compat
 def test_freed_weight_of_a_transformers_model_is_refused(tmp_path: Path) -> None:
     model = bert(1.0)
     model.pooler.dense.weight.untyped_storage().resize_(0)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.helpers import forkserver
-
-pytestmark = pytest.mark.compat
 
 MANY = """
 import os, resource

@@ -13,8 +13,6 @@ from torch import nn
 import hfshard
 from hfshard.storage.weights.tensor_reader import ReadMode
 
-pytestmark = pytest.mark.compat
-
 
 class DefaultDtype:
     """The default dtype, for a while."""
