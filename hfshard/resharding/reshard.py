@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -34,13 +34,16 @@ from hfshard.resharding.request import with_dtype, with_tensors
 from hfshard.saving.options import SaveOptions
 from hfshard.saving.request import SaveRequest
 from hfshard.saving.to_directory import save_request
-from hfshard.storage.checkpoint.checkpoint import Verify
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
 from hfshard.storage.checkpoint.raw_tensors import is_compared
 from hfshard.storage.disk.byte_source import ByteSource
 from hfshard.storage.disk.companions import refuse_conflicts
 from hfshard.storage.format.index import CheckpointIndex
 
 logger = logging.getLogger(__name__)
+
+BesideOf = Callable[[OpenCheckpoint], Mapping[str, ByteSource]]
+"""Finds the files that lie beside a checkpoint which is open."""
 
 _FLOATS: Final = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -73,7 +76,7 @@ def reshard_source(
     dtype: str | torch.dtype | None = None,
     low_disk: bool = False,
     key: str | None = None,
-    beside: Mapping[str, ByteSource] | None = None,
+    beside: BesideOf | None = None,
     verify: Verify = "structure",
 ) -> ReshardResult:
     """Save a checkpoint in files of another size, and tell what was read and written.
@@ -83,8 +86,9 @@ def reshard_source(
         dst: Directory, or address of a store, to save it in; the source's own: in place.
         options: How to save it; `variant` is the source's.
         dtype, low_disk, key: As in `reshard_checkpoint`.
-        beside: For a copy, whose files hold what those of the source do: the other files that go along, and replace
-            those of the same names. None: the files are planned by size, and companions are found, and replace nothing.
+        beside: For a copy, whose files hold what those of the source do: finds the other files that go along, and
+            replace those of the same names. None: the files are planned by size, and companions are found, and replace
+            nothing.
         verify: How the source is checked before the first byte is written.
 
     Raises:
@@ -121,7 +125,7 @@ def reshard_source(
         if floating is not None:
             request = with_dtype(request, floating, checkpoint.directory)
         if beside is not None:
-            request = replace(request, companion_files=beside)
+            request = replace(request, companion_files=beside(checkpoint))
         elif not is_in_place and not is_file:
             request = _with_companion_files(request, checkpoint.directory, dst)
         was_compared = is_compared(checkpoint)

@@ -160,7 +160,8 @@ class _Save:
     def if_unchanged(self) -> CheckpointIndex | None:
         """The index, if all that is to be saved is there, and leads every reader to it."""
         state = self.state
-        if len(self.kept) < len(self.plan.shards) or state.has_single or state.weights_override is not None:
+        is_open = state.has_single or state.weights_override is not None or state.is_bringing
+        if is_open or len(self.kept) < len(self.plan.shards):
             return None
         index = index_of(self.plan, self.request, [self.kept[shard.file] for shard in self.plan.shards])
         path = str(self.store.address.joined(state.names.index))

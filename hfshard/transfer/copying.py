@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from hfshard._util.addresses import is_address
@@ -15,8 +16,8 @@ from hfshard.hub.resolve import CheckpointQuery, companion_files
 from hfshard.loading.source import CheckpointSource
 from hfshard.resharding.reshard import reshard_source
 from hfshard.saving.options import SaveOptions
-from hfshard.storage.checkpoint.checkpoint import Verify
-from hfshard.storage.disk.byte_source import ByteSource
+from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, Verify
+from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 from hfshard.stores.opening import open_store
 from hfshard.transfer.store_files import StoreFiles
 
@@ -94,15 +95,17 @@ def _copy_one(
 ) -> None:
     source = CheckpointSource(files.place, CheckpointQuery(variant=query.variant))
     options = SaveOptions(variant=query.variant, progress=progress)
-    reshard_source(source, target, options, beside=_beside(files, query), verify=verify)
+    reshard_source(source, target, options, beside=partial(_beside, files, query), verify=verify)
 
 
-def _beside(files: FilesOfPlace, query: CheckpointQuery) -> dict[str, ByteSource]:
+def _beside(files: FilesOfPlace, query: CheckpointQuery, checkpoint: OpenCheckpoint) -> dict[str, ByteSource]:
     """The files that go along with a checkpoint, as in a pull."""
-    found = companion_files({query.path(name): size for name, size in files.sizes().items()}, query)
+    brought = {name: BytesSource(raw) for name, raw in checkpoint.folder.brought().items()}
+    sizes = {**files.sizes(), **{name: len(source.raw) for name, source in brought.items()}}
+    found = companion_files({query.path(name): size for name, size in sizes.items()}, query)
     names = {path.removeprefix(query.path("")) for path in found} - _OF_WEIGHTS
     files.check(names)
-    return {name: files.content(name, None) for name in sorted(names)}
+    return {name: brought.get(name) or files.content(name, None) for name in sorted(names)}
 
 
 def listed(patterns: Sequence[str] | str | None) -> list[str] | None:

@@ -13,7 +13,7 @@ from hfshard.errors import DamagedCheckpointError
 from hfshard.saving.stores.own_puts import read_small
 from hfshard.storage.commit.damage import unless_damaged
 from hfshard.storage.commit.directory_state import DirectoryState, find_ownership, weights_override_of
-from hfshard.storage.format.brought_files import BroughtFile, brings_of, without_brings
+from hfshard.storage.format.brought_files import BroughtFile, brings_of, does_bring, without_brings
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import INDEX_FILE, WeightNames
 from hfshard.storage.format.strict_json import dump_json
@@ -41,6 +41,8 @@ class StoreState(DirectoryState):
     """The names of the tensors in `model.safetensors`, where they matter."""
     is_claimed: bool
     """Whether a save that changes the config is under way, or was killed, that others can only stop by the config."""
+    is_bringing: bool
+    """Whether the index still brings small files: the save is under way, or was killed."""
     is_marked: bool
     """Whether the config has the mark of a save that has found the place claimed; `config` is without it."""
 
@@ -53,7 +55,8 @@ class StoreState(DirectoryState):
     def is_settled(self) -> bool:
         """Whether no other save seems to be under way; one that was killed looks as if it were."""
         passing = any(map(self.names.is_transient, self.listing)) or self.weights_override is not None
-        return not (self.is_claimed or passing or self.strays or (self.has_single and self.has_index))
+        is_open = self.is_claimed or self.is_bringing
+        return not (is_open or passing or self.strays or (self.has_single and self.has_index))
 
     def single_keys(self) -> list[str]:
         """The names of the tensors in `model.safetensors`; empty where it can't be read."""
@@ -104,6 +107,7 @@ def read_store_state(store: Store, names: WeightNames, config: bytes | None = No
         raw_index=raw_index,
         names_in_single=_names_in(store, found[names.single]) if needs_keys else (),
         is_claimed=_CLAIM_KEY in json.loads(raw_index) if raw_index is not None else names.placeholder in listing,
+        is_bringing=raw_index is not None and does_bring(json.loads(raw_index)),
         is_marked=old_config is not None and without_mark(old_config) != old_config,
     )
 

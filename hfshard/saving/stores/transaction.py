@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import dropwhile, groupby
+from itertools import groupby
 from typing import Final
 
 from hfshard.constants import CONFIG_NAME
@@ -91,7 +91,7 @@ class StoreTransaction:
                 tell whether it is.
             KeyboardInterrupt: Ctrl-C was pressed: before the deciding put, or after it, and all steps are done.
         """
-        deciding = next(number for number, step in enumerate(plan.steps) if step.moves or step.is_commit)
+        deciding = _deciding(plan)
         self._take_turn()
         uploads = self._unfinished_uploads()
         with deferred_interrupt() as was_interrupted:
@@ -234,11 +234,12 @@ class StoreTransaction:
 
         The index is put as long as the config leads to this save's weights: whoever put it did so before this save's
         config, or is going to find that the config has changed. Small files are put as long as the index is this
-        save's: the one before has put its own only now.
+        save's: the one before has put its own only now. An index that brings nothing any more replaces only the one
+        that did: who was faster goes on from there.
         """
-        if step.target == CONFIG_NAME:
-            return False
         index = self._state.names.index
+        if step.target == CONFIG_NAME or (step.target == index and not _decides(step)):
+            return False
         for _ in range(_TRIES):
             there = self._store.find(step.target)
             if not self._is_still_there(CONFIG_NAME if step.target == index else index):
@@ -315,15 +316,17 @@ class StoreTransaction:
                 return reader.read()
         if step.target == self._state.names.placeholder:
             return self._digits.encode()  # of each save another one
-        if step.target == self._state.names.index and not (step.moves or step.is_commit or self._is_protecting):
+        if step.target == self._state.names.index and not (_decides(step) or self._is_protecting or self.is_decided):
             return claiming_index(raw, self._digits)
         if INDEX_FILE.fullmatch(step.target):
-            return renewed_index(raw, self._digits, self._brought(plan))
+            return renewed_index(raw, self._digits, self._brought(step, plan))
         return raw
 
-    def _brought(self, plan: CommitPlan) -> dict[str, BroughtFile]:
-        """The small files that are put after the deciding put, which readers of its index take from there meanwhile."""
-        later = list(dropwhile(lambda step: not (step.moves or step.is_commit), plan.steps))
+    def _brought(self, index: CommitStep, plan: CommitPlan) -> dict[str, BroughtFile]:
+        """The small files that are put after the deciding put and an index, of which readers take them meanwhile."""
+        if self._is_protecting:
+            return {}
+        later = plan.steps[max(_deciding(plan), plan.steps.index(index)) :]
         files = {step.target: plan.small_files[step.source] for step in later if step.source in plan.small_files}
         found = {name: self._state.found.get(name) for name in files}
         return {
@@ -339,6 +342,16 @@ class StoreTransaction:
             "sent is removed. Save again to replace it.",
             path=address,
         )
+
+
+def _decides(step: CommitStep) -> bool:
+    """Whether some readers find the new checkpoint from this step on."""
+    return step.is_commit or bool(step.moves)
+
+
+def _deciding(plan: CommitPlan) -> int:
+    """The number of the first step that decides."""
+    return next(number for number, step in enumerate(plan.steps) if _decides(step))
 
 
 def _grouped(steps: Sequence[CommitStep]) -> Iterator[list[CommitStep]]:

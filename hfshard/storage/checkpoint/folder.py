@@ -71,6 +71,9 @@ class CheckpointFolder(Protocol):
     def bring(self, files: Mapping[str, BroughtFile]) -> None:
         """Take what an index brings along for what is there, where that is still what it replaces."""
 
+    def brought(self) -> dict[str, bytes]:
+        """The files that an index brings, and that count in place of what is there."""
+
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
         """Open safetensors files, and check their headers."""
 
@@ -124,6 +127,10 @@ class LocalFolder:
 
     def bring(self, files: Mapping[str, BroughtFile]) -> None:
         """Files of a directory have no ETags; a commit there is finished by the next save."""
+
+    def brought(self) -> dict[str, bytes]:
+        """None."""
+        return {}
 
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
         """Open files; see `SafetensorsFile`."""
@@ -250,6 +257,11 @@ class RangedFolder:
     def bring(self, files: Mapping[str, BroughtFile]) -> None:
         """Take what an index brings along for what is listed, where that is still what it replaces."""
         self._brought = files
+
+    def brought(self) -> dict[str, bytes]:
+        """Those whose objects are still what they replace, as listed."""
+        found = {name: self._stand_in(name) for name in self._brought}
+        return {name: raw for name, raw in found.items() if raw is not None}
 
     def open_shards(self, names: Collection[str]) -> dict[str, SafetensorsShard]:
         """Read the headers of files as they were listed, several at once."""

@@ -93,6 +93,7 @@ def _commit_by_index(
 
     # Settle: the other small files.
     _put_small_files(plan, new, small - first)
+    _stop_bringing(plan, old, new, small - first)
     if config is not None and not is_first:
         put_config(plan, new, _marked(config, mark))
         plan.sync()
@@ -132,6 +133,7 @@ def _commit_by_config(
 
     # Settle: the conventional files lead where the override did.
     _put_small_files(plan, new, changed - absent)
+    _stop_bringing(plan, old, new, changed - absent)
     if old.has_single:  # it outranks the index once the override is gone
         plan.remove([old.names.single])
         plan.sync()
@@ -140,6 +142,13 @@ def _commit_by_config(
 
     plan.remove((outdated_files(old, new) | {unique}) - {old.names.single})
     return plan
+
+
+def _stop_bringing(plan: CommitPlan, old: DirectoryState, new: NewCheckpoint, names: set[str]) -> None:
+    """Put the index once more where it brings small files, which are in place now: what changes there later counts."""
+    if not names.isdisjoint(new.model_files):
+        plan.write_small(old.names.index, new.index or b"")
+        plan.sync()
 
 
 def _marked(config: bytes, mark: str | None) -> bytes:

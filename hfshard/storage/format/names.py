@@ -114,7 +114,7 @@ def check_file_name(name: object, *, index_path: str, suffix: str) -> str:
     Raises:
         UnsafePathError: It is absolute, has a drive, `..`, NUL or an empty part, is a URL, or ends in another suffix.
     """
-    if isinstance(name, str) and name.endswith(suffix) and len(name) <= 1024 and _stays_inside(name):
+    if isinstance(name, str) and name.endswith(suffix) and len(name) <= 1024 and stays_inside(name):
         return name
     raise UnsafePathError(
         f"Index '{index_path}' names the file {str(name)[:200]!r}: a shard must be a {suffix} file inside the "
@@ -125,6 +125,7 @@ def check_file_name(name: object, *, index_path: str, suffix: str) -> str:
     )
 
 
-def _stays_inside(name: str) -> bool:
+def stays_inside(name: str) -> bool:
+    """Whether a name is that of a file inside the checkpoint's directory, on every system."""
     # On Windows a backslash ends a folder, and a colon a drive; what begins with "/" has an empty part.
     return "\\" not in name and ":" not in name and _NO_NAMES.isdisjoint(name.split("/")) and name.isprintable()
