@@ -1,4 +1,4 @@
-"""The command that makes a page: show. It prints where the page is, and returns the exit code."""
+"""The command that makes a page or a picture of one: show. It prints where that is, and returns the exit code."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from hfshard.viewing.stills import Still, parse_still_size
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Write the page of a checkpoint."""
+    """Write the page of a checkpoint, or, where only a picture is asked for, that alone."""
+    output = arguments.output
+    is_picture = output is None and arguments.png is not None
+    if output is None and not is_picture:
+        output = default_output(arguments.checkpoint)
     width, height = parse_still_size(arguments.png_size)
     path = show_checkpoint(
         arguments.checkpoint,
-        default_output(arguments.checkpoint) if arguments.output is None else arguments.output,
+        output,
         variant=arguments.variant,
         key=arguments.key,
         subfolder=arguments.subfolder,
@@ -33,7 +37,7 @@ def show(arguments: argparse.Namespace) -> int:
     )
     nbytes = os.path.getsize(path)
     if arguments.format == "json":
-        print_json({"page": path, "size": nbytes})
+        print_json({"png" if is_picture else "page": path, "size": nbytes})
     else:
         print_text(printable(f"{path}: {format_size(nbytes)}"))
     return 0

@@ -25,7 +25,7 @@ from hfshard.viewing.values.measuring import measure_values
 @names_files("checkpoint")
 def show_checkpoint(
     checkpoint: str | os.PathLike[str],
-    output: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
     *,
     variant: str | None = None,
     key: str | None = None,
@@ -53,6 +53,7 @@ def show_checkpoint(
             ("org/name" or "org/name@revision"), of which only the index and the headers are fetched; a checkpoint of a
             training run ("run/checkpoint-30"); or a run, whose checkpoints are shown beside each other.
         output: The file to write. A page that is there is replaced; any other file is left as it is, with an error.
+            None: there is only `png`.
         variant, subfolder, revision, token: As in transformers' `from_pretrained`.
         key: Of a file of torch.save, as in `load_state_dict`.
         max_shard_size: What the bars of the files are measured by, such as "5GB"; None: the largest file.
@@ -65,10 +66,11 @@ def show_checkpoint(
         progress: Whether to show a bar on stderr while tensors are read; None: only on a terminal.
 
     Returns:
-        The absolute path of the page.
+        The absolute path of the page; without `output` that of the picture.
 
     Raises:
         InvalidSizeError, InvalidSizeTypeError: `max_shard_size` is no size.
+        InvalidArgumentError: Neither `output` nor `png` is given, or an argument is for another kind of page.
         InvalidPathError: `output` can't be written, or is there and no page of hfshard.
         CheckpointNotFoundError: There are no weights.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: Something is wrong with a file.
@@ -79,11 +81,14 @@ def show_checkpoint(
         hfshard.show_checkpoint("out", "out.html")
     """
     limit = None if max_shard_size is None else parse_size(max_shard_size)
-    path = checked_output(output)
+    path = None if output is None else checked_output(output)
     picture = None
     if png is not None:
         picture = checked_output(png, is_picture=True)
         require_chromium()
+    written = path or picture
+    if written is None:
+        raise InvalidArgumentError("There is nothing to write: give output=, the file of the page, or png=, or both.")
     root = run_at(checkpoint) if against is None else None
     if values and root is not None:
         raise InvalidArgumentError("values=True is for one checkpoint or for two, not for a run.")
@@ -104,7 +109,8 @@ def show_checkpoint(
             page = with_values(page, measure_values(checkpoint, query, LoadOptions(key=key, progress=progress)))
         page = with_parts(page, found.directory)
     html = render_page(page)
-    write_page(html, path)
+    if path is not None:
+        write_page(html, path)
     if picture is not None:
         write_page(take_still(html, still or Still()), picture)
-    return path
+    return written

@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import hfshard
+from hfshard.cli.main import main
 from hfshard.cli.show_commands import default_output
+from hfshard.errors import InvalidArgumentError
+from hfshard.viewing.stills import find_chromium
 from tests.cli.conftest import Run
 
 
@@ -46,6 +51,21 @@ def test_nothing_is_written_where_there_are_no_weights(tmp_path: Path, run: Run)
 
     assert (done.returncode, done.stdout) == (1, "")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(find_chromium() is None, reason="no chromium: apt-get install chromium")
+def test_only_a_picture_is_written_where_only_that_is_asked_for(
+    example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    picture = tmp_path / "out.png"
+
+    code = main(["show", str(example), "--png", str(picture), "--png-size", "200x200", "--format", "json"])
+
+    assert (code, json.loads(capsys.readouterr().out)) == (0, {"png": str(picture), "size": picture.stat().st_size})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["example", "out.png"]
+    with pytest.raises(InvalidArgumentError, match="There is nothing to write: give output="):
+        hfshard.show_checkpoint(example)
 
 
 def test_page_has_the_name_of_its_checkpoint() -> None:

@@ -24,13 +24,12 @@ document.body.innerHTML = `<div style="background:#f00;width:${innerWidth / 2}px
 
 
 @needs_chromium
-@pytest.mark.parametrize(("theme", "background"), [("light", (255, 255, 255)), ("dark", (0, 0, 0))])
-def test_a_picture_has_its_size_and_theme(theme: str, background: tuple[int, int, int]) -> None:
-    picture = take_still(PAGE, Still(width=200, height=200, theme=theme))  # type: ignore[arg-type]
+def test_a_picture_has_its_size_and_theme() -> None:
+    picture = take_still(PAGE, Still(width=200, height=200, theme="dark"))
 
     width, height, rows = _pixels(picture)
     assert (width, height) == (200, 200)
-    assert [rows[199][at] for at in (0, 99, 100, 199)] == [(255, 0, 0), (255, 0, 0), background, background]
+    assert [rows[199][at] for at in (0, 99, 100, 199)] == [(255, 0, 0), (255, 0, 0), (0, 0, 0), (0, 0, 0)]
 
 
 def test_a_missing_browser_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -46,7 +46,10 @@ def add_show(commands: CommandGroup) -> None:
     show.set_defaults(needs_directory=False)
     show.add_argument("checkpoint", metavar="CHECKPOINT", help=f"a directory, or one file of weights; {REPO}{OR_STORE}")
     show.add_argument(
-        "-o", "--output", metavar="FILE", help="the page (default: the checkpoint's name with .html, in this directory)"
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="the page (default: the checkpoint's name with .html, in this directory; with --png: none)",
     )
     add_variant(show)
     add_key(show)
@@ -56,7 +59,7 @@ def add_show(commands: CommandGroup) -> None:
         "--max-shard-size", type=shard_size, metavar="SIZE", help="measure the files by this size, not by the largest"
     )
     show.add_argument("--values", action="store_true", help="read the tensors, and show what their numbers are like")
-    show.add_argument("--png", metavar="FILE", help="draw a picture of the page, too, by an installed Chromium")
+    show.add_argument("--png", metavar="FILE", help="draw a picture of the page by an installed Chromium; with -o both")
     show.add_argument("--png-size", default="1280x800", metavar="WxH", help="its pixels (default: %(default)s)")
     show.add_argument(
         "--png-theme", choices=("light", "dark"), default="light", help="its theme (default: %(default)s)"

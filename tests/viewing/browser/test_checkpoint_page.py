@@ -10,7 +10,7 @@ import pytest
 from hfshard.viewing.inspection import Inspection
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
 from hfshard.viewing.page.rendering import render_page
-from tests.viewing.page.checkpoints import hostile_checkpoint, inspection_of, large_checkpoint, small_checkpoint, tensor
+from tests.viewing.page.checkpoints import hostile_checkpoint, inspection_of, large_page, small_checkpoint, tensor
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -148,7 +148,9 @@ def test_hostile_names_do_nothing_but_stand_there(browser_page: Page, tmp_path: 
 
 def test_a_hundred_thousand_tensors_are_searched_and_shown(browser_page: Page, tmp_path: Path) -> None:
     page = browser_page
-    open_page(page, large_checkpoint(), tmp_path)
+    path = tmp_path / "page.html"
+    path.write_text(large_page(), encoding="utf-8")
+    page.goto(path.as_uri())
     assert page.evaluate("document.querySelectorAll('*').length") < MOST_ELEMENTS
 
     page.fill("#search", "layers.42. experts.332 up_proj")

@@ -46,6 +46,8 @@ def test_a_picture_replaces_nothing_but_a_picture(saved: Path, tmp_path: Path) -
         show_checkpoint(saved, tmp_path / "page.html", png=tmp_path / "notes.png")
     assert not (tmp_path / "page.html").exists()
 
-    show_checkpoint(saved, tmp_path / "page.html", png=tmp_path / "page.png")
+    written = show_checkpoint(saved, tmp_path / "page.html", png=tmp_path / "page.png")
 
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    assert written == str(tmp_path / "page.html")
+    assert Path(written).read_text().startswith("<!doctype html>")

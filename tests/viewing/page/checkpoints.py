@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from hfshard.storage.format.index import FileDigest
 from hfshard.viewing.inspection import FileEntry, Inspection, TensorEntry
+from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
+from hfshard.viewing.page.rendering import render_page
+from hfshard.viewing.page.values_data import with_values
+from hfshard.viewing.values.measuring import MOST_TENSORS, MeasuredValues
+from hfshard.viewing.values.running import ValueSummary
 
 HOSTILE_NAMES = (
     "</script><script>window.attacked=1</script>",
@@ -107,3 +114,24 @@ def large_checkpoint() -> Inspection:
             for number, name in enumerate(names)
         ]
     )
+
+
+@cache
+def large_page() -> str:
+    """The page of 100,000 tensors, with the numbers of as many of them as are read; in each, every bin has a height."""
+    found = large_checkpoint()
+    numbers = ValueSummary(
+        elements=14_680_064,
+        nan=1_234_567,
+        inf=1_234_567,
+        minimum=-1.23456e-30,
+        maximum=1.23456e30,
+        mean=-1.23456e-10,
+        std=1.23456e-10,
+        low=-1.23456e-30,
+        high=1.23456e30,
+        bins=tuple(range(1_000, 1_064)),
+    )
+    names = [tensor.name for tensor in found.largest(MOST_TENSORS)]
+    measured = MeasuredValues(dict.fromkeys(names, numbers), len(found.tensors) - len(names), 0)
+    return render_page(with_values(make_checkpoint_page(found), measured))

@@ -18,7 +18,7 @@ from tests.viewing.page.checkpoints import (
     HOSTILE_NAMES,
     hostile_checkpoint,
     inspection_of,
-    large_checkpoint,
+    large_page,
     small_checkpoint,
     tensor,
 )
@@ -151,10 +151,12 @@ def test_json_can_not_end_its_element() -> None:
     assert json.loads(text) == {"</script>": "<!-- & \u2028\u2029"}
 
 
-def test_a_hundred_thousand_tensors_fit_in_five_megabytes() -> None:
-    html = html_of(large_checkpoint())
+def test_a_hundred_thousand_tensors_and_their_values_fit_in_five_megabytes() -> None:
+    html = large_page()
 
     assert len(html.encode()) < 5_000_000
+    assert "those of the 90,000 smallest tensors were not read, to keep the page small" in html
+    assert len(data_of(html)["values"]["rows"]) == 10_000
     assert html.count("<tr>") < 700
     assert sum(1 for kind in data_of(html)["kind"] if kind) == 100_000
 

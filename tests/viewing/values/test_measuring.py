@@ -13,6 +13,9 @@ from hfshard.errors import IntegrityError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.viewing.values.measuring import MeasuredValues, measure_values
+from tests.helpers.memory_child import MIB, peak_during
+
+MOST_MIB = 30
 
 
 def measured(place: Path, *, most: int = 10_000) -> MeasuredValues:
@@ -52,6 +55,19 @@ def test_the_largest_are_read_where_there_are_many(saved: Path) -> None:
     found = measured(saved, most=2)
 
     assert (list(found.tensors), found.left_out, found.unknown) == (["large", "complex"], 4, 1)
+
+
+def test_memory_is_that_of_a_few_blocks_and_histograms(tmp_path: Path) -> None:
+    """A histogram takes 512 KiB while it is filled: those of all tensors would take 200 MiB, and the large one 48."""
+    state_dict = {f"small.{number}": torch.full((100,), float(number)) for number in range(400)}
+    hfshard.save_state_dict({**state_dict, "large": torch.ones(12 * MIB)}, tmp_path, checksum="xxh3")
+    measured(tmp_path, most=1)  # imports, and the room that the reader keeps
+    found = []
+
+    peak = peak_during(lambda: found.append(measured(tmp_path)))
+
+    assert (len(found[0].tensors), found[0].tensors["large"].mean) == (401, 1.0)
+    assert peak < MOST_MIB * MIB
 
 
 def test_damage_is_found_on_the_way(saved: Path, tmp_path: Path) -> None:
