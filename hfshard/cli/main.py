@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Final
 
@@ -67,6 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.exit_failed)
     except KeyboardInterrupt:
         return _EXIT_SIGNAL + _SIGINT
+    except Exception:
+        if arguments.exit_failed == EXIT_FAILED:  # Python's own exit code for what nobody expected
+            raise
+        traceback.print_exc()
+        return int(arguments.exit_failed)
     return code
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hfshard._util.addresses import is_address
 from hfshard._util.paths import absolute_path, path_text
-from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
+from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.address import split_address
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
@@ -32,6 +33,14 @@ class ViewedCheckpoint:
     checkpoint: OpenCheckpoint
     is_of_hub: bool = False
     """Whether its files are read from the Hub by ranges, so that their ETags are what the Hub lists."""
+
+
+class Opening(NamedTuple):
+    """What `open_to_view` is asked for."""
+
+    place: str | os.PathLike[str]
+    query: CheckpointQuery
+    options: LoadOptions
 
 
 @contextmanager
@@ -66,6 +75,41 @@ def open_to_view(
             logger.info("%s Its checkpoint '%s' is opened.", error, step_path)
             viewed = _opened(stack, step_path, query, options)
         yield viewed
+
+
+def open_with_one_key(stack: ExitStack, openings: Sequence[Opening]) -> list[ViewedCheckpoint]:
+    """Open checkpoints with a key that is for those of them that are files of torch.save.
+
+    Args:
+        stack: Closes them.
+        openings: With the key in their options.
+
+    Raises:
+        InvalidArgumentError: It is for none of them.
+        Everything that `open_to_view` raises.
+    """
+    refusals: list[InvalidArgumentError] = []
+    found = [_opened_with_key(stack, opening, refusals) for opening in openings]
+    if len(refusals) == len(openings):
+        raise refusals[0]
+    return found
+
+
+def _opened_with_key(stack: ExitStack, opening: Opening, refusals: list[InvalidArgumentError]) -> ViewedCheckpoint:
+    try:
+        return stack.enter_context(open_to_view(*opening))
+    except AmbiguousWeightsError:
+        raise
+    except InvalidArgumentError as error:
+        keyless = opening._replace(options=replace(opening.options, key=None))
+        try:
+            viewed = stack.enter_context(open_to_view(*keyless))
+        except AmbiguousWeightsError:
+            raise error from None
+        if viewed.checkpoint.weights.kind == "bin":
+            raise
+        refusals.append(error)
+        return viewed
 
 
 def _opened(stack: ExitStack, path: str, query: CheckpointQuery, options: LoadOptions) -> ViewedCheckpoint:

@@ -54,8 +54,9 @@ def show_checkpoint(
             training run ("run/checkpoint-30"); or a run, whose checkpoints are shown beside each other.
         output: The file to write. A page that is there is replaced; any other file is left as it is, with an error.
             None: there is only `png`.
-        variant, subfolder, revision, token: As in transformers' `from_pretrained`.
-        key: Of a file of torch.save, as in `load_state_dict`.
+        variant, subfolder, revision, token: As in transformers' `from_pretrained`; with `against`, of both, and a
+            revision only behind its checkpoint: "org/name@revision".
+        key: Of a file of torch.save, as in `load_state_dict`; with `against`, of whichever is one.
         max_shard_size: What the bars of the files are measured by, such as "5GB"; None: the largest file.
         best: Of a run: the metric by which one checkpoint is marked as the best.
         metric_mode: "min": its lowest value is the best; "max": its highest.
@@ -93,8 +94,17 @@ def show_checkpoint(
     if values and root is not None:
         raise InvalidArgumentError("values=True is for one checkpoint or for two, not for a run.")
     if against is not None:
+        if revision is not None:
+            raise InvalidArgumentError("With against=, write a revision behind its checkpoint: 'org/name@revision'.")
         found_diff = diff_checkpoints(
-            against, checkpoint, values=values, variant=variant, token=token, progress=progress
+            against,
+            checkpoint,
+            values=values,
+            variant=variant,
+            key=key,
+            subfolder=subfolder,
+            token=token,
+            progress=progress,
         )
         page = make_diff_page(found_diff)
     elif root is not None:

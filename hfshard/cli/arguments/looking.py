@@ -88,7 +88,19 @@ def add_diff(commands: CommandGroup) -> None:
         "--values", action="store_true", help="also by how much: what changed is read, block by block, and measured"
     )
     diff.add_argument("--all", action="store_true", help="list every tensor that differs, with its whole name")
+    diff.add_argument(
+        "--verify",
+        choices=("none", "structure", "full"),
+        default="structure",
+        help="full: believe no digest, and read and compare every byte of both (default: %(default)s)",
+    )
     add_variant(diff)
+    diff.add_argument(
+        "--key",
+        action="append",
+        help="where the weights lie in files of torch.save that hold several, as model_ema; twice: in A, in B",
+    )
+    diff.add_argument("--subfolder", action="append", help="folder of both; twice: of A, of B")
     add_token(diff)
     add_format(diff)
     add_no_progress(diff)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from typing import Any
 
 from hfshard._util.paths import absolute_path
 from hfshard._util.size import format_size
@@ -27,6 +28,9 @@ def diff(arguments: argparse.Namespace) -> int:
         arguments.b,
         values=arguments.values,
         variant=arguments.variant,
+        key=_one_or_each(arguments.key),
+        subfolder=_one_or_each(arguments.subfolder) or "",
+        verify=arguments.verify,
         token=arguments.token,
         progress=arguments.progress,
     )
@@ -61,6 +65,11 @@ def print_diff(found: CheckpointDiff, places: tuple[str, str], *, lists_all: boo
     has_shades = sys.stdout.isatty() and sys.stdout.encoding.lower().startswith("utf")
     for drawn in heat_maps(found, HeatMapStyle(columns, has_shades, has_colors(sys.stdout))):
         print_text("\n" + drawn)
+
+
+def _one_or_each(values: list[str] | None) -> Any:
+    """What an option was given: once for both checkpoints, or for each."""
+    return None if not values else values[0] if len(values) == 1 else tuple(values)
 
 
 def _shown_place(given: str, found: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hfshard.cli.output import count_of, printable, shortened
-from hfshard.viewing.diff.report import CheckpointDiff, ValueDiff
+from hfshard.viewing.diff.report import CheckpointDiff, TensorDiff
 from hfshard.viewing.layers import LayerStack, layer_grid
 
 _LEVELS: Final = 9
@@ -22,6 +22,9 @@ _MOST_LABEL: Final = 36
 _MOST_KINDS: Final = 40
 _MOST_STACKS: Final = 4
 _LEAST: Final = sys.float_info.min
+_NOT_MEASURED: Final = math.ulp(0.0)
+"""Stands for what differs in another way than by its numbers: in shape, or it is in one of the two only."""
+_DIFFERENT: Final = "?"
 _SAME: Final = "·"
 _LACKING: Final = " "
 _RULER: Final = 5
@@ -66,24 +69,33 @@ def heat_maps(found: CheckpointDiff, style: HeatMapStyle) -> Iterator[str]:
     Yields:
         Lines, of the stacks with the largest changes first.
     """
-    norms = {one.name: _heat(one.values) for one in found.tensors if one.values}
+    norms: dict[str, float] = {}
+    for one in found.tensors:  # a name may be in several pairs
+        norms[one.name] = max(_heat(one), norms.get(one.name, 0.0))
     positive = [norm for norm in norms.values() if _LEAST < norm < math.inf]
     high = max(positive, default=1.0)
     low = max(min(positive, default=0.0), high / 10**_DECADES)
     scale = _Scale(min(low, high / 10), high)  # a decade at least: small differences look small
-    stacks = [stack for stack in layer_grid(tensor.name for tensor in found.tensors).stacks if _hottest(stack, norms)]
+    stacks = [
+        stack
+        for stack in layer_grid(tensor.name for tensor in found.tensors).stacks
+        if _hottest(stack, norms) > _NOT_MEASURED
+    ]
     stacks.sort(key=lambda stack: -_hottest(stack, norms))
     for stack in stacks[:_MOST_STACKS]:
         yield _map(stack, norms, scale, style)
     if len(stacks) > _MOST_STACKS:
         yield f"{count_of(len(stacks) - _MOST_STACKS, 'more stack')} of layers with smaller changes"
     if stacks:
-        yield _legend(scale, style)
+        yield _legend(scale, style, has_others=_NOT_MEASURED in norms.values())
 
 
-def _heat(values: ValueDiff) -> float:
-    """The relative norm; not zero where elements differ that are not finite, or too little for a norm."""
-    return max(values.relative_norm, _LEAST if values.changed else 0.0)
+def _heat(tensor: TensorDiff) -> float:
+    """The relative norm; not zero where what differs is not finite, too little for a norm, or the sign of a zero."""
+    if tensor.values is None:
+        return 0.0 if tensor.kind in ("same", "renamed") else _NOT_MEASURED
+    is_changed = tensor.kind == "changed" or tensor.values.changed > 0
+    return max(tensor.values.relative_norm, _LEAST if is_changed else 0.0)
 
 
 def _hottest(stack: LayerStack, norms: dict[str, float]) -> float:
@@ -129,6 +141,8 @@ def _drawn(norms: Sequence[float | None], scale: _Scale, style: HeatMapStyle) ->
     norm = max(present)
     if norm == 0:
         return _SAME if style.has_shades else "."
+    if norm == _NOT_MEASURED:
+        return _DIFFERENT
     return _level_text(scale.level(norm), style)
 
 
@@ -137,11 +151,12 @@ def _level_text(level: int, style: HeatMapStyle) -> str:
     return f"\x1b[38;5;{_COLORS[level - 1]}m{text}\x1b[0m" if style.has_colors else text
 
 
-def _legend(scale: _Scale, style: HeatMapStyle) -> str:
+def _legend(scale: _Scale, style: HeatMapStyle, *, has_others: bool) -> str:
     levels = (1, _LEVELS) if not style.has_shades else (1, 3, 5, 7)
     texts = []
     for level in levels:
         share = (level - 1) / (_LEVELS - 1)
         texts.append(f"{_level_text(level, style)} {scale.low * (scale.high / scale.low) ** share:.1e}")
     same = _SAME if style.has_shades else "."
-    return f"relative norm |B-A| / |A|:  {same} same  {'  '.join(texts)}"
+    others = f"  {_DIFFERENT} differs otherwise" if has_others else ""
+    return f"relative norm |B-A| / |A|:  {same} same  {'  '.join(texts)}{others}"

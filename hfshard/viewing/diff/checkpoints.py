@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from hfshard._util.file_errors import names_files
-from hfshard.errors import CheckpointChangedError
+from hfshard.errors import CheckpointChangedError, InvalidArgumentError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.storage.checkpoint.checkpoint import Verify
@@ -21,7 +21,7 @@ from hfshard.viewing.diff.pairing import TensorPair, pair_by_contents, pair_by_n
 from hfshard.viewing.diff.reading import ReadJob, do_jobs
 from hfshard.viewing.diff.report import CheckpointDiff, TensorDiff
 from hfshard.viewing.diff.sides import ComparedTensor, Side, side_of
-from hfshard.viewing.opening import open_to_view
+from hfshard.viewing.opening import Opening, open_to_view, open_with_one_key
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ def diff_checkpoints(
     *,
     values: bool = False,
     variant: str | None = None,
+    key: str | tuple[str | None, str | None] | None = None,
+    subfolder: str | tuple[str, str] = "",
     verify: Verify = "structure",
     token: str | bool | None = None,
     progress: bool | None = None,
@@ -62,6 +64,9 @@ def diff_checkpoints(
         values: Whether to measure by how much the values of a tensor that changed, was cast or reshaped differ: both
             are read for it, block by block.
         variant: As in `from_pretrained`; of both.
+        key: Of files of torch.save that hold several sets of weights: the one to take, as in `load_state_dict`; of
+            whichever of the two is such a file. A pair: that of a, and that of b.
+        subfolder: As in `from_pretrained`; of both, or a pair: that of a, and that of b.
         verify: "none": only what reading needs is checked; "structure": what `load_state_dict` checks before it reads,
             of local files the first bytes of tensors too; "full": no digest is believed, and every byte of both is
             read, compared with each other and with the digests.
@@ -74,6 +79,7 @@ def diff_checkpoints(
     Raises:
         CheckpointNotFoundError: There are no weights in one of the places.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: A file is not whole, or not safe to read.
+        InvalidArgumentError: `key` does not say which weights of a file, or neither is such a file.
         UnstorableTensorError: A pickle has a tensor that is not dense, or quantized.
         CheckpointChangedError: One kept being replaced in a store.
         HubError, StoreError: The Hub or the store refuses, or can't be reached.
@@ -85,7 +91,11 @@ def diff_checkpoints(
     query = CheckpointQuery(variant=variant, token=token)
     options = LoadOptions(verify="structure" if verify in ("full", "sha256") else verify, progress=progress)
     asked = Asked(values, trusts_digests=verify not in ("full", "sha256"))
-    once = partial(_diff_once, a, b, query, options, asked)
+    subfolders = _pair("subfolder", subfolder)
+    queries = tuple(replace(query, subfolder=one or "") for one in subfolders)
+    chosen = tuple(replace(options, key=one) for one in _pair("key", key))
+    openings = [Opening(*one) for one in zip((a, b), queries, chosen, strict=True)]
+    once = partial(_diff_once, openings, asked, has_one_key=isinstance(key, str))
     for _ in range(FAR_TRIES - 1):
         try:
             return once()
@@ -94,16 +104,23 @@ def diff_checkpoints(
     return once()
 
 
-def _diff_once(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
-    query: CheckpointQuery,
-    options: LoadOptions,
-    asked: Asked,
-) -> CheckpointDiff:
+def _diff_once(openings: Sequence[Opening], asked: Asked, *, has_one_key: bool) -> CheckpointDiff:
     with ExitStack() as stack:
-        side_a, side_b = (side_of(stack.enter_context(open_to_view(place, query, options))) for place in (a, b))
-        return _Comparison(side_a, side_b, asked, options.progress).run()
+        if has_one_key:
+            viewed = open_with_one_key(stack, openings)
+        else:
+            viewed = [stack.enter_context(open_to_view(*one)) for one in openings]
+        side_a, side_b = map(side_of, viewed)
+        return _Comparison(side_a, side_b, asked, openings[0].options.progress).run()
+
+
+def _pair(name: str, value: str | tuple[str | None, ...] | None) -> tuple[str | None, str | None]:
+    """What is given for both checkpoints, or for each."""
+    if not isinstance(value, tuple | list):
+        return value, value
+    if len(value) != 2:
+        raise InvalidArgumentError(f"{name} must be one for both checkpoints, or a pair, got {len(value)} of them.")
+    return value[0], value[1]
 
 
 class _Comparison:

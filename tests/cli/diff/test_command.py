@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from subprocess import PIPE
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 import hfshard
+from hfshard.cli.main import main
 from tests.cli.conftest import Run
 from tests.helpers import forkserver
 
@@ -110,6 +113,58 @@ def test_what_cannot_be_compared_exits_with_2(tmp_path: Path, run: Run) -> None:
         done = run("diff", *arguments)
         assert (done.returncode, done.stdout) == (2, ""), arguments
         assert done.stderr
+
+
+def test_what_nobody_expected_exits_with_2_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = [str(save(tmp_path / place, {"new": torch.full((9,), n)}, checksum=None)) for n, place in enumerate("ab")]
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(torch, "frombuffer", fail)
+    assert main(["diff", *places]) == 2
+    assert capsys.readouterr().err.endswith("RuntimeError: no memory left\n")
+
+
+def test_weights_are_chosen_in_files_of_torch_save(tmp_path: Path, run: Run) -> None:
+    a, b = save(tmp_path / "a"), tmp_path / "last.pth"
+    torch.save({"model": state_dict(), "model_ema": {**state_dict(), "embed.weight": torch.zeros(8, 4)}}, b)
+
+    def said(*arguments: str | Path) -> tuple[int, str]:
+        done = run("diff", *arguments)
+        return done.returncode, (done.stdout or done.stderr).splitlines()[0]
+
+    assert said(a, b, "--key", "model") == (0, "The same 50 tensors, in other files.")
+    assert said(a, b, "--key", "model_ema") == (1, "Only embed changed: 1 of 50 tensors.")
+    assert said(b, b, "--key", "model_ema") == (0, "The same 50 tensors.")
+    assert said(b, b, "--key", "model", "--key", "model_ema") == (1, "Only embed changed: 1 of 50 tensors.")
+    model = ("--key", "model")
+    wrongs: list[list[str | Path]] = [[b, b], [a, b, "--key", "ema"], [a, a, *model], [b, b, *model * 3]]
+    assert [said(*wrong)[0] for wrong in wrongs] == [2, 2, 2, 2]
+
+
+def test_digests_that_lie_are_found_by_verify(tmp_path: Path, run: Run) -> None:
+    a = save(tmp_path / "a", {"large": torch.ones(9000)}, checksum="xxh3")
+    shutil.copytree(a, tmp_path / "b")
+    file = tmp_path / "b" / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[raw.index(torch.ones(9000).numpy().tobytes()) + 18_000] ^= 1
+    file.write_bytes(raw)
+    believed, read = (run("diff", a, tmp_path / "b", "--verify", level) for level in ("none", "full"))
+    assert (believed.returncode, read.returncode, read.stdout) == (0, 2, "")
+    assert "is damaged: its xxh3 is" in read.stderr
+
+
+def test_folders_of_both_are_chosen(tmp_path: Path, run: Run) -> None:
+    save(tmp_path / "a" / "x")
+    save(tmp_path / "b" / "x")
+    save(tmp_path / "b" / "y", {"embed.weight": torch.zeros(8, 4)})
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert run("diff", a, b, "--subfolder", "x").returncode == 0
+    assert run("diff", a, b, "--subfolder", "x", "--subfolder", "y").returncode == 1
+    assert run("diff", a, b, "--subfolder", "y").returncode == 2
 
 
 def test_hostile_names_do_not_move_the_cursor(tmp_path: Path, run: Run) -> None:

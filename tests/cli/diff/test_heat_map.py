@@ -6,7 +6,7 @@ from math import inf
 
 from hfshard.cli.diff.heat_map import HeatMapStyle, heat_maps
 from hfshard.viewing.diff.report import CheckpointDiff
-from tests.viewing.diff.reports import report_of, tensor_diff, values_of
+from tests.viewing.diff.reports import renamed, report_of, tensor_diff, values_of
 
 DIGITS = HeatMapStyle(80, has_shades=False, has_colors=False)
 
@@ -65,3 +65,15 @@ def test_what_is_infinite_or_no_number_is_drawn_too() -> None:
 def test_without_values_or_layers_nothing_is_drawn() -> None:
     assert list(heat_maps(report_of([tensor_diff("changed", "h.0.w"), tensor_diff("changed", "h.1.w")]), DIGITS)) == []
     assert list(heat_maps(report({"w": 0.5, "h.0.w": 0.0, "h.1.w": 0.0}), DIGITS)) == []
+
+
+def test_what_differs_otherwise_is_not_drawn_as_the_same() -> None:
+    zeros = tensor_diff("changed", "h.0.w", values_of(0.0, changed=0))  # only the sign of a zero
+    others = [tensor_diff("changed", "h.1.w"), tensor_diff("only_in_b", "h.2.w"), tensor_diff("same", "h.3.w")]
+    renames = renamed("g.4.w", "h.4.w")
+    exact_cast = tensor_diff("cast", "h.5.w", values_of(0.0, changed=0))
+    drawn, legend = heat_maps(report_of([zeros, *others, renames, exact_cast]), DIGITS)
+    assert drawn == "h.*  0    5\nw    1??..."
+    assert legend.startswith("relative norm |B-A| / |A|:  . same  1 ")
+    assert legend.endswith("  ? differs otherwise")
+    assert list(heat_maps(report_of([*others, exact_cast]), DIGITS)) == []

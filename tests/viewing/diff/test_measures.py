@@ -72,3 +72,20 @@ def test_many_chunks_add_up() -> None:
     b[::10] = 3.0
     expected = ValueDiff(100_000, 10_000, 2.0, math.sqrt(0.4), 1.2 / math.sqrt(1.8), 0, 0, 0, 0)
     assert_close(measured(a, b), expected)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-90, 1e-110, 1e90, 1e110])
+def test_numbers_of_float64_of_any_size(scale: float) -> None:
+    a = torch.tensor([3.0, 4.0, 0.0, 0.0], dtype=torch.float64) * scale
+    b = torch.tensor([3.0, 0.0, -0.0, 3e-200], dtype=torch.float64) * scale
+    assert_close(measured(a, b), ValueDiff(4, 2, 4.0 * scale, 0.8, 0.6, 0, 0, 0, 0))
+
+
+def test_the_least_difference_of_float64_is_one() -> None:
+    a = torch.ones(4, dtype=torch.float64)
+    b = a.clone()
+    b[1] += 2**-52
+    found = measured(a, b)
+    assert (found.changed, found.max_abs, found.relative_norm) == (1, 2**-52, 2**-53)
+    least = torch.tensor([5e-324], dtype=torch.float64)
+    assert measured(-least, least) == ValueDiff(1, 1, 1e-323, 2.0, -1.0, 0, 0, 0, 0)
