@@ -125,8 +125,9 @@ def test_every_question_runs_with_every_peer(
 ) -> None:
     run([*place, "--device", "cuda"], child_environment)
     figures = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    of_one_process = ["save", "load", "reshard", "verify", "small", "tiny", "imports", "plan", "push", "stores"]
-    assert list(figures) == [*of_one_process, "memory", "training", "loader", "distributed", "node", "ranks", "gpu"]
+    of_one_process = ["save", "load", "reshard", "verify", "diff", "small", "tiny", "imports", "plan", "push"]
+    others = ["stores", "memory", "training", "loader", "distributed", "node", "ranks", "gpu"]
+    assert list(figures) == [*of_one_process, *others]
     not_run = {name for data in figures.values() for name in data["skipped"]}
     optional = ("fastsafetensors", "runai", "instanttensor", "torchdata", "pinned copy", "sync", "dcp")
     on_gpu = ("transformers", "hfshard load", "hfshard save", "limit")

@@ -20,6 +20,7 @@ QUESTIONS = (
     "load",
     "reshard",
     "verify",
+    "diff",
     "small",
     "tiny",
     "imports",
