@@ -11,7 +11,7 @@ from typing import Final
 
 from hfshard._util.progress import bytes_bar
 from hfshard._util.threads import pause
-from hfshard.constants import README, SAFETENSORS_SUFFIX
+from hfshard.constants import README, SAFETENSORS_SUFFIX, SIGNATURE_NAME
 from hfshard.errors import CheckpointChangedError, RemoteChangedError
 from hfshard.planning.plan import ShardPlan
 from hfshard.saving.linking import KnownFile
@@ -191,7 +191,17 @@ class _Save:
                 raise
             raise instead from error
         self._send_missing(writer, transaction)
+        self._note_signature()
         return index
+
+    def _note_signature(self) -> None:
+        """Say that a signature which was there, and which this save does not bring along, is one of other files."""
+        if SIGNATURE_NAME in self.state.found and SIGNATURE_NAME not in self.request.companion_files:
+            logger.warning(
+                "'%s' no longer holds: the checkpoint beside it was replaced, and who checks the signature will refuse "
+                "it. Sign a directory (hfshard sign DIR --private-key KEY) and push it there, or delete the object.",
+                self.store.address.joined(SIGNATURE_NAME),
+            )
 
     def _send(self, writer: ShardWriter, names: Collection[str]) -> dict[str, FileDigest]:
         """Send some of the shards."""

@@ -16,6 +16,8 @@ from hfshard.distributed.participants import has_other_ranks
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.address import absolute_address
 from hfshard.saving.options import SaveOptions
+from hfshard.signing.check import required_signature
+from hfshard.signing.signed_by import SignedBy
 from hfshard.storage.format.integrity import Checksum
 from hfshard.training.collecting import collect, encode_components, save_options
 from hfshard.training.foreign.resuming import resume_foreign
@@ -189,6 +191,7 @@ class CheckpointManager(RunPushes):
         verify: Level = "full",
         token: str | bool | None = None,
         keys: Mapping[str, str] | None = None,
+        public_key: str | os.PathLike[str] | SignedBy | None = None,
     ) -> RestoredStep:
         """Restore the state as it was at a step, bit for bit; or raise, and change nothing.
 
@@ -209,6 +212,8 @@ class CheckpointManager(RunPushes):
             token: For the Hub, as in huggingface_hub.
             keys: Of what other programs have saved: name of a part -> its key in a file, with dots: {"model":
                 "ema.state_dict"}; or its file in a directory: {"ema": "custom_checkpoint_0"}. None: the usual ones.
+            public_key: The file of a public key, or a `hfshard.signing.SignedBy`: its holder must have signed every
+                file of the checkpoint, which every rank compares. Not for stores, nor what other programs have saved.
 
         Returns:
             The step, with `.path`, `.extra`, `.metrics`, `.differences` and `.lacking`.
@@ -219,13 +224,19 @@ class CheckpointManager(RunPushes):
             DamagedCheckpointError: It is damaged. (Without `step`, damaged ones are passed over with a warning.)
             StateDictMismatchError: The state does not fit; the message says what differs, and what to do.
             UnsafePickleError: A file of torch.save asks for more than plain data; nothing of it was run.
+            SignatureError: It is not signed by whom it must be, or was changed since; nothing was changed.
             RankFailedError: Another rank could not restore it, died, or did not come.
         """
         with self._writer.turn("restore()"), self._ranks() as ranks:
             place = ranks.on_each(lambda: absolute_place(step))
-            restored = resume_foreign(state, place, keys=keys, strict=strict, verify=verify, ranks=ranks)
+            signature = required_signature(public_key)
+            is_signed = signature is not None
+            restored = resume_foreign(
+                state, place, keys=keys, strict=strict, verify=verify, ranks=ranks, must_be_signed=is_signed
+            )
             if restored is None:
-                restored = resume(state, partial(self._choose, place, verify, token), step, strict=strict, ranks=ranks)
+                choose = partial(self._choose, place, verify, token)
+                restored = resume(state, choose, step, strict=strict, ranks=ranks, signature=signature)
         if restored is None:
             raise CheckpointNotFoundError(
                 f"There is no checkpoint in '{self.root}'. Check the path, or train from the beginning.", path=self.root
@@ -234,24 +245,31 @@ class CheckpointManager(RunPushes):
 
     @names_files("root")
     def restore_latest(
-        self, state: TrainingState, *, strict: bool = True, verify: Level = "full"
+        self,
+        state: TrainingState,
+        *,
+        strict: bool = True,
+        verify: Level = "full",
+        public_key: str | os.PathLike[str] | SignedBy | None = None,
     ) -> RestoredStep | None:
         """Restore the newest whole checkpoint; each damaged one that is passed over is named in a warning.
 
             step = manager.restore_latest(state) or 0
 
         Args:
-            state, strict, verify: As in `restore`.
+            state, strict, verify, public_key: As in `restore`. One that is not signed is not passed over, but refused.
 
         Returns:
             The step; None where the run has no checkpoint yet.
 
         Raises:
             DamagedCheckpointError: All checkpoints are damaged.
-            StateDictMismatchError: As in `restore`.
+            StateDictMismatchError, SignatureError: As in `restore`.
         """
         with self._writer.turn("restore_latest()"), self._ranks() as ranks:
-            return resume(state, partial(self._choose, None, verify, None), strict=strict, ranks=ranks)
+            signature = required_signature(public_key)
+            choose = partial(self._choose, None, verify, None)
+            return resume(state, choose, strict=strict, ranks=ranks, signature=signature)
 
     @names_files("root")
     def wait_until_finished(self) -> None:

@@ -210,11 +210,41 @@ def test_the_checkpoint_of_a_run(tmp_path: Path, keys: Keys) -> None:
         assert hfshard.verify_checkpoint(place, public_key=keys.public).ok
         model_signing("verify", "key", place, "--public_key", keys.public)
         assert manager.verify() == {1: []}
-        assert manager.restore(state) is not None
+        assert manager.restore(state, public_key=keys.public) == 1
+        assert manager.restore_latest(state, public_key=keys.public) == 1
+        with pytest.raises(SignatureError, match=r"was not made by the key of"):
+            manager.restore(state, 1, public_key=keys.other_public)
         hfshard.load_model(nn.Linear(4, 4), place, public_key=keys.public)
         manager.save(2, state)
         assert manager.all_steps() == [1, 2]
-    shutil.rmtree(manager.path_of(2))
+        with pytest.raises(SignatureError, match=r"checkpoint-00000002' has no signature"):
+            manager.restore_latest(state, public_key=keys.public)
+
+
+def test_a_checkpoint_of_a_run_that_was_changed_with_its_checksums(tmp_path: Path, keys: Keys) -> None:
+    """What somebody does who knows the format: other weights, with a manifest that fits."""
+    model = nn.Linear(4, 4)
+    state = hfshard.training.TrainingState(model=model)
+    with hfshard.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, state)
+        place = Path(manager.path_of(1))
+        hfshard.sign_checkpoint(place, private_key=keys.private)
+        signature = (place / "model.sig").read_bytes()
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    with hfshard.CheckpointManager(tmp_path / "other") as manager:
+        manager.save(1, state)
+        shutil.rmtree(place)
+        shutil.move(manager.path_of(1), place)
+        (place / "model.sig").write_bytes(signature)
+        torch.nn.init.ones_(model.weight)
+    with hfshard.CheckpointManager(tmp_path / "run") as manager:
+        with pytest.raises(SignatureError, match=r"is not the file that was signed"):
+            manager.restore(state, public_key=keys.public)
+        assert torch.equal(model.weight, torch.ones(4, 4))
+        torch.save({"model": model.state_dict()}, tmp_path / "old.pt")
+        with pytest.raises(InvalidArgumentError, match="public_key is for checkpoints of hfshard"):
+            manager.restore(state, tmp_path / "old.pt", public_key=keys.public)
 
 
 def test_auto_config_is_not_affected(signed_bert: Path) -> None:

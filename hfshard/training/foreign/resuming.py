@@ -28,7 +28,14 @@ _SHOWN = 20
 
 
 def resume_foreign(
-    state: TrainingState, place: Any, *, keys: Mapping[str, str] | None, strict: bool, verify: Level, ranks: Ranks
+    state: TrainingState,
+    place: Any,
+    *,
+    keys: Mapping[str, str] | None,
+    strict: bool,
+    verify: Level,
+    ranks: Ranks,
+    must_be_signed: bool = False,
 ) -> RestoredStep | None:
     """Restore another program's checkpoint. Every rank must call, and must see the same files.
 
@@ -38,12 +45,13 @@ def resume_foreign(
         keys: Name of a part -> where its state lies; None: under the usual keys.
         strict, verify: As in `CheckpointManager.restore`.
         ranks: This process among those that restore.
+        must_be_signed: Refuse it, as such files are not held to a signature.
 
     Returns:
         The step; None where the place is none of another program's.
 
     Raises:
-        InvalidArgumentError: The state is spread over ranks.
+        InvalidArgumentError: The state is spread over ranks; or what is restored must be signed.
         UnsafePickleError, StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
         RankFailedError: Another rank has one of these errors; nothing was changed.
     """
@@ -57,6 +65,11 @@ def resume_foreign(
         f"All ranks must restore the same place, and this one is asked for {place!r:.500}."
     )
     ranks.agree(None if all(is_foreign) else differing)
+    if must_be_signed:
+        raise InvalidArgumentError(
+            f"public_key is for checkpoints of hfshard, and {place!r:.500} is another program's. Check it by "
+            "model_signing verify, and leave the key out."
+        )
     with torch.inference_mode(False):  # what is restored will be trained
         return _resume(state, place, reader, keys or {}, ranks, strict=strict, verify=verify)
 

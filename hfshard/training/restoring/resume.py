@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from hfshard._util.addresses import is_address
 from hfshard._util.paths import absolute_path
 from hfshard.errors import CheckpointChangedError, DamagedCheckpointError, InvalidArgumentError
 from hfshard.hub.address import absolute_address
+from hfshard.loading.options import SignatureDemand
 from hfshard.training.pushing.hubs import checked_at
 from hfshard.training.ranks import Ranks
 from hfshard.training.restoring.part_planner import Restoration
@@ -74,6 +76,7 @@ def resume(
     *,
     strict: bool,
     ranks: Ranks,
+    signature: SignatureDemand | None = None,
 ) -> RestoredStep | None:
     """Restore a checkpoint. Every rank must call, and must see the checkpoint's directory or be able to fetch it.
 
@@ -83,26 +86,28 @@ def resume(
         wanted: The step or place that this rank asks for, which must be the same step on every rank.
         strict: Refuse any difference.
         ranks: This process among those that restore.
+        signature: By whom every file must be signed, which each rank checks; None: nobody need sign.
 
     Returns:
         The step; None if there is no checkpoint.
 
     Raises:
         InvalidArgumentError: The ranks ask for different steps; nothing was changed.
-        StateDictMismatchError, DamagedCheckpointError: Nothing was changed.
+        StateDictMismatchError, DamagedCheckpointError, SignatureError: Nothing was changed.
         RankFailedError: Another rank has one of these errors; nothing was changed.
     """
     wishes = ranks.all_of("a place" if isinstance(wanted, str | os.PathLike) else str(wanted))
     if any(wish != wishes[0] for wish in wishes):
         raise InvalidArgumentError(f"All ranks must restore the same step, got [{', '.join(wishes)}].")
     with torch.inference_mode(False):  # what is restored will be trained
-        return _resume_on_ranks(state, choose, ranks, strict=strict, is_newest=wanted is None)
+        return _resume_on_ranks(state, choose, ranks, signature, strict=strict, is_newest=wanted is None)
 
 
 def _resume_on_ranks(
     state: TrainingState,
     choose: Choose,
     ranks: Ranks,
+    signature: SignatureDemand | None,
     *,
     strict: bool,
     is_newest: bool,
@@ -125,7 +130,8 @@ def _resume_on_ranks(
                 files = files_at(checkpoint.path)
             if files.is_compared_when_read:
                 files.check(manifest, is_full=False)
-            restoration = plan_restoration(own, files, manifest, strict=strict, ranks=ranks, stage=names)
+            with _all_signed(checkpoint, manifest, signature):
+                restoration = plan_restoration(own, files, manifest, strict=strict, ranks=ranks, stage=names)
         except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
             error = caught
         is_replaced = (ranks.is_first or error is None) and has_changed(checkpoint)
@@ -152,6 +158,35 @@ def _resume_on_ranks(
     if ranks.is_first:
         logger.info("Restored the checkpoint of step %d from '%s'.", manifest.step, checkpoint.path)
     return restored
+
+
+@contextmanager
+def _all_signed(
+    checkpoint: RunCheckpoint, manifest: CheckpointManifest, signature: SignatureDemand | None
+) -> Iterator[None]:
+    """Compare every file with what was signed before it is read, and look at all of them again afterwards.
+
+    Raises:
+        SignatureError: There is no such signature, or a file differs, is missing, or was added.
+        CheckpointChangedError: It was replaced meanwhile.
+        InvalidArgumentError: It is in a store.
+    """
+    if signature is None:
+        yield
+        return
+    path = checkpoint.path
+    if is_address(path):
+        raise InvalidArgumentError(
+            f"'{path}' is in a store, and a signature is checked over files on a disk. Bring them there by the tool of "
+            "the service, and restore from that directory.",
+            path=path,
+        )
+    signed = signature.find(path)
+    signed.check_all()
+    if files_at(path).manifest().to_json() != manifest.to_json():
+        raise CheckpointChangedError(f"'{path}' was replaced while its signature was checked. Try again.", path=path)
+    yield
+    signed.confirm()
 
 
 def _choose_together(choose: Callable[[], ChosenCheckpoint | None], ranks: Ranks) -> ChosenCheckpoint | None:

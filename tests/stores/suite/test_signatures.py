@@ -15,7 +15,7 @@ from tests.signing.conftest import write_pair
 @pytest.mark.parametrize("scheme", ["s3"])
 @pytest.mark.parametrize("max_shard_size", [SHARDED, "1GB"])
 def test_a_signature_goes_along_and_is_checked_on_the_disk(
-    store_address: str, max_shard_size: int | str, tmp_path: Path
+    store_address: str, max_shard_size: int | str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     private, public = write_pair(tmp_path, "mine")
     bert(3).save_pretrained(tmp_path / "out", max_shard_size=max_shard_size)
@@ -31,7 +31,10 @@ def test_a_signature_goes_along_and_is_checked_on_the_disk(
     with pytest.raises(InvalidArgumentError, match=r"hfshard pull s3://.* DIR"):
         hfshard.sign_checkpoint(store_address, private_key=private)
     hfshard.push_checkpoint(tmp_path / "out", store_address)
+    bert(3).save_pretrained(store_address, max_shard_size=max_shard_size)
+    assert "no longer holds" not in caplog.text  # nothing has changed
     bert(4).save_pretrained(store_address, max_shard_size=max_shard_size)
+    assert "model.sig' no longer holds: the checkpoint beside it was replaced" in caplog.text
     hfshard.pull_checkpoint(store_address, tmp_path / "other")
     with pytest.raises(SignatureError, match=r"is not the file that was signed|not covered|is missing"):
         hfshard.load_state_dict(tmp_path / "other", public_key=public)
