@@ -235,7 +235,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "viewing.page": (
         "charts page",
         "name_tree rendering writing",
-        "checkpoint_page diff_page run_page step_data values_data",
+        "values_data diff_page run_page step_data",
+        "checkpoint_page",
     ),
     "viewing": (
         "layers opening runs stills",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from hfshard._util.file_errors import names_files
 from hfshard._util.size import parse_size
-from hfshard.errors import InvalidArgumentError
+from hfshard.errors import InvalidArgumentError, InvalidPathError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.training.run.rotation import MetricMode
@@ -15,7 +16,6 @@ from hfshard.viewing.inspection import inspect_checkpoint
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
 from hfshard.viewing.page.diff_page import make_diff_page
 from hfshard.viewing.page.rendering import render_page
-from hfshard.viewing.page.values_data import with_values
 from hfshard.viewing.page.writing import checked_output, write_page
 from hfshard.viewing.run_view import page_of_run, run_at, with_parts
 from hfshard.viewing.stills import Still, require_chromium, take_still
@@ -86,6 +86,8 @@ def show_checkpoint(
     picture = None
     if png is not None:
         picture = checked_output(png, is_picture=True)
+        if picture == path:
+            raise InvalidPathError(f"'{path}' can't be both the page and its picture: give two files.", path=path)
         require_chromium()
     written = path or picture
     if written is None:
@@ -96,6 +98,7 @@ def show_checkpoint(
     if against is not None:
         if revision is not None:
             raise InvalidArgumentError("With against=, write a revision behind its checkpoint: 'org/name@revision'.")
+        _refuse({"max_shard_size": limit, "best": best}, "is not for a page with `against`")
         found_diff = diff_checkpoints(
             against,
             checkpoint,
@@ -108,15 +111,16 @@ def show_checkpoint(
         )
         page = make_diff_page(found_diff)
     elif root is not None:
+        _refuse({"key": key, "subfolder": subfolder, "max_shard_size": limit}, "is for one checkpoint, not for a run")
         page = page_of_run(root, best, metric_mode)
     else:
+        _refuse({"best": best}, "is for a run, not for one checkpoint")
+        query = CheckpointQuery(variant=variant, subfolder=subfolder, revision=revision, token=token)
         found = inspect_checkpoint(
             checkpoint, variant=variant, key=key, subfolder=subfolder, revision=revision, token=token
         )
-        page = make_checkpoint_page(found, limit)
-        if values:
-            query = CheckpointQuery(variant=variant, subfolder=subfolder, revision=revision, token=token)
-            page = with_values(page, measure_values(checkpoint, query, LoadOptions(key=key, progress=progress)))
+        options = LoadOptions(key=key, progress=progress)
+        page = make_checkpoint_page(found, limit, measure_values(checkpoint, query, options) if values else None)
         page = with_parts(page, found.directory)
     html = render_page(page)
     if path is not None:
@@ -124,3 +128,10 @@ def show_checkpoint(
     if picture is not None:
         write_page(take_still(html, still or Still()), picture)
     return written
+
+
+def _refuse(arguments: dict[str, Any], why: str) -> None:
+    """Refuse what would be ignored: it was meant to change what the page shows."""
+    for name, value in arguments.items():
+        if value not in (None, ""):
+            raise InvalidArgumentError(f"{name} {why}.")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal
 
 from hfshard.errors import BrowserError, InvalidArgumentError
@@ -124,7 +125,7 @@ def take_still(html: str, still: Still) -> bytes:
         for name, text in (("page.html", html), ("frame.html", _FRAME.format(width=still.width, height=still.height))):
             with open(os.path.join(directory, name), "w", encoding="utf-8") as file:
                 file.write(text)
-        told = _run([chromium, *_arguments(still, directory), f"file://{directory}/frame.html"], directory)
+        told = _run([chromium, *_arguments(still, directory), Path(directory, "frame.html").as_uri()], directory)
         try:
             with open(os.path.join(directory, "still.png"), "rb") as file:
                 picture = file.read()

@@ -10,7 +10,7 @@ import pytest
 import hfshard
 from hfshard.cli.main import main
 from hfshard.cli.show_commands import default_output
-from hfshard.errors import InvalidArgumentError
+from hfshard.errors import InvalidArgumentError, InvalidPathError
 from hfshard.viewing.stills import find_chromium
 from tests.cli.conftest import Run
 
@@ -83,3 +83,24 @@ def test_a_revision_of_a_directory_hub_is_shown(tmp_path: Path, example: Path) -
     path = hfshard.show_checkpoint(f"{tmp_path}/hub@main", tmp_path / "page.html")
 
     assert f"<title>{tmp_path}/hub@main</title>" in Path(path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"against": "B", "best": "loss"}, "best is not for a page with `against`"),
+        ({"best": "loss"}, "best is for a run, not for one checkpoint"),
+    ],
+)
+def test_an_argument_of_another_page_is_refused(
+    tmp_path: Path, example: Path, arguments: dict[str, str], message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        hfshard.show_checkpoint(example, tmp_path / "page.html", **arguments)  # type: ignore[arg-type]
+
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_page_and_picture_are_two_files(tmp_path: Path, example: Path) -> None:
+    with pytest.raises(InvalidPathError, match="page' can't be both the page and its picture: give two files"):
+        hfshard.show_checkpoint(example, tmp_path / "page", png=tmp_path / "page")

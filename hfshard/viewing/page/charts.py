@@ -53,6 +53,7 @@ class Point:
     """Pixels."""
     number: int
     """Which checkpoint it is of."""
+    value: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ def line_of(metric: str, values: Sequence[tuple[int, float]]) -> Line | None:
             round(2 + 96 * (step - min(steps)) / across, 3) if across else 50.0,
             round(_TOP + HEIGHT - 8 - (HEIGHT - 16) * _share(value, least, greatest), 1),
             number,
+            value,
         )
         for number, step, value in known
     ]

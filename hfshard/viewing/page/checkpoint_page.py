@@ -10,8 +10,10 @@ from typing import Any, Final
 
 from hfshard._util.size import format_size
 from hfshard.viewing.inspection import FileEntry, Inspection, TensorEntry
-from hfshard.viewing.page.name_tree import NameTree, make_name_tree
+from hfshard.viewing.page.name_tree import NameTree, coded_labels, make_name_tree
 from hfshard.viewing.page.page import NO_NAME, Fact, Page, shown, shown_value
+from hfshard.viewing.page.values_data import values_data, values_fact
+from hfshard.viewing.values.measuring import MeasuredValues
 
 _MOST_FILES: Final = 500
 _MOST_TIES: Final = 200
@@ -53,12 +55,15 @@ class _TensorRow:
     file: str
 
 
-def make_checkpoint_page(found: Inspection, max_shard_size: int | None = None) -> Page:
+def make_checkpoint_page(
+    found: Inspection, max_shard_size: int | None = None, measured: MeasuredValues | None = None
+) -> Page:
     """Lay out what was found in a checkpoint.
 
     Args:
         found: What it consists of.
         max_shard_size: Bytes that the bars of the files are measured by; None: the largest file.
+        measured: What its numbers are like; None: that is not shown.
     """
     whole = max_shard_size or max((file.nbytes for file in found.files), default=0)
     tree = make_name_tree([*(tensor.name for tensor in found.tensors), *found.tied_names])
@@ -67,11 +72,12 @@ def make_checkpoint_page(found: Inspection, max_shard_size: int | None = None) -
     return Page(
         kind="checkpoint",
         title=shown(found.place),
-        facts=_facts(found),
+        facts=(*_facts(found), *([] if measured is None else [values_fact(measured)])),
         view={
-            "entry": shown(found.entry),
-            "key": None if found.key is None else shown(found.key),
+            "entry": shown_value(found.entry),
+            "key": None if found.key is None else shown_value(found.key),
             "files": _some([_file_row(file, whole) for file in found.files[:_MOST_FILES]], found.files),
+            "has_checksums": any(_checksum(file) for file in found.files[:_MOST_FILES]),
             "max_shard_size": max_shard_size,
             "dtypes": [
                 _DtypeRow(row.dtype, row.tensors, row.parameters, row.nbytes, _percent(row.nbytes, found.nbytes))
@@ -81,9 +87,11 @@ def make_checkpoint_page(found: Inspection, max_shard_size: int | None = None) -
             "ties": _some(
                 [(shown(name) or NO_NAME, shown(stored) or NO_NAME) for name, stored in ties[:_MOST_TIES]], ties
             ),
-            "metadata": _some([(shown(key), shown_value(value)) for key, value in metadata[:_MOST_METADATA]], metadata),
+            "metadata": _some(
+                [(shown_value(key), shown_value(value)) for key, value in metadata[:_MOST_METADATA]], metadata
+            ),
         },
-        data=_data(found, tree),
+        data=_data(found, tree) | ({} if measured is None else {"values": values_data(measured, tree)}),
     )
 
 
@@ -115,7 +123,7 @@ def _data(found: Inspection, tree: NameTree) -> dict[str, Any]:
         kind_of[node] = kinds.setdefault((tensor.dtype, tensor.shape, tensor.nbytes), len(kinds)) + 1
         file_of[node] = files[tensor.file] + 1
     return {
-        "labels": tree.labels,
+        "labels": coded_labels(tree.labels),
         "label": tree.label,
         "depth": tree.depth,
         "kind": kind_of,
@@ -128,9 +136,12 @@ def _data(found: Inspection, tree: NameTree) -> dict[str, Any]:
 
 
 def _file_row(file: FileEntry, whole: int) -> _FileRow:
+    return _FileRow(shown(file.name), file.nbytes, file.tensors, shown(_checksum(file)), _percent(file.nbytes, whole))
+
+
+def _checksum(file: FileEntry) -> str:
     kinds = (("sha256", file.digest.sha256), ("xxh3", file.digest.xxh3))
-    checksum = next((f"{kind} {digest}" for kind, digest in kinds if digest is not None), "")
-    return _FileRow(shown(file.name), file.nbytes, file.tensors, shown(checksum), _percent(file.nbytes, whole))
+    return next((f"{kind} {digest}" for kind, digest in kinds if digest is not None), "")
 
 
 def _tensor_row(tensor: TensorEntry, tree: NameTree) -> _TensorRow:

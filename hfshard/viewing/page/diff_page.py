@@ -23,6 +23,8 @@ _KINDS: Final[tuple[DiffKind, ...]] = (
 )
 """In the order in which one of a cell is shown rather than another."""
 
+_WORDS: Final[dict[DiffKind, str]] = {"only_in_a": "only in A", "only_in_b": "only in B"}
+
 _MOST_LISTED: Final = 20_000
 _MOST_CHARACTERS: Final = 2_000_000
 """Of the names in the list of what is not the same: a page stays small whatever the checkpoints are."""
@@ -50,7 +52,7 @@ def make_diff_page(found: CheckpointDiff) -> Page:
         view={
             "against": shown(found.a),
             "headline": shown_value(headline(found)),
-            "kinds": [(kind, kind.replace("_", " "), found.counts[kind]) for kind in _KINDS if kind in found.counts],
+            "kinds": [(kind, _WORDS.get(kind, kind), found.counts[kind]) for kind in _KINDS if kind in found.counts],
             "has_values": any(tensor.values is not None for tensor in found.tensors),
             "more": len(unlike) - len(listed),
             "more_stacks": len(grid.stacks) - len(drawn),
@@ -58,6 +60,7 @@ def make_diff_page(found: CheckpointDiff) -> Page:
         },
         data={
             "kinds": _KINDS,
+            "words": [_WORDS.get(kind, kind) for kind in _KINDS],
             "stacks": drawn,
             "tensors": [_row(tensor, cells.get(tensor.name, -1)) for tensor in listed],
         },

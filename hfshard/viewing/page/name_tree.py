@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final
 
 from hfshard.viewing.layers import natural_order, split_name
 from hfshard.viewing.page.page import shown
+
+_MOST_CHARACTERS: Final = 2_500_000
+"""Of all labels of a page, as they are coded. What has more is no model's: each label is cut to its share."""
+_SHORTEST_SHARE: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +30,32 @@ class NameTree:
     """Of each node: how many are above it."""
     node_of: dict[str, int]
     """Name -> its node, which may have others below it."""
+
+
+def coded_labels(labels: Sequence[str]) -> list[int | str]:
+    """Write labels so that each has only what the one before it does not begin with.
+
+    Returns:
+        Of each label two entries: how many characters (UTF-16) it has in common with the one before, and the rest.
+    """
+    coded = _coded(labels)
+    if sum(len(rest) for rest in coded[1::2] if isinstance(rest, str)) <= _MOST_CHARACTERS:
+        return coded
+    most = max(_SHORTEST_SHARE, _MOST_CHARACTERS // len(labels))
+    return _coded([label if len(label) <= most else f"{label[:most]}…" for label in labels])
+
+
+def _coded(labels: Sequence[str]) -> list[int | str]:
+    coded: list[int | str] = []
+    for before, label in pairwise(("", *labels)):
+        common = _common(before, label) if before.isascii() and label.isascii() else 0
+        coded += (common, label[common:])
+    return coded
+
+
+def _common(one: str, other: str) -> int:
+    differing = (at for at, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
+    return next(differing, min(len(one), len(other)))
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from functools import cache
 from importlib.resources import files
 from typing import Any, Final
@@ -28,6 +29,9 @@ _SCRIPTS: Final[dict[PageKind, tuple[str, ...]]] = {
     "diff": ("base", "diff"),
 }
 """The same of scripts. All are in one function, and call each other's by name."""
+
+_LONGEST_BROKEN: Final = 300
+"""Characters of a name that is broken at its dots; a longer one is broken anywhere."""
 
 _ESCAPES: Final = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 """What could end a script element, or a line of it: in JSON it stands in strings only."""
@@ -72,7 +76,13 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["size"] = format_size
     environment.filters["count"] = "{:,}".format
+    environment.filters["pieces"] = _pieces
     return environment
+
+
+def _pieces(name: str) -> list[str]:
+    """Parts of a name, between which it may be broken: after a dot or a slash, not in a word or a number."""
+    return [name] if len(name) > _LONGEST_BROKEN else re.split(r"(?<=[._/-])(?=[^\d\s])", name)
 
 
 @cache

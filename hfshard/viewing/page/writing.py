@@ -58,7 +58,8 @@ def write_page(page: str | bytes, path: str) -> int:
     """
     raw = page.encode() if isinstance(page, str) else page
     like = os.stat(path) if os.path.exists(path) else None
-    beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)[:200]}.{secrets.token_hex(4)}")
+    name = os.path.basename(path).encode(errors="ignore")[:200].decode(errors="ignore")
+    beside = os.path.join(os.path.dirname(path), f".{name}.{secrets.token_hex(4)}")
     try:
         write_file(beside, raw, like=like)
         rename(beside, path)

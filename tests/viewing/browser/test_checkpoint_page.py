@@ -76,7 +76,7 @@ def test_keyboard_alone_does_everything(browser_page: Page, tmp_path: Path) -> N
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("Space")
     assert focused(page) == "model.layers.0, 2 tensors, 5.2 KB"
-    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowRight")  # layers stand in rows, in their order
     assert focused(page) == "model.layers.1, 2 tensors, 5.2 KB"
     assert details(page).startswith("model.layers.1 tensors 2 parameters 2,000")
     page.keyboard.press("Escape")
@@ -165,15 +165,21 @@ def test_a_hundred_thousand_tensors_are_searched_and_shown(browser_page: Page, t
 def test_many_small_tensors_are_reached_by_what_is_left_over(browser_page: Page, tmp_path: Path) -> None:
     page = browser_page
     open_page(page, inspection_of([tensor(f"t{number}", 1000) for number in range(20_000)]), tmp_path)
-    assert page.locator("#treemap > button").last.get_attribute("aria-label") == "19,250 smaller"
+    assert page.locator("#treemap > button").last.get_attribute("aria-label") == "19,250 more"
 
     page.locator("#treemap > button").last.click()
-    assert crumbs(page) == "all › 19,250 smaller 77.0 MB · 96.3 %"
+    assert crumbs(page) == "all › 19,250 more 77.0 MB · 96.3 %"
     page.keyboard.press("Escape")
     assert crumbs(page) == "all 80.0 MB · 100.0 %"
     page.fill("#search", "t19999")
     page.keyboard.press("Enter")
     assert focused(page) == "t19999, F32 1000, 4.0 KB"
+
+    page.set_viewport_size({"width": 390, "height": 844})  # where all are too small to be told apart
+    page.locator("#crumbs button").first.click()
+    page.locator("#treemap > button").last.click()
+    assert crumbs(page) == "all › 19,800 more 79.2 MB · 99.0 %"
+    assert focused(page) == "t200, F32 1000, 4.0 KB"
 
 
 def test_a_phone_shows_all_without_scrolling_aside(browser_page: Page, tmp_path: Path) -> None:

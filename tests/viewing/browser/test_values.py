@@ -31,7 +31,7 @@ def test_the_histogram_of_a_chosen_tensor(browser_page: Page, saved: Path) -> No
     page_file = saved.parent / "saved.html"
     show_checkpoint(saved, page_file, values=True)
     browser_page.goto(page_file.as_uri())
-    assert "NaN, inf\n1, 0\nin 1 tensors" in browser_page.locator(".facts").inner_text()
+    assert "NaN, inf\n1, 0\nin 1 tensor" in browser_page.locator(".facts").inner_text()
 
     browser_page.locator("[data-node] button", has_text="layer.weight").click()
     details = browser_page.locator("#details")

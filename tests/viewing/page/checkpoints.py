@@ -8,7 +8,6 @@ from hfshard.storage.format.index import FileDigest
 from hfshard.viewing.inspection import FileEntry, Inspection, TensorEntry
 from hfshard.viewing.page.checkpoint_page import make_checkpoint_page
 from hfshard.viewing.page.rendering import render_page
-from hfshard.viewing.page.values_data import with_values
 from hfshard.viewing.values.measuring import MOST_TENSORS, MeasuredValues
 from hfshard.viewing.values.running import ValueSummary
 
@@ -134,4 +133,4 @@ def large_page() -> str:
     )
     names = [tensor.name for tensor in found.largest(MOST_TENSORS)]
     measured = MeasuredValues(dict.fromkeys(names, numbers), len(found.tensors) - len(names), 0)
-    return render_page(with_values(make_checkpoint_page(found), measured))
+    return render_page(make_checkpoint_page(found, None, measured))

@@ -28,6 +28,14 @@ def test_page_replaces_a_page_and_keeps_its_mode(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["page.html"]
 
 
+def test_a_name_may_be_as_long_as_names_can_be(tmp_path: Path) -> None:
+    target = tmp_path / f"{'é' * 125}.html"  # 255 bytes
+
+    write_page(PAGE, checked_output(target))
+
+    assert os.listdir(tmp_path) == [target.name]
+
+
 def test_link_to_a_page_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     link = tmp_path / "page.html"

@@ -90,7 +90,7 @@ def test_a_run_in_a_store(bucket: Bucket, store_address: str, tmp_path: Path) ->
     assert facts["latest"][0] == "step 20"
     assert facts["damaged"] == ["none"]
     assert re.fullmatch(r"[\d.]+ KB were copied there", facts["in the store"][1])
-    assert re.search(r'aria-label="step 20: [\d.]+ KB written, [\d.]+ KB copied"', html)
+    assert re.search(r"<title>step 20: [\d.]+ KB written, [\d.]+ KB copied", html)
     prefix = root.partition(f"/{bucket.name}/")[2]
     optimizer = min(key for key in bucket.sizes(f"{prefix}/checkpoint-00000020/") if "/optimizer" in key)
     bucket.delete(optimizer)

@@ -11,6 +11,12 @@ function make(tag, classes, ...children) {
   return element;
 }
 
+/** A name as text that may be broken after a dot, a slash or a line below, not in a word or a number. */
+function nameText(name) {
+  const parts = name.length > 300 ? [name] : name.split(/(?<=[._/-])(?=[^\d\s])/);
+  return parts.flatMap((part, number) => (number ? [document.createElement("wbr"), part] : [part]));
+}
+
 /** Three significant digits or so, in powers of 1000, as hfshard prints sizes. */
 function formatSize(bytes) {
   if (bytes < 1000) return `${bytes} B`;
@@ -36,7 +42,10 @@ function announce(text) {
   const button = byId("theme");
   const prefersDark = matchMedia("(prefers-color-scheme: dark)");
   const isDark = () => (document.documentElement.dataset.theme ?? (prefersDark.matches ? "dark" : "light")) === "dark";
-  const label = () => { button.textContent = isDark() ? "Light" : "Dark"; };
+  const label = () => {
+    button.textContent = isDark() ? "Light" : "Dark";
+    button.setAttribute("aria-label", `${button.textContent} colours`);
+  };
   button.addEventListener("click", () => {
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
     label();
@@ -45,3 +54,11 @@ function announce(text) {
   button.hidden = false;
   label();
 }
+
+// "/" leads to the search, where the page has one.
+document.addEventListener("keydown", (event) => {
+  const input = byId("search");
+  if (event.key !== "/" || !input || event.target === input || event.ctrlKey || event.metaKey || event.altKey) return;
+  event.preventDefault();
+  input.focus();
+});

@@ -18,7 +18,7 @@ for (const button of document.querySelectorAll("[data-colour]")) {
   });
 }
 for (const place of document.querySelectorAll("[data-node]")) {
-  const link = make("button", "link", place.textContent);
+  const link = make("button", "link", ...nameText(place.textContent));
   link.addEventListener("click", () => revealNode(Number(place.dataset.node)));
   place.replaceChildren(link);
 }

@@ -20,8 +20,8 @@ function showDetails(tree, item) {
     const more = tied.length > 3 ? ` and ${formatCount(tied.length - 3)} more` : "";
     facts.push(["tied", tied.slice(0, 3).map((other) => tree.nameOf(other)).join(", ") + more]);
   }
-  const list = make("dl", "", ...facts.map(([label, value]) => make("div", "", make("dt", "", label), make("dd", "name", value))));
+  const list = make("dl", "", ...facts.map(([label, value]) => make("div", "", make("dt", "", label), make("dd", "name", ...nameText(value)))));
   const panel = byId("details");
-  panel.replaceChildren(make("strong", "name", node ? tree.nameOf(node) : "The whole checkpoint"), list);
+  panel.replaceChildren(make("strong", "name", ...nameText(node ? tree.nameOf(node) : "The whole checkpoint")), list);
   for (const part of detailParts) part(tree, item, panel);
 }

@@ -1,7 +1,7 @@
 // The page of a diff: a grid of layers x kinds for each stack, and a list that clicks, words and kinds narrow down.
 
 const MOST_ROWS = 200; // of the list; all are counted
-const wordsOf = (kind) => data.kinds[kind].replaceAll("_", " ");
+const wordsOf = (kind) => data.words[kind];
 const chosenKinds = new Set(data.kinds.map((_, number) => number));
 let chosenCell = null; // { id, words }
 
@@ -40,7 +40,7 @@ function drawStack(stack) {
   table.append(make("thead", "", make("tr", "", make("th", ""), ...heads)));
   const body = make("tbody", "");
   stack.kinds.forEach((kind, row) => {
-    const head = make("th", "name", kind);
+    const head = make("th", "name", ...nameText(kind));
     head.scope = "row";
     body.append(make("tr", "", head, ...stack.layers.map((_, column) => cellOf(stack, row, column))));
   });
@@ -84,9 +84,9 @@ function choose(cell) {
 }
 
 function rowOf([name, kind, , what, old, norm, most, cosine, changed, odd]) {
-  const title = make("td", "name", name, ...(old ? [make("small", "name", `was ${old}`)] : []));
+  const title = make("td", "", make("div", "name", ...nameText(name)), ...(old ? [make("small", "name", "was ", ...nameText(old))] : []));
   const sign = make("i", `key k-${data.kinds[kind]}`);
-  const row = make("tr", "", title, make("td", "", sign, wordsOf(kind)), make("td", "shape", what));
+  const row = make("tr", "", title, make("td", "shape", sign, wordsOf(kind)), make("td", "shape", what));
   if (document.querySelectorAll("thead th[scope=col]").length <= 3) return row;
   const share = changed === undefined ? "" : `${(100 * changed).toFixed(1)} %`;
   row.append(...[norm, most, cosine, share].map((value) => make("td", "number", value ?? "")));

@@ -21,10 +21,10 @@ function drawHistogram(heights, low, high, most) {
 }
 
 if (data.values) {
-  const rowOf = new Map(data.values.rows.map((row) => [row[0], row]));
+  const rowOfNode = new Map(data.values.rows.map((row) => [row[0], row]));
   detailParts.push((tree, item, panel) => {
     if (!tree.isLeaf(item) || !tree.isTensor(tree.nodeOf(item))) return;
-    const row = rowOf.get(tree.names[tree.nodeOf(item)]);
+    const row = rowOfNode.get(tree.nodeOf(item));
     if (!row) {
       const words = "The numbers of this tensor were not read: it is not among the largest, or has fewer than 8 bits each.";
       panel.append(make("p", "quiet", words));

@@ -23,7 +23,7 @@ function makeSearch(tree, onNode) {
   function option(node, number) {
     const item = tree.isLeaf(node) ? node : ~node;
     const size = tree.storedAs.has(node) ? "tied" : formatSize(tree.bytesOf(item));
-    const element = make("div", "", make("span", "name", tree.nameOf(node)), make("span", "", size));
+    const element = make("div", "", make("span", "name", ...nameText(tree.nameOf(node))), make("span", "", size));
     element.id = `result-${number}`;
     element.setAttribute("role", "option");
     element.addEventListener("mousedown", (event) => event.preventDefault());
@@ -82,10 +82,5 @@ function makeSearch(tree, onNode) {
       open(true);
       mark();
     }
-  });
-  document.addEventListener("keydown", (event) => {
-    if (event.key !== "/" || event.target === input || event.ctrlKey || event.metaKey || event.altKey) return;
-    event.preventDefault();
-    input.focus();
   });
 }

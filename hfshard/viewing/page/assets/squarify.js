@@ -1,4 +1,5 @@
-// Squarified treemaps (Bruls, Huizing, van Wijk 2000): rows of rectangles that are as square as they can be.
+// Squarified treemaps (Bruls, Huizing, van Wijk 2000): rows of rectangles that are as square as they can be. What is
+// all of one size, as the layers of a model, stands in rows that are read as text is.
 
 /**
  * Divide a box among sizes.
@@ -12,6 +13,8 @@
 function squarify(sizes, box, most, smallest) {
   let { x, y, w, h } = box;
   const scale = (w * h) / sizes.reduce((sum, size) => sum + size, 0);
+  const isAlike = sizes.length > 1 && sizes[0] === sizes[sizes.length - 1];
+  if (isAlike && sizes.length <= most && sizes[0] * scale >= smallest) return { boxes: inRows(sizes.length, box), rest: null };
   const boxes = [];
   while (boxes.length < sizes.length) {
     const first = boxes.length;
@@ -36,6 +39,23 @@ function squarify(sizes, box, most, smallest) {
     else [y, h] = [y + thick, Math.max(0, h - thick)];
   }
   return { boxes, rest: null };
+}
+
+/** Divide a box among so many equals: from left to right, and row by row. */
+function inRows(count, { x, y, w, h }) {
+  const best = Math.min(count, Math.max(1, Math.round(Math.sqrt((count * h) / w))));
+  const rows = [best, best - 1, best + 1].find((number) => number > 1 && count % number === 0) ?? best;
+  const boxes = [];
+  let top = y;
+  for (let row = 0; row < rows; row += 1) {
+    const columns = Math.floor(count / rows) + (row < count % rows ? 1 : 0);
+    const high = (h * columns) / count;
+    for (let column = 0; column < columns; column += 1) {
+      boxes.push({ x: x + (w * column) / columns, y: top, w: w / columns, h: high });
+    }
+    top += high;
+  }
+  return boxes;
 }
 
 /** The ratio of the sides of the least square rectangle in a row. */

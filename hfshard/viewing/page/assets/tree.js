@@ -2,8 +2,20 @@
 //
 // An item is what a map shows: a node with all that is below it, or, as ~node, only the tensor of a node that has both.
 
+/** The labels, of which each is written as how much it has in common with the one before, and the rest. */
+function decodeLabels(coded) {
+  const labels = [];
+  let before = "";
+  for (let at = 0; at < coded.length; at += 2) {
+    before = before.slice(0, coded[at]) + coded[at + 1];
+    labels.push(before);
+  }
+  return labels;
+}
+
 /** Add up the columns of the page's data. */
-function makeTree({ labels, label, depth, kind, file, kinds, dtypes, files, ties }) {
+function makeTree({ labels: coded, label, depth, kind, file, kinds, dtypes, files, ties }) {
+  const labels = decodeLabels(coded);
   const count = label.length;
   const parent = new Int32Array(count).fill(-1);
   const end = new Int32Array(count); // the first node behind all that is in this one
@@ -33,7 +45,10 @@ function makeTree({ labels, label, depth, kind, file, kinds, dtypes, files, ties
   }
   const storedAs = new Map(ties);
   const tiedTo = new Map();
-  for (const [node, stored] of ties) tiedTo.set(stored, [...(tiedTo.get(stored) ?? []), node]);
+  for (const [node, stored] of ties) {
+    if (tiedTo.has(stored)) tiedTo.get(stored).push(node);
+    else tiedTo.set(stored, [node]);
+  }
 
   const nodeOf = (item) => (item < 0 ? ~item : item);
   const isLeaf = (item) => item < 0 || end[item] === item + 1;

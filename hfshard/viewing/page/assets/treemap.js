@@ -4,6 +4,8 @@ const MOST_CELLS = 1500; // elements of the whole map
 const SMALLEST = 24; // square pixels
 const HEADER = 18; // pixels of a line of text
 const HEADED_LEVELS = 2; // levels whose modules have a line of their own; the tensors below name the rest of the way
+const CROWDED = 200; // cells of a map whose items are all too small to be told apart
+const CROWDED_SHARE = 0.85; // of its width; all the others have the rest, which is not to scale then
 const NEARLY_ALL = 0.8; // a module with so much of what is shown counts for no level: "model", "model.layers"
 const NARROWEST_LABEL = 24;
 const CHARACTER = 6.4; // pixels, about
@@ -117,6 +119,16 @@ function makeTreemap(tree, onItem) {
     });
   }
 
+  /** The boxes of the first level. There is at least one: who chooses the rest sees others each time. */
+  function divide(w, h) {
+    const sizes = items.map(tree.bytesOf);
+    const found = squarify(sizes, { x: 0, y: 0, w, h }, MOST_CELLS / 2, SMALLEST);
+    if (found.boxes.length) return found;
+    const wide = w * CROWDED_SHARE;
+    const { boxes } = squarify(sizes.slice(0, CROWDED), { x: 0, y: 0, w: wide, h }, CROWDED, 0);
+    return { boxes, rest: { x: wide, y: 0, w: w - wide, h } };
+  }
+
   function draw() {
     const [w, h] = [root.clientWidth, root.clientHeight];
     items = tree.itemsIn(view.node).slice(view.from);
@@ -126,7 +138,7 @@ function makeTreemap(tree, onItem) {
     root.replaceChildren();
     root.toggleAttribute("data-empty", !items.length);
     if (!items.length || !w || !h) return;
-    const { boxes, rest } = squarify(items.map(tree.bytesOf), { x: 0, y: 0, w, h }, MOST_CELLS / 2, SMALLEST);
+    const { boxes, rest } = divide(w, h);
     left -= boxes.length;
     cells = boxes.map((box, number) => makeCell(items[number], box, "button", "top", 0, view.node));
     if (rest && rest.w * rest.h > 1) cells.push(makeRest(rest, boxes.length));
@@ -145,7 +157,7 @@ function makeTreemap(tree, onItem) {
 
   function makeRest(box, shown) {
     const element = make("button", "cell top rest");
-    const text = `${formatCount(items.length - shown)} smaller`;
+    const text = `${formatCount(items.length - shown)} more`;
     if (box.w >= 60 && box.h >= HEADER) element.append(make("span", "label", text));
     element.setAttribute("aria-label", text);
     return { element, item: null, box, holds: false, from: view.from + shown };
@@ -161,7 +173,7 @@ function makeTreemap(tree, onItem) {
       else crumb.addEventListener("click", () => go({ node, from: 0 }));
       return number ? [make("span", "separator", "›"), crumb] : [crumb];
     });
-    if (view.from) crumbs.push(make("span", "separator", "›"), make("span", "name", `${formatCount(items.length)} smaller`));
+    if (view.from) crumbs.push(make("span", "separator", "›"), make("span", "name", `${formatCount(items.length)} more`));
     const share = formatShare(shownBytes, tree.bytesOf(0));
     byId("crumbs").replaceChildren(...crumbs, make("span", "size", `${formatSize(shownBytes)} · ${share}`));
   }
