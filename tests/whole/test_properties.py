@@ -87,65 +87,59 @@ def index_on_disk(folder: Path) -> tuple[int, dict[str, str]] | None:
     return index["metadata"]["total_size"], index["weight_map"]
 
 
-@SETTINGS
+@settings(SETTINGS, max_examples=100)
 @given(state_dicts(), LIMITS, PACKINGS)
-def test_every_name_lies_in_exactly_one_file_and_no_file_is_over_the_limit(
-    sample: Sample, limit: int, packing: Packing
-) -> None:
-    with saved(sample, limit, packing) as (folder, index):
-        files = [WeightFile.read(path) for path in weights_in(folder)]
-        places: dict[str, list[str]] = {}
-        for file in files:
-            for name in file.tensors:
-                places.setdefault(name, []).append(file.name)
-        assert {name: [file] for name, file in index.weight_map.items()} == places
-        # What is not stored is tied to what is: together they are all names, each once.
-        assert sorted([*index.weight_map, *index.tied_names]) == sorted(sample.state_dict)
-        assert [file for file in files if not file.is_aligned or not file.fits(limit)] == []
-        assert [file for file in files if not file.tensors and sample.state_dict] == []
-        stored = sum(len(bytes_of(sample.state_dict[name])) for name in index.weight_map)
-        data_bytes = sum(file.size - file.header_bytes for file in files)
-        assert (index.total_size, data_bytes) == (stored, stored)
-        assert index_on_disk(folder) == ((stored, index.weight_map) if len(files) > 1 else None)
-
-
-@SETTINGS
-@given(state_dicts(), LIMITS, PACKINGS)
-def test_every_bit_comes_back_and_ties_are_tied_again(sample: Sample, limit: int, packing: Packing) -> None:
-    with saved(sample, limit, packing) as (folder, _):
-        loaded = hfshard.load_state_dict(folder, verify="full")
-        assert loaded.keys() == sample.state_dict.keys()
-        for name, tensor in sample.state_dict.items():
-            assert_same(loaded[name], tensor, name)
-        for name, other in sample.tied.items():
-            assert loaded[name] is loaded[other]
-        assert hfshard.verify_checkpoint(folder).problems == ()
-
-
-@SETTINGS
-@given(state_dicts(), LIMITS, PACKINGS)
-def test_stock_safetensors_reads_the_same_bits(sample: Sample, limit: int, packing: Packing) -> None:
-    with saved(sample, limit, packing) as (folder, index):
-        found: dict[str, torch.Tensor] = {}
-        for file in weights_in(folder):
-            found |= load_file(file)
-            with safe_open(file, framework="pt") as opened:
-                assert opened.metadata()["format"] == "pt"
-        assert found.keys() == index.weight_map.keys()
-        for name, tensor in found.items():
-            assert_same(tensor, sample.state_dict[name], name)
-
-
-@SETTINGS
-@given(state_dicts(), LIMITS, PACKINGS)
-def test_two_saves_give_the_same_bytes_and_change_nothing_of_the_callers(
+def test_a_save_keeps_to_its_limit_comes_back_to_the_bit_and_is_made_again(
     sample: Sample, limit: int, packing: Packing
 ) -> None:
     before = fingerprint(sample.state_dict)
     with saved(sample, limit, packing) as (first, index), saved(sample, limit, packing) as (second, again):
+        _assert_every_name_lies_in_exactly_one_file_and_no_file_is_over_the_limit(sample, limit, first, index)
+        _assert_every_bit_comes_back_and_ties_are_tied_again(sample, first)
+        _assert_stock_safetensors_reads_the_same_bits(sample, first, index)
         assert index == again
         assert {f.name: f.read_bytes() for f in first.iterdir()} == {f.name: f.read_bytes() for f in second.iterdir()}
     assert fingerprint(sample.state_dict) == before
+
+
+def _assert_every_name_lies_in_exactly_one_file_and_no_file_is_over_the_limit(
+    sample: Sample, limit: int, folder: Path, index: hfshard.CheckpointIndex
+) -> None:
+    files = [WeightFile.read(path) for path in weights_in(folder)]
+    places: dict[str, list[str]] = {}
+    for file in files:
+        for name in file.tensors:
+            places.setdefault(name, []).append(file.name)
+    assert {name: [file] for name, file in index.weight_map.items()} == places
+    # What is not stored is tied to what is: together they are all names, each once.
+    assert sorted([*index.weight_map, *index.tied_names]) == sorted(sample.state_dict)
+    assert [file for file in files if not file.is_aligned or not file.fits(limit)] == []
+    assert [file for file in files if not file.tensors and sample.state_dict] == []
+    stored = sum(len(bytes_of(sample.state_dict[name])) for name in index.weight_map)
+    data_bytes = sum(file.size - file.header_bytes for file in files)
+    assert (index.total_size, data_bytes) == (stored, stored)
+    assert index_on_disk(folder) == ((stored, index.weight_map) if len(files) > 1 else None)
+
+
+def _assert_every_bit_comes_back_and_ties_are_tied_again(sample: Sample, folder: Path) -> None:
+    loaded = hfshard.load_state_dict(folder, verify="full")
+    assert loaded.keys() == sample.state_dict.keys()
+    for name, tensor in sample.state_dict.items():
+        assert_same(loaded[name], tensor, name)
+    for name, other in sample.tied.items():
+        assert loaded[name] is loaded[other]
+    assert hfshard.verify_checkpoint(folder).problems == ()
+
+
+def _assert_stock_safetensors_reads_the_same_bits(sample: Sample, folder: Path, index: hfshard.CheckpointIndex) -> None:
+    found: dict[str, torch.Tensor] = {}
+    for file in weights_in(folder):
+        found |= load_file(file)
+        with safe_open(file, framework="pt") as opened:
+            assert opened.metadata()["format"] == "pt"
+    assert found.keys() == index.weight_map.keys()
+    for name, tensor in found.items():
+        assert_same(tensor, sample.state_dict[name], name)
 
 
 @SETTINGS

@@ -70,9 +70,16 @@ def save(state_dict: StateDict, directory: Path, form: str) -> StateDict:
     if form == "bin" or any(tensor.dtype is torch.complex128 for tensor in state_dict.values()):
         torch.save(state_dict, directory / "pytorch_model.bin")
         return state_dict
-    apart = {name: tensor.resolve_conj().resolve_neg().clone().contiguous() for name, tensor in state_dict.items()}
+    apart = {name: _apart(tensor) for name, tensor in state_dict.items()}
     save_file(apart, directory / "model.safetensors")
     return apart
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of its own; torch copies no strides of float4."""
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.frombuffer(bytearray(bytes_of(tensor)), dtype=torch.uint8).view(tensor.dtype).reshape(tensor.shape)
 
 
 FORMS = ("hfshard", "hfshard without digests", "bin", "safetensors")
@@ -177,7 +184,7 @@ def assert_close(found: ValueDiff, expected: ValueDiff) -> None:
             assert one == other, field
 
 
-@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=25, derandomize=True, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.data())
 def test_report_is_that_of_brute_force(data: st.DataObject) -> None:
     a = data.draw(state_dicts()).state_dict
