@@ -9,6 +9,7 @@ from hfshard._util.addresses import is_address
 from hfshard._util.arguments import check_texts
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
+from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.directory.report import verify_hub
@@ -16,7 +17,7 @@ from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource
 from hfshard.signing.report import refuse_address, with_signature
 from hfshard.signing.signed_by import SignedBy
-from hfshard.storage.checkpoint.locate import split_weights_path
+from hfshard.storage.checkpoint.locate import adapter_weights, split_weights_path
 from hfshard.storage.checkpoint.report import VerifyReport
 from hfshard.storage.checkpoint.verifier import verify_directory
 from hfshard.storage.disk.hub_place import has_hub_marker
@@ -70,7 +71,14 @@ def verify_checkpoint(
     if signed_by is None:
         return _verify(path, variant, subfolder, level, progress)[0]
     refuse_address(os.fspath(path))
-    report, directory = _verify(path, variant, subfolder, level, progress)
+    try:
+        report, directory = _verify(path, variant, subfolder, level, progress)
+    except CheckpointNotFoundError:
+        directory = os.path.join(absolute_path(path), subfolder).rstrip(os.sep)
+        adapter = adapter_weights(directory)
+        if adapter is None:
+            raise
+        report = verify_directory(directory, WeightNames(), level, progress, adapter)
     return with_signature(report, signed_by, directory, subfolder, level=level, progress=progress)
 
 

@@ -350,7 +350,7 @@ def _refuse_signed_adapter(local: LocalCheckpoint, options: LoadOptions) -> None
     if options.signature is not None:
         raise InvalidArgumentError(
             f"'{local.directory}' is an adapter, and a signature of it does not cover its base model. Load that one "
-            "with public_key, check the adapter by model_signing verify, and put it on by PEFT.",
+            "with public_key, check the adapter by hfshard verify, and put it on by PEFT.",
             path=local.directory,
         )
 

@@ -39,11 +39,11 @@ def list_files(directory: str) -> Listing:
     """List the files below a directory that a signature covers.
 
     Raises:
-        SignatureError: One is neither a file nor a link to one, or its name is not UTF-8.
+        SignatureError: One is neither a file nor a link to one, or its name is not UTF-8; or a folder can't be listed.
     """
     names: list[str] = []
     left_out = set(NEVER_SIGNED)
-    for above, folders, files in os.walk(directory):
+    for above, folders, files in os.walk(directory, onerror=_refuse_unlisted):
         below = os.path.relpath(above, directory)
         place = "" if below == os.curdir else f"{below}/"
         left_out |= {place + name for name in (*folders, *files) if name in DEBRIS}
@@ -61,6 +61,12 @@ def list_files(directory: str) -> Listing:
         if not name.isprintable():
             raise SignatureError(f"The name of {path!r} can't be printed. Rename the file.", path=path)
     return Listing(tuple(sorted(names)), tuple(sorted(left_out)))
+
+
+def _refuse_unlisted(error: OSError) -> None:
+    raise SignatureError(
+        f"'{error.filename}' can't be listed: {error.strerror}. Make it readable, or remove it.", path=error.filename
+    ) from error
 
 
 def hash_files(

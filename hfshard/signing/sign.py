@@ -20,7 +20,7 @@ from hfshard.signing.files import hash_files, list_files
 from hfshard.signing.signed_by import existing_file
 from hfshard.signing.upstream import sign_digests
 from hfshard.storage.checkpoint.checkpoint import Verify, open_checkpoint
-from hfshard.storage.checkpoint.locate import directory_not_found
+from hfshard.storage.checkpoint.locate import adapter_weights, directory_not_found
 from hfshard.storage.disk.fsops import locked_directory, rename, sync_directory, unlink_if_there, write_file
 from hfshard.storage.disk.hub_place import enclosing_hub
 from hfshard.storage.disk.safe_open import read_small
@@ -173,9 +173,10 @@ def _directory_to_sign(path: str | os.PathLike[str]) -> str:
 
 def _recorded(directory: str, names: Sequence[str], verify: Verify) -> dict[str, str]:
     """Check every checkpoint of a directory, and tell which shards have a recorded sha256 of the whole file."""
-    variants = sorted(variants_of(name for name in names if "/" not in name) or {None}, key=lambda one: one or "")
-    for variant in variants:
-        with open_checkpoint(directory, variant=variant, verify=verify):
+    found_variants = variants_of(name for name in names if "/" not in name)
+    adapter = None if found_variants else adapter_weights(directory)
+    for variant in sorted(found_variants or {None}, key=lambda one: one or ""):
+        with open_checkpoint(directory, variant=variant, verify=verify, weights_name=adapter):
             pass
     found: dict[str, str] = {}
     for name in names:

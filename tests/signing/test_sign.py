@@ -150,6 +150,48 @@ def test_what_the_library_signs_beyond_that_is_compared_too(checkpoint: Path, ke
     assert {Path(problem.file).name for problem in problems} == {"a.pyc", ".gitattributes"}
 
 
+def test_a_folder_that_can_not_be_listed_is_refused(
+    checkpoint: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signature without its files would not be over every file."""
+    (checkpoint / "code").mkdir()
+    (checkpoint / "code" / "a.py").write_text("x = 1\n")
+    plain = os.scandir
+
+    def scandir(path: str) -> Any:
+        if os.path.basename(path) == "code":
+            raise PermissionError(13, "Permission denied", path)
+        return plain(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(SignatureError, match=r"code' can't be listed: Permission denied"):
+        hfshard.sign_checkpoint(checkpoint, private_key=keys.private)
+    assert not (checkpoint / "model.sig").exists()
+
+
+def test_an_adapter_is_signed(tmp_path: Path, keys: Keys) -> None:
+    from safetensors.torch import save_file
+
+    (tmp_path / "lora").mkdir()
+    with pytest.raises(CheckpointNotFoundError):
+        hfshard.sign_checkpoint(tmp_path / "lora", private_key=keys.private)
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    save_file({"a": torch.ones(4)}, tmp_path / "lora" / "adapter_model.safetensors")
+
+    result = hfshard.sign_checkpoint(tmp_path / "lora", private_key=keys.private)
+
+    assert result.files == ("adapter_config.json", "adapter_model.safetensors")
+    model_signing("verify", "key", tmp_path / "lora", "--public_key", keys.public)
+    report = hfshard.verify_checkpoint(tmp_path / "lora", public_key=keys.public)
+    assert report.ok, report.problems
+    assert report.signed_by is not None
+    (tmp_path / "lora" / "adapter_config.json").write_text("[]")
+    [problem] = hfshard.verify_checkpoint(tmp_path / "lora", public_key=keys.public).problems
+    assert "adapter_config.json' is not the file that was signed" in problem.message
+    with pytest.raises(CheckpointNotFoundError):
+        hfshard.verify_checkpoint(tmp_path / "lora")
+
+
 def test_an_encrypted_key_takes_its_password(checkpoint: Path, tmp_path: Path) -> None:
     private, public = write_pair(tmp_path, "locked", b"secret")
 

@@ -135,6 +135,14 @@ def directory_not_found(directory: str) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(f"There is no directory '{directory}'. Check the path.", path=directory)
 
 
+def adapter_weights(directory: str) -> str | None:
+    """The file of weights of an adapter of PEFT in a directory; None where there is none."""
+    if not os.path.isfile(os.path.join(directory, ADAPTER_CONFIG_NAME)):
+        return None
+    names = (f"adapter_model{suffix}" for suffix in (SAFETENSORS_SUFFIX, BIN_SUFFIX))
+    return next((name for name in names if os.path.isfile(os.path.join(directory, name))), None)
+
+
 def _not_found(folder: CheckpointFolder, names: WeightNames, looked_for: list[str]) -> CheckpointNotFoundError:
     directory = folder.path
     is_far = is_address(directory)
