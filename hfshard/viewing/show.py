@@ -111,7 +111,8 @@ def show_checkpoint(
         )
         page = make_diff_page(found_diff)
     elif root is not None:
-        _refuse({"key": key, "subfolder": subfolder, "max_shard_size": limit}, "is for one checkpoint, not for a run")
+        of_one = {"variant": variant, "key": key, "subfolder": subfolder, "revision": revision, "max_shard_size": limit}
+        _refuse(of_one, "is for one checkpoint, not for a run")
         page = page_of_run(root, best, metric_mode)
     else:
         _refuse({"best": best}, "is for a run, not for one checkpoint")

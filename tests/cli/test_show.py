@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import hfshard
 from hfshard.cli.main import main
@@ -89,6 +90,7 @@ def test_a_revision_of_a_directory_hub_is_shown(tmp_path: Path, example: Path) -
     ("arguments", "message"),
     [
         ({"against": "B", "best": "loss"}, "best is not for a page with `against`"),
+        ({"against": "B", "revision": "v1"}, "write a revision behind its checkpoint: 'org/name@revision'"),
         ({"best": "loss"}, "best is for a run, not for one checkpoint"),
     ],
 )
@@ -99,6 +101,22 @@ def test_an_argument_of_another_page_is_refused(
         hfshard.show_checkpoint(example, tmp_path / "page.html", **arguments)  # type: ignore[arg-type]
 
     assert not (tmp_path / "page.html").exists()
+
+
+def test_key_and_subfolder_are_of_both_that_are_compared(tmp_path: Path) -> None:
+    for name, number in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        parts = {"model": {"in_model": torch.ones(3)}, "state_dict": {"in_state": torch.full((3,), number)}}
+        torch.save(parts, tmp_path / name / "sub" / "pytorch_model.bin")
+
+    path = hfshard.show_checkpoint(
+        tmp_path / "b", tmp_path / "page.html", against=tmp_path / "a", subfolder="sub", key="state_dict"
+    )
+
+    html = Path(path).read_text(encoding="utf-8")
+    assert "<dt>changed</dt><dd>1" in html
+    assert "in_state" in html
+    assert "in_model" not in html
 
 
 def test_page_and_picture_are_two_files(tmp_path: Path, example: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hfshard._util.size import format_size
+from hfshard.errors import InvalidArgumentError
 from hfshard.training import CheckpointManager, TrainingState
 from hfshard.viewing.show import show_checkpoint
 from tests.stores.services.buckets import Bucket
@@ -75,6 +76,15 @@ def test_the_page_of_a_step_has_what_is_not_the_model(tmp_path: Path) -> None:
     assert "step of a run" not in facts_in(html)
     os.remove(step / "checkpoint.json")
     assert "<h2>The whole checkpoint" not in page_of(step, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["variant", "key", "subfolder", "revision", "max_shard_size"])
+def test_what_is_for_one_checkpoint_is_refused_for_a_run(tmp_path: Path, name: str) -> None:
+    (tmp_path / "run" / "checkpoint-00000010").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint-00000010" / "checkpoint.json").write_text("{}")
+
+    with pytest.raises(InvalidArgumentError, match=rf"^{name} is for one checkpoint, not for a run\.$"):
+        show_checkpoint(tmp_path / "run", tmp_path / "page.html", **{name: "1GB"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("scheme", ["s3"])
