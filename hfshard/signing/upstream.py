@@ -154,7 +154,10 @@ def signed_manifest(
     except OSError:
         raise
     except Exception as error:
-        raise InvalidArgumentError(f"{wanted} can't be used to check a signature: {_reason(error)}.") from error
+        raise InvalidArgumentError(
+            f"{wanted} can't be used to check a signature: {_reason(error)}. A public key must be the public half "
+            "of an elliptic curve key in PEM (P-256, P-384 or P-521): openssl ec -in KEY -pubout -out KEY.pub"
+        ) from error
     try:
         with _without_print() if b'"hint"' not in raw and b'"publicKey"' in raw else contextlib.nullcontext():
             config.verify(Path(directory), Path(signature))

@@ -17,7 +17,9 @@ from torch import nn
 
 import hfshard
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, SignatureError
+from hfshard.signing.report import with_signature
 from hfshard.storage.checkpoint.folder import LocalFolder
+from hfshard.storage.checkpoint.report import VerifyReport
 from tests.signing.conftest import Keys
 from tests.signing.helpers import model_signing
 
@@ -272,6 +274,20 @@ def test_an_index_that_was_swapped_and_put_back_is_noticed(
     monkeypatch.setattr(LocalFolder, "read_small", swapped)
     with pytest.raises(SignatureError, match=r"index.json' is not the file that was signed"):
         hfshard.load_state_dict(signed, public_key=keys.public)
+
+
+def test_shards_are_named_where_the_checksums_beside_them_are_forged_too(signed: Path, keys: Keys) -> None:
+    """As in a checkpoint of a run whose manifest was written again, which finds nothing wrong with the shard."""
+    names = tuple(path.name for path in signed.iterdir() if path.name != "model.sig")
+    fitting = VerifyReport(str(signed), names, (), (), 0)
+    tamper_with_shard(signed)
+    edit_config(signed)
+
+    by = hfshard.signing.SignedBy(public_key=keys.public)
+    report = with_signature(fitting, by, str(signed), level="full", progress=False)
+
+    assert [Path(problem.file).name for problem in report.problems] == ["config.json", SHARD]
+    assert report.signed_by is None
 
 
 def test_two_threads_may_check_signatures_at_once(signed: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
