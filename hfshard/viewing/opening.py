@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from hfshard._util.addresses import is_address
 from hfshard._util.paths import absolute_path, path_text
@@ -20,6 +20,9 @@ from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.training.run.finding import checkpoint_of_step
 from hfshard.training.run.places.opening import run_place
 from hfshard.training.run.run_checkpoint import CHECKPOINT
+
+_ADAPTERS: Final = ("adapter_model.safetensors", "adapter_model.bin")
+_TRAINER_STATE: Final = "trainer_state.json"
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +56,8 @@ def open_to_view(
 
     Args:
         place: A directory, a file of weights, an address of a store, "org/name" or the directory of a hub, either
-            with "@revision"; a run, whose latest checkpoint is opened; or one of its checkpoints, "run/checkpoint-30".
+            with "@revision"; a run, also of transformers' Trainer, whose latest checkpoint is opened; one of its
+            checkpoints, "run/checkpoint-30"; or a local directory with an adapter.
         query: What else is known of it; a revision in the place comes first.
         options: How it is checked.
 
@@ -67,13 +71,13 @@ def open_to_view(
         query = replace(query, revision=revision)
     with ExitStack() as stack:
         try:
-            viewed = _opened(stack, path, query, options)
+            viewed = _opened_or_adapter(stack, path, query, options)
         except CheckpointNotFoundError as error:
             step_path = _checkpoint_of_run(path)
             if step_path is None:
                 raise
             logger.info("%s Its checkpoint '%s' is opened.", error, step_path)
-            viewed = _opened(stack, step_path, query, options)
+            viewed = _opened_or_adapter(stack, step_path, query, options)
         yield viewed
 
 
@@ -110,6 +114,18 @@ def _opened_with_key(stack: ExitStack, opening: Opening, refusals: list[InvalidA
             raise
         refusals.append(error)
         return viewed
+
+
+def _opened_or_adapter(stack: ExitStack, path: str, query: CheckpointQuery, options: LoadOptions) -> ViewedCheckpoint:
+    """Open a checkpoint, or the adapter of a directory that has nothing else."""
+    try:
+        return _opened(stack, path, query, options)
+    except CheckpointNotFoundError:
+        folder = os.path.join(path, query.subfolder.strip("/"))
+        found = [name for name in _ADAPTERS if os.path.isfile(os.path.join(folder, name))]
+        if not found or query.variant is not None:
+            raise
+        return _opened(stack, os.path.join(folder, found[0]), replace(query, subfolder=""), options)
 
 
 def _opened(stack: ExitStack, path: str, query: CheckpointQuery, options: LoadOptions) -> ViewedCheckpoint:
@@ -155,6 +171,15 @@ def _checkpoint_of_run(path: str) -> str | None:
             return None
         return None if found == path else found
     checkpoints = run_place(path).checkpoints()
+    if not checkpoints and not is_address(path):
+        return _latest_of_trainer(path)
     if checkpoints and checkpoints[0].problem is not None:
         raise checkpoints[0].problem
     return checkpoints[0].path if checkpoints else None
+
+
+def _latest_of_trainer(path: str) -> str | None:
+    """The latest checkpoint of a run of transformers' Trainer, which writes its state after the model."""
+    found = {int(match[1]): name for name in os.listdir(path) if (match := CHECKPOINT.fullmatch(name))}
+    whole = [step for step, name in found.items() if os.path.isfile(os.path.join(path, name, _TRAINER_STATE))]
+    return os.path.join(path, found[max(whole)]) if whole else None

@@ -93,6 +93,29 @@ def test_steps_of_a_run_and_its_latest(tmp_path: Path) -> None:
         hfshard.diff_checkpoints(tmp_path / "run" / "checkpoint-30", tmp_path / "run")
 
 
+def test_runs_of_transformers_trainer_and_adapters(tmp_path: Path) -> None:
+    run, adapters = tmp_path / "run", tmp_path / "adapters"
+    for step in (500, 1000, 1500):
+        for root, name in ((run, "model"), (adapters, "adapter_model")):
+            place = root / f"checkpoint-{step}"
+            place.mkdir(parents=True)
+            save_file({"w.lora_A.weight": torch.full((2,), float(step))}, place / f"{name}.safetensors")
+            if step < 1500:  # that save was cut off
+                (place / "trainer_state.json").write_text("{}")
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    torch.save({"w.lora_A.weight": torch.full((2,), 500.0)}, pickled / "adapter_model.bin")
+
+    for root in (run, adapters):
+        report = hfshard.diff_checkpoints(root / "checkpoint-500", root, values=True)
+        assert report.b.startswith(str(root / "checkpoint-1000"))
+        assert [one.values.max_abs for one in report.tensors if one.values] == [500.0]
+    assert hfshard.diff_checkpoints(pickled, adapters / "checkpoint-500").is_same
+    assert hfshard.diff_checkpoints(tmp_path, tmp_path, subfolder=("pickled", "adapters/checkpoint-500")).is_same
+    with pytest.raises(CheckpointNotFoundError):
+        hfshard.diff_checkpoints(pickled, pickled, variant="fp16")
+
+
 def test_revisions_of_a_directory_hub(tmp_path: Path) -> None:
     hub = DirectoryHub.create(tmp_path / "hub")
     hfshard.save_state_dict(weights(1), tmp_path / "saved")
