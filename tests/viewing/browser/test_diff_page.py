@@ -57,6 +57,9 @@ def test_the_keyboard_suffices(browser_page: Page, page_file: Path) -> None:
     assert names(browser_page) == ["model.layers.8.attn.q.weight"]
     browser_page.keyboard.press("Escape")
     assert len(names(browser_page)) == 8
+    browser_page.keyboard.press("/")
+    browser_page.keyboard.type("embed")
+    assert names(browser_page) == ["embed.weight"]
 
 
 def test_values_shade_the_grid(browser_page: Page, page_file: Path) -> None:

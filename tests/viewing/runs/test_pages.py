@@ -12,7 +12,11 @@ from torch import nn
 
 from hfshard._util.size import format_size
 from hfshard.errors import InvalidArgumentError
+from hfshard.storage.checkpoint.report import Problem
 from hfshard.training import CheckpointManager, TrainingState
+from hfshard.viewing.page.rendering import render_page
+from hfshard.viewing.page.run_page import make_run_page
+from hfshard.viewing.runs.listing import ListedCheckpoint
 from hfshard.viewing.show import show_checkpoint
 from tests.stores.services.buckets import Bucket
 
@@ -109,3 +113,17 @@ def test_a_run_in_a_store(bucket: Bucket, store_address: str, tmp_path: Path) ->
     assert f"{root.removesuffix(prefix)}{optimizer}&#39; is missing" in html
     parts = parts_in(page_of(f"{root}/checkpoint-20", tmp_path))
     assert sorted(part for part, _, _ in parts) == ["model", "optimizer", "other", "state"]
+
+
+def test_a_checkpoint_with_many_problems_and_metrics_stays_a_row_of_a_page() -> None:
+    problems = tuple(Problem(f"/run/step/{number}", None, f"File {number} is missing. " * 500) for number in range(90))
+    metrics = {f"metric_{number}": number / 7 for number in range(40)}
+    listed = [ListedCheckpoint(f"/run/{step}", step, problems, is_verified=True, metrics=metrics) for step in range(50)]
+
+    html = render_page(make_run_page("/run", listed, {}))
+
+    assert len(html) < 2_000_000
+    assert html.count("and 85 more: hfshard verify lists them") == 50
+    assert "and 32 more metrics, in the table" in html
+    assert "step 3: metric_1 0.142857 (damaged)</title>" in html
+    assert "<dt>best</dt>" not in html

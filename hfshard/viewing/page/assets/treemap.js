@@ -253,6 +253,7 @@ function makeTreemap(tree, onItem) {
     focusOn(cell);
     cell.element.classList.add("found");
     root.scrollIntoView({ block: "nearest" });
+    byId("details").scrollIntoView({ block: "nearest" });
   }
 
   const cellAt = (target) => cells.find((cell) => cell.element === target.closest("button.cell"));
