@@ -169,7 +169,11 @@ class LoadAgreement:
         said = {rank: json.loads(words) for rank, words in told.items()}
         self._refuse_others(checkpoint, {rank: words[0] for rank, words in said.items()})
         if len({words[1] for words in said.values()}) == 1 < len({words[2] for words in said.values()}):  # copies
-            self._refuse_others(checkpoint, self._status.meet("copies", _digest_of(_contents(checkpoint)).encode()))
+            try:
+                contents = _digest_of(_contents(checkpoint)).encode()
+            except CheckpointChangedError:
+                contents = _CHANGED  # the others wait here
+            self._refuse_others(checkpoint, self._status.meet("copies", contents))
 
     def all_say(self, word: str, *, is_so: bool) -> bool:
         """Whether every rank says that something is so.

@@ -54,10 +54,9 @@ def told_error(record: bytes) -> RankFailedError:
     if told["kind"] in ("RankFailedError", "RankMissingError"):
         kind = RankMissingError if told["kind"] == "RankMissingError" else RankFailedError
         return kind(told["words"], rank=told["rank"])
-    words = (
-        f"Rank {told['rank']} failed, so the other ranks gave up, too: {told['words']}. Mend that, and call again on "
-        "every rank."
-    )
+    said = told["words"].removesuffix(".")
+    advice = "Call" if told["kind"] == "CheckpointChangedError" else "Mend that, and call"
+    words = f"Rank {told['rank']} failed, so the other ranks gave up, too: {said}. {advice} again on every rank."
     return RankFailedError(with_unknown_outcome(words) if told["may_be_done"] else words, rank=told["rank"])
 
 

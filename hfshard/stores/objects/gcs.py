@@ -164,13 +164,13 @@ class _XmlCalls:
 
     def delete_together(self, keys: list[str]) -> bool:
         """Delete at most 1,000 objects by one request; False: not all, or nobody knows."""
-        if not self._log_in():
-            return False
         objects = "".join(f"<Object><Key>{escape(key)}</Key></Object>" for key in keys)
         body = f"<Delete><Quiet>false</Quiet>{objects}</Delete>".encode()
         try:
+            if not self._log_in():
+                return False
             answer = self._ask("POST", "?delete", body)
-        except StoreError as error:
+        except StoreError as error:  # obstore has a token of its own
             _LOG.info("Objects in gs://%s are deleted one by one: %s", self._bucket, error)
             return False
         return len(_DELETED.findall(answer)) == len(keys)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 import traceback
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -122,6 +125,27 @@ def test_googles_credentials_are_read_or_refused(nobody: Path, monkeypatch: pyte
     other.write_text("nonsense")
     with pytest.raises(StoreAccessError, match=r"workload.json' can't be read"):
         open_store("gs://models")
+
+
+def test_where_googles_library_finds_nobody_objects_are_deleted_by_obstore(
+    nobody: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class GoogleAuthError(Exception):
+        pass
+
+    def provider() -> Any:
+        raise GoogleAuthError  # DefaultCredentialsError, TransportError, RefreshError
+
+    exceptions, auth = ModuleType("google.auth.exceptions"), ModuleType("obstore.auth.google")
+    vars(exceptions)["GoogleAuthError"] = GoogleAuthError
+    vars(auth)["GoogleCredentialProvider"] = lambda: provider
+    monkeypatch.setitem(sys.modules, "google", ModuleType("google"))
+    monkeypatch.setitem(sys.modules, "google.auth", ModuleType("google.auth"))
+    monkeypatch.setitem(sys.modules, exceptions.__name__, exceptions)
+    monkeypatch.setitem(sys.modules, auth.__name__, auth)
+    delete_together = connection_to("gs", "models").delete_together
+    assert delete_together is not None
+    assert delete_together(["a", "b"]) is False
 
 
 @pytest.mark.parametrize("endpoint", ["someone:hunter2@localhost:9000", "http://someone:hunter2@local host:9000"])

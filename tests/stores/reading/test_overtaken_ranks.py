@@ -1,0 +1,118 @@
+"""Ranks whose checkpoint in a store is replaced for one of them, to which they can't start again: all are told."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hfshard
+from hfshard.distributed import StorageReader
+from hfshard.errors import CheckpointChangedError, RankFailedError
+from tests.distributed.gloo import check_ranks
+from tests.stores.reading.test_ranks import ADDRESS, Net, _mesh, _objects, _saved, _store
+from tests.zoo.mixin_classes import with_mixin
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+MODEL: Any = with_mixin(LlamaForCausalLM)
+
+
+def _spread(model: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=_mesh())
+
+
+def _gathered(said: Any) -> list[Any]:
+    """What the ranks say."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, said)
+    return told
+
+
+def _replaced_at(request: int, old: Path, new: Path) -> None:
+    """Make a store whose checkpoint is replaced before a request."""
+    store = _store(_objects(old))
+    asked, later = count(1), _objects(new)
+
+    def replace(kind: str, name: str) -> None:
+        if next(asked) == request:
+            store.objects = dict(later)
+
+    store.before = replace
+
+
+def _always_replaced(old: Path, new: Path) -> None:
+    """Make a store whose checkpoint is replaced whenever a shard is read."""
+    store, saves, numbers = _store(_objects(old)), (_objects(old), _objects(new)), count(1)
+
+    def replace(kind: str, name: str) -> None:
+        if kind == "read" and name.endswith(".safetensors"):
+            store.objects = dict(saves[next(numbers) % 2])
+
+    store.before = replace
+
+
+def _load_pretrained() -> Any:
+    return MODEL.from_pretrained(ADDRESS, parallelize=_spread)
+
+
+def _load_by_torch() -> Any:
+    state = {name: torch.zeros_like(tensor) for name, tensor in _spread(Net()).state_dict().items()}
+    load(state, storage_reader=StorageReader(ADDRESS))
+
+
+def _load_module() -> Any:
+    hfshard.load_model(_spread(Net()), ADDRESS)
+
+
+WAYS = {"pretrained": _load_pretrained, "torch": _load_by_torch, "module": _load_module}
+AGAIN = "was replaced 20 times while it was being opened. Load it when that process has finished saving."
+
+
+def _words(way: str) -> str:
+    """Of the error that a load raises."""
+    try:
+        WAYS[way]()
+    except (CheckpointChangedError, RankFailedError) as error:
+        return f"{type(error).__name__}: {error}"
+    except CheckpointException as error:
+        (first, _), *_ = error.failures.values()
+        return f"{type(first).__name__}: {first}"
+    return "loaded"
+
+
+def _load(rank: int, way: str, old: Path, new: Path, requests: tuple[int, ...]) -> None:
+    for request in requests:
+        _replaced_at(request if rank == 1 else 1000, old, new)
+        told = _gathered(_words(way))
+        assert all("CheckpointChangedError: " in words for words in told), (request, told)
+
+    _always_replaced(old, new if rank == 1 else old)
+    told = _gathered(_words(way))
+    assert told[1] == f"CheckpointChangedError: The checkpoint in '{ADDRESS}' {AGAIN}"
+    theirs = f"RankFailedError: Rank 1 failed, so the other ranks gave up, too: {told[1]} Call again on every rank."
+    assert told[0] == (told[1] if way == "torch" else theirs)
+
+
+def _llama(directory: Path) -> Path:
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
+    model = MODEL(LlamaConfig(**sizes, intermediate_size=32, num_hidden_layers=1))
+    model.save_pretrained(directory, max_shard_size="5KB")
+    return directory
+
+
+@pytest.mark.parametrize(("way", "requests"), [("pretrained", (4, 16)), ("torch", (4, 7)), ("module", ())])
+def test_all_ranks_are_told_of_a_save_that_only_one_of_them_saw(
+    tmp_path: Path, way: str, requests: tuple[int, ...]
+) -> None:
+    saved = _llama if way == "pretrained" else _saved
+    check_ranks(tmp_path / "ranks", 2, _load, way, saved(tmp_path / "one"), saved(tmp_path / "two"), requests)
