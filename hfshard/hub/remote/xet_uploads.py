@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, cast
 from urllib.parse import quote
 
@@ -19,15 +20,17 @@ from hfshard.hub.protocols import CommitRequest
 from hfshard.hub.remote.uploads import XET_VARIABLE, CheckedReader
 from hfshard.stores.buckets.hub_calls import describe_token, without_token
 from hfshard.stores.buckets.tokens import XetTokens, repo_token_url
-from hfshard.stores.buckets.upload import XetUpload
-from hfshard.stores.buckets.xet import XetFailedError
+from hfshard.stores.buckets.turns import BLOCK_BYTES, commit_streams, upload_commits
+from hfshard.stores.buckets.upload import XetCommit
+from hfshard.stores.buckets.xet import XetFailedError, interruptible
+from hfshard.stores.memory import store_memory_bytes
 
 logger = logging.getLogger(__name__)
 
 _STREAMS: Final = 4
-"""Files that are sent at once; large ones take turns, as the memory allows."""
+"""Files that are sent at once; large ones as the memory allows."""
 _TRIES: Final = 2
-"""Times that a file is sent: hf_xet has tried each request several times by then."""
+"""Times that an upload commit is made: hf_xet has tried each request several times by then."""
 
 
 class XetStreams:
@@ -79,39 +82,47 @@ class XetStreams:
             create_pr=create_pr,
         )
         large = [one for one in streams if one._upload_mode == "lfs" and not one._should_ignore]
-        distinct = {one.upload_info.sha256: one for one in reversed(large)}  # equal files are sent once
-        saved = in_threads(self._send_one, list(reversed(distinct.values())), _STREAMS)
+        distinct = list({one.upload_info.sha256: one for one in large}.values())  # equal files are sent once
+        commits = upload_commits([one.upload_info.size for one in distinct], store_memory_bytes())
+        saved = sum(self._send_together([distinct[number] for number in numbers]) for numbers in commits)
         for addition in large:
             addition._is_uploaded = True
-        return sum(saved)
+        return saved
 
-    def _send_one(self, addition: CommitOperationAdd, cancelled: threading.Event) -> int:
+    def _send_together(self, additions: Sequence[CommitOperationAdd]) -> int:
+        """Send files by one upload commit, all again if one of them fails."""
+        path = additions[0].path_in_repo
         for attempt in range(1, _TRIES + 1):
             try:
-                return self._stream(addition, cancelled)
+                return self._stream_all(additions)
             except XetFailedError as error:
                 if attempt == _TRIES or error.kind not in ("access", "connection"):
-                    raise self._translated(error, addition.path_in_repo) from error
-                logger.warning("'%s' is sent again to the Xet storage: %s", addition.path_in_repo, error)
+                    raise self._translated(error, path, len(additions) - 1) from error
+                logger.warning("%s is sent again to the Xet storage: %s", _named(path, len(additions) - 1), error)
         raise AssertionError("unreachable")
 
-    def _stream(self, addition: CommitOperationAdd, cancelled: threading.Event) -> int:
-        reader = cast(CheckedReader, addition.path_or_fileobj)
-        size = addition.upload_info.size
-        upload = XetUpload(self._tokens, size, sha256=addition.upload_info.sha256.hex())
+    def _stream_all(self, additions: Sequence[CommitOperationAdd]) -> int:
+        sizes = [addition.upload_info.size for addition in additions]
+        is_one_block = sum(sizes) <= BLOCK_BYTES
+        at_once = 1 if is_one_block else min(commit_streams(sizes, store_memory_bytes()), _STREAMS, len(sizes))
+        commit = XetCommit(self._tokens, sum(sizes), at_once=at_once)
+        cancelled = threading.Event()
+
+        def stop() -> None:
+            cancelled.set()
+            commit.abort()  # also wakes threads that wait for the network
+
+        stream = partial(_stream, commit)
+        threads = _STREAMS if is_one_block else at_once
         try:
-            reader.seek(0)
-            while block := reader.read(COPY_BYTES):
-                if cancelled.is_set():
-                    raise InterruptedError("another file failed, or Ctrl-C came")
-                upload.write(memoryview(block))
-            return size - upload.finish().sent_bytes
+            interruptible(lambda: in_threads(stream, additions, threads, cancelled=cancelled), stop)
+            return sum(sizes) - commit.finish()
         except BaseException:
-            upload.abort()
+            commit.abort()
             raise
 
-    def _translated(self, error: XetFailedError, path: str) -> HubError:
-        what = f"'{path}' could not be sent to the Xet storage of '{self._repo_id}': "
+    def _translated(self, error: XetFailedError, path: str, others: int) -> HubError:
+        what = f"{_named(path, others)} could not be sent to the Xet storage of '{self._repo_id}': "
         what += without_token(str(error), self._token)
         if error.kind == "access":
             return HubAccessError(
@@ -124,3 +135,18 @@ class XetStreams:
             f"{what}. Nothing was committed. Run it again, or push by LFS: {XET_VARIABLE}=0.",
             path=path,
         )
+
+
+def _stream(commit: XetCommit, addition: CommitOperationAdd, cancelled: threading.Event) -> None:
+    reader = cast(CheckedReader, addition.path_or_fileobj)
+    reader.seek(0)
+    stream = commit.open(sha256=addition.upload_info.sha256.hex())
+    while block := reader.read(COPY_BYTES):
+        if cancelled.is_set():
+            raise InterruptedError("another file failed, or Ctrl-C came")
+        stream.write(memoryview(block))
+    stream.finish()
+
+
+def _named(path: str, others: int) -> str:
+    return f"'{path}' with {others} more" if others else f"'{path}'"

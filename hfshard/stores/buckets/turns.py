@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from hfshard.stores.memory import store_memory_bytes
@@ -18,6 +18,8 @@ SMALL_BYTES: Final = 8_000_000
 """Smaller transfers need no turn."""
 PIECE_BYTES: Final = 16 * 2**20
 """Bytes that one stream brings: hf_xet gives them in blocks of up to 64 MB, of which there are two copies."""
+BLOCK_BYTES: Final = 64 * 2**20
+"""What hf_xet gathers from the files of a commit before it sends it, as a block."""
 _PIECE_SHARE: Final = 64 * 2**20
 """What one of them takes: sent, unpacked, and given to Python."""
 
@@ -25,6 +27,30 @@ _PIECE_SHARE: Final = 64 * 2**20
 def uploads_at_once(memory_bytes: int) -> int:
     """How many large uploads this much memory is enough for; one is always allowed."""
     return max(1, (memory_bytes - _SESSION_BYTES) // UPLOAD_BYTES)
+
+
+def commit_streams(sizes: Collection[int], memory_bytes: int) -> int:
+    """How many files of one commit this much memory lets be sent at once; 0: they can't have one commit.
+
+    What of a file fills no block waits in memory for the next file, while that gathers a block of its own. With files
+    that are no larger than a block, that is still as much as one large file takes (measured: 255 MB at most; a file of
+    300 MB alone 255 MB, and two in one commit 282 MB).
+    """
+    at_once = max(0, memory_bytes - _SESSION_BYTES - BLOCK_BYTES) // UPLOAD_BYTES
+    return max(at_once, int(len(sizes) == 1 or max(sizes) <= BLOCK_BYTES))
+
+
+def upload_commits(sizes: Sequence[int], memory_bytes: int) -> list[list[int]]:
+    """Divide files into as few commits as this much memory allows: one, or one for each large file and one for others.
+
+    Returns:
+        The numbers of the files of each commit.
+    """
+    every = list(range(len(sizes)))
+    if not every or commit_streams(sizes, memory_bytes):
+        return [every] if every else []
+    small = [number for number in every if sizes[number] <= BLOCK_BYTES]
+    return [*([number] for number in every if sizes[number] > BLOCK_BYTES), *([small] if small else [])]
 
 
 def downloads_at_once(memory_bytes: int) -> int:

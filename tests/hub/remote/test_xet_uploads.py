@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,11 +38,15 @@ class Model(hfshard.ShardedModelMixin, nn.Module):
 
 options = json.loads(sys.argv[1])
 model = Model()
+if options.pop("is_torn", False):  # somebody trains on, between the hashing and the sending
+    from hfshard.hub.remote import xet_uploads
+    upstream = xet_uploads._fetch_upload_modes
+    xet_uploads._fetch_upload_modes = lambda **given: model.w[5].data.add_(1) is None or upstream(**given)
 model.w[3].data[: options.pop("changed", 0)] += 1
 time.sleep = lambda seconds: None
 resource.setrlimit(resource.RLIMIT_FSIZE, ({LARGEST_FILE}, resource.RLIM_INFINITY))
 try:
-    pushed = model.push_to_hub("org/m", max_shard_size="2.5MB", **options)
+    pushed = model.push_to_hub("org/m", **{{"max_shard_size": "2.5MB", **options}})
     print(json.dumps([pushed.oid, pushed.pr_url]))
 except hfshard.HfshardError as error:
     print(json.dumps([type(error).__name__, str(error)]))
@@ -53,12 +62,16 @@ class Pusher:
     def push(self, *, token: str = "hf_write", environment: dict[str, str] | None = None, **options: Any) -> Any:
         """Push from a new process; gives the commit and the pull request, or the error and its message."""
         self.hub.clear_log()
-        wanted = {"HFSHARD_XET": "1", "HF_XET_XORB_COMPRESSION_POLICY": "none"}
-        variables = {**self.hub.environment(token, home=self.home), **wanted, **(environment or {})}
+        variables = {**self.variables(token), **(environment or {})}
         done = forkserver.run(["-c", PUSH, json.dumps(options)], env=variables, cwd=self.home)
         assert done.returncode == 0, done.stderr
         assert "Falling back" not in done.stderr or "HFSHARD_XET" in (environment or {}), done.stderr
         return json.loads(done.stdout.splitlines()[-1])
+
+    def variables(self, token: str = "hf_write") -> dict[str, str]:
+        """The environment of such a process."""
+        wanted = {"HFSHARD_XET": "1", "HF_XET_XORB_COMPRESSION_POLICY": "none"}
+        return {**self.hub.environment(token, home=self.home), **wanted}
 
 
 @pytest.fixture
@@ -68,10 +81,13 @@ def pusher(tmp_path: Path) -> Iterator[Pusher]:
         yield Pusher(hub, tmp_path)
 
 
-def test_a_model_goes_by_xet_and_only_what_changed_goes_again(pusher: Pusher, tmp_path: Path) -> None:
+def test_a_model_goes_by_one_upload_and_only_what_changed_goes_again(pusher: Pusher, tmp_path: Path) -> None:
     hub = pusher.hub
+    around = {"create_repo": 1, "info": 1, "xet_token": 1, "preupload": 1, "commit": 1}
     first, _ = pusher.push()
 
+    kinds = dict(Counter(request.kind for request in hub.log))
+    assert kinds == {**around, "chunk_query": 4, "xorb_grant": 1, "xorb_put": 1, "shard_put": 1}
     assert hub.count("lfs_batch") == hub.count("lfs_put") == 0
     assert BYTES < hub.bytes_up() < BYTES * 1.01
     files = {path: hub.repo("org/m").read(path) for path in hub.repo("org/m").files() if path != ".gitattributes"}
@@ -86,6 +102,47 @@ def test_a_model_goes_by_xet_and_only_what_changed_goes_again(pusher: Pusher, tm
     second, _ = pusher.push(changed=20_000)  # 1 % of the bytes
     assert second != first
     assert 80_000 < hub.bytes_up() < 500_000
+    pusher.push(changed=20_000, max_shard_size="1.2MB")  # 8 files of bytes that the storage has, nearly all
+    assert (hub.count("xorb_put"), hub.count("shard_put")) == (1, 1)
+
+
+def test_an_upload_commit_that_fails_is_made_again(pusher: Pusher, tmp_path: Path) -> None:
+    pusher.hub.fail(Fault(match=" shard_put ", kind="status", status=503, times=6))  # as often as hf_xet asks
+
+    pusher.push()
+
+    repo = pusher.hub.repo("org/m")
+    pulled = tmp_path / "pulled"
+    pulled.mkdir()
+    for path in repo.files().keys() - {".gitattributes"}:
+        (pulled / path).write_bytes(repo.read(path))
+    assert hfshard.verify_checkpoint(pulled).ok
+    assert len(repo.commits()) == 2
+    assert pusher.hub.count("shard_put") == 7
+
+
+def test_a_file_that_changes_while_it_is_sent_stops_the_push(pusher: Pusher) -> None:
+    error, said = pusher.push(is_torn=True)
+
+    assert error == "IntegrityError"
+    assert "'model-00003-of-00004.safetensors' was not pushed: its bytes do not match its checksum" in said
+    assert pusher.hub.count("shard_put") == 0
+    assert len(pusher.hub.repo("org/m").commits()) == 1
+
+
+@pytest.mark.parametrize("kind", ["chunk_query", "shard_put"])
+def test_ctrl_c_ends_a_push_that_waits_for_the_network(pusher: Pusher, kind: str) -> None:
+    gate = threading.Event()
+    fault = pusher.hub.fail(Fault(match=f" {kind} ", kind="slow", gate=gate, times=100))
+    child = forkserver.start(["-c", PUSH, "{}"], env=pusher.variables(), cwd=pusher.home)
+    assert fault.reached.wait(60)
+    began = time.monotonic()
+    os.kill(child.pid, signal.SIGINT)
+
+    assert child.wait(20) != 0
+    assert time.monotonic() - began < 10
+    gate.set()
+    assert len(pusher.hub.repo("org/m").commits()) == 1
 
 
 def test_a_push_over_xet_goes_to_branches_and_pull_requests(pusher: Pusher) -> None:

@@ -18,6 +18,18 @@ def test_memory_says_how_many_go_at_once() -> None:
     assert [turns.downloads_at_once(size << 20) for size in (32, 256, 512, 1024)] == [1, 4, 8, 16]
 
 
+def test_files_share_upload_commits_as_the_memory_allows() -> None:
+    sizes = [300_000_000, 40_000_000, 67_108_864, 67_108_865, 10]
+
+    assert turns.upload_commits(sizes, 333 << 20) == [[0], [3], [1, 2, 4]]
+    assert turns.upload_commits(sizes, 334 << 20) == [[0, 1, 2, 3, 4]]
+    assert turns.upload_commits([300_000_000], 32 << 20) == [[0]]
+    assert turns.upload_commits([40_000_000] * 3, 32 << 20) == [[0, 1, 2]]
+    assert turns.upload_commits([], 256 << 20) == []
+    assert [turns.commit_streams(sizes, size << 20) for size in (333, 334, 504, 1024)] == [0, 1, 2, 5]
+    assert turns.commit_streams([40_000_000] * 3, 256 << 20) == 1
+
+
 def test_large_transfers_wait_for_each_other_and_small_ones_do_not() -> None:
     row = turns._Turns(lambda memory_bytes: 1)
     first, again, small = Turn(row, 10**8), Turn(row, 10**8), Turn(row, 10)
