@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 from hfshard._util.size import format_size
@@ -33,6 +34,9 @@ _MOST_LAYERS: Final = 200
 _MOST_ROWS: Final = 100
 """Of a grid: no model has more, and a hostile one could have any number."""
 
+_MOST_CELLS: Final = 40_000
+"""Of all grids: a browser takes three seconds for 200,000."""
+
 
 def make_diff_page(found: CheckpointDiff) -> Page:
     """Lay out what `diff_checkpoints` found; b is what is looked at, against a."""
@@ -40,7 +44,7 @@ def make_diff_page(found: CheckpointDiff) -> Page:
     for tensor in found.tensors:
         by_name.setdefault(tensor.name, []).append(tensor)
     grid = layer_grid(by_name)
-    stacks = sorted(grid.stacks, key=lambda stack: -len(stack.cells))[:_MOST_STACKS]
+    stacks = _largest_stacks(grid.stacks)
     cells: dict[str, int] = {}
     drawn = [_drawn_stack(stack, by_name, cells) for stack in sorted(stacks, key=lambda stack: stack.name)]
     unlike = [tensor for tensor in found.tensors if tensor.kind != "same"]
@@ -85,6 +89,13 @@ def _facts(found: CheckpointDiff) -> tuple[Fact, ...]:
     if largest is not None and largest.values is not None:
         facts.append(Fact("largest change", f"{largest.values.relative_norm:.3g}", shown_value(largest.name)[:200]))
     return tuple(facts)
+
+
+def _largest_stacks(stacks: Sequence[LayerStack]) -> list[LayerStack]:
+    """Those with the most tensors, as far as their cells fit."""
+    largest = sorted(stacks, key=lambda stack: -len(stack.cells))[:_MOST_STACKS]
+    totals = accumulate(min(len(one.layers), _MOST_LAYERS) * min(len(one.kinds), _MOST_ROWS) for one in largest)
+    return [stack for stack, total in zip(largest, totals, strict=True) if total <= _MOST_CELLS]
 
 
 def _drawn_stack(stack: LayerStack, by_name: dict[str, list[TensorDiff]], cells: dict[str, int]) -> dict[str, Any]:
