@@ -281,7 +281,7 @@ FOREIGN = {
         "training",
         "viewing",
     },
-    "numpy": {"distributed", "training"},
+    "numpy": {"distributed", "training", "viewing"},
     "xxhash": {"storage"},
     "tqdm": {"_util"},
     "transformers": {"pretrained", "training"},
