@@ -64,6 +64,8 @@ def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(4, 4)
     hfshard.save_model(model, "out")
+    for name in ("base", "fine-tuned"):
+        hfshard.save_model(model, name)
     bert(1.0).save_pretrained("bert")
     hfshard.push_checkpoint("bert", "./hub/model")
     torch.save({"state_dict": model.state_dict(), "model_ema": model.state_dict()}, "checkpoint.pth.tar")
