@@ -9,7 +9,7 @@ from hfshard._util.addresses import is_address
 from hfshard._util.arguments import check_texts
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
-from hfshard.errors import CheckpointNotFoundError
+from hfshard.errors import CheckpointNotFoundError, DamagedCheckpointError
 from hfshard.hub.address import directory_of
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.directory.report import verify_hub
@@ -79,6 +79,14 @@ def verify_checkpoint(
         if adapter is None:
             raise
         report = verify_directory(directory, WeightNames(), level, progress, adapter)
+    if has_hub_marker(directory):
+        try:
+            snapshot = DirectoryHub.open(directory).snapshot(None)
+        except DamagedCheckpointError:  # such as a manifest that is lost
+            if report.ok:
+                raise
+            return report
+        directory = os.path.join(snapshot, *subfolder.strip("/").split("/"))
     return with_signature(report, signed_by, directory, subfolder, level=level, progress=progress)
 
 
@@ -89,7 +97,7 @@ def _verify(
     level: Literal["structure", "full"],
     progress: bool | None,
 ) -> tuple[VerifyReport, str]:
-    """Check what was saved; and tell where it is."""
+    """Check what was saved; and tell where it is: of a directory hub, the hub."""
     if is_address(path):
         query = CheckpointQuery(variant=variant, subfolder=subfolder)
         local = CheckpointSource(str(path), query, takes_files=True).find_local()
@@ -99,7 +107,7 @@ def _verify(
     directory = absolute_path(directory_of(path) or path)
     if has_hub_marker(directory):
         report = verify_hub(directory, WeightNames(variant), subfolder=subfolder, level=level, progress=progress)
-        return report, os.path.join(DirectoryHub.open(directory).snapshot(None), *subfolder.strip("/").split("/"))
+        return report, directory
     if subfolder:
         directory = os.path.join(directory, subfolder)
     directory, weights_name = split_weights_path(directory)

@@ -17,6 +17,7 @@ from hfshard.training import TrainingState
 from hfshard.viewing.inspection import inspect_checkpoint
 from tests.hub.directory.helpers import everything, push
 from tests.hub.models import Bert, make_model
+from tests.signing.conftest import write_pair
 
 pytestmark = pytest.mark.compat
 OLD = {"a": torch.ones(1000), "b": torch.zeros(9)}
@@ -130,10 +131,12 @@ def test_verify_does_not_praise_a_file_beside_a_hubs_commits(hub: DirectoryHub) 
     assert len(report.warnings) == 1 and "notes.txt" in report.warnings[0]
 
 
-def test_verify_of_a_hub_whose_commit_lost_its_manifest_says_so(hub: DirectoryHub) -> None:
+def test_verify_of_a_hub_whose_commit_lost_its_manifest_says_so(hub: DirectoryHub, tmp_path: Path) -> None:
     os.unlink(f"{hub.root}/commits/{hub.resolve()}.json")
     [problem] = hfshard.verify_checkpoint(hub.root).problems
     assert "has no manifest" in problem.message
+    write_pair(tmp_path, "key")
+    assert hfshard.verify_checkpoint(hub.root, public_key=tmp_path / "key.pub").problems == (problem,)
 
 
 def test_verify_of_a_hub_without_weights_is_an_error(tmp_path: Path) -> None:
