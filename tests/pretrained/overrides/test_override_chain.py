@@ -197,7 +197,7 @@ def test_an_override_that_builds_by_itself_is_not_said_to_be_checked(saved: Path
     assert type(hfshard.load_model(Making, config)) is Making
     assert type(hfshard.load_model(Above, saved, strict=True, verify="full")) is Above
     for call in (Mine.from_pretrained, lambda *args, **kwargs: hfshard.load_model(Making, *args, **kwargs)):
-        with pytest.raises(InvalidArgumentError, match="strict and verify had no effect"):
+        with pytest.raises(InvalidArgumentError, match="strict, verify and public_key had no effect"):
             call(config, verify="full")
 
 
