@@ -239,7 +239,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "checkpoint_page",
     ),
     "viewing": (
-        "layers opening runs stills",
+        "layers opening runs stills tensor_entry",
         "folding",
         "parts_in_words",
         "diff inspection",

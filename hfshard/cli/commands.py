@@ -25,8 +25,9 @@ from hfshard.errors import readable
 from hfshard.signing.signed_by import SignedBy
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.verify import verify_checkpoint
-from hfshard.viewing.inspection import Inspection, TensorEntry, inspect_checkpoint
+from hfshard.viewing.inspection import Inspection, inspect_checkpoint
 from hfshard.viewing.runs.reports import is_checkpoint, is_training, reports
+from hfshard.viewing.tensor_entry import TensorEntry
 
 _LARGEST: Final = 5
 """Tensors that `inspect` shows without `--tensors`."""

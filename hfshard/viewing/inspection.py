@@ -15,18 +15,7 @@ from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.format.index import FileDigest
 from hfshard.storage.tensors.dtypes import stored_dtype_name
 from hfshard.viewing.opening import ViewedCheckpoint, open_to_view
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One stored tensor."""
-
-    name: str
-    dtype: str
-    """The format's name: "F32", "BF16"."""
-    shape: tuple[int, ...]
-    nbytes: int
-    file: str
+from hfshard.viewing.tensor_entry import TensorEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from hfshard.viewing.diff.headline import headline
-from hfshard.viewing.diff.report import CheckpointDiff, DiffKind, TensorFacts, ValueDiff
+from hfshard.viewing.diff.report import CheckpointDiff, DiffKind, ValueDiff
+from hfshard.viewing.tensor_entry import TensorEntry
 
 
 def diff_as_json(found: CheckpointDiff) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def diff_as_json(found: CheckpointDiff) -> dict[str, Any]:
     }
 
 
-def _facts_as_json(facts: TensorFacts | None) -> dict[str, Any] | None:
+def _facts_as_json(facts: TensorEntry | None) -> dict[str, Any] | None:
     return None if facts is None else {**asdict(facts), "shape": list(facts.shape)}
 
 

@@ -10,9 +10,10 @@ from hfshard._util.size import format_size
 from hfshard._util.text import list_some
 from hfshard.cli.output import count_of, printable, shortened, table
 from hfshard.viewing.diff.renames import rename_rules
-from hfshard.viewing.diff.report import CheckpointDiff, TensorDiff, TensorFacts
+from hfshard.viewing.diff.report import CheckpointDiff, TensorDiff
 from hfshard.viewing.folding import FoldedRow, fold_names, fold_rows
 from hfshard.viewing.layers import natural_order
+from hfshard.viewing.tensor_entry import TensorEntry
 
 _MOST_ROWS: Final = 30
 """Of a table of modules: about what a terminal shows at once."""
@@ -130,7 +131,7 @@ def _shapes_text(tensor: TensorDiff) -> str:
     return texts[0] if len(set(texts)) == 1 else "→".join(texts)
 
 
-def _shape_text(facts: TensorFacts) -> str:
+def _shape_text(facts: TensorEntry) -> str:
     return "×".join(map(str, facts.shape)) or "scalar"
 
 

@@ -6,24 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from hfshard.viewing.tensor_entry import TensorEntry
+
 DiffKind = Literal["same", "renamed", "cast", "reshaped", "changed", "only_in_a", "only_in_b"]
 """How a tensor of two checkpoints relates. The same: dtype, shape and bytes. A cast has another dtype and nothing but
 rounding, a reshape another shape and the same bytes; whatever else differs under one name has changed, be it only the
 sign of a zero. Renamed: the same dtype, shape and bytes under another name, where each name is in one checkpoint only.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class TensorFacts:
-    """One tensor of one of the two checkpoints."""
-
-    name: str
-    """The one by which it was found in both; another name than that of the stored tensor where it is tied to that."""
-    dtype: str
-    """The format's name: "F32", "BF16"; "C128" and "C32" for complex tensors that the format stores as real pairs."""
-    shape: tuple[int, ...]
-    nbytes: int
-    file: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +39,9 @@ class TensorDiff:
     """One tensor, or one name, of the two checkpoints."""
 
     kind: DiffKind
-    a: TensorFacts | None
+    a: TensorEntry | None
     """None: it is only in b."""
-    b: TensorFacts | None
+    b: TensorEntry | None
     """None: it is only in a."""
     values: ValueDiff | None = None
     """Where values were asked for, and it changed or was cast or reshaped; both have the same number of elements, and

@@ -19,8 +19,8 @@ from hfshard.storage.tensors.tensor_bytes import check_storable, iter_blocks
 from hfshard.storage.tensors.tensor_layout import RawTensor, TensorLike, tensor_layout
 from hfshard.storage.weights.ranged.ranged_shard import RangedShard
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
-from hfshard.viewing.diff.report import TensorFacts
 from hfshard.viewing.opening import ViewedCheckpoint
+from hfshard.viewing.tensor_entry import TensorEntry
 
 _COMPLEX_DTYPES = {"F64": torch.complex128, "F16": torch.complex32}
 """What real pairs of the format may stand for."""
@@ -34,7 +34,7 @@ class ComparedTensor:
 
     position: int
     """Among the tensors of its side."""
-    facts: TensorFacts
+    facts: TensorEntry
     value: TensorLike
     names: frozenset[str]
     """Its own, and those that are tied to it."""
@@ -119,7 +119,7 @@ def _compared(
     if layout.complex_as_real:
         torch_dtype = _COMPLEX_DTYPES[dtype]
         dtype, shape = _COMPLEX_NAMES[dtype], shape[:-1]
-    facts = TensorFacts(name, dtype, shape, layout.nbytes, file)
+    facts = TensorEntry(name, dtype, shape, layout.nbytes, file)
     digest = value.digest if isinstance(value, RawTensor) else None
     return ComparedTensor(position, facts, value, frozenset(names), torch_dtype, digest, frozenset(places))
 

@@ -9,10 +9,11 @@ from math import prod
 from typing import Any, Final
 
 from hfshard._util.size import format_size
-from hfshard.viewing.inspection import FileEntry, Inspection, TensorEntry
+from hfshard.viewing.inspection import FileEntry, Inspection
 from hfshard.viewing.page.name_tree import NameTree, coded_labels, make_name_tree
 from hfshard.viewing.page.page import NO_NAME, Fact, Page, shown, shown_value
 from hfshard.viewing.page.values_data import values_data, values_fact
+from hfshard.viewing.tensor_entry import TensorEntry
 from hfshard.viewing.values.measuring import MeasuredValues
 
 _MOST_FILES: Final = 500

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 from hfshard._util.size import format_size
 from hfshard.viewing.diff.headline import headline
-from hfshard.viewing.diff.report import CheckpointDiff, DiffKind, TensorDiff, TensorFacts
+from hfshard.viewing.diff.report import CheckpointDiff, DiffKind, TensorDiff
 from hfshard.viewing.layers import LayerStack, layer_grid
 from hfshard.viewing.page.page import Fact, Page, shown, shown_value
+from hfshard.viewing.tensor_entry import TensorEntry
 
 _KINDS: Final[tuple[DiffKind, ...]] = (
     "same",
@@ -158,7 +159,7 @@ def _row(tensor: TensorDiff, cell: int) -> list[Any]:
     return [*row, _number(values.relative_norm), _number(values.max_abs), cosine, round(changed, 6), odd]
 
 
-def _form(facts: TensorFacts | None) -> str:
+def _form(facts: TensorEntry | None) -> str:
     return "" if facts is None else shown(f"{facts.dtype} {' × '.join(map(str, facts.shape)) or 'scalar'}")
 
 

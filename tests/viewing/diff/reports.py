@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hfshard.viewing.diff.report import CheckpointDiff, DiffKind, TensorDiff, TensorFacts, ValueDiff
+from hfshard.viewing.diff.report import CheckpointDiff, DiffKind, TensorDiff, ValueDiff
+from hfshard.viewing.tensor_entry import TensorEntry
 
 
-def facts(name: str, dtype: str = "F32", file: str = "model.safetensors") -> TensorFacts:
+def facts(name: str, dtype: str = "F32", file: str = "model.safetensors") -> TensorEntry:
     """A tensor of two elements."""
-    return TensorFacts(name, dtype, (2,), 8, file)
+    return TensorEntry(name, dtype, (2,), 8, file)
 
 
 def tensor_diff(kind: DiffKind, name: str, values: ValueDiff | None = None) -> TensorDiff:
