@@ -27,7 +27,7 @@ from hfshard.loading.options import LoadOptions, checked_device
 from hfshard.loading.reading import files_holding, read_tensors
 from hfshard.loading.source import CheckpointSource, open_source_by_ranges, with_checkpoint
 from hfshard.pretrained.request import is_plain_class
-from hfshard.signing.check import required_signature
+from hfshard.signing.required import required_signature
 from hfshard.signing.signed_by import SignedBy
 from hfshard.state_dicts.keys import KeySelection
 from hfshard.storage.checkpoint.checkpoint import FilesOf, Verify

@@ -25,7 +25,7 @@ from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions, checked_device
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source
 from hfshard.modules.upstream import constructor_names
-from hfshard.signing.check import required_signature
+from hfshard.signing.required import required_signature
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.locate import read_config
 from hfshard.storage.disk.hub_place import has_hub_marker

@@ -22,7 +22,7 @@ from hfshard.modules.upstream import is_overridden, refuse_other_model
 from hfshard.planning.plan import Packing
 from hfshard.pretrained.request import below_mixin, is_pretrained_class
 from hfshard.saving.options import SaveOptions
-from hfshard.signing.check import required_signature
+from hfshard.signing.required import required_signature
 from hfshard.signing.signed_by import SignedBy
 from hfshard.storage.checkpoint.checkpoint import Verify
 from hfshard.storage.format.integrity import Checksum

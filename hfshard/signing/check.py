@@ -1,4 +1,4 @@
-"""Hold a load to a signature: before a file is read, and over the very files that are open."""
+"""Files compared with a signature that was checked: before they are read, and the very ones that are open."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from hfshard.constants import (
     CONFIG_NAME,
     FILES_AT_ONCE,
     MAX_CONFIG_BYTES,
-    SIGNATURE_NAME,
 )
 from hfshard.errors import CheckpointChangedError, SignatureError
 from hfshard.signing.files import SeenFile, hash_files, list_files, seen_file
-from hfshard.signing.read_files import FOR_PROGRAMS, is_needed, is_read, references_elsewhere
-from hfshard.signing.signed_by import SignedBy
-from hfshard.signing.upstream import SignedManifest, digests_by_library, signed_manifest
+from hfshard.signing.open_weights import OpenWeights
+from hfshard.signing.read_files import is_needed, is_read, may_be_left_out, references_elsewhere
+from hfshard.signing.upstream import SignedManifest, digests_by_library
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.disk.safe_open import open_regular, read_small
 from hfshard.storage.format.index import FileDigest
@@ -30,62 +29,8 @@ from hfshard.storage.weights.pickles.pickle_file import PickleFile
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 
-_MAX_SIGNATURE_BYTES: Final = 256 * 1024 * 1024
-"""The largest signature that is read: a million files of 200 bytes an entry."""
-
 _SHOWN: Final = 5
 """Names in a message."""
-
-
-class RequiredSignature:
-    """What a load asks for when it is given a public key."""
-
-    def __init__(self, by: SignedBy) -> None:
-        """Take who must have signed."""
-        self.by = by
-
-    def find(self, directory: str, subfolder: str = "", *, has_code: bool = False) -> SignedPlace:
-        """Find the signature of a checkpoint, check it, and every file that a load reads beside the weights.
-
-        Args:
-            directory: The checkpoint's, with the subfolder.
-            subfolder: The end of that path, if the checkpoint lies below the directory or repo that was given: where
-                it has no signature of its own, that of the whole counts.
-            has_code: Whether code of the checkpoint may be run.
-
-        Raises:
-            SignatureError: There is none, or not this one's; a file differs, is missing, or was added.
-        """
-        place = self._place(directory, subfolder, has_code=has_code)
-        place.check_beside()
-        return place
-
-    def find_all(self, directory: str, subfolder: str = "") -> SignedPlace:
-        """Find the signature, and compare nothing yet (raises as `find`, for the signature)."""
-        return self._place(directory, subfolder, has_code=False)
-
-    def _place(self, directory: str, subfolder: str, *, has_code: bool) -> SignedPlace:
-        root = directory.rstrip(os.sep) or os.sep
-        if has_code or not os.path.lexists(os.path.join(root, SIGNATURE_NAME)):
-            for _ in filter(None, subfolder.split("/")):  # code lies above too
-                root = os.path.dirname(root).rstrip(os.sep)
-        path = os.path.join(root, SIGNATURE_NAME)
-        if not os.path.lexists(path):
-            raise SignatureError(
-                f"'{root}' has no signature: there is no '{SIGNATURE_NAME}'. If you trust what is there, sign it: "
-                f"hfshard sign {root} --private-key KEY; or leave out the public key.",
-                path=root,
-            )
-        raw, _ = read_small(path, root, _MAX_SIGNATURE_BYTES)  # no pipe, no link to elsewhere, not endless
-        manifest = signed_manifest(root, path, self.by.choose, str(self.by), raw)
-        below = os.path.relpath(directory, root)
-        return SignedPlace(root, manifest, "" if below == os.curdir else f"{below}/", has_code=has_code)
-
-
-def required_signature(public_key: str | os.PathLike[str] | SignedBy | None) -> RequiredSignature | None:
-    """What a load asks for when it is given this `public_key`; None: nothing."""
-    by = SignedBy.of(public_key)
-    return None if by is None else RequiredSignature(by)
 
 
 @dataclass
@@ -99,7 +44,9 @@ class SignedPlace:
     has_code: bool = False
     """Whether code of the checkpoint may be run."""
     seen: dict[str, SeenFile] = field(default_factory=dict)
-    """The files that were compared, as they were then."""
+    """The files that were compared by their names, as they were then."""
+    open_weights: OpenWeights = field(default_factory=OpenWeights)
+    """Those that were compared while they are open."""
 
     def check_beside(self) -> None:
         """Compare every file that a load reads beside the weights.
@@ -115,11 +62,14 @@ class SignedPlace:
 
     def compare_names(self) -> tuple[set[str], list[SignatureError]]:
         """Name the signed files that are there; and say which are missing, and which were added."""
-        there, signed = self._names_there(), set(self.manifest.digests)
-        added = {name for name in there - signed if not self.is_ignored(name)}
-        return there & signed, [self.not_signed(name) for name in sorted(added)] + [
-            self.missing(name) for name in sorted(signed - there)
-        ]
+        there, signed = self._names_there(), self.manifest.digests.keys()
+        added, missing = sorted(self._added(there)), sorted(signed - there)
+        return there & signed, [*map(self.not_signed, added), *map(self.missing, missing)]
+
+    def left_out(self) -> list[str]:
+        """The files that are there, and that who signed left out on purpose, as no load takes them."""
+        unsigned = self._names_there() - self.manifest.digests.keys()
+        return sorted(unsigned - self._added(unsigned))
 
     def check_all(self, progress: bool | None = None) -> None:
         """Compare every file that is there, those of other weights too.
@@ -128,8 +78,7 @@ class SignedPlace:
             SignatureError: One differs or was added, or a load needs it and it is missing.
         """
         names, signed = self._names_there(), self.manifest.digests.keys()
-        added = {name for name in names - signed if not self.is_ignored(name)}
-        self._refuse(missing_files=filter(self._is_needed, signed - names), added_files=added)
+        self._refuse(missing_files=filter(self._is_needed, signed - names), added_files=self._added(names))
         names &= signed
         total = sum(os.path.getsize(os.path.join(self.root, name)) for name in names)
         with bytes_bar("Verifying", total, progress) as progress_callback:
@@ -203,6 +152,7 @@ class SignedPlace:
             SignatureError: One was changed meanwhile, or came and is not as it was signed.
             CheckpointChangedError: One is as it was signed, but need not have been when it was read.
         """
+        self.open_weights.confirm()
         changed = [name for name, seen in self.seen.items() if seen_file(os.path.join(self.root, name)) != seen]
         there = [name for name in changed if os.path.lexists(os.path.join(self.root, name))]
         come = self._names_read() - self.seen.keys()
@@ -231,6 +181,12 @@ class SignedPlace:
     def not_signed(self, name: str) -> SignatureError:
         """The error for a file that was added."""
         path = os.path.join(self.root, name)
+        if self._is_ignored(name):
+            return SignatureError(
+                f"'{path}' is not covered by the signature: who signed the checkpoint left it out on purpose, and a "
+                "load takes it. Remove it, or ask for a signature of all files.",
+                path=path,
+            )
         return SignatureError(
             f"'{path}' is not covered by the signature: it was added after the checkpoint was signed, or belongs to "
             "another one. Remove it, or ask who signed the checkpoint.",
@@ -251,7 +207,12 @@ class SignedPlace:
     def _names_read(self) -> set[str]:
         """The files that are there, and that a load may read beside the weights."""
         there = {name for name in self._names_there() if is_read(name, has_code=self.has_code)}
-        return {name for name in there if name.endswith(FOR_PROGRAMS) or not self.is_ignored(name)}
+        return there & self.manifest.digests.keys() | self._added(there)
+
+    def _added(self, names: Collection[str]) -> set[str]:
+        """Those that are not signed, and not left out on purpose where that may be."""
+        unsigned = set(names) - self.manifest.digests.keys()
+        return {name for name in unsigned if not (self._is_ignored(name) and may_be_left_out(name))}
 
     def _is_needed(self, name: str) -> bool:
         return name.startswith(self.below) and is_needed(name)
@@ -276,13 +237,14 @@ class SignedPlace:
         progress_callback: ProgressCallback,
     ) -> None:
         if isinstance(file, SafetensorsFile) and self.manifest.is_plain:
-            found = {name: file.checked_sha256(FileDigest(), progress_callback, keep_cached=True)}
+            found = {name: self.open_weights.sha256(file, progress_callback)}
             if found != self.manifest.digests[name]:
                 raise self.differs(name, file.damaged_tensors(checkpoint.index.files.get(own_name, FileDigest())))
             return
         digests, seen = self.hashed([name], progress_callback)[name]
         if digests != self.manifest.digests[name] or seen[:-1] != file.identity:
             raise self.differs(name)
+        self.seen[name] = seen
 
     def _refuse(self, *, missing_files: Iterable[str], added_files: Iterable[str]) -> None:
         for name in sorted(added_files):
@@ -290,7 +252,7 @@ class SignedPlace:
         for name in sorted(missing_files):
             raise self.missing(name)
 
-    def is_ignored(self, name: str) -> bool:
+    def _is_ignored(self, name: str) -> bool:
         """Whether who signed left a file out on purpose."""
         return any(name == path or name.startswith(f"{path}/") for path in self.manifest.ignored)
 

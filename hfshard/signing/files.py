@@ -96,23 +96,24 @@ def hash_files(
 def seen_file(path: str) -> SeenFile | None:
     """What tells a file from another that takes its place; None where there is none."""
     try:
-        return _seen(os.stat(path))
+        return seen_status(os.stat(path))
     except OSError:
         return None
+
+
+def seen_status(status: os.stat_result) -> SeenFile:
+    """What tells a file from another, and from itself with other bytes."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _hash_file(directory: str, name: str, progress_callback: ProgressCallback) -> tuple[str, SeenFile]:
     fd = open_regular(os.path.join(directory, name), directory)
     try:
         hasher = hashlib.sha256()
-        seen = _seen(os.fstat(fd))
+        seen = seen_status(os.fstat(fd))
         while block := os.read(fd, COPY_BYTES):
             hasher.update(block)
             progress_callback(len(block))
         return hasher.hexdigest(), seen
     finally:
         os.close(fd)
-
-
-def _seen(status: os.stat_result) -> SeenFile:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -20,7 +20,7 @@ _READ_WEIGHTS: Final = (SAFETENSORS_SUFFIX, BIN_SUFFIX, ".pt", ".pth", ".ckpt")
 _DOCUMENTS: Final = (".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf")
 """Files for people: no load reads them."""
 
-FOR_PROGRAMS: Final = (".py", ".json", ".jinja", ".txt", ".model", *_READ_WEIGHTS)
+_FOR_PROGRAMS: Final = (".py", ".json", ".jinja", ".txt", ".model", *_READ_WEIGHTS)
 """Files that are refused, where they are not signed, though who signed left them out on purpose."""
 
 _TRAINING: Final = frozenset({"checkpoint.json", "training_state.json"})
@@ -36,7 +36,7 @@ _OTHER_REPO: Final = "--"
 def is_read(name: str, *, has_code: bool = False) -> bool:
     """Whether a load may read a file that is none of the checkpoint's own weights; its code may read any other."""
     *folders, last = name.split("/")
-    if any(part.startswith(".") or part in DEBRIS for part in (*folders, last)) or last.lower().endswith(_DOCUMENTS):
+    if _is_for_people(name):
         return False
     if not folders and last == SIGNATURE_NAME:
         return False
@@ -53,12 +53,22 @@ def is_needed(name: str) -> bool:
     return is_read(name) and not is_of_weights and last not in _TRAINING
 
 
+def may_be_left_out(name: str) -> bool:
+    """Whether who signs may leave a file out on purpose, as no load takes it."""
+    return _is_for_people(name) or not name.endswith(_FOR_PROGRAMS)
+
+
 def references_elsewhere(config: bytes) -> list[str]:
     """The names of code of other repos in a config, and in those that it holds."""
     try:
         return [text for text in _texts_below(json.loads(config), is_code=False) if _OTHER_REPO in text]
     except (ValueError, RecursionError):
         return []  # whoever reads it says so
+
+
+def _is_for_people(name: str) -> bool:
+    parts = name.split("/")
+    return any(part.startswith(".") or part in DEBRIS for part in parts) or name.lower().endswith(_DOCUMENTS)
 
 
 def _texts_below(value: Any, *, is_code: bool) -> Iterator[str]:

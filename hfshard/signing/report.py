@@ -5,18 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Final
 
 from hfshard._util.addresses import is_address
 from hfshard._util.progress import bytes_bar
+from hfshard._util.text import list_some
 from hfshard.constants import MAX_INDEX_BYTES, WEIGHTS_SUFFIXES
 from hfshard.errors import HfshardError, InvalidArgumentError
-from hfshard.signing.check import RequiredSignature, SignedPlace
+from hfshard.signing.check import SignedPlace
+from hfshard.signing.required import RequiredSignature
 from hfshard.signing.signed_by import SignedBy
 from hfshard.storage.checkpoint.report import Problem, VerifyReport
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.integrity import sha256_of
 from hfshard.storage.format.names import INDEX_FILE
+
+_SHOWN: Final = 5
+"""Names in a message."""
 
 
 def with_signature(
@@ -63,6 +69,12 @@ def with_signature(
         return _with_problems(report, [error])
     unread = 0 if level == "full" else len(names) - len(left)
     warnings = [f"{unread} signed files of weights were not compared: level='full' reads them."] if unread else []
+    left_out = place.left_out()
+    if left_out:
+        warnings.append(
+            f"{list_some(left_out, _SHOWN, quote=True)}: left out of the signature on purpose by who signed; no load "
+            "takes such files."
+        )
     files = tuple(dict.fromkeys((*report.files, *sorted(names))))
     report = replace(report, files=files, warnings=(*report.warnings, *warnings))
     report = replace(_with_problems(report, errors), checked_bytes=report.checked_bytes + total)

@@ -91,6 +91,8 @@ def existing_file(path: str | os.PathLike[str], name: str) -> str:
         InvalidArgumentError: It is none.
     """
     found = absolute_path(path, name)
+    if os.path.isdir(found):
+        raise InvalidArgumentError(f"{name}: '{found}' is a directory, not a file.", path=found)
     if not os.path.isfile(found):
         raise InvalidArgumentError(f"{name}: there is no file '{found}'.", path=found)
     return found

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from hfshard.constants import SIGNATURE_NAME
 from hfshard.errors import InvalidArgumentError, SignatureError
 
 SHA256: Final = "sha256"
@@ -19,6 +21,12 @@ FILES: Final = "files"
 
 _ALGORITHMS: Final = {"blake2b": "blake2"}
 """What the library calls an algorithm in signatures -> what its functions call it, where that is not the same."""
+
+_MOST_VALUES: Final = 10_000
+"""Lists, objects and commas in a signature; one of Sigstore has a hundred, and what was signed is one string in it."""
+
+_OF_OTHER_SHAPE: Final = (AttributeError, IndexError, KeyError, RecursionError, TypeError)
+"""What the library raises where JSON, or a key, is of another kind than it takes for granted."""
 
 _print_lock = threading.Lock()
 
@@ -125,8 +133,8 @@ def sign_digests(
         raise
     except Exception as error:  # cryptography, OpenSSL, pydantic and sigstore raise errors of their own
         raise SignatureError(
-            f"'{directory}' can't be signed: {_reason(error)}. A private key must be an elliptic curve key in PEM "
-            "(P-256, P-384 or P-521), with its password if it has one.",
+            f"'{directory}' can't be signed: {_reason(error, 'a key')}. A private key must be an elliptic curve key in "
+            "PEM (P-256, P-384 or P-521), with its password if it has one.",
             path=directory,
         ) from error
 
@@ -148,6 +156,12 @@ def signed_manifest(
     """
     with _library():
         from model_signing import verifying
+    if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MOST_VALUES:  # parsed, each byte would take thirty
+        raise SignatureError(
+            f"'{signature}' is not a signature: it has more than {_MOST_VALUES} values. Ask who published the "
+            "checkpoint for the right file, or don't use it.",
+            path=signature,
+        )
     reader: Any = _Reader()
     try:
         config = choose(verifying.Config()).set_hashing_config(reader)
@@ -155,22 +169,29 @@ def signed_manifest(
         raise
     except Exception as error:
         raise InvalidArgumentError(
-            f"{wanted} can't be used to check a signature: {_reason(error)}. A public key must be the public half "
-            "of an elliptic curve key in PEM (P-256, P-384 or P-521): openssl ec -in KEY -pubout -out KEY.pub"
+            f"{wanted} can't be used to check a signature: {_reason(error, 'a key')}. A public key must be the public "
+            "half of an elliptic curve key in PEM (P-256, P-384 or P-521): openssl ec -in KEY -pubout -out KEY.pub"
         ) from error
-    try:
-        with _without_print() if b'"hint"' not in raw and b'"publicKey"' in raw else contextlib.nullcontext():
-            config.verify(Path(directory), Path(signature))
-    except Exception as error:  # what a hostile file makes of it, in any of four libraries
-        raise SignatureError(
-            f"The signature '{signature}' was not made by {wanted}, or is damaged: {_reason(error)}. Ask who published "
-            "the checkpoint for the right key, or don't use it.",
-            path=signature,
-            expected=wanted,
-        ) from error
+    _check_signature(config, directory, signature, raw, wanted)
     if reader.signed is None:
         raise SignatureError(f"'{signature}' could not be read: model-signing did not say what was signed.")
     return SignedManifest(_by_file(reader.signed, signature), dict(reader.signed.serialization_type))
+
+
+def _check_signature(config: Any, directory: str, signature: str, raw: bytes, wanted: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="hfshard-") as folder:  # what has the name by now need not be `raw`
+        copy = Path(folder, SIGNATURE_NAME)
+        copy.write_bytes(raw)
+        try:
+            with _without_print() if b'"hint"' not in raw and b'"publicKey"' in raw else contextlib.nullcontext():
+                config.verify(Path(directory), copy)
+        except Exception as error:  # what a hostile file makes of it, in any of four libraries
+            raise SignatureError(
+                f"The signature '{signature}' was not made by {wanted}, or is damaged: {_reason(error, 'JSON')}. Ask "
+                "who published the checkpoint for the right key, or don't use it.",
+                path=signature,
+                expected=wanted,
+            ) from error
 
 
 def digests_by_library(directory: str, names: Collection[str], serialization: Mapping[str, Any]) -> dict[str, str]:
@@ -229,7 +250,9 @@ def _library() -> Any:
         ) from error
 
 
-def _reason(error: Exception) -> str:
-    """The first line of what another library says; InvalidSignature says nothing."""
+def _reason(error: Exception, what: str = "") -> str:
+    """The first line of what another library says; InvalidSignature says nothing, others nothing to a user."""
+    if what and isinstance(error, _OF_OTHER_SHAPE) and "assword" not in str(error):
+        return f"it is {what} of another kind"
     text = (str(error).strip().splitlines() or [""])[0].rstrip(". ")
     return f"{type(error).__name__}{f': {text:.300}' if text else ''}"

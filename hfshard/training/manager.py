@@ -16,7 +16,7 @@ from hfshard.distributed.participants import has_other_ranks
 from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.address import absolute_address
 from hfshard.saving.options import SaveOptions
-from hfshard.signing.check import required_signature
+from hfshard.signing.required import required_signature
 from hfshard.signing.signed_by import SignedBy
 from hfshard.storage.format.integrity import Checksum
 from hfshard.training.collecting import collect, encode_components, save_options

@@ -1,0 +1,67 @@
+"""What a load, or a check, is given: who must have signed; and the signature that is looked for then."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from hfshard.constants import SIGNATURE_NAME
+from hfshard.errors import SignatureError
+from hfshard.signing.check import SignedPlace
+from hfshard.signing.signed_by import SignedBy
+from hfshard.signing.upstream import signed_manifest
+from hfshard.storage.disk.safe_open import read_small
+
+_MAX_SIGNATURE_BYTES: Final = 256 * 1024 * 1024
+"""The largest signature that is read: a million files of 200 bytes an entry."""
+
+
+class RequiredSignature:
+    """What a load asks for when it is given a public key."""
+
+    def __init__(self, by: SignedBy) -> None:
+        """Take who must have signed."""
+        self.by = by
+
+    def find(self, directory: str, subfolder: str = "", *, has_code: bool = False) -> SignedPlace:
+        """Find the signature of a checkpoint, check it, and every file that a load reads beside the weights.
+
+        Args:
+            directory: The checkpoint's, with the subfolder.
+            subfolder: The end of that path, if the checkpoint lies below the directory or repo that was given: where
+                it has no signature of its own, that of the whole counts.
+            has_code: Whether code of the checkpoint may be run.
+
+        Raises:
+            SignatureError: There is none, or not this one's; a file differs, is missing, or was added.
+        """
+        place = self._place(directory, subfolder, has_code=has_code)
+        place.check_beside()
+        return place
+
+    def find_all(self, directory: str, subfolder: str = "") -> SignedPlace:
+        """Find the signature, and compare nothing yet (raises as `find`, for the signature)."""
+        return self._place(directory, subfolder, has_code=False)
+
+    def _place(self, directory: str, subfolder: str, *, has_code: bool) -> SignedPlace:
+        root = directory.rstrip(os.sep) or os.sep
+        if has_code or not os.path.lexists(os.path.join(root, SIGNATURE_NAME)):
+            for _ in filter(None, subfolder.split("/")):  # code lies above too
+                root = os.path.dirname(root).rstrip(os.sep)
+        path = os.path.join(root, SIGNATURE_NAME)
+        if not os.path.lexists(path):
+            raise SignatureError(
+                f"'{root}' has no signature: there is no '{SIGNATURE_NAME}'. If you trust what is there, sign it: "
+                f"hfshard sign {root} --private-key KEY; or leave out the public key.",
+                path=root,
+            )
+        raw, _ = read_small(path, root, _MAX_SIGNATURE_BYTES)  # no pipe, no link to elsewhere, not endless
+        manifest = signed_manifest(root, path, self.by.choose, str(self.by), raw)
+        below = os.path.relpath(directory, root)
+        return SignedPlace(root, manifest, "" if below == os.curdir else f"{below}/", has_code=has_code)
+
+
+def required_signature(public_key: str | os.PathLike[str] | SignedBy | None) -> RequiredSignature | None:
+    """What a load asks for when it is given this `public_key`; None: nothing."""
+    by = SignedBy.of(public_key)
+    return None if by is None else RequiredSignature(by)

@@ -1,0 +1,213 @@
+"""Hostile signatures, keys of other kinds, and files that are written over while they are loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+
+import hfshard
+from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, SignatureError
+from hfshard.signing.check import SignedPlace
+from hfshard.storage.disk.safe_open import read_small
+from tests.signing.conftest import Keys
+from tests.signing.helpers import model_signing, sign_payload
+
+SHARD = "model-00002-of-00003.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"[" + b"[]," * 20_000 + b"[]]", "is not a signature: it has more than 10000 values"),
+        (b"[" * 9_000 + b"]" * 9_000, "was not made by the key of .*, or is damaged: it is JSON of another kind"),
+        (b"\xff\xfe", "or is damaged: UnicodeDecodeError"),
+        (b"{", "or is damaged: JSONDecodeError"),
+        (b"null", "or is damaged: it is JSON of another kind"),
+        (b'"x"', "or is damaged: it is JSON of another kind"),
+        (b'{"verificationMaterial": [1]}', "or is damaged: it is JSON of another kind"),
+        (b'{"verificationMaterial": {"publicKey": {"hint": []}}}', "or is damaged: ValidationError"),
+    ],
+)
+def test_what_is_no_signature_is_refused_by_name(signed: Path, keys: Keys, raw: bytes, words: str) -> None:
+    (signed / "model.sig").write_bytes(raw)
+
+    with pytest.raises(SignatureError, match=words) as caught:
+        hfshard.load_state_dict(signed, public_key=keys.public)
+    assert caught.value.path == str(signed / "model.sig")
+    [problem] = hfshard.verify_checkpoint(signed, public_key=keys.public).problems
+    assert problem.file == str(signed / "model.sig")
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("signatures", []),
+        ("signatures", [{"sig": ""}]),
+        ("payload", 5),
+        ("payload", "AAAA"),
+        ("payloadType", "text/plain"),
+    ],
+)
+def test_envelopes_are_not_believed(signed: Path, keys: Keys, where: str, value: Any) -> None:
+    bundle = json.loads((signed / "model.sig").read_text())
+    bundle["dsseEnvelope"][where] = value
+    (signed / "model.sig").write_text(json.dumps(bundle))
+
+    with pytest.raises(SignatureError, match=r"was not made by the key of .*, or is damaged"):
+        hfshard.load_state_dict(signed, public_key=keys.public)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "endless"])
+def test_a_signature_that_is_no_file_does_not_hang(signed: Path, keys: Keys, kind: str) -> None:
+    path = signed / "model.sig"
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+
+    with pytest.raises(HfshardError, match=r"model.sig' .*is not a regular file"):
+        hfshard.load_state_dict(signed, public_key=keys.public)
+
+
+def test_the_signature_that_is_checked_is_the_one_that_was_read(
+    signed: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes its name meanwhile is not opened: it could be a pipe, and never end."""
+
+    def replaced(path: str, *arguments: Any) -> Any:
+        found = read_small(path, *arguments)
+        os.unlink(path)
+        os.mkfifo(path)
+        return found
+
+    monkeypatch.setattr("hfshard.signing.required.read_small", replaced)
+    assert sorted(hfshard.load_state_dict(signed, public_key=keys.public)) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "code/../../x"])
+def test_names_that_lead_out_of_the_checkpoint_are_refused(signed: Path, keys: Keys, name: str) -> None:
+    def lead_out(payload: dict[str, Any]) -> None:
+        payload["predicate"]["resources"][0]["name"] = name
+
+    sign_payload(signed, keys.private, lead_out)
+
+    with pytest.raises(SignatureError, match="names a file outside of the checkpoint"):
+        hfshard.load_state_dict(signed, public_key=keys.public)
+
+
+@pytest.mark.parametrize("name", [SHARD, "config.json", "model.safetensors.index.json", "modeling_mine.py"])
+def test_what_was_left_out_of_a_signature_on_purpose_is_refused_where_loads_take_it(
+    checkpoint: Path, keys: Keys, name: str
+) -> None:
+    ignored = ("--ignore-paths", checkpoint / name)
+    model_signing("sign", "key", checkpoint, "--private_key", keys.private, *ignored)
+    model_signing("verify", "key", checkpoint, "--public_key", keys.public)
+
+    with pytest.raises(SignatureError, match=f"{name}' is not covered by the signature: who signed .* left it out"):
+        hfshard.load_state_dict(checkpoint, public_key=keys.public)
+    report = hfshard.verify_checkpoint(checkpoint, public_key=keys.public)
+    assert [Path(problem.file).name for problem in report.problems] == [name]
+    assert report.signed_by is None
+
+
+def test_what_no_load_takes_may_be_left_out_on_purpose(checkpoint: Path, keys: Keys) -> None:
+    (checkpoint / "log.dat").write_text("x")
+    for name in ("log.dat", "README.md"):
+        model_signing("sign", "key", checkpoint, "--private_key", keys.private, "--ignore-paths", checkpoint / name)
+        report = hfshard.verify_checkpoint(checkpoint, public_key=keys.public)
+
+        assert report.ok, report.problems
+        assert report.warnings == (
+            f"'{name}': left out of the signature on purpose by who signed; no load takes such files.",
+        )
+        assert sorted(hfshard.load_state_dict(checkpoint, public_key=keys.public)) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("name", ["Config.json", "m\u043edel.safetensors", "model.safetensors.index.json "])
+def test_names_that_look_alike_are_others(signed: Path, keys: Keys, name: str) -> None:
+    shutil.copy(signed / "config.json", signed / name)
+
+    with pytest.raises(SignatureError, match="is not covered by the signature: it was added"):
+        hfshard.load_state_dict(signed, public_key=keys.public)
+
+
+@pytest.mark.parametrize("read", ["auto", "mmap", "pread"])
+def test_weights_that_are_written_over_after_their_check_are_noticed(
+    signed: Path, keys: Keys, read: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the very file that is open, with the times that it had."""
+    plain = SignedPlace.check_opened
+
+    def write_after(self: SignedPlace, *arguments: Any) -> None:
+        plain(self, *arguments)
+        status = os.stat(signed / SHARD)
+        with open(signed / SHARD, "r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(b"\0\0\0\x7f")
+        os.utime(signed / SHARD, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    monkeypatch.setattr(SignedPlace, "check_opened", write_after)
+    with pytest.raises(CheckpointChangedError, match=f"{SHARD}' was written over after its signature had been checked"):
+        hfshard.load_state_dict(signed, public_key=keys.public, read=read)
+
+
+def test_weights_that_get_another_name_after_their_check_stay_what_they_are(
+    signed: Path, keys: Keys, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a save beside the load links one, and removes another."""
+    plain = SignedPlace.check_opened
+
+    def link_after(self: SignedPlace, *arguments: Any) -> None:
+        plain(self, *arguments)
+        os.link(signed / SHARD, signed.parent / "linked.safetensors")
+        os.unlink(signed / "model-00001-of-00003.safetensors")
+
+    monkeypatch.setattr(SignedPlace, "check_opened", link_after)
+    loaded = hfshard.load_state_dict(signed, public_key=keys.public)
+
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("kind", ["rsa", "ed25519", "p224", "private", "empty"])
+def test_keys_of_other_kinds_are_refused(signed: Path, keys: Keys, tmp_path: Path, kind: str) -> None:
+    made: dict[str, Any] = {
+        "rsa": lambda: rsa.generate_private_key(65537, 2048),
+        "ed25519": ed25519.Ed25519PrivateKey.generate,
+        "p224": lambda: ec.generate_private_key(ec.SECP224R1()),
+    }
+    public, private = tmp_path / "key.pub", tmp_path / "key.pem"
+    public.write_bytes(keys.private.read_bytes() if kind == "private" else b"")
+    private.write_bytes(keys.public.read_bytes() if kind == "private" else b"")
+    if kind in made:
+        key = made[kind]()
+        form = serialization.PublicFormat.SubjectPublicKeyInfo
+        public.write_bytes(key.public_key().public_bytes(serialization.Encoding.PEM, form))
+        how = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        private.write_bytes(key.private_bytes(serialization.Encoding.PEM, *how))
+    before = (signed / "model.sig").read_bytes()
+
+    with pytest.raises(
+        InvalidArgumentError, match=r"key.pub' can't be used to .*: openssl ec -in KEY -pubout"
+    ) as caught:
+        hfshard.load_state_dict(signed, public_key=public)
+    assert "attribute" not in str(caught.value)
+    with pytest.raises(SignatureError, match=r"can't be signed: .* must be an elliptic curve key") as refused:
+        hfshard.sign_checkpoint(signed, private_key=private)
+    assert "attribute" not in str(refused.value)
+    assert (signed / "model.sig").read_bytes() == before
+
+
+def test_a_directory_is_no_key(signed: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"public_key: '.*' is a directory, not a file"):
+        hfshard.verify_checkpoint(signed, public_key=tmp_path)
