@@ -166,7 +166,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "transfer": ("store_files", "copying", "pull push"),
     "training": (
-        "parts ranks step",
+        "ranks step",
+        "parts",
         "data",
         "state",
         "collecting",

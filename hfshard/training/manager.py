@@ -227,7 +227,7 @@ class CheckpointManager(RunPushes):
             SignatureError: It is not signed by whom it must be, or was changed since; nothing was changed.
             RankFailedError: Another rank could not restore it, died, or did not come.
         """
-        with self._writer.turn("restore()"), self._ranks() as ranks:
+        with self._writer.turn("restore()"), self._ranks("restore") as ranks:
             place = ranks.on_each(lambda: absolute_place(step))
             signature = required_signature(public_key)
             is_signed = signature is not None
@@ -266,7 +266,7 @@ class CheckpointManager(RunPushes):
             DamagedCheckpointError: All checkpoints are damaged.
             StateDictMismatchError, SignatureError: As in `restore`.
         """
-        with self._writer.turn("restore_latest()"), self._ranks() as ranks:
+        with self._writer.turn("restore_latest()"), self._ranks("restore_latest") as ranks:
             signature = required_signature(public_key)
             choose = partial(self._choose, None, verify, None)
             return resume(state, choose, strict=strict, ranks=ranks, signature=signature)
@@ -297,10 +297,10 @@ class CheckpointManager(RunPushes):
         self.close()
 
     @contextmanager
-    def _ranks(self) -> Iterator[Ranks]:
-        """Those that restore a state together."""
+    def _ranks(self, what: str) -> Iterator[Ranks]:
+        """Those that restore a state together, by the same method."""
         self._writer.join()  # on every rank: it may be a save of them all
-        with Ranks.meeting("restore") as ranks:
+        with Ranks.meeting(what) as ranks:
             ranks.on_each(self._writer.wait)
             yield ranks
 

@@ -87,6 +87,8 @@ def restore(case: str, build: Build, run: Path, rank: int) -> int | None:
         return manager.restore(build.state(), run.parent / f"old{rank if case == 'old files, each its own' else 0}.pt")
     if case == "no place":
         return manager.restore(build.state(), 1 if rank == 0 else "")
+    if case == "another method" and rank == 1:
+        return manager.restore(build.state())
     if case == "another step":
         return manager.restore(build.state(), rank + 1)
     if case == "the newest on one rank":
@@ -112,6 +114,7 @@ CASES = {
     "refused weights": "StateDictMismatchError: 'model' refused its state",
     "another run": "CheckpointChangedError: The first rank restores",
     "no place": "InvalidPathError: ",
+    "another method": "RankFailedError: Rank 1 is at 'restore' where rank 0 is at 'restore_latest'",
     "another step": "InvalidArgumentError: All ranks must restore the same step, got [1, 2].",
     "old file, another model": "StateDictMismatchError: 'model' does not fit the checkpoint",
     "old files, each its own": "CheckpointChangedError: The ranks see different files",

@@ -14,6 +14,7 @@ import torch
 from hfshard.errors import DamagedCheckpointError, UnstorableTensorError
 from hfshard.training.parts.nested_decoding import decode_value
 from hfshard.training.parts.nested_types import FACTORIES, TYPE_KEY, NotStored, ObjectState, key_name
+from hfshard.training.step import RestoredStep
 
 _MAX_DEPTH: Final = 40
 """How deep values may be nested: real states have ten levels, and what has more than this contains itself."""
@@ -101,6 +102,9 @@ class _Encoder:
         if isinstance(value, int):
             return value if value.bit_length() <= _PLAIN_INT_BITS else _typed("int", hex=hex(value))
         return value if math.isfinite(value) else _typed("float", value=repr(value))
+
+    def step(self, value: RestoredStep, path: str, depth: int) -> int:
+        return int(value)  # a run may note where it was resumed
 
     def complex(self, value: complex, path: str, depth: int) -> Any:
         parts = (value.real, value.imag)
@@ -196,6 +200,7 @@ class _Encoder:
 _METHODS: Final[list[tuple[tuple[type, ...], Any]]] = [
     ((torch.Size,), _Encoder.sequence),
     ((int, float), _Encoder.number),
+    ((RestoredStep,), _Encoder.step),
     ((complex,), _Encoder.complex),
     ((str,), _Encoder.text),
     ((bytes, bytearray), _Encoder.raw),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -108,7 +108,7 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
     ]
     loaded = {**saved["more"], "state": state, "param_groups": groups}
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-        copy.copy(optimizer).load_state_dict(loaded)  # on a copy, with the same parameters and a state of its own
+        _twin(optimizer).load_state_dict(loaded)
 
     before = dict(vars(optimizer))
 
@@ -123,6 +123,18 @@ def plan_optimizer(optimizer: Optimizer, saved: dict[str, Any], names: Names, co
                 optimizer.state[parameter] = slots
 
     return PendingLoad(component, load, lambda: vars(optimizer).update(before))
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """Another optimizer of the same parameters and attributes, which loads a state for itself, and calls no hooks.
+
+    (`copy.copy` leaves out the attributes of a user's class, which its `__setstate__` may need.)
+    """
+    twin: Optimizer = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    for hooks in ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
+        vars(twin)[hooks] = OrderedDict()
+    return twin
 
 
 def group_names(optimizer: Optimizer, names: Names, component: str) -> list[list[str]]:

@@ -19,6 +19,7 @@ from hfshard.storage.format.strict_json import parse_json_object
 from hfshard.training.parts.nested import decode, encode
 from hfshard.training.parts.nested_types import NOT_STORED, ObjectState
 from hfshard.training.parts.padded_json import padded_json
+from hfshard.training.step import RestoredStep
 from tests.helpers.random_state_dicts import DTYPES, random_tensor
 from tests.helpers.tensor_bytes import bytes_of
 from tests.training import fingerprint
@@ -58,6 +59,13 @@ def bits(value: Any) -> list[tuple[str, str]]:
 )  # fmt: skip
 def test_a_value_comes_back_as_it_was(value: Any) -> None:
     assert bits(through_a_file(value)) == bits(value)
+
+
+def test_the_step_of_a_restore_comes_back_as_a_plain_int() -> None:
+    back = through_a_file({"resumed": [RestoredStep(7)], RestoredStep(8): "loss"})
+
+    assert back == {"resumed": [7], 8: "loss"}
+    assert [type(back["resumed"][0]), type(list(back)[1])] == [int, int]
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,27 @@ class KeepsItsOwn(optim.SGD):
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "steps_done"})
 
 
+class Scaled(optim.SGD):
+    """A user's: options that a state lacks come from an attribute, whenever a state is loaded."""
+
+    def __init__(self, params: Iterable[torch.Tensor], scale: float) -> None:
+        super().__init__(params, lr=0.05, momentum=0.9)
+        self.scale = scale
+        self.param_groups[0]["scale"] = scale
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for group in self.param_groups:
+            group.setdefault("scale", self.scale)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(group["scale"])
+        super().step(closure)
+
+
 _BF16 = {"model": ingredients.mlp_bf16}
 _TOKENS = {"model": ingredients.Sparse, "data": ingredients.Tokens, "loss": ingredients.sum_of_rows}
 
@@ -177,6 +198,7 @@ ALL: dict[str, dict[str, Any]] = {
     "adafactor-channels-last": {"optimizer": over(optim.Adafactor, lr=0.05), "model": ingredients.ChannelsLast},
     "own-master-weights": {"optimizer": over(MasterWeights, lr=0.01), **_BF16},
     "own-counter": {"optimizer": over(KeepsItsOwn, lr=0.05, momentum=0.9)},
+    "own-setstate": {"optimizer": over(Scaled, scale=0.5)},
 }
 if hasattr(optim, "Muon"):
     ALL["muon"] = {"optimizer": muon_and_adamw}
