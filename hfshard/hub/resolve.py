@@ -24,10 +24,12 @@ from hfshard.errors import CheckpointNotFoundError
 from hfshard.hub.protocols import CommitFiles
 from hfshard.storage.checkpoint.checkpoint import FilesOf
 from hfshard.storage.checkpoint.locate import (
+    ADAPTER_WEIGHTS,
     WeightsEntry,
     WeightsKind,
     candidate_weights,
     checked_weights_override,
+    entry_of,
     read_config,
 )
 from hfshard.storage.disk.safe_open import read_small
@@ -73,6 +75,8 @@ class CheckpointQuery:
     """Whether the repo's code may be run, so that it is downloaded too."""
     accepts_adapter: bool = False
     """Whether an adapter is wanted too, alone or beside a model."""
+    opens_adapter: bool = False
+    """Whether the weights of an adapter are opened where there is no model."""
     needs_companions: bool = False
     """Whether the files beside the checkpoint are downloaded too: tokenizer, README."""
     needs_signature: bool = False
@@ -227,8 +231,11 @@ def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
 def _find_candidate(
     files: CommitFiles, query: CheckpointQuery, names: WeightNames, override: str | None, known_missing: list[str]
 ) -> WeightsEntry | None:
-    """The file by which the checkpoint is entered, if there is one; the candidates that are missing go to `absent`."""
-    for candidate in candidate_weights(names, query.use_safetensors, override):
+    """The file by which the checkpoint is entered; None if there is none. What is missing goes to `known_missing`."""
+    candidates = candidate_weights(names, query.use_safetensors, override)
+    if query.opens_adapter and override is None and query.variant is None:
+        candidates += map(entry_of, ADAPTER_WEIGHTS)
+    for candidate in candidates:
         if files.has(query.path(candidate.name)):
             return candidate
         known_missing.append(query.path(candidate.name))

@@ -189,6 +189,7 @@ def open_source(
             check_beside=check_beside and signed is None,
             when_open=(lambda _: skeleton.refresh()) if skeleton is not None else None,
             keeps_index=signed is not None,
+            opens_adapter=query.opens_adapter,
         ) as checkpoint,
     ):
         checkpoint.progress = options.progress

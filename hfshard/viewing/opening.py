@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from hfshard._util.addresses import is_address
+from hfshard._util.addresses import is_address, parse_address
 from hfshard._util.paths import absolute_path, path_text
 from hfshard.errors import AmbiguousWeightsError, CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.address import split_address
@@ -17,11 +17,11 @@ from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, open_source, open_source_by_ranges
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.stores.opening import open_store
 from hfshard.training.run.finding import checkpoint_of_step
 from hfshard.training.run.places.opening import run_place
 from hfshard.training.run.run_checkpoint import CHECKPOINT
 
-_ADAPTERS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _TRAINER_STATE: Final = "trainer_state.json"
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,8 @@ class ViewedCheckpoint:
     """A checkpoint that is open, and where it was found."""
 
     place: str
-    """An absolute path, an address of a store, or "org/name@revision"; of a run, that of its checkpoint."""
+    """An absolute path, an address of a store, or "org/name@revision", with the subfolder behind it; of a run, that of
+    its checkpoint."""
     checkpoint: OpenCheckpoint
     is_of_hub: bool = False
     """Whether its files are read from the Hub by ranges, so that their ETags are what the Hub lists."""
@@ -56,8 +57,8 @@ def open_to_view(
 
     Args:
         place: A directory, a file of weights, an address of a store, "org/name" or the directory of a hub, either
-            with "@revision"; a run, also of transformers' Trainer, whose latest checkpoint is opened; one of its
-            checkpoints, "run/checkpoint-30"; or a local directory with an adapter.
+            with "@revision"; a run, also of transformers' Trainer, whose latest checkpoint is opened; or one of its
+            checkpoints, "run/checkpoint-30". In each may be an adapter of PEFT in place of a model.
         query: What else is known of it; a revision in the place comes first.
         options: How it is checked.
 
@@ -67,17 +68,16 @@ def open_to_view(
         Everything that `open_source` and `open_source_by_ranges` raise.
     """
     path, revision = _split_place(place)
-    if revision is not None:
-        query = replace(query, revision=revision)
+    query = replace(query, revision=query.revision if revision is None else revision, opens_adapter=True)
     with ExitStack() as stack:
         try:
-            viewed = _opened_or_adapter(stack, path, query, options)
+            viewed = _opened(stack, path, query, options)
         except CheckpointNotFoundError as error:
             step_path = _checkpoint_of_run(path)
             if step_path is None:
                 raise
             logger.info("%s Its checkpoint '%s' is opened.", error, step_path)
-            viewed = _opened_or_adapter(stack, step_path, query, options)
+            viewed = _opened(stack, step_path, query, options)
         yield viewed
 
 
@@ -116,27 +116,15 @@ def _opened_with_key(stack: ExitStack, opening: Opening, refusals: list[InvalidA
         return viewed
 
 
-def _opened_or_adapter(stack: ExitStack, path: str, query: CheckpointQuery, options: LoadOptions) -> ViewedCheckpoint:
-    """Open a checkpoint, or the adapter of a directory that has nothing else."""
-    try:
-        return _opened(stack, path, query, options)
-    except CheckpointNotFoundError:
-        folder = os.path.join(path, query.subfolder.strip("/"))
-        found = [name for name in _ADAPTERS if os.path.isfile(os.path.join(folder, name))]
-        if not found or query.variant is not None:
-            raise
-        return _opened(stack, os.path.join(folder, found[0]), replace(query, subfolder=""), options)
-
-
 def _opened(stack: ExitStack, path: str, query: CheckpointQuery, options: LoadOptions) -> ViewedCheckpoint:
     source = CheckpointSource(path, query, takes_files=True)
     local = source.find_local()
     if local is not None:
         checkpoint = stack.enter_context(open_source(source, options, local))
-        return ViewedCheckpoint(_with_revision(source.path, query), checkpoint)
+        return ViewedCheckpoint(_place(source.path, query), checkpoint)
     from hfshard.hub.remote.fetching import is_offline  # imports huggingface_hub, which takes time
 
-    place = _with_revision(path, query)
+    place = _place(path, query)
     if not is_offline(query.local_files_only):
         try:
             checkpoint = stack.enter_context(open_source_by_ranges(source, options))
@@ -154,8 +142,10 @@ def _split_place(place: str | os.PathLike[str]) -> tuple[str, str | None]:
     return split_address(place)
 
 
-def _with_revision(path: str, query: CheckpointQuery) -> str:
-    return path if query.revision is None else f"{path}@{query.revision}"
+def _place(path: str, query: CheckpointQuery) -> str:
+    subfolder = query.subfolder.strip("/")
+    revision = "" if query.revision is None else f"@{query.revision}"
+    return f"{path}{revision}/{subfolder}" if subfolder else f"{path}{revision}"
 
 
 def _checkpoint_of_run(path: str) -> str | None:
@@ -171,15 +161,19 @@ def _checkpoint_of_run(path: str) -> str | None:
             return None
         return None if found == path else found
     checkpoints = run_place(path).checkpoints()
-    if not checkpoints and not is_address(path):
+    if not checkpoints:
         return _latest_of_trainer(path)
     if checkpoints and checkpoints[0].problem is not None:
         raise checkpoints[0].problem
-    return checkpoints[0].path if checkpoints else None
+    return checkpoints[0].path
 
 
 def _latest_of_trainer(path: str) -> str | None:
     """The latest checkpoint of a run of transformers' Trainer, which writes its state after the model."""
-    found = {int(match[1]): name for name in os.listdir(path) if (match := CHECKPOINT.fullmatch(name))}
-    whole = [step for step, name in found.items() if os.path.isfile(os.path.join(path, name, _TRAINER_STATE))]
-    return os.path.join(path, found[max(whole)]) if whole else None
+    if is_address(path):
+        listed = [name.rpartition("/") for name in open_store(parse_address(path)).list_objects()]
+        folders = [folder for folder, _, name in listed if name == _TRAINER_STATE]
+    else:
+        folders = [name for name in os.listdir(path) if os.path.isfile(os.path.join(path, name, _TRAINER_STATE))]
+    found = {int(match[1]): name for name in folders if (match := CHECKPOINT.fullmatch(name))}
+    return f"{path}/{found[max(found)]}" if found else None

@@ -49,6 +49,7 @@ def open_by_ranges(
         use_safetensors=query.use_safetensors,
         verify=verify,
         files_of=query.files_of,
+        opens_adapter=query.opens_adapter,
     ) as checkpoint:
         checkpoint.progress = progress
         yield checkpoint

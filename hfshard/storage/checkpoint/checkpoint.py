@@ -27,6 +27,7 @@ from hfshard.storage.checkpoint.checks import (
 from hfshard.storage.checkpoint.folder import CheckpointFolder, folder_of
 from hfshard.storage.checkpoint.locate import (
     WeightsEntry,
+    adapter_alone,
     checked_weights_override,
     config_in,
     find_weights,
@@ -64,6 +65,7 @@ def open_checkpoint(
     key: str | None = None,
     when_open: WhenOpen | None = None,
     keeps_index: bool = False,
+    opens_adapter: bool = False,
 ) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint: its structure is checked, and with verify="full" every byte.
 
@@ -84,6 +86,7 @@ def open_checkpoint(
         key: Of a single pickle: the key of the weights in it, as for `choose_weights`.
         when_open: Called with what was opened, before it is sure that all of it is of one save; again where it is not.
         keeps_index: Keep the bytes of the index, for `raw_index`.
+        opens_adapter: Open the weights of an adapter where there is no model.
 
     Raises:
         CheckpointNotFoundError: There are no weights.
@@ -105,7 +108,8 @@ def open_checkpoint(
     open_once = partial(
         _open_once, folder, names, verify=verify, files_of=files_of, key=key, finish=finish, keeps_index=keeps_index
     )
-    checkpoint = _open_until_whole(folder, names, use_safetensors, weights_name, open_once)
+    find_name = partial(_name_in, folder, names, weights_name, opens_adapter=opens_adapter)
+    checkpoint = _open_until_whole(folder, names, use_safetensors, weights_name, find_name, open_once)
     checkpoint.level = verify
     try:
         if verify not in _FULL or checkpoint.is_ranged:
@@ -157,6 +161,7 @@ def _open_until_whole(
     names: WeightNames,
     use_safetensors: bool | None,
     weights_name: str | None,
+    find_name: Callable[[], str | None],
     open_once: Callable[[WeightsEntry], OpenCheckpoint],
 ) -> OpenCheckpoint:
     last: HfshardError | None = None
@@ -165,7 +170,7 @@ def _open_until_whole(
         folder.look()
         before = state_token(folder, names, weights_override)
         try:
-            weights_override = weights_name or checked_weights_override(config_in(folder), folder.path, names)
+            weights_override = find_name()
             if weights_override != weights_name:
                 before = (*before, *state_token(folder, names, weights_override)[len(before) :])
             weights = find_weights(folder, names, use_safetensors, weights_override)
@@ -187,6 +192,12 @@ def _open_until_whole(
         "Load it when that process has finished saving.",
         path=folder.path,
     ) from last
+
+
+def _name_in(folder: CheckpointFolder, names: WeightNames, given: str | None, *, opens_adapter: bool) -> str | None:
+    """The file to open, whatever else lies there; None: the one that transformers finds."""
+    found = given or checked_weights_override(config_in(folder), folder.path, names)
+    return adapter_alone(folder, names) if found is None and opens_adapter else found
 
 
 def _open_once(

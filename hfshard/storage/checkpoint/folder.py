@@ -213,6 +213,12 @@ class RangedFolder:
         """Name what the last look found directly in it."""
         return sorted(name for name in self._listed if "/" not in name)
 
+    def folders_with(self, names: Collection[str]) -> list[str]:
+        """Name the folders below it in which the last look found a file of one of these names."""
+        return sorted(
+            {folder for folder, _, name in (path.rpartition("/") for path in self._listed) if folder and name in names}
+        )
+
     def has(self, name: str) -> bool:
         """Whether the last look found this name, or an index brings it."""
         return name in self._listed or self._stand_in(name) is not None

@@ -7,7 +7,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from hfshard._util.addresses import is_address
 from hfshard._util.text import list_some
 from hfshard.constants import (
     ADAPTER_CONFIG_NAME,
@@ -20,13 +19,16 @@ from hfshard.constants import (
     WEIGHTS_OVERRIDE_KEY,
 )
 from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError, UnsafePathError
-from hfshard.storage.checkpoint.folder import CheckpointFolder, LocalFolder, folder_of
+from hfshard.storage.checkpoint.folder import CheckpointFolder, LocalFolder, RangedFolder, folder_of
 from hfshard.storage.disk.safe_open import read_small
 from hfshard.storage.format.names import INDEX_FILE, MODEL_BASE, WeightNames, check_file_name
 from hfshard.storage.format.strict_json import parse_json_object
 
 _SHOWN: Final = 5
 """Names of files in a message."""
+
+ADAPTER_WEIGHTS: Final = (f"adapter_model{SAFETENSORS_SUFFIX}", f"adapter_model{BIN_SUFFIX}")
+"""How PEFT calls the weights of an adapter; the first one that is there is read."""
 
 WeightsKind = Literal["single", "index", "bin", "bin_index"]
 
@@ -139,20 +141,30 @@ def adapter_weights(directory: str) -> str | None:
     """The file of weights of an adapter of PEFT in a directory; None where there is none."""
     if not os.path.isfile(os.path.join(directory, ADAPTER_CONFIG_NAME)):
         return None
-    names = (f"adapter_model{suffix}" for suffix in (SAFETENSORS_SUFFIX, BIN_SUFFIX))
-    return next((name for name in names if os.path.isfile(os.path.join(directory, name))), None)
+    return next((name for name in ADAPTER_WEIGHTS if os.path.isfile(os.path.join(directory, name))), None)
+
+
+def adapter_alone(folder: CheckpointFolder, names: WeightNames) -> str | None:
+    """The file of weights of an adapter in a folder that has no model; None where it has one, or no adapter either."""
+    if names.variant is not None or any(folder.has(one.name) for one in candidate_weights(names, None)):
+        return None
+    return next(filter(folder.has, ADAPTER_WEIGHTS), None)
 
 
 def _not_found(folder: CheckpointFolder, names: WeightNames, looked_for: list[str]) -> CheckpointNotFoundError:
     directory = folder.path
-    is_far = is_address(directory)
+    is_far = not isinstance(folder, LocalFolder)
     if not is_far and not os.path.isdir(directory):
         return directory_not_found(directory)
     there = folder.names()
-    if is_far and not there:
+    below = folder.folders_with({*looked_for, *ADAPTER_WEIGHTS}) if isinstance(folder, RangedFolder) else []
+    if is_far and not there and not below:
         return CheckpointNotFoundError(f"There is nothing at '{directory}'. Check the address.", path=directory)
     found = [name for name in there if name.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX))]
     hint = f"It holds {list_some(found, _SHOWN)}" if found else "It holds no weights at all"
+    if below:
+        hint = f"Weights are in its {'folder' if len(below) == 1 else 'folders'} {list_some(below, _SHOWN)}: give "
+        hint += f"{'it' if len(below) == 1 else 'one of them'} as subfolder"
     if ADAPTER_CONFIG_NAME in there:
         hint = "It holds a PEFT adapter: load it with from_pretrained of a model class, with peft installed"
     variant = f" of variant '{names.variant}'" if names.variant is not None else ""

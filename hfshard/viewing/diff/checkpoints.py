@@ -59,8 +59,8 @@ def diff_checkpoints(
 
     Args:
         a: A directory, one file of weights, an address of a store, "org/name" on the Hub or the directory of a hub,
-            both also with "@revision", a run (its latest checkpoint), also of transformers' Trainer, one checkpoint of
-            it ("run/checkpoint-30"), or a local directory with an adapter of PEFT.
+            both also with "@revision", a run (its latest checkpoint), also of transformers' Trainer, or one checkpoint
+            of it ("run/checkpoint-30"). In each may be an adapter of PEFT in place of a model.
         b: The same.
         values: Whether to measure by how much the values of a tensor that changed, was cast or reshaped differ: both
             are read for it, block by block.

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hfshard
 from hfshard.errors import CheckpointNotFoundError, IntegrityError
 from hfshard.hub.directory.hub import DirectoryHub
+from hfshard.training import CheckpointManager
 from tests.hub.pull.pull_hub import PullHub
 from tests.hub.server_fixture import new_repo_id
 from tests.stores.reading.conftest import put_directory
+from tests.stores.runs.bucket_run import save_steps
 
 SHAPES = {"embed.weight": (1000, 100), "head.weight": (100, 100), "head.bias": (100,)}
 """400,000, 40,000 and 400 bytes."""
@@ -114,6 +117,74 @@ def test_runs_of_transformers_trainer_and_adapters(tmp_path: Path) -> None:
     assert hfshard.diff_checkpoints(tmp_path, tmp_path, subfolder=("pickled", "adapters/checkpoint-500")).is_same
     with pytest.raises(CheckpointNotFoundError):
         hfshard.diff_checkpoints(pickled, pickled, variant="fp16")
+
+
+def adapter(directory: Path, value: float) -> Path:
+    """An adapter as PEFT saves it, of two tensors of 32 bytes, of which the first one has this value."""
+    directory.mkdir(parents=True)
+    tensors = {
+        "model.q_proj.lora_A.weight": torch.full((2, 4), float(value)),
+        "model.q_proj.lora_B.weight": torch.ones(4, 2),
+    }
+    save_file(tensors, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    return directory
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_adapters_and_runs_of_trainer_in_a_store(store_address: str, tmp_path: Path) -> None:
+    for step in (500, 1000, 1500):
+        checkpoint = adapter(tmp_path / "run" / f"checkpoint-{step}", step)
+        if step < 1500:  # that save was cut off
+            (checkpoint / "trainer_state.json").write_text("{}")
+    put_directory(tmp_path, store_address)
+
+    report = hfshard.diff_checkpoints(tmp_path / "run" / "checkpoint-500", f"{store_address}/run", values=True)
+
+    assert report.b == f"{store_address}/run/checkpoint-1000"
+    assert changed_in(report) == ["model.q_proj.lora_A.weight"]
+    assert [one.values.max_abs for one in report.tensors if one.values] == [500.0]
+    at_500 = f"{store_address}/run/checkpoint-500"
+    assert hfshard.diff_checkpoints(store_address, at_500, subfolder=("run/checkpoint-500", "")).is_same
+    page = hfshard.show_checkpoint(at_500, tmp_path / "adapter.html")
+    assert f"<title>{at_500}</title>" in Path(page).read_text()
+    below = "run/checkpoint-1000, run/checkpoint-1500, run/checkpoint-500"
+    with pytest.raises(CheckpointNotFoundError, match=f"its folders {below}: give one of them as subfolder"):
+        hfshard.diff_checkpoints(store_address, at_500)
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_runs_in_a_store(store_address: str, tmp_path: Path) -> None:
+    with CheckpointManager(store_address) as manager:
+        save_steps(manager, 1, 2)
+
+    report = hfshard.diff_checkpoints(f"{store_address}/checkpoint-1", store_address)
+
+    assert [report.a, report.b] == [f"{store_address}/checkpoint-0000000{step}" for step in (1, 2)]
+    assert (report.counts, report.read_bytes) == ({"changed": 4}, 0)
+    assert "training run" in Path(hfshard.show_checkpoint(store_address, tmp_path / "run.html")).read_text()
+
+
+@pytest.mark.compat
+def test_adapters_on_the_hub(hub: PullHub, tmp_path: Path) -> None:
+    repo, pickled, below = new_repo_id(), new_repo_id(), new_repo_id()
+    first = hub.publish(repo, adapter(tmp_path / "a", 1))
+    hub.publish(repo, adapter(tmp_path / "b", 2))
+    (tmp_path / "pickled").mkdir()
+    torch.save(load_file(tmp_path / "a" / "adapter_model.safetensors"), tmp_path / "pickled" / "adapter_model.bin")
+    hub.publish(pickled, tmp_path / "pickled")
+    adapter(tmp_path / "run" / "checkpoint-5", 2)
+    hub.publish(below, tmp_path / "run")
+
+    found = hub.call("diff", f"{repo}@{first}", repo)
+
+    assert (found["changed"], found["read"]) == (["model.q_proj.lora_A.weight"], 128)
+    assert hub.call("diff", f"{repo}@{first}", pickled)["counts"] == {"same": 2}
+    in_folder = hub.call("diff", repo, below, subfolder=("", "checkpoint-5"))
+    assert in_folder["counts"] == {"same": 2}
+    assert in_folder["places"] == [repo, f"{below}/checkpoint-5"]
+    refusal = f"There is no checkpoint in '{below}': none of model.safetensors, .*its folder checkpoint-5: give it as"
+    assert re.match(refusal, hub.refused("diff", repo, below).message)
 
 
 def test_revisions_of_a_directory_hub(tmp_path: Path) -> None:
