@@ -1,36 +1,19 @@
-"""Measures by how much the values of two tensors differ, block by block, in float64."""
+"""Measures by how much the values of two tensors differ, block by block, in bounded memory."""
 
 from __future__ import annotations
 
 import math
 from typing import Final
 
-import numpy as np
 import torch
 
+from hfshard.viewing.diff.chunk_sums import ChunkAdder, can_add
 from hfshard.viewing.diff.numbers import differing, differing_integers, has_fraction, numbers_in
 from hfshard.viewing.diff.report import ValueDiff
 
 _CHUNK: Final = 30_848
-"""Elements that are measured at once: three chunks of float64 stay in a core's own cache, and torch, which starts
-threads of its own for 32,768, does not. A block of 1 MiB has 17 such chunks of 16-bit numbers, and no short one."""
-
-_LIKE_LENGTHS: Final = 1e6
-"""Where squared lengths differ by less, the product of two tensors is as good computed from those and that of their
-difference: a fifth of the time is spent on it else."""
-
-_EXACT: Final = frozenset(
-    (
-        torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.float16,
-        torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2,
-        torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
-    )
-)  # fmt: skip
-"""Dtypes all of whose numbers have squares in float64, and differences that are zero only for equal ones."""
-
-_LEAST_SQUARE: Final = 1e-200
-_MOST_SQUARE: Final = 1e200
-"""Sums of squares of float64 that are larger and smaller than this lost nothing that counts."""
+"""Elements that are measured at once where some are NaN or infinite, or hard to square: torch starts threads of its own
+for 32,768."""
 
 
 class ValueMeasure:
@@ -43,12 +26,8 @@ class ValueMeasure:
             dtype_a, dtype_b: Those that `is_number` accepts.
         """
         self._dtypes = dtype_a, dtype_b
-        self._is_regular = all(dtype in _EXACT or dtype is torch.float64 for dtype in self._dtypes)
-        self._least = _LEAST_SQUARE if torch.float64 in self._dtypes else 0.0
-        is_complex = dtype_a.is_complex or dtype_b.is_complex
-        self._wide = torch.complex128 if is_complex else torch.float64
-        self._room = torch.empty((3, _CHUNK), dtype=self._wide, device="cpu")
-        self._are_unequal = np.empty(_CHUNK, bool)
+        self._wide = torch.complex128 if dtype_a.is_complex or dtype_b.is_complex else torch.float64
+        self._adder = ChunkAdder(dtype_a, dtype_b) if can_add(dtype_a, dtype_b) else None
         self._squares = [_ScaledSum(), _ScaledSum(), _ScaledSum()]  # of a, b, and b - a
         self._product = _ScaledSum()
         self._elements = self._changed = 0
@@ -59,8 +38,10 @@ class ValueMeasure:
     def add(self, block_a: memoryview, block_b: memoryview) -> None:
         """Take in the bytes of the same elements of both."""
         a, b = numbers_in(block_a, self._dtypes[0]), numbers_in(block_b, self._dtypes[1])
-        for at in range(0, len(a), _CHUNK):
-            self._add_chunk(a[at : at + _CHUNK], b[at : at + _CHUNK])
+        self._elements += len(a)
+        step = _CHUNK if self._adder is None else self._adder.elements
+        for at in range(0, len(a), step):
+            self._add_chunk(a[at : at + step], b[at : at + step])
 
     def result(self) -> ValueDiff:
         """What was measured."""
@@ -83,46 +64,20 @@ class ValueMeasure:
         )
 
     def _add_chunk(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        count = len(a)
-        self._elements += count
-        wide_a, wide_b, difference = (room[:count] for room in self._room)
-        _widen(a, wide_a)
-        _widen(b, wide_b)
-        if not (self._is_regular and self._add_regular(wide_a, wide_b, difference)):
-            self._add_any(a, b, wide_a, wide_b)
-
-    def _add_regular(self, a: torch.Tensor, b: torch.Tensor, difference: torch.Tensor) -> bool:
-        """Take in numbers whose squares float64 has; False where it may not have them, and nothing is taken in.
-
-        Numpy compares without branches: torch's `count_nonzero` takes up to sixty times as long where it can't be
-        foreseen which elements changed.
-        """
-        square_a, square_b = _square(a), _square(b)
-        if not (self._has_square(square_a) and self._has_square(square_b)):
-            return False
-        differences = difference.numpy()
-        np.subtract(b.numpy(), a.numpy(), out=differences)
-        largest = max(-float(differences.min()), float(differences.max()))
-        square_d = _square(difference) if largest else 0.0
-        if largest and not self._has_square(square_d):
-            return False
-        if max(square_a, square_b) < _LIKE_LENGTHS * min(square_a, square_b):
-            self._product.add((square_a + square_b - square_d) / 2)
-        else:
-            self._product.add(float((a * b).sum()))
-        for total, square in zip(self._squares, (square_a, square_b, square_d), strict=True):
+        sums = None if self._adder is None else self._adder.add(a, b)
+        if sums is None:
+            for at in range(0, len(a), _CHUNK):
+                self._add_any(a[at : at + _CHUNK], b[at : at + _CHUNK])
+            return
+        for total, square in zip(self._squares, (sums.square_a, sums.square_b, sums.square_d), strict=True):
             total.add(square)
-        if largest:
-            self._max_abs = max(self._max_abs, largest)
-            are_unequal = np.not_equal(differences, 0, out=self._are_unequal[: len(differences)])
-            self._changed += int(np.count_nonzero(are_unequal))
-        return True
+        self._product.add(sums.product)
+        self._max_abs = max(self._max_abs, sums.max_abs)
+        self._changed += sums.changed
 
-    def _has_square(self, square: float) -> bool:
-        return self._least <= square < _MOST_SQUARE  # not of NaN
-
-    def _add_any(self, a: torch.Tensor, b: torch.Tensor, wide_a: torch.Tensor, wide_b: torch.Tensor) -> None:
-        """Take in numbers that may be NaN or infinite, or whose squares float64 may not have."""
+    def _add_any(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Take in numbers that may be NaN or infinite, or whose squares a float may not have."""
+        wide_a, wide_b = a.to(self._wide), b.to(self._wide)
         are_integers = not (has_fraction(a.dtype) or has_fraction(b.dtype))
         changed = differing_integers(a, b) if are_integers else differing(wide_a, wide_b)
         self._changed += int(changed.count_nonzero())
@@ -168,11 +123,6 @@ def _relative_norm(difference: _ScaledSum, of: _ScaledSum) -> float:
     if not of.value:
         return math.inf
     return _scaled(math.sqrt(difference.value / of.value), (difference.exponent - of.exponent) // 2)
-
-
-def _widen(values: torch.Tensor, wide: torch.Tensor) -> None:
-    """Copy numbers to float64 or complex128; halves by way of float32, as that takes half the time."""
-    wide.copy_(values.float() if values.dtype is torch.float16 else values)
 
 
 def _square(values: torch.Tensor) -> float:
