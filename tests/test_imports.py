@@ -250,7 +250,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "show",
     ),
     "viewing.diff": (
-        "numbers reading report",
+        "chunk_sums numbers reading report",
         "measures renames sides",
         "headline pairing",
         "comparing",
