@@ -163,8 +163,8 @@ def render(data: Data) -> str:
     """The section of RESULTS.md."""
     parts = [
         "Two checkpoints in which every tensor differs, so that every byte of both is read, compared with its digest "
-        "and measured: bfloat16 in float32, float32 in float64. From the page cache, reading takes hardly any time: the "
-        "factor is that of measuring."
+        "and measured: bfloat16 in float32, float32 in float64. From the page cache, reading takes hardly any time: "
+        "the factor is that of measuring."
     ]
     for state in [state for state in ("cold", "warm") if peers_in(data, state)]:
         parts += [f"### Diff, {state}", table(data, peers_in(data, state), [("diff", "")], "reading both")]
