@@ -21,7 +21,8 @@ from hfshard.storage.format.names import MODEL_BASE
 from hfshard.storage.tensors.tensor_bytes import tensor_nbytes
 from hfshard.storage.tensors.tensor_spec import tensor_specs
 from hfshard.training.parts.nested import encode
-from hfshard.training.parts.optimizer import encode_optimizer
+from hfshard.training.parts.optimizers.inner import refuse_unsaved
+from hfshard.training.parts.optimizers.optimizer import encode_optimizer
 from hfshard.training.parts.padded_json import padded_json
 from hfshard.training.parts.rng import rng_state
 from hfshard.training.parts.scheduler import encode_scheduler
@@ -198,6 +199,8 @@ def _encode_component(
     part = state.components[name]
     if name == "model":
         return encode(_no_tensors(collect_state_dict(part)), name, found.tensors)
+    if kind == "optimizer":
+        refuse_unsaved(part, name, state.components.values())
     if kind == "optimizer" and name == "optimizer":
         return encode_optimizer(part, names, name, found.optimizer_tensors)
     if kind == "optimizer":

@@ -10,7 +10,8 @@ from torch import nn
 
 from hfshard.errors import StateDictMismatchError
 from hfshard.training.data.external_loader import LoaderTracker
-from hfshard.training.parts.optimizer import plan_optimizer
+from hfshard.training.parts.optimizers.inner import refuse_parted, with_inner
+from hfshard.training.parts.optimizers.optimizer import plan_optimizer
 from hfshard.training.parts.pending_loads import PendingLoad, StatefulLoad
 from hfshard.training.parts.scheduler import plan_scheduler
 from hfshard.training.ranks import ALONE, Ranks
@@ -116,7 +117,9 @@ class PartPlanner:
         if kind == "module":
             load = plan_module(name, part, value, self.directory, restoration.differences, strict=self.strict)
         elif kind == "optimizer":
+            refuse_parted(part, name)
             load = plan_optimizer(part, value, self.parameter_names, name, self.directory)
+            load = with_inner(load, part, self.state.of_kind("optimizer").values())
         else:
             reorderings = find_reorderings(name, self.state, self.saved, self.directory)
             load = plan_scheduler(part, value, name, self.directory, reorderings)

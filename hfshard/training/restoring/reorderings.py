@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from hfshard.errors import StateDictMismatchError
-from hfshard.training.parts.optimizer import group_names
+from hfshard.training.parts.optimizers.optimizer import group_names
 from hfshard.training.parts.positions.holders import held_optimizers
 from hfshard.training.parts.positions.ordered_state import find_in, one_per_parameter
 from hfshard.training.parts.positions.reordering import PER_GROUP, Reordering, related_positions

@@ -16,7 +16,7 @@ from hfshard.storage.format.names import MODEL_BASE
 from hfshard.training.collecting import STATE_BASE, is_of_a_rank
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.nested import encode
-from hfshard.training.parts.optimizer import encode_optimizer
+from hfshard.training.parts.optimizers.optimizer import encode_optimizer
 from hfshard.training.state import TrainingState
 
 _PLAIN_SLOT: Final = "step"

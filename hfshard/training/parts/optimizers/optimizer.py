@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from hfshard._util.text import list_some
 from hfshard.errors import InvalidArgumentError, StateDictMismatchError
 from hfshard.training.parts.nested import encode
-from hfshard.training.parts.optimizer_tensors import exact, lying_like, moved_like
+from hfshard.training.parts.optimizers.tensors import exact, lying_like, moved_like
 from hfshard.training.parts.pending_loads import PendingLoad
 from hfshard.training.parts.positions.holders import Names
 from hfshard.training.parts.positions.ordered_state import find_in, find_ordered_state, one_per_parameter
