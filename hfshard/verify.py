@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Literal
 
 from hfshard._util.addresses import is_address
@@ -15,7 +16,7 @@ from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.directory.report import verify_hub
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.source import CheckpointSource
-from hfshard.signing.report import refuse_address, with_signature
+from hfshard.signing.report import with_signature
 from hfshard.signing.signed_by import SignedBy
 from hfshard.storage.checkpoint.locate import adapter_weights, split_weights_path
 from hfshard.storage.checkpoint.report import VerifyReport
@@ -48,8 +49,8 @@ def verify_checkpoint(
             too. Safetensors files that hfshard did not write have none: that is a warning. Of .bin files, those in the
             zip are compared.
         public_key: The file of a public key, or a `hfshard.signing.SignedBy`: its holder must have signed every file of
-            the directory (`model.sig`); what differs, is missing or was added is in the report. None: signatures are
-            not looked at.
+            the directory or below the address (`model.sig`); what differs, is missing or was added is in the report.
+            None: signatures are not looked at.
         progress: Whether to show a bar on stderr; None: only on a terminal.
 
     Returns:
@@ -60,7 +61,8 @@ def verify_checkpoint(
         CheckpointChangedError: It kept being replaced in a store.
         StoreError: The store refuses, or can't be reached.
         InvalidArgumentError: `level` has another value, or the path is a file that is no checkpoint; or `public_key`
-            is none, or is given for what is in a store, or model-signing is not installed.
+            is none, or what is in a store was signed in a way that is only checked on a disk, or model-signing is not
+            installed.
 
     Example:
         report = hfshard.verify_checkpoint("out")
@@ -70,7 +72,12 @@ def verify_checkpoint(
     signed_by = SignedBy.of(public_key)
     if signed_by is None:
         return _verify(path, variant, subfolder, level, progress)[0]
-    refuse_address(os.fspath(path))
+    if is_address(path):
+        from hfshard.transfer.signed_store import verify_signed_store  # imports huggingface_hub, which takes time
+
+        source = CheckpointSource(str(path), CheckpointQuery(variant=variant, subfolder=subfolder), takes_files=True)
+        check = partial(_verify, path, variant, subfolder, level, progress)
+        return verify_signed_store(source, signed_by, lambda: check()[0], level=level, progress=progress)
     try:
         report, directory = _verify(path, variant, subfolder, level, progress)
     except CheckpointNotFoundError:

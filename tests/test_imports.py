@@ -164,7 +164,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "connecting",
         "cloud_store",
     ),
-    "transfer": ("store_files", "copying", "pull push"),
+    "transfer": ("store_files", "copying signed_store", "pull push"),
     "training": (
         "ranks step",
         "parts",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -47,6 +47,8 @@ class SignedPlace:
     """The files that were compared by their names, as they were then."""
     open_weights: OpenWeights = field(default_factory=OpenWeights)
     """Those that were compared while they are open."""
+    objects: Mapping[str, str] = field(default_factory=dict)
+    """Of a store: file -> the name under which it lies there, where that is not the same."""
 
     def check_beside(self) -> None:
         """Compare every file that a load reads beside the weights.
@@ -60,15 +62,15 @@ class SignedPlace:
         if self.has_code:
             self._refuse_other_code()
 
-    def compare_names(self) -> tuple[set[str], list[SignatureError]]:
-        """Name the signed files that are there; and say which are missing, and which were added."""
-        there, signed = self._names_there(), self.manifest.digests.keys()
+    def compare_names(self, there: Set[str]) -> tuple[set[str], list[SignatureError]]:
+        """Of the files that are there, name those that are signed; and say which are missing, and which were added."""
+        signed = self.manifest.digests.keys()
         added, missing = sorted(self._added(there)), sorted(signed - there)
-        return there & signed, [*map(self.not_signed, added), *map(self.missing, missing)]
+        return {*there} & signed, [*map(self.not_signed, added), *map(self.missing, missing)]
 
-    def left_out(self) -> list[str]:
-        """The files that are there, and that who signed left out on purpose, as no load takes them."""
-        unsigned = self._names_there() - self.manifest.digests.keys()
+    def left_out(self, there: Set[str]) -> list[str]:
+        """Of the files that are there, those that who signed left out on purpose, as no load takes them."""
+        unsigned = there - self.manifest.digests.keys()
         return sorted(unsigned - self._added(unsigned))
 
     def check_all(self, progress: bool | None = None) -> None:
@@ -77,7 +79,7 @@ class SignedPlace:
         Raises:
             SignatureError: One differs or was added, or a load needs it and it is missing.
         """
-        names, signed = self._names_there(), self.manifest.digests.keys()
+        names, signed = self.names_there(), self.manifest.digests.keys()
         self._refuse(missing_files=filter(self._is_needed, signed - names), added_files=self._added(names))
         names &= signed
         total = sum(os.path.getsize(os.path.join(self.root, name)) for name in names)
@@ -169,7 +171,7 @@ class SignedPlace:
         """The error for a file that is not the one that was signed, or that was not signed."""
         if name not in self.manifest.digests:
             return self.not_signed(name)
-        path = os.path.join(self.root, name)
+        path = self._path(name)
         which = f" (tensor {list_some(sorted(damaged), _SHOWN, quote=True)})" if damaged else ""
         return SignatureError(
             f"'{path}' is not the file that was signed{which}: it was changed, or the signature is that of another "
@@ -180,7 +182,7 @@ class SignedPlace:
 
     def not_signed(self, name: str) -> SignatureError:
         """The error for a file that was added."""
-        path = os.path.join(self.root, name)
+        path = self._path(name)
         if self._is_ignored(name):
             return SignatureError(
                 f"'{path}' is not covered by the signature: who signed the checkpoint left it out on purpose, and a "
@@ -195,10 +197,10 @@ class SignedPlace:
 
     def missing(self, name: str) -> SignatureError:
         """The error for a file that is gone."""
-        path = os.path.join(self.root, name)
+        path = self._path(name)
         return SignatureError(f"'{path}' was signed, and is missing. Download the checkpoint again.", path=path)
 
-    def _names_there(self) -> set[str]:
+    def names_there(self) -> set[str]:
         """The files that are there: those that hfshard would sign, and those that were signed."""
         names = set(list_files(self.root).names)
         others = self.manifest.digests.keys() - names
@@ -206,7 +208,7 @@ class SignedPlace:
 
     def _names_read(self) -> set[str]:
         """The files that are there, and that a load may read beside the weights."""
-        there = {name for name in self._names_there() if is_read(name, has_code=self.has_code)}
+        there = {name for name in self.names_there() if is_read(name, has_code=self.has_code)}
         return there & self.manifest.digests.keys() | self._added(there)
 
     def _added(self, names: Collection[str]) -> set[str]:
@@ -216,6 +218,9 @@ class SignedPlace:
 
     def _is_needed(self, name: str) -> bool:
         return name.startswith(self.below) and is_needed(name)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.root, self.objects.get(name, name))
 
     def _digests_of(self, name: str, raw: bytes) -> dict[str, str]:
         """Hash the contents of a file as the signature does."""

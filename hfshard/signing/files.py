@@ -35,6 +35,12 @@ class Listing:
     """Paths that no signature covers."""
 
 
+def may_be_signed(name: str) -> bool:
+    """Whether a signature covers a path, as `list_files` lists it."""
+    parts = name.split("/")
+    return parts[0] not in NEVER_SIGNED and DEBRIS.isdisjoint(parts)
+
+
 def list_files(directory: str) -> Listing:
     """List the files below a directory that a signature covers.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import replace
 from typing import Final
 
@@ -42,7 +42,8 @@ def with_signature(
     """
     try:
         place = RequiredSignature(by).find_all(directory, subfolder)
-        names, errors = place.compare_names()
+        there = place.names_there()
+        names, errors = place.compare_names(there)
         recorded = _recorded(place, names) if place.manifest.is_plain else {}
         damaged = {os.path.realpath(problem.file) for problem in report.problems}
         compared = {os.path.abspath(os.path.join(report.directory, name)) for name in report.files}
@@ -66,36 +67,43 @@ def with_signature(
     except HfshardError as error:
         if isinstance(error, InvalidArgumentError):
             raise
-        return _with_problems(report, [error])
+        return with_problems(report, [error])
     unread = 0 if level == "full" else len(names) - len(left)
     warnings = [f"{unread} signed files of weights were not compared: level='full' reads them."] if unread else []
-    left_out = place.left_out()
-    if left_out:
-        warnings.append(
-            f"{list_some(left_out, _SHOWN, quote=True)}: left out of the signature on purpose by who signed; no load "
-            "takes such files."
-        )
+    warnings += left_out_warnings(place, there)
     files = tuple(dict.fromkeys((*report.files, *sorted(names))))
     report = replace(report, files=files, warnings=(*report.warnings, *warnings))
-    report = replace(_with_problems(report, errors), checked_bytes=report.checked_bytes + total)
+    report = replace(with_problems(report, errors), checked_bytes=report.checked_bytes + total)
     return replace(report, signed_by=str(by)) if report.ok and not unread else report
 
 
 def refuse_address(path: str) -> None:
-    """Refuse a place in a store, whose files are not read as a whole.
+    """Refuse a run in a store, whose files are not read as a whole.
 
     Raises:
         InvalidArgumentError: It is one.
     """
     if is_address(path):
         raise InvalidArgumentError(
-            f"'{path}' is in a store, and a signature is checked over files on a disk. Bring them there: hfshard pull "
-            f"{path} DIR",
+            f"'{path}' holds training checkpoints in a store, whose signatures are checked on a disk. Copy one there "
+            "with the store's own tool, and run: hfshard verify DIR --public-key KEY",
             path=path,
         )
 
 
-def _with_problems(report: VerifyReport, errors: Collection[HfshardError]) -> VerifyReport:
+def left_out_warnings(place: SignedPlace, there: Set[str]) -> list[str]:
+    """Say which files nobody signed, on purpose."""
+    left_out = place.left_out(there)
+    if not left_out:
+        return []
+    return [
+        f"{list_some(left_out, _SHOWN, quote=True)}: left out of the signature on purpose by who signed; no load takes "
+        "such files."
+    ]
+
+
+def with_problems(report: VerifyReport, errors: Collection[HfshardError]) -> VerifyReport:
+    """Add errors to the problems of a report."""
     found = [Problem(error.path or report.directory, None, error.message) for error in errors]
     return replace(report, problems=(*report.problems, *found))
 

@@ -12,7 +12,7 @@ from hfshard.signing.signed_by import SignedBy
 from hfshard.signing.upstream import signed_manifest
 from hfshard.storage.disk.safe_open import read_small
 
-_MAX_SIGNATURE_BYTES: Final = 256 * 1024 * 1024
+MAX_SIGNATURE_BYTES: Final = 256 * 1024 * 1024
 """The largest signature that is read: a million files of 200 bytes an entry."""
 
 
@@ -55,7 +55,7 @@ class RequiredSignature:
                 f"hfshard sign {root} --private-key KEY; or leave out the public key.",
                 path=root,
             )
-        raw, _ = read_small(path, root, _MAX_SIGNATURE_BYTES)  # no pipe, no link to elsewhere, not endless
+        raw, _ = read_small(path, root, MAX_SIGNATURE_BYTES)  # no pipe, no link to elsewhere, not endless
         manifest = signed_manifest(root, path, self.by.choose, str(self.by), raw)
         below = os.path.relpath(directory, root)
         return SignedPlace(root, manifest, "" if below == os.curdir else f"{below}/", has_code=has_code)

@@ -47,7 +47,7 @@ class StoreFiles:
     def __init__(self, place: str) -> None:
         self.place = place
         self._store = open_store(place)
-        listed = self._store.list_objects()
+        listed = self._listed = self._store.list_objects()
         # A folder that was made by hand, "folder/", is listed as an empty "folder", which nobody can find.
         self._found: Mapping[str, StoredObject] = {
             name: found for name, found in listed.items() if found.size or self._store.find(name) is not None
@@ -57,6 +57,10 @@ class StoreFiles:
                 f"There is nothing in '{place}'. Check the address: hfshard pushes what lies directly below it.",
                 path=place,
             )
+
+    def is_unchanged(self) -> bool:
+        """Whether the same objects are there now."""
+        return self._store.list_objects() == self._listed
 
     def paths(self) -> list[str]:
         """All objects, but those in folders that are never pushed."""

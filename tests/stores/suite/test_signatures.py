@@ -1,15 +1,20 @@
-"""Signed checkpoints that went through a store: what is pulled from there says by itself whether it is as it was."""
+"""Signed checkpoints in stores: compared there, and what is pulled says by itself whether it is as it was."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import hfshard
-from hfshard.errors import InvalidArgumentError, SignatureError
+from hfshard.cli.main import main
+from hfshard.errors import CheckpointChangedError, InvalidArgumentError, SignatureError
+from hfshard.transfer.store_files import StoreFiles
 from tests.helpers.tiny_bert import SHARDED, bert
 from tests.signing.conftest import write_pair
+from tests.signing.helpers import model_signing
+from tests.stores.services.buckets import Bucket
 
 
 @pytest.mark.parametrize("scheme", ["s3"])
@@ -38,3 +43,149 @@ def test_a_signature_goes_along_and_is_checked_on_the_disk(
     hfshard.pull_checkpoint(store_address, tmp_path / "other")
     with pytest.raises(SignatureError, match=r"is not the file that was signed|not covered|is missing"):
         hfshard.load_state_dict(tmp_path / "other", public_key=public)
+
+
+def signed_bert(folder: Path, max_shard_size: int | str = SHARDED) -> tuple[Path, Path]:
+    """A signed BERT with code in a folder, and the public key."""
+    private, public = write_pair(folder, "mine")
+    bert(3).save_pretrained(folder / "out", max_shard_size=max_shard_size)
+    (folder / "out" / "code").mkdir()
+    (folder / "out" / "code" / "a.py").write_text("x = 1\n")
+    hfshard.sign_checkpoint(folder / "out", private_key=private)
+    return folder / "out", public
+
+
+@pytest.mark.parametrize("scheme", ["s3", "hf"])
+def test_what_was_pushed_is_compared_in_the_store(store_address: str, tmp_path: Path) -> None:
+    directory, public = signed_bert(tmp_path)
+    other = write_pair(tmp_path, "other")[1]
+    hfshard.push_checkpoint(directory, store_address)
+
+    report = hfshard.verify_checkpoint(store_address, public_key=public)
+
+    assert report.ok, report.problems
+    assert report.signed_by == f"the key of '{public}'"
+    weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    small = sum((directory / name).stat().st_size for name in report.files if not name.endswith(".safetensors"))
+    assert report.checked_bytes == weights + small  # no byte of a shard came twice
+    lightly = hfshard.verify_checkpoint(store_address, public_key=public, level="structure")
+    assert (lightly.ok, lightly.signed_by) == (True, None)
+    assert lightly.warnings == ("7 signed files of weights were not compared: level='full' reads them.",)
+    [problem] = hfshard.verify_checkpoint(store_address, public_key=other).problems
+    assert problem.file == f"{store_address}/model.sig"
+    assert "was not made by the key of" in problem.message
+    assert main(["verify", store_address, "--public-key", str(public)]) == 0
+    assert main(["verify", store_address, "--public-key", str(other)]) == 1
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+@pytest.mark.parametrize("max_shard_size", [SHARDED, "1GB"])
+def test_what_other_tools_uploaded_is_compared_as_it_lies(
+    bucket: Bucket, store_address: str, store_prefix: str, max_shard_size: int | str, tmp_path: Path
+) -> None:
+    directory, public = signed_bert(tmp_path, max_shard_size)
+    for path in directory.rglob("*.*"):
+        bucket.put(f"{store_prefix}/{path.relative_to(directory)}", path.read_bytes())
+
+    report = hfshard.verify_checkpoint(store_address, public_key=public)
+
+    assert report.ok, report.problems
+    assert report.signed_by is not None
+
+
+def edit(bucket: Bucket, prefix: str) -> None:
+    bucket.put(f"{prefix}/config.json", bucket.read(f"{prefix}/config.json").replace(b'"bert"', b'"gpt2"'))
+
+
+def add(bucket: Bucket, prefix: str) -> None:
+    bucket.put(f"{prefix}/code/evil.py", b"raise SystemExit\n")
+
+
+def remove(bucket: Bucket, prefix: str) -> None:
+    bucket.delete(f"{prefix}/code/a.py")
+
+
+def damage(bucket: Bucket, prefix: str) -> None:
+    [key] = [key for key in bucket.sizes(prefix) if "model-00002-of-" in key]
+    bucket.put(key, bucket.read(key)[:-1] + b"\x7f")
+
+
+def unsign(bucket: Bucket, prefix: str) -> None:
+    bucket.delete(f"{prefix}/model.sig")
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+@pytest.mark.parametrize(
+    ("tamper", "file", "words"),
+    [
+        (edit, "config.json", "is not the file that was signed"),
+        (add, "code/evil.py", "is not covered by the signature"),
+        (remove, "code/a.py", "was signed, and is missing"),
+        (damage, "model-00002-of-", "is not the file that was signed"),
+        (unsign, "", "has no signature: there is no 'model.sig'"),
+    ],
+)
+def test_what_differs_in_the_store_is_named(
+    bucket: Bucket,
+    store_address: str,
+    store_prefix: str,
+    tamper: Callable[[Bucket, str], None],
+    file: str,
+    words: str,
+    tmp_path: Path,
+) -> None:
+    directory, public = signed_bert(tmp_path)
+    hfshard.push_checkpoint(directory, store_address)
+    tamper(bucket, store_prefix)
+
+    report = hfshard.verify_checkpoint(store_address, public_key=public)
+
+    assert report.signed_by is None
+    [problem] = [problem for problem in report.problems if words in problem.message]
+    assert problem.file.startswith(f"{store_address}/{file}".rstrip("/"))
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_other_weights_under_the_signature_are_named(store_address: str, tmp_path: Path) -> None:
+    directory, public = signed_bert(tmp_path)
+    hfshard.push_checkpoint(directory, store_address)
+    bert(4).save_pretrained(store_address, max_shard_size=SHARDED)
+
+    assert hfshard.verify_checkpoint(store_address).ok
+    report = hfshard.verify_checkpoint(store_address, public_key=public)
+
+    named = {problem.file.removeprefix(f"{store_address}/").partition("-of-")[0] for problem in report.problems}
+    assert named >= {"model-00001", "model-00007", "model.safetensors.index.json"}
+    assert report.signed_by is None
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_what_can_only_be_compared_on_a_disk_says_so(store_address: str, tmp_path: Path) -> None:
+    directory, public = signed_bert(tmp_path, "1GB")
+    hfshard.push_checkpoint(directory, store_address)
+
+    with pytest.raises(
+        InvalidArgumentError, match=r"signed as one file, 'model.safetensors'.* hfshard pull s3://.* DIR"
+    ):
+        hfshard.verify_checkpoint(store_address, public_key=public)
+
+    hfshard.pull_checkpoint(store_address, tmp_path / "pulled")
+    assert hfshard.verify_checkpoint(tmp_path / "pulled", public_key=public).ok
+    model_signing("verify", "key", tmp_path / "pulled", "--public_key", public)
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
+def test_a_checkpoint_that_is_saved_while_it_is_compared_is_not_called_signed(
+    bucket: Bucket, store_address: str, store_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, public = signed_bert(tmp_path)
+    hfshard.push_checkpoint(directory, store_address)
+    plain = StoreFiles.is_unchanged
+
+    def edited(self: StoreFiles) -> bool:
+        edit(bucket, store_prefix)
+        return plain(self)
+
+    monkeypatch.setattr(StoreFiles, "is_unchanged", edited)
+    with pytest.raises(CheckpointChangedError, match="was saved while it was checked"):
+        hfshard.verify_checkpoint(store_address, public_key=public)

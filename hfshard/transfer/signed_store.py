@@ -1,0 +1,191 @@
+"""A signature in a store: the objects there, under the names of a pull, are streamed and compared with it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Final
+
+from hfshard._util.progress import ProgressCallback, bytes_bar
+from hfshard._util.threads import cancellable, in_threads
+from hfshard.constants import COPY_BYTES, FILES_AT_ONCE, SIGNATURE_NAME, WEIGHTS_SUFFIXES
+from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, SignatureError, StoreError
+from hfshard.hub.pushing.local_files import PushedContents
+from hfshard.hub.pushing.plan import variants_of
+from hfshard.loading.source import CheckpointSource
+from hfshard.signing.check import SignedPlace
+from hfshard.signing.files import may_be_signed
+from hfshard.signing.report import left_out_warnings, with_problems
+from hfshard.signing.required import MAX_SIGNATURE_BYTES
+from hfshard.signing.signed_by import SignedBy
+from hfshard.signing.upstream import SignedManifest, signed_manifest
+from hfshard.storage.checkpoint.report import VerifyReport
+from hfshard.storage.disk.byte_source import ByteSource
+from hfshard.storage.format.index import CheckpointIndex
+from hfshard.storage.format.names import INDEX_FILE, WeightNames
+from hfshard.stores.stored_source import StoredSource
+from hfshard.transfer.store_files import StoreFiles, under_usual_names
+
+_CHANGED: Final = "was saved while it was checked. Check it again when the process that saves there is done."
+
+
+def verify_signed_store(
+    source: CheckpointSource,
+    by: SignedBy,
+    verify: Callable[[], VerifyReport],
+    *,
+    level: str,
+    progress: bool | None,
+) -> VerifyReport:
+    """Check a checkpoint in a store, and add what is wrong with its signature, and which files differ from it.
+
+    Files count under the names that a pull gives them, as those were signed: in a store, names of shards have digits.
+    Shards that were compared with their recorded sha256 are not read again; others are streamed, some at once.
+
+    Args:
+        source: Where it is.
+        by: Who must have signed.
+        verify: Checks what is there without the signature.
+        level: "full"; or "structure": weights are not read, only what is recorded of them is compared.
+        progress: Whether to show a bar.
+
+    Raises:
+        CheckpointChangedError: What is there was replaced meanwhile.
+        InvalidArgumentError: It can't be compared in a store.
+        Everything that `verify` raises, and a store.
+    """
+    local = source.find_local()
+    assert local is not None and local.folder is not None
+    place = local.folder.path
+    files = StoreFiles(place)
+    report = verify()
+    try:
+        report = _with_signature(report, files, by, level=level, progress=progress)
+    except (InvalidArgumentError, CheckpointChangedError, StoreError):
+        raise
+    except HfshardError as error:
+        report = with_problems(report, [error])
+    if not files.is_unchanged():
+        raise CheckpointChangedError(f"The checkpoint in '{place}' {_CHANGED}", path=place)
+    return report
+
+
+def _with_signature(
+    report: VerifyReport, files: StoreFiles, by: SignedBy, *, level: str, progress: bool | None
+) -> VerifyReport:
+    manifest = _manifest(files, by)
+    contents = _as_pulled(files, manifest)
+    objects = {name: one.found.name for name, one in contents.items() if isinstance(one, StoredSource)}
+    place = SignedPlace(files.place, manifest, objects=objects)
+    there = {name for name in contents if may_be_signed(name) or name in manifest.digests}
+    names, errors = place.compare_names(there)
+    recorded = _recorded(contents, names, manifest) if report.ok else {}
+    compared = {name for name in recorded if level == "structure" or objects.get(name) in report.files}
+    known = {name: recorded[name] for name in compared}
+    left = {name for name in names - known.keys() if level == "full" or not name.endswith(WEIGHTS_SUFFIXES)}
+    total = sum(contents[name].size for name in left)
+    with bytes_bar("Verifying", total, progress) as progress_callback:
+        found = known | _hashed(contents, left, progress_callback)
+    errors += [place.differs(name) for name in sorted(found) if manifest.digests[name] != {name: found[name]}]
+
+    unread = 0 if level == "full" else len(names) - len(left)
+    warnings = [f"{unread} signed files of weights were not compared: level='full' reads them."] if unread else []
+    warnings += left_out_warnings(place, there)
+    every = tuple(dict.fromkeys((*report.files, *(objects.get(name, name) for name in sorted(names)))))
+    report = replace(report, files=every, warnings=(*report.warnings, *warnings))
+    report = replace(with_problems(report, errors), checked_bytes=report.checked_bytes + total)
+    return replace(report, signed_by=str(by)) if report.ok and not unread else report
+
+
+def _manifest(files: StoreFiles, by: SignedBy) -> SignedManifest:
+    """Check the signature.
+
+    Raises:
+        SignatureError: There is none, or not this one's.
+        InvalidArgumentError: Its digests are of another kind.
+    """
+    path, sizes = f"{files.place}/{SIGNATURE_NAME}", files.sizes()
+    if SIGNATURE_NAME not in sizes:
+        raise SignatureError(
+            f"'{files.place}' has no signature: there is no '{SIGNATURE_NAME}'. Sign the directory that is pushed "
+            "there (hfshard sign DIR --private-key KEY), and push it again; or leave out the public key.",
+            path=files.place,
+        )
+    if sizes[SIGNATURE_NAME] > MAX_SIGNATURE_BYTES:
+        raise SignatureError(
+            f"'{path}' has {sizes[SIGNATURE_NAME]} bytes, but a signature has at most {MAX_SIGNATURE_BYTES}. Ask who "
+            "published the checkpoint for the right file.",
+            path=path,
+        )
+    with files.content(SIGNATURE_NAME, None).open() as reader:
+        manifest = signed_manifest(files.place, path, by.choose, str(by), reader.read())
+    if not manifest.is_plain:
+        raise _needs_disk(files.place, "was signed by other digests than sha256 of whole files")
+    return manifest
+
+
+def _as_pulled(files: StoreFiles, manifest: SignedManifest) -> dict[str, ByteSource]:
+    """What lies there, under the names that were signed: as it is, or as a pull would bring it.
+
+    Raises:
+        InvalidArgumentError: A pull writes weights that were signed in one file with another header.
+    """
+    contents = {name: files.content(name, None) for name in files.paths()}
+    if manifest.digests.keys() <= contents.keys():
+        return contents  # as another tool uploaded it
+    indexes: dict[str | None, CheckpointIndex] = {}
+    entries: dict[str | None, str] = {}
+    for variant in variants_of(name for name in contents if "/" not in name) or {None}:
+        with files.open_variant(variant) as checkpoint:
+            indexes[variant], entries[variant] = checkpoint.index, checkpoint.weights.name
+        single = WeightNames(variant).single
+        if (
+            single in manifest.digests
+            and single not in contents
+            and len(set(indexes[variant].weight_map.values())) == 1
+        ):
+            raise _needs_disk(files.place, f"was signed as one file, '{single}', which has another header in a store")
+    return under_usual_names(PushedContents(contents, indexes, entries)).contents
+
+
+def _needs_disk(place: str, why: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"'{place}' {why}: its signature is checked on a disk. Run: hfshard pull {place} DIR && hfshard verify DIR "
+        "--public-key KEY",
+        path=place,
+    )
+
+
+def _recorded(contents: Mapping[str, ByteSource], names: Collection[str], manifest: SignedManifest) -> dict[str, str]:
+    """The sha256 of shards in the indexes that are as they were signed."""
+    found: dict[str, str] = {}
+    for name in names:
+        if "/" not in name and INDEX_FILE.fullmatch(name):
+            with contents[name].open() as reader:
+                raw = reader.read()
+            if manifest.digests[name] == {name: hashlib.sha256(raw).hexdigest()}:
+                files = CheckpointIndex.from_json(raw, name).files
+                found |= {file: one.sha256 for file, one in files.items() if one.sha256 is not None}
+    return {name: digest for name, digest in found.items() if name in names and name.endswith(WEIGHTS_SUFFIXES)}
+
+
+def _hashed(
+    contents: Mapping[str, ByteSource], names: Collection[str], progress_callback: ProgressCallback
+) -> dict[str, str]:
+    largest_first = sorted(names, key=lambda name: -contents[name].size)
+    found = in_threads(
+        lambda name, cancelled: _sha256_of(contents[name], cancellable(progress_callback, cancelled)),
+        largest_first,
+        FILES_AT_ONCE,
+    )
+    return dict(zip(largest_first, found, strict=True))
+
+
+def _sha256_of(source: ByteSource, progress_callback: ProgressCallback) -> str:
+    hasher = hashlib.sha256()
+    with source.open() as reader:
+        while block := reader.read(COPY_BYTES):
+            hasher.update(block)
+            progress_callback(len(block))
+    return hasher.hexdigest()
