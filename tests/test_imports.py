@@ -57,7 +57,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "cli.run.startup": ("sitecustomize",),
     "distributed": (
         "layout liveness",
-        "runs status",
+        "runs sightings status",
         "participants parts spread_tensor",
         "exchange reading",
         "agreement dcp saving",

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, replace
-from functools import cache
-from pathlib import Path
+from dataclasses import replace
 from typing import Final, TypeVar
 
 import torch.distributed as dist
@@ -20,19 +17,22 @@ import torch.distributed as dist
 from hfshard._util.progress import bytes_bar
 from hfshard.distributed.exchange.owners import assign_owners
 from hfshard.distributed.participants import gather_participants, has_other_ranks
-from hfshard.distributed.status import SaveStatus
+from hfshard.distributed.sightings import (
+    checkpoint_digest,
+    contents_digest,
+    digest_of,
+    files_of,
+    place_of,
+    sightings,
+)
+from hfshard.distributed.status import ANY_PLACE, SaveStatus
 from hfshard.errors import CheckpointChangedError, HfshardError
 from hfshard.loading.options import LoadOptions
 from hfshard.loading.source import CheckpointSource, LocalCheckpoint, open_source, with_checkpoint
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.checks import check_checksums, check_pickles
 from hfshard.storage.checkpoint.folder import FAR_TRIES
-from hfshard.storage.disk.file_system import is_remote
 from hfshard.storage.disk.hub_place import has_hub_marker
-from hfshard.storage.format.integrity import sha256_of
-from hfshard.storage.weights.pickles.pickle_file import PickleFile
-from hfshard.storage.weights.ranged.ranged_shard import RangedShard
-from hfshard.storage.weights.safetensors_shard import SafetensorsShard
 
 _Result = TypeVar("_Result")
 
@@ -45,7 +45,10 @@ class LoadAgreement:
     def __init__(self, status: SaveStatus | None) -> None:
         self._status = status
         self._has_opened = False
-        self._has_confirmed = False
+        self._is_known = False
+        """Whether each rank knows that a save has overtaken one of them."""
+        self._change: CheckpointChangedError | None = None
+        """What this rank has seen, or was told, of the save that overtook the last try."""
 
     @property
     def is_collective(self) -> bool:
@@ -100,7 +103,7 @@ class LoadAgreement:
             return
         with open_source(source, replace(options, verify="structure"), local) as checkpoint:
             self._has_opened = True
-            _check_share(self._status, checkpoint, options.progress)
+            self._check_share(checkpoint, options.progress)
             yield checkpoint
 
     def use(self, source: CheckpointSource, options: LoadOptions, work: Callable[[OpenCheckpoint], _Result]) -> _Result:
@@ -109,7 +112,7 @@ class LoadAgreement:
         Args:
             source: As for `open_source`, and so are options.
             options: How.
-            work: Comes to `confirm` once, and may be done again, from the beginning.
+            work: Comes to `confirm` once; in a store it may be done again, from the beginning.
 
         Raises:
             CheckpointChangedError: It kept changing.
@@ -118,30 +121,49 @@ class LoadAgreement:
         if self._status is None:
             return with_checkpoint(source, options, work)
         local = self.fetch(source, options.progress)
-        if local.folder is None:
-            with self.opened(source, options, local) as checkpoint:
-                return work(checkpoint)
         for _ in range(FAR_TRIES):
-            self._has_opened = self._has_confirmed = False
-            changed: CheckpointChangedError | None = None
-            result: list[_Result] = []
-            try:
-                with self.opened(source, options, local) as checkpoint:
-                    result.append(work(checkpoint))
-            except CheckpointChangedError as error:
-                changed = error
-                if not self._has_opened:
-                    raise
-                if not self._has_confirmed:  # the others wait there
-                    self._status.meet("checked", _CHANGED)
-            if self.all_say("read", is_so=changed is None):
-                return result[0]
-            logger.info("'%s' was replaced while ranks loaded it. All of them start again.", source.path)
-            time.sleep(local.folder.wait_seconds)
-        raise changed or CheckpointChangedError(
-            f"The checkpoint in '{source.path}' was replaced {FAR_TRIES} times while ranks loaded it. Load it when "
-            "that process has finished saving.",
-            path=source.path,
+            with self.unless_overtaken(local), self.opened(source, options, local) as checkpoint:
+                result = work(checkpoint)
+                if local.folder is not None:
+                    self.meet("read")
+                return result
+        raise self.kept_changing(source.path)
+
+    @contextmanager
+    def unless_overtaken(self, local: LocalCheckpoint) -> Iterator[None]:
+        """Do a try with the other ranks; it ends on all without an error where a save in a store overtook one of them.
+
+        Then all have to begin again. What is read of the checkpoint must be read in the block, before a last `meet`.
+
+        Args:
+            local: What `fetch` gave. In a directory what is open stays as it is, and nobody begins again.
+
+        Raises:
+            CheckpointChangedError: In a directory; or it kept changing while this rank opened it.
+            Everything that the block raises.
+        """
+        self._has_opened = self._is_known = False
+        self._change = None
+        try:
+            yield
+        except CheckpointChangedError as error:
+            if local.folder is None or not self._has_opened:
+                raise
+            self._change = CheckpointChangedError(error.message, path=local.folder.path)  # `error` holds what was built
+            if self._status is not None:
+                if not self._is_known:
+                    self._status.meet(ANY_PLACE, _CHANGED)
+                time.sleep(local.folder.wait_seconds)
+            logger.info("%s Starting again.", error)
+
+    def kept_changing(self, path: str) -> CheckpointChangedError:
+        """The error of a load whose every try was overtaken.
+
+        Args:
+            path: What was loaded.
+        """
+        return self._change or CheckpointChangedError(
+            f"The checkpoint in '{path}' kept changing. Load it when the save is done.", path=path
         )
 
     def confirm(self, checkpoint: OpenCheckpoint, config: bytes | None = None) -> None:
@@ -157,23 +179,13 @@ class LoadAgreement:
         """
         if self._status is None:
             return
-        files = _files_of(checkpoint)
-        digests = [_digest(checkpoint, config), _digest_of(sorted(files)), _digest_of(_sightings(files))]
-        told = self._status.meet("checked", json.dumps(digests).encode())
-        self._has_confirmed = True
-        if _CHANGED in told.values():
-            raise CheckpointChangedError(
-                f"The checkpoint in '{checkpoint.directory}' was replaced while another rank opened it. Load it again.",
-                path=checkpoint.directory,
-            )
+        files = files_of(checkpoint)
+        digests = [checkpoint_digest(checkpoint, config), digest_of(sorted(files)), digest_of(sightings(files))]
+        told = self._meet("checked", json.dumps(digests).encode())
         said = {rank: json.loads(words) for rank, words in told.items()}
         self._refuse_others(checkpoint, {rank: words[0] for rank, words in said.items()})
         if len({words[1] for words in said.values()}) == 1 < len({words[2] for words in said.values()}):  # copies
-            try:
-                contents = _digest_of(_contents(checkpoint)).encode()
-            except CheckpointChangedError:
-                contents = _CHANGED  # the others wait here
-            self._refuse_others(checkpoint, self._status.meet("copies", contents))
+            self._refuse_others(checkpoint, self._meet("copies", contents_digest(checkpoint).encode()))
 
     def all_say(self, word: str, *, is_so: bool) -> bool:
         """Whether every rank says that something is so.
@@ -183,18 +195,20 @@ class LoadAgreement:
             is_so: What this rank says.
 
         Raises:
+            CheckpointChangedError: A save in a store has overtaken another rank.
             RankFailedError: A rank failed or died.
         """
-        return is_so if self._status is None else set(self._status.meet(word, b"%d" % is_so).values()) == {b"1"}
+        return is_so if self._status is None else set(self._meet(word, b"%d" % is_so).values()) == {b"1"}
 
     def meet(self, word: str) -> None:
         """Go on once every rank has come here: what follows may have collectives, which none must miss.
 
         Raises:
+            CheckpointChangedError: A save in a store has overtaken another rank.
             RankFailedError: A rank failed or died.
         """
         if self._status is not None:
-            self._status.meet(word)
+            self._meet(word)
 
     @contextmanager
     def naming_who_broke_it(self) -> Iterator[None]:
@@ -210,6 +224,32 @@ class LoadAgreement:
                 raise
             raise self._status.who_broke_it(error) from error
 
+    def _check_share(self, checkpoint: OpenCheckpoint, progress: bool | None) -> None:
+        """Compare this rank's share of the files with their checksums."""
+        assert self._status is not None
+        files = files_of(checkpoint)
+        seen = self._meet("files", digest_of(sightings(files)).encode())
+        sharing = [rank for rank, sighting in seen.items() if sighting == seen[self._status.rank]]
+        names = sorted(files)
+        owners = assign_owners([files[name].size for name in names], sharing)
+        mine = {name for name, owner in zip(names, owners, strict=True) if owner == self._status.rank}
+        with bytes_bar("Verifying", sum(files[name].size for name in mine), progress) as progress_callback:
+            if checkpoint.pickles:
+                check_pickles({name: checkpoint.pickles[name] for name in mine}, progress_callback)
+            else:
+                shards = {name: checkpoint.shards[name] for name in mine}
+                check_checksums(checkpoint.folder, checkpoint.weights_path, checkpoint.index, shards, progress_callback)
+
+    def _meet(self, word: str, value: bytes = b"") -> dict[int, bytes]:
+        """Give each rank's value to all, unless one of them says that it was overtaken."""
+        assert self._status is not None
+        told = self._status.meet(word, value)
+        if _CHANGED in told.values():
+            self._is_known = True
+            rank = next(rank for rank, said in told.items() if said == _CHANGED)
+            raise CheckpointChangedError(f"The checkpoint was replaced while rank {rank} read it. Load it again.")
+        return told
+
     def _refuse_others(self, checkpoint: OpenCheckpoint, digests: Mapping[int, str | bytes]) -> None:
         leader = min(digests)
         other = next((rank for rank, digest in digests.items() if digest != digests[leader]), None)
@@ -222,7 +262,7 @@ class LoadAgreement:
 
 
 _CHANGED: Final = b"changed"
-"""What a rank says in place of what it has opened, where that was replaced meanwhile."""
+"""What a rank says at the next meeting, whichever that is, after what it has opened was replaced."""
 
 _CACHE: Final = b"cache "
 _SNAPSHOT: Final = b"snapshot "
@@ -311,7 +351,7 @@ def _cache_of(source: CheckpointSource) -> bytes:
     existing = root
     while not os.path.exists(existing):
         existing = os.path.dirname(existing)
-    return _CACHE + json.dumps([*_place_of(os.stat(existing).st_dev), root]).encode(errors="surrogateescape")
+    return _CACHE + json.dumps([*place_of(os.stat(existing).st_dev), root]).encode(errors="surrogateescape")
 
 
 def _snapshot_of(local: LocalCheckpoint, source: CheckpointSource) -> bytes:
@@ -331,63 +371,3 @@ def _same_snapshot(local: LocalCheckpoint, source: CheckpointSource, told: Mappi
 def _is_of_collective(error: RuntimeError) -> bool:
     """Whether torch.distributed raised it; gloo's errors are plain ones."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
-
-
-def _check_share(status: SaveStatus, checkpoint: OpenCheckpoint, progress: bool | None) -> None:
-    """Compare this rank's share of the files with their checksums."""
-    files = _files_of(checkpoint)
-    seen = status.meet("files", _digest_of(_sightings(files)).encode())
-    sharing = [rank for rank, sighting in seen.items() if sighting == seen[status.rank]]
-    names = sorted(files)
-    owners = assign_owners([files[name].size for name in names], sharing)
-    mine = {name for name, owner in zip(names, owners, strict=True) if owner == status.rank}
-    with bytes_bar("Verifying", sum(files[name].size for name in mine), progress) as progress_callback:
-        if checkpoint.pickles:
-            check_pickles({name: checkpoint.pickles[name] for name in mine}, progress_callback)
-        else:
-            shards = {name: checkpoint.shards[name] for name in mine}
-            check_checksums(checkpoint.folder, checkpoint.weights_path, checkpoint.index, shards, progress_callback)
-
-
-def _files_of(checkpoint: OpenCheckpoint) -> dict[str, SafetensorsShard | PickleFile]:
-    return {**checkpoint.shards, **checkpoint.pickles}
-
-
-def _sightings(files: Mapping[str, SafetensorsShard | PickleFile]) -> list[list[str | int]]:
-    """What two ranks say alike if, and only if, their files are the same ones, not copies."""
-    said: list[list[str | int]] = []
-    for name, file in sorted(files.items()):
-        device, *rest = file.identity
-        place = ["far", device] if isinstance(file, RangedShard) else _place_of(device)
-        said.append([name, *place, *rest])
-    return said
-
-
-def _place_of(device: int) -> list[str | int]:
-    """What tells a file system from others; one of the network has another number on each machine."""
-    return ["network"] if is_remote(device) else [_host(), device]
-
-
-@cache
-def _host() -> str:
-    """What tells this machine from others, as far as it can."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-
-
-def _digest(checkpoint: OpenCheckpoint, config: bytes | None) -> str:
-    """What is stored, as far as index and config say it."""
-    index = checkpoint.index
-    files = {name: asdict(digest) for name, digest in index.files.items()}
-    return _digest_of([index.weight_map, index.tied_names, files, sha256_of(config or b"")])
-
-
-def _contents(checkpoint: OpenCheckpoint) -> dict[str, str | int]:
-    """Fingerprints of the files of which the index does not have any, such as those of transformers."""
-    recorded = checkpoint.index.files
-    shards = {name: shard.fingerprint() for name, shard in checkpoint.shards.items() if name not in recorded}
-    return {**shards, **{name: file.size for name, file in checkpoint.pickles.items()}}
-
-
-def _digest_of(said: object) -> str:
-    return sha256_of(json.dumps(said, sort_keys=True).encode(errors="surrogatepass"))

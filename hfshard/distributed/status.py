@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS: Final = 3600.0
 """How long to wait for a rank that lives: the owner of a large file may write to a slow disk."""
+ANY_PLACE: Final = ""
+"""The name by which a rank comes to a meeting of the others, whichever they have next."""
+
 LAST_NAMES: Final = ("outcome", "failed", "result")
 """What the keys are called that say how an operation ended: the leader's result is there before its outcome."""
 LEAVE_SECONDS: Final = 5.0
@@ -121,7 +124,7 @@ class SaveStatus:
         """Wait until all ranks have come here, or raise on all of them.
 
         Args:
-            name: The same on every rank.
+            name: The same on every rank, but for those that come to `ANY_PLACE`.
             value: This rank's, of any length.
 
         Returns:
@@ -139,7 +142,7 @@ class SaveStatus:
         values = {self.rank: value}
         for rank in self.ranks[1:]:
             said = unpack(self._await(f"{place}/{rank}", rank, self.ranks))
-            if said[0] != name.encode():
+            if said[0].decode() not in (name, ANY_PLACE) and name != ANY_PLACE:
                 raise RankFailedError(
                     f"Rank {rank} is at {said[0].decode()!r} where rank {self.rank} is at {name!r}: they do not do the "
                     "same. Make the same call, with the same arguments, on every rank.",

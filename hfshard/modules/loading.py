@@ -211,6 +211,9 @@ def _build_by_override(
             break
         except _ChangedMeanwhile:
             continue
+        except CheckpointChangedError:
+            if not is_far:
+                raise
     else:
         raise _kept_changing(source.path)
     if not call.is_answered and (options.strict is not None or options.verify != LoadOptions().verify):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -13,9 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfshard._util.addresses import is_address
 from hfshard._util.paths import path_text
-from hfshard.constants import (
-    CHANGED_RETRIES,
-)
+from hfshard.constants import CHANGED_RETRIES
 from hfshard.distributed.agreement import current_agreement
 from hfshard.errors import (
     CheckpointChangedError,
@@ -41,6 +40,7 @@ from hfshard.pretrained.overrides.bottom import ChainCall, call_under_way, upstr
 from hfshard.pretrained.overrides.override_chain import has_override, run_chain
 from hfshard.pretrained.ranks.joint_load import load_on_ranks
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
+from hfshard.storage.checkpoint.folder import FAR_TRIES
 from hfshard.storage.checkpoint.locate import read_config
 from hfshard.storage.disk.hub_place import has_hub_marker
 
@@ -255,8 +255,10 @@ def _build(
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
     known = local.path if local.weights_name is None else path
     takes_any_pickle = options.is_lenient and kwargs.get("weights_only") is False
-    for _ in range(CHANGED_RETRIES):
-        with ExitStack() as stack:
+    for attempt in range(CHANGED_RETRIES if local.folder is None else FAR_TRIES):
+        if attempt:
+            gc.collect()  # the model of the try before, which cycles hold: there may be memory for one only
+        with agreement.unless_overtaken(local), ExitStack() as stack:
             try:
                 opened = agreement.opened(source, options, local, check_beside=True)
                 checkpoint = stack.enter_context(opened)
@@ -271,14 +273,10 @@ def _build(
             config, model_kwargs = config_of(model_class, local, kwargs)
             if not agreement.all_say("unchanged", is_so=checkpoint.is_unchanged()):
                 continue  # a save came between the config and the weights
-            try:
-                return ModelBuilder(build, model_class, name, local, checkpoint, options).build(
-                    model_args, config, model_kwargs, kwargs
-                )
-            except CheckpointChangedError:
-                if local.folder is None or agreement.is_collective:
-                    raise  # of a directory, what is open stays as it is
-    raise CheckpointChangedError(f"The checkpoint in '{name}' kept changing. Load it when the save is done.", path=name)
+            return ModelBuilder(build, model_class, name, local, checkpoint, options).build(
+                model_args, config, model_kwargs, kwargs
+            )
+    raise agreement.kept_changing(name)
 
 
 def _refuse_beside_parallelize(path: Any, kwargs: Mapping[str, Any]) -> None:

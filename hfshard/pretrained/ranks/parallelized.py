@@ -82,6 +82,7 @@ class ParallelizedLoad:
             whole: Any = copy.deepcopy(shell)
             theirs(whole, {name: read[self.stored_names[name]] for name in stored}, None, load_config, *rest)
             _fill(own, whole.state_dict(), names)
+        agreement.meet("read")
         for name, tensor in own.items():
             if name not in passed_over:
                 tensor._is_hf_initialized = True

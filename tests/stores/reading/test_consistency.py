@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -197,6 +198,34 @@ def test_a_reader_that_is_always_overtaken_gives_up(store: MemoryStore) -> None:
     store.before = lambda kind, name: save(store, next(numbers)) if next(numbers) % 9 == 0 else None
     loaded = hfshard.load_state_dict(ADDRESS)
     assert len({value for tensor in loaded.values() for value in tensor.unique().tolist()}) == 1
+
+
+class LoadedByItself(hfshard.ShardedModelMixin, nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, 30_000)  # more than comes with a header
+
+    @classmethod
+    def _from_pretrained(cls, **kwargs: Any) -> Any:
+        return super()._from_pretrained(**kwargs)
+
+
+def test_a_module_that_loads_by_itself_is_loaded_again(store: MemoryStore, tmp_path: Path) -> None:
+    for width in (5, 6):
+        LoadedByItself(width).save_pretrained(tmp_path / str(width))
+    saves = [{path.name: path.read_bytes() for path in (tmp_path / str(width)).iterdir()} for width in (5, 6)]
+    found = []
+    for stop in range(1, 9):
+        asked = count(1)
+        store.objects = dict(saves[0])
+
+        def before(kind: str, name: str, asked: Iterator[int] = asked, stop: int = stop) -> None:
+            if next(asked) == stop:
+                store.objects = dict(saves[1])
+
+        store.before = before
+        found.append(LoadedByItself.from_pretrained(ADDRESS).layer.in_features)
+    assert found == [6, 6, 6, 6, 6, 6, 5, 5]
 
 
 def test_ctrl_c_ends_a_load_whose_store_makes_it_wait(store: MemoryStore) -> None:

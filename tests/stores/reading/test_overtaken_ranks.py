@@ -1,7 +1,8 @@
-"""Ranks whose checkpoint in a store is replaced for one of them, to which they can't start again: all are told."""
+"""Ranks whose checkpoint in a store is replaced: they start again together, or all are told."""
 
 from __future__ import annotations
 
+import weakref
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -103,11 +104,48 @@ def _load(rank: int, way: str, old: Path, new: Path, requests: tuple[int, ...]) 
     assert told[0] == (told[1] if way == "torch" else theirs)
 
 
-def _llama(directory: Path) -> Path:
-    sizes: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
-    model = MODEL(LlamaConfig(**sizes, intermediate_size=32, num_hidden_layers=1))
-    model.save_pretrained(directory, max_shard_size="5KB")
+def _llama(directory: Path, *, width: int = 32, words: int = 32, max_shard_size: str = "5KB") -> Path:
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": words}
+    model = MODEL(LlamaConfig(**sizes, intermediate_size=width, num_hidden_layers=1))
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
+
+
+def _load_overtaken(rank: int, verify: str, old: Path, new: Path) -> None:
+    """Have a save come at each request of one rank, and later for the other one."""
+    expected = {path: hfshard.load_state_dict(path) for path in (old, new)}
+    found: list[Path] = []
+    tries: list[int] = []
+    for request in range(1, 12):
+        spread: list[Any] = []
+
+        def parallelize(model: Any, spread: list[Any] = spread) -> Any:
+            assert [earlier for earlier in spread if earlier() is not None] == []  # there is memory for one model only
+            spread.append(weakref.ref(model))
+            return _spread(model)
+
+        _replaced_at(request if rank == request % 2 else request + 2, old, new)
+        model = MODEL.from_pretrained(ADDRESS, parallelize=parallelize, verify=verify)
+
+        width = model.config.intermediate_size
+        tensors = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+        (saved,) = [path for path in expected if width == (32 if path == old else 48)]
+        assert all(torch.equal(tensor, expected[saved][name]) for name, tensor in tensors.items())
+        found.append(saved)
+        tries.append(len(spread))
+        del model
+    assert found[0] == new
+    assert found[-1] == old
+    assert found == sorted(found, key=[new, old].index)
+    assert set(tries) == {1, 2}
+    assert tries[-1] == 1
+
+
+@pytest.mark.parametrize("verify", ["structure", "full"])
+def test_ranks_that_build_a_model_start_again_together(tmp_path: Path, verify: str) -> None:
+    sizes: dict[str, Any] = {"words": 3000, "max_shard_size": "1MB"}  # two tensors that do not come with the header
+    old, new = _llama(tmp_path / "one", **sizes), _llama(tmp_path / "two", width=48, **sizes)
+    check_ranks(tmp_path / "ranks", 2, _load_overtaken, verify, old, new)
 
 
 @pytest.mark.parametrize(("way", "requests"), [("pretrained", (4, 16)), ("torch", (4, 7)), ("module", ())])
