@@ -70,6 +70,20 @@ class Replacing(nn.Sequential):
             os.rename(self.replacement, self.run / "checkpoint-00000001")
 
 
+class Rotating(nn.Sequential):
+    """While it is compared, on the second rank, another process saves a newer checkpoint and removes this one."""
+
+    newer: Path
+    run: Path
+
+    @property
+    def _keys_to_ignore_on_save(self) -> None:
+        if self.newer.exists():
+            time.sleep(0.2)  # the first rank has read everything
+            os.rename(self.newer, self.run / self.newer.name)
+            shutil.rmtree(self.run / "checkpoint-00000001")
+
+
 def refuse_weights(module: nn.Module, *_: object) -> None:
     raise ValueError("these weights are not for me")
 
@@ -153,6 +167,12 @@ def restore_everything(place: Path, rank: int) -> None:
         vars(build.model)["replacement"] = place / "replacement" / "checkpoint-00000001"
     CheckpointManager(place / "other-run").restore(build.state(), 1)
     (place / f"replaced-{rank}.json").write_text(json.dumps(build.everything()))
+    build = Build(3)
+    if rank == 1:
+        build.model.__class__ = Rotating
+        vars(build.model).update(run=place / "rotated", newer=place / "newer" / "checkpoint-00000002")
+    step = CheckpointManager(place / "rotated").restore_latest(build.state())
+    (place / f"rotated-{rank}.json").write_text(json.dumps([step, build.everything()]))
 
 
 @pytest.fixture(scope="module")
@@ -164,12 +184,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with CheckpointManager(place / "run") as manager:
         manager.save(1, saved.state())
         shutil.copytree(place / "run", place / "other-run")
+        shutil.copytree(place / "run", place / "rotated")
         manager.save(2, saved.state())
     for number in range(2):
         parts = saved.state().components.items()
         torch.save({name: part.state_dict() for name, part in parts} | {"step": number}, place / f"old{number}.pt")
     with CheckpointManager(place / "replacement") as manager:
         manager.save(1, Build(2).state())
+    with CheckpointManager(place / "newer") as manager:
+        manager.save(2, Build(2).state())
     with ThreadPoolExecutor(WORLD_SIZE) as pool:
         ends = list(
             pool.map(lambda rank: processes.run(place / f"{rank}.txt", restore_everything, place, rank), range(2))
@@ -203,9 +226,19 @@ def test_what_no_rank_refuses_is_restored_on_all(outcomes: list[dict[str, Outcom
 
 
 def test_a_checkpoint_that_is_replaced_while_a_rank_reads_it_is_read_again(place: Path) -> None:
-    expected = Build(2).everything()
     for rank in range(WORLD_SIZE):
-        restored = json.loads((place / f"replaced-{rank}.json").read_text())
-        parts = [key for key in expected if key.startswith(("model", "optimizer", "scheduler", "counter"))]
-        assert len(parts) > 10, sorted(expected)
-        assert {key for key in parts if restored[key] != expected[key]} == set()
+        assert_second(json.loads((place / f"replaced-{rank}.json").read_text()))
+
+
+def test_where_a_checkpoint_is_removed_while_a_rank_reads_it_all_restore_a_newer_one(place: Path) -> None:
+    for rank in range(WORLD_SIZE):
+        step, restored = json.loads((place / f"rotated-{rank}.json").read_text())
+        assert step == 2
+        assert_second(restored)
+
+
+def assert_second(restored: dict[str, str]) -> None:
+    expected = Build(2).everything()
+    parts = [key for key in expected if key.startswith(("model", "optimizer", "scheduler", "counter"))]
+    assert len(parts) > 10, sorted(expected)
+    assert {key for key in parts if restored[key] != expected[key]} == set()

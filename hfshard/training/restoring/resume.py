@@ -134,6 +134,8 @@ def _resume_on_ranks(
                 restoration = plan_restoration(own, files, manifest, strict=strict, ranks=ranks, stage=names)
         except Exception as caught:  # noqa: BLE001 - raised by `agree`, when all ranks know
             error = caught
+        # The first rank looks when the others have read: where one of them failed, this may be why.
+        ranks.all_of(error is None)
         is_replaced = (ranks.is_first or error is None) and has_changed(checkpoint)
         if any(ranks.all_of(is_replaced)):
             continue  # a run that is saving has removed or replaced it meanwhile
