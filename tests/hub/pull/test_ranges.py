@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import hfshard
 from tests.hub.models import digest_of, make_model, saved
 from tests.hub.pull.pull_hub import PullHub
 from tests.hubserver.hub_server import Fault
 
 pytestmark = pytest.mark.compat
+MIB = 1024**2
 LIMIT = 4_300_000
 """Bytes: the large model of 16.9 MB of weights then has 5 shards."""
 
@@ -71,6 +74,33 @@ def test_only_the_bytes_of_the_tensors_are_downloaded(
     assert both == {name: digests[name] for name in (WORDS, BIAS)}
     assert hub.weights_down(repo) == HEAD + 2048 + HEADER + 2_048_000
     assert hub.call("read", repo, tmp_path, ranges=True) == digests
+
+
+@pytest.mark.parametrize(
+    ("keys", "asked"),
+    [
+        (["wide"], [8 * MIB, 8 * MIB, 4 * MIB]),
+        (["narrow.*"], [40 * 65536 - (HEAD - 8192)]),  # the header has 8192 bytes
+        (["narrow.*", "wide"], [40 * 65536 - (HEAD - 8192), 8 * MIB, 8 * MIB, 4 * MIB]),
+        (None, [40 * 65536 - (HEAD - 8192), 8 * MIB, 8 * MIB, 4 * MIB + 4 * MIB]),
+    ],
+)
+def test_large_tensors_come_by_8_mib_and_near_ones_by_one_request(
+    keys: list[str] | None, asked: list[int], hub: PullHub, repo: str, tmp_path: Path
+) -> None:
+    state = {f"narrow.{number}": torch.full((16_384,), float(number)) for number in range(40)}  # of 64 KiB
+    state |= {"wide": torch.arange(20 * MIB // 4, dtype=torch.int32), "next": torch.ones(MIB)}
+    hfshard.save_state_dict(state, tmp_path / "saved")
+    hub.publish(repo, tmp_path / "saved")
+
+    found = hub.call("read", repo, tmp_path / "cache", keys=keys, ranges=True, verify="full")
+
+    names = [name for name in state if keys is None or name.partition(".")[0] in "".join(keys)]
+    assert found == {name: digest_of({name: state[name]}) for name in names}
+    assert hub.kinds() == {"info": 1, "lfs_batch": 1, "storage_get": 1 + len(asked)}
+    answers = [request.bytes_down for request in hub.requests_of(repo) if request.kind == "storage_get"]
+    assert answers[0] == HEAD
+    assert sorted(answers[1:]) == sorted(asked)
 
 
 @pytest.mark.parametrize("stock", [False, True])
