@@ -30,6 +30,7 @@ from hfshard.pretrained.class_alias import class_of_alias
 from hfshard.pretrained.overrides.bottom import upstream
 from hfshard.pretrained.ranks.parallelized import ParallelizedLoad
 from hfshard.state_dicts.keys import KeyMismatch, compare
+from hfshard.state_dicts.tied import Place, share_tensor
 from hfshard.state_dicts.wrappers import has_wrapper_prefix, match_prefixes, strip_compiled, strip_wrappers
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.locate import check_generation_config, read_config
@@ -215,7 +216,7 @@ class ModelBuilder:
         modules = dict(model.named_modules(remove_duplicate=False))
         base = f"{self.model_class.base_model_prefix}."
 
-        def place_of(name: str) -> tuple[torch.nn.Module, str] | None:
+        def place_of(name: str) -> Place | None:
             for form in (name, f"{base}{name}", name.removeprefix(base)):
                 path, _, attribute = form.rpartition(".")
                 if isinstance(getattr(modules.get(path), attribute, None), torch.Tensor):
@@ -226,9 +227,8 @@ class ModelBuilder:
             target, origin = place_of(tied_name), place_of(index.tied_names[tied_name])
             if target is None or origin is None:
                 continue
-            tensor = getattr(*origin)
-            if getattr(*target).shape == tensor.shape:  # not so where ignore_mismatched_sizes passed over one of them
-                setattr(*target, tensor)
+            if getattr(*target).shape == getattr(*origin).shape:  # not so where ignore_mismatched_sizes passed one over
+                share_tensor(target, origin)
 
     def _load_generation_config(self, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         if not (model.can_generate() and hasattr(model, "adjust_generation_fn")):

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hfshard.state_dicts.dtensors import is_dtensor, local_tensor
 from hfshard.storage.tensors.tensor_bytes import check_initialized, is_plain_type
+
+Place = tuple[nn.Module, str]
+"""A module, and the name that it has for one of its parameters or buffers."""
 
 
 def find_shared_tensors(state_dict: Mapping[str, Any], *, droppable_patterns: Iterable[str] = ()) -> dict[str, str]:
@@ -92,3 +95,22 @@ def _kept_name(sorted_names: list[str], patterns: list[re.Pattern[str]]) -> str:
         if not any(pattern.search(name) for pattern in patterns):
             return name
     return sorted_names[-1]
+
+
+def share_tensor(target: Place, origin: Place) -> None:
+    """Let two names of a model share the tensor that one of them has.
+
+    Where one is a parameter and the other a buffer, each stays what it is, and they share their memory: torch would
+    make a parameter of the buffer that is given one, and refuses a buffer in the place of a parameter.
+
+    Args:
+        target: What gets the other's tensor, of the same shape; changed.
+        origin: What has it; not changed.
+    """
+    old, tensor = getattr(*target), getattr(*origin)
+    if isinstance(old, nn.Parameter) == isinstance(tensor, nn.Parameter):
+        setattr(*target, tensor)
+    elif isinstance(old, nn.Parameter):
+        old.data = tensor
+    else:
+        setattr(*target, tensor.detach())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hfshard
@@ -59,6 +60,38 @@ def test_a_tie_is_kept_with_and_without_the_head(
     loaded = hfshard.load_model(loaded_class, tmp_path, dtype=dtype)
 
     assert _second_layer_is_the_first(getattr(loaded, "bert", loaded))
+
+
+class _Averaged(BertModel):
+    """A model with buffers that are the memory of parameters, as averages and caches are until they are first used."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("a_cache", torch.zeros(4))  # one before, and one behind the parameters in the alphabet
+        self.register_buffer("z_cache", torch.zeros(4))
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_buffer_that_is_a_parameters_memory_is_so_again_and_stays_a_buffer(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    saved = _Averaged(BERT)
+    first, last = saved.embeddings.LayerNorm, saved.get_submodule("pooler.dense")
+    saved.a_cache, saved.z_cache = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([5.0, 6.0, 7.0, 8.0])
+    first.bias, last.bias = nn.Parameter(saved.a_cache), nn.Parameter(saved.z_cache)
+    hfshard.save_model(saved, tmp_path)
+
+    loaded = hfshard.load_model(_Averaged, tmp_path, dtype=dtype, strict=True)
+
+    buffers, parameters = dict(loaded.named_buffers()), dict(loaded.named_parameters())
+    for cache, name, values in (
+        ("a_cache", "embeddings.LayerNorm.bias", [1.0, 2.0, 3.0, 4.0]),
+        ("z_cache", "pooler.dense.bias", [5.0, 6.0, 7.0, 8.0]),
+    ):
+        assert cache not in parameters and not buffers[cache].requires_grad and parameters[name].requires_grad
+        assert buffers[cache].tolist() == parameters[name].tolist() == values
+        assert buffers[cache].data_ptr() == parameters[name].data_ptr()
 
 
 @pytest.mark.compat
