@@ -51,7 +51,7 @@ def save_request(
         check()
         plan = with_free_names(plan, session, request, writer)
         need_bytes = plan.total_size + sum(file.size for file in request.companion_files.values())
-        session.make_folders(request.companion_files)
+        session.make_folders({*request.companion_files, *request.small_files})
         session.check_space(need_bytes)
         with bytes_bar("Saving", need_bytes, request.options.progress) as progress_callback:
             new, index = write_staged(plan, session, request, writer, progress_callback)

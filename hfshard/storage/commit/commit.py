@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from hfshard.constants import STAGING_DIRECTORY
+from hfshard.constants import CONFIG_NAME, STAGING_DIRECTORY
 from hfshard.errors import CommitUndoneError, CommitUnfinishedError, HfshardError, SaveDirectoryError
 from hfshard.storage.commit.directory_state import DirectoryState, read_state
 from hfshard.storage.commit.interrupts import deferred_interrupt
@@ -257,12 +257,7 @@ class SaveSession:
         places = sorted(names)
         for name in places:
             with suppress(FileNotFoundError), open_folder(self.directory, os.path.dirname(name)):
-                if os.path.isdir(path := os.path.join(self.directory, name)) and not os.path.islink(path):
-                    raise SaveDirectoryError(
-                        f"'{path}' is a directory, and a file of this name is to be written. Remove or rename it, or "
-                        "choose another directory.",
-                        path=path,
-                    )
+                _refuse_directory(self.directory, name)
         for name in places:
             with open_folder(self.directory, os.path.dirname(name), self.made):
                 continue
@@ -280,7 +275,8 @@ def save_session(
         wait_seconds: How long to wait for another save there.
 
     Raises:
-        SaveDirectoryError: It is a file, or lies in a directory hub.
+        SaveDirectoryError: It is a file, or lies in a directory hub; or a directory in it has the name of the
+            config, of the single file of weights, or of the index.
         DirectoryLockedError: Another process is saving there.
     """
     refuse_hub(directory)
@@ -288,6 +284,8 @@ def save_session(
     try:
         with locked_directory(directory, wait_seconds=wait_seconds):
             refuse_odd_directories(directory, STAGING_DIRECTORY)
+            for name in (CONFIG_NAME, names.single, names.index):
+                _refuse_directory(directory, name)
             state = read_state(directory, names)
             if state.leftovers:
                 _clean_up(directory, state.leftovers)
@@ -311,6 +309,16 @@ def _recorded(directory: str, names: WeightNames) -> dict[str, FileDigest]:
     """What the index in a directory says of the files."""
     index = read_state(directory, names).index
     return {} if index is None else index.files
+
+
+def _refuse_directory(directory: str, name: str) -> None:
+    path = os.path.join(directory, name)
+    if os.path.isdir(path) and not os.path.islink(path):
+        raise SaveDirectoryError(
+            f"'{path}' is a directory, and a file of this name is to be written or removed. Remove or rename it, or "
+            "choose another directory.",
+            path=path,
+        )
 
 
 def _make(directory: str) -> list[str]:
