@@ -77,7 +77,8 @@ def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, runs_hoo
         runs_hooks: Whether the hooks run even if there is nothing to assign, because it was done.
 
     Raises:
-        InvalidArgumentError: A tensor of the model has no memory; nothing was assigned.
+        InvalidArgumentError: A tensor of the model has no memory, and nothing was assigned; or one that was to be
+            replaced is a meta tensor still.
     """
     model_state = model.state_dict()
     refuse_freed(model_state)
@@ -91,6 +92,19 @@ def assign(model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, runs_hoo
         _load_tensors(model, filled, metadata, assign=False)
     if meta:
         _load_tensors(model, _as_parameters(model, meta), metadata, assign=True)
+        _refuse_meta(model, meta)
+
+
+def _refuse_meta(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuse to say that a model is loaded, whose own `_load_from_state_dict` copied values to where no memory is."""
+    state = model.state_dict()
+    name = next((name for name in names if getattr(state.get(name), "is_meta", False)), None)
+    if name is not None:
+        raise InvalidArgumentError(
+            f"'{name}' of the model is on the meta device after it was loaded: its module loads it by a method of its "
+            "own, which does not replace tensors. Give the model memory first: model.to_empty(device='cpu').",
+            fqn=name,
+        )
 
 
 def _load_tensors(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from hfshard.errors import InvalidArgumentError
 from hfshard.state_dicts.state_dict import assign
 
 
@@ -63,3 +64,30 @@ def test_a_model_that_loads_by_itself_is_asked_to() -> None:
     model = Own(1, 1)
     assign(model, {"weight": torch.zeros(1, 1)})
     assert model.given == (["weight"], {"strict": False, "assign": False})
+
+
+class Doubled(nn.Module):
+    """Is stored as twice its weight, and loads that by a method of its own, which copies in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "twice"] = self.weight.detach() * 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.weight.data.copy_(state_dict[prefix + "twice"] / 2)
+
+
+def test_what_stays_on_the_meta_device_is_not_called_loaded() -> None:
+    stored = {"0.twice": torch.tensor([6.0, 8.0])}
+    with torch.device("meta"):
+        doubled = Doubled()
+        model = nn.Sequential(doubled)
+
+    with pytest.raises(InvalidArgumentError, match=r"'0\.twice' of the model is on the meta device after it was load"):
+        assign(model, stored)
+
+    assign(model.to_empty(device="cpu"), stored)
+    assert doubled.weight.tolist() == [3.0, 4.0]
