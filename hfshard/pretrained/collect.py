@@ -216,6 +216,13 @@ def _stored_ties(
 
 
 def _is_declared(declared: Mapping[str, str], tied_name: str, name: str) -> bool:
-    if declared.get(tied_name) == name or declared.get(name) == tied_name:
-        return True
-    return tied_name in declared and name in declared and declared[tied_name] == declared[name]
+    return _declared_source(declared, tied_name) == _declared_source(declared, name)
+
+
+def _declared_source(declared: Mapping[str, str], name: str) -> str:
+    """The name whose tensor the config gives to this one; what it is tied to may be tied to another in its turn."""
+    passed = set()
+    while name in declared and name not in passed:
+        passed.add(name)
+        name = declared[name]
+    return name

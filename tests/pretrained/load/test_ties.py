@@ -62,6 +62,31 @@ def test_a_tie_is_kept_with_and_without_the_head(
     assert _second_layer_is_the_first(getattr(loaded, "bert", loaded))
 
 
+class _InAChain(BertModel):
+    """A model that ties a name to one that is tied itself."""
+
+    _tied_weights_keys: Any = {
+        "encoder.layer.1.output.dense.weight": "encoder.layer.0.output.dense.weight",
+        "encoder.layer.2.output.dense.weight": "encoder.layer.1.output.dense.weight",
+    }
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("max_shard_size", ["1GB", 100])
+def test_ties_in_a_chain_are_declared_and_not_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, max_shard_size: int | str
+) -> None:
+    config = BertConfig(**{**BERT.to_dict(), "num_hidden_layers": 3, "tie_word_embeddings": True})
+    saved: Any = _InAChain(config)
+    index = hfshard.save_model(saved, tmp_path, max_shard_size=max_shard_size)
+
+    stock: Any = _InAChain.from_pretrained(tmp_path)
+    first, second, third = (layer.output.dense.weight for layer in stock.encoder.layer)
+
+    assert index is not None and index.undeclared_ties == () and "does not declare" not in caplog.text
+    assert first is second is third and torch.equal(first, saved.encoder.layer[0].output.dense.weight)
+
+
 class _Averaged(BertModel):
     """A model with buffers that are the memory of parameters, as averages and caches are until they are first used."""
 
