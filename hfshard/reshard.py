@@ -62,7 +62,7 @@ def reshard_checkpoint(
             the new ones are complete.
         max_shard_size, packing, checksum, progress: As in `save_state_dict`.
         dtype: Cast the floating tensors ("bfloat16", "float16", "float32", "float64"), block by block, and say so in
-            config.json. Integers, complex numbers and fp8 stay; a quantized checkpoint is refused.
+            config.json. Integers and complex numbers stay; a quantized checkpoint, as with fp8, is refused.
         low_disk: Only in place, and only for sharded safetensors: work in groups of files, so that never more than one
             shard (of the old or the new size, whichever is larger) is on the disk twice. Each group is committed by
             itself: a run that was killed leaves a complete checkpoint, and another run goes on. A new file consists of
