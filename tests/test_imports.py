@@ -121,7 +121,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "resharding": ("beside checks in_place request", "reshard"),
     "saving": ("linking options stores", "writing", "request", "prepare", "in_memory to_store", "to_directory"),
     "saving.stores": ("own_puts turn upload", "store_state", "transaction"),
-    "signing": ("files signed_by upstream", "open_weights read_files sign", "check", "required", "report"),
+    "signing": ("files signed_by upstream", "adapters open_weights read_files sign", "check", "required", "report"),
     "state_dicts": ("dtensors keys offloaded wrappers", "tied", "overlap state_dict"),
     "storage": ("tensors", "format", "disk", "weights stale_signature", "checkpoint commit"),
     "storage.checkpoint": ("folder report", "checks locate", "open_files", "checkpoint", "raw_tensors verifier"),

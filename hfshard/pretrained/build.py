@@ -39,6 +39,7 @@ from hfshard.pretrained.model_builder import ModelBuilder, building_lock
 from hfshard.pretrained.overrides.bottom import ChainCall, call_under_way, upstream
 from hfshard.pretrained.overrides.override_chain import has_override, run_chain
 from hfshard.pretrained.ranks.joint_load import load_on_ranks
+from hfshard.signing.adapters import load_on_signed_base
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
 from hfshard.storage.checkpoint.folder import FAR_TRIES
 from hfshard.storage.checkpoint.locate import read_config
@@ -79,7 +80,11 @@ def load_class(
         if local.weights_name is None and is_adapter(local.directory):  # its base may be another repo
             if local.folder is not None:
                 raise _needs_disk(local.folder.path, "an adapter")
-            _refuse_signed_adapter(local, options)
+            if signed is not None:
+                if not hasattr(model_class, "_model_mapping"):
+                    raise _not_held_to_signature(local, model_class)
+                load_base = partial(_load_base, model_class, model_args, options)
+                return load_on_signed_base(load_base, local, signed, kwargs, options)
             return cast(Any, model_class).from_pretrained(local.path, *model_args, **kwargs)
         refuse_file_without_config(local, kwargs)
         before = read_config(local.directory)
@@ -230,7 +235,7 @@ def _build(
         name = path_text(path, "pretrained_model_name_or_path")
         source = source_of(name, kwargs, needs_signature=options.signature is not None)
         local = local or agreement.fetch(source, options.progress)
-        _check_signature(local, source, kwargs, options)
+        signed = _check_signature(local, source, kwargs, options)
         refuse_file_without_config(local, kwargs)
     except (InvalidArgumentError, CheckpointNotFoundError, HubError):
         if not options.is_lenient or is_address(path):
@@ -239,7 +244,12 @@ def _build(
     if local.weights_name is None and is_adapter(local.directory):  # its base may be another repo, without our commit
         if local.folder is not None:
             raise _needs_disk(local.folder.path, "an adapter")
-        _refuse_signed_adapter(local, options)
+        if signed is not None:
+
+            def load_base(base: str, kwargs: dict[str, Any]) -> Any:
+                return _build(build, model_class, base, model_args, kwargs, options, None)
+
+            return load_on_signed_base(load_base, local, signed, kwargs, options)
         return _check_then_delegate(build, local, model_args, kwargs, source, options)
     kwargs = pin_to_commit(kwargs, local)
     if needs_transformers_loader(local.directory, model_class, kwargs):
@@ -339,18 +349,18 @@ def _check_signature(
     return signed_files(local, source, options)
 
 
-def _refuse_signed_adapter(local: LocalCheckpoint, options: LoadOptions) -> None:
-    """Refuse to hold an adapter to a signature: its base model is found elsewhere, and not covered.
+def _load_base(
+    model_class: type, model_args: tuple[Any, ...], options: LoadOptions, base: str, kwargs: dict[str, Any]
+) -> Any:
+    return load_class(model_class, base, model_args, kwargs, options)
 
-    Raises:
-        InvalidArgumentError: A signature is asked for.
-    """
-    if options.signature is not None:
-        raise InvalidArgumentError(
-            f"'{local.directory}' is an adapter, and a signature of it does not cover its base model. Load that one "
-            "with public_key, check the adapter by hfshard verify, and put it on by PEFT.",
-            path=local.directory,
-        )
+
+def _not_held_to_signature(local: LocalCheckpoint, model_class: type) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"'{local.directory}' is an adapter, and {model_class.__name__} finds its base model by itself, which would "
+        "not be held to the signature. Load it through an Auto class of transformers, such as AutoModelForCausalLM.",
+        path=local.directory,
+    )
 
 
 @contextmanager

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, BertModel
 
 import hfshard
-from hfshard.errors import InvalidArgumentError, SignatureError
+from hfshard.errors import DamagedCheckpointError, InvalidArgumentError, SignatureError
 from tests.helpers.tiny_bert import SHARDED, Bert, bert, value_of
 from tests.signing.conftest import Keys
 from tests.signing.helpers import model_signing
@@ -253,10 +254,87 @@ def test_auto_config_is_not_affected(signed_bert: Path) -> None:
     assert value_of(AutoModel.from_pretrained(signed_bert)) == 3
 
 
-def test_adapters_are_refused_as_their_base_is_not_covered(signed_bert: Path, keys: Keys) -> None:
+@pytest.fixture
+def adapter(signed_bert: Path, tmp_path: Path, keys: Keys) -> Path:
+    """A signed adapter of `signed_bert`, which is not signed when it has been made."""
+    peft = pytest.importorskip("peft")
+    model = BertModel.from_pretrained(signed_bert)
+    torch.manual_seed(3)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    hfshard.sign_checkpoint(tmp_path / "adapter", private_key=keys.private)
+    return tmp_path / "adapter"
+
+
+LOADS = (Bert.from_pretrained, lambda path, **options: hfshard.load_model(AutoModel, path, **options))
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_an_adapter_loads_on_a_base_that_is_signed_too(
+    adapter: Path, signed_bert: Path, keys: Keys, load: Callable[..., Any]
+) -> None:
+    theirs: Any = BertModel.from_pretrained(adapter, output_loading_info=True)
+    stock, told = theirs
+
+    model, info = load(adapter, public_key=keys.public, output_loading_info=True)
+
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in stock.state_dict().items())
+    assert any("lora_A" in name for name in stock.state_dict())
+    assert model.active_adapters() == stock.active_adapters() == ["default"]
+    assert info.keys() == told.keys()
+    named = load(adapter, public_key=keys.public, adapter_name="mine")
+    assert named.active_adapters() == ["mine"]
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_an_adapter_is_refused_with_its_base(
+    adapter: Path, signed_bert: Path, keys: Keys, load: Callable[..., Any]
+) -> None:
+    weights = adapter / "adapter_model.safetensors"
+    raw = weights.read_bytes()
+    weights.write_bytes(raw[:-1] + b"\1")
+    with pytest.raises(SignatureError, match=r"adapter_model.safetensors' is not the file that was signed"):
+        load(adapter, public_key=keys.public)
+    weights.write_bytes(raw)
+    with pytest.raises(SignatureError, match="was not made by the key of"):
+        load(adapter, public_key=keys.other_public)
+    (signed_bert / "modeling_evil.py").write_text("raise SystemExit\n")
+    with pytest.raises(SignatureError, match=r"base model of the adapter '.*' can't be trusted: .*modeling_evil.py"):
+        load(adapter, public_key=keys.public)
+    (signed_bert / "modeling_evil.py").unlink()
+    (signed_bert / "model.sig").unlink()
+    with pytest.raises(SignatureError, match=r"base model of the adapter .* has no signature.* model.load_adapter"):
+        load(adapter, public_key=keys.public)
+    assert any("lora_A" in name for name in load(adapter).state_dict())
+
+
+def test_an_adapter_that_is_touched_while_its_base_loads_is_noticed(
+    adapter: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = BertModel.load_adapter
+
+    def swapped(self: BertModel, *arguments: Any, **options: Any) -> Any:
+        weights = adapter / "adapter_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+        return plain(self, *arguments, **options)
+
+    monkeypatch.setattr(BertModel, "load_adapter", swapped)
+    with pytest.raises(SignatureError, match=r"adapter_model.safetensors' is not the file that was signed"):
+        Bert.from_pretrained(adapter, public_key=keys.public)
+
+
+def test_what_finds_the_base_by_itself_is_refused(adapter: Path, signed_bert: Path, keys: Keys) -> None:
+    peft = pytest.importorskip("peft")
+    with pytest.raises(InvalidArgumentError, match="Load it through an Auto class of transformers"):
+        hfshard.load_model(peft.AutoPeftModelForFeatureExtraction, adapter, public_key=keys.public)
+
     (signed_bert / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     hfshard.sign_checkpoint(signed_bert, private_key=keys.private)
-
-    for load in (Bert.from_pretrained, lambda path, **options: hfshard.load_model(AutoModel, path, **options)):
-        with pytest.raises(InvalidArgumentError, match="does not cover its base model"):
+    for load in LOADS:
+        with pytest.raises(InvalidArgumentError, match="holds an adapter and a model"):
             load(signed_bert, public_key=keys.public)
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": null}')
+    hfshard.sign_checkpoint(adapter, private_key=keys.private)
+    with pytest.raises(DamagedCheckpointError, match=r"adapter_config.json' names no base model"):
+        Bert.from_pretrained(adapter, public_key=keys.public)
