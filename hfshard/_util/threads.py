@@ -82,11 +82,16 @@ def pause(seconds: float) -> None:
     Raises:
         InterruptedError: It did.
     """
-    cancelled: threading.Event | None = getattr(_of_thread, "cancelled", None)
+    cancelled = cancellation()
     if cancelled is None:
         time.sleep(seconds)
     elif cancelled.wait(seconds):
         raise InterruptedError("another item failed, or Ctrl-C came")
+
+
+def cancellation() -> threading.Event | None:
+    """The event that `in_threads` sets where this thread's item shall end early; None in other threads."""
+    return getattr(_of_thread, "cancelled", None)
 
 
 def start_thread(work: Callable[[], _Result], name: str, *, daemon: bool = False) -> Future[_Result] | None:

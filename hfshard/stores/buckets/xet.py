@@ -7,11 +7,12 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any, Final, Literal, TypeVar
 
 import hf_xet
 
-from hfshard._util.threads import ProcessLock, start_thread
+from hfshard._util.threads import ProcessLock, cancellation, start_thread
 from hfshard.stores.buckets.hub_calls import without_queries
 from hfshard.stores.buckets.turns import downloads_at_once, uploads_at_once
 from hfshard.stores.memory import store_memory_bytes
@@ -24,6 +25,9 @@ FailureKind = Literal["access", "missing", "connection", "other"]
 
 _STATUS: Final = re.compile(r"\((\d{3}) [A-Z]")
 """How hf_xet quotes the status of an answer: "HTTP status client error (403 Forbidden)"."""
+
+_LOOK_SECONDS: Final = 0.2
+"""How often a thread that waits for hf_xet looks whether it shall end."""
 
 
 class XetFailedError(Exception):
@@ -85,18 +89,26 @@ SESSIONS: Final = _Sessions()
 
 
 def interruptible(call: Callable[[], _Answer], cancel: Callable[[], object]) -> _Answer:
-    """Make a call of hf_xet that Ctrl-C ends: it holds up the main thread otherwise, as long as the network does.
+    """Make a call of hf_xet that Ctrl-C ends: it holds up its thread otherwise, as long as the network does.
 
     Args:
-        call: What to do; in another thread if this is the main one, where it may go on after Ctrl-C.
+        call: What to do; in another thread if this is the main one, or one that works for it, where it may go on after
+            Ctrl-C.
         cancel: Makes the call return soon, and do no harm until it does.
+
+    Raises:
+        InterruptedError: In a thread of `in_threads`: another item failed, or Ctrl-C came.
     """
-    if threading.current_thread() is not threading.main_thread():
+    cancelled = cancellation()
+    if cancelled is None and threading.current_thread() is not threading.main_thread():
         return call()
     future = start_thread(call, "hfshard-xet", daemon=True)
     if future is None:
         return call()
     try:
+        while cancelled is not None and not wait([future], _LOOK_SECONDS).done:
+            if cancelled.is_set():
+                raise InterruptedError("another item failed, or Ctrl-C came")
         return future.result()
     except BaseException:
         if not future.done():

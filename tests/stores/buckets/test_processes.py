@@ -11,7 +11,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
+import hfshard
 from hfshard.stores.buckets.bucket_store import BucketStore
 from tests.hubserver.faults import Fault
 from tests.hubserver.hub_server import HubServer
@@ -52,6 +54,53 @@ def test_ctrl_c_ends_a_transfer_that_waits_for_the_network(store: BucketStore, h
     hub.clear_faults()
     assert store.find("new") is None
     assert store.read(store.put("after", b"works")) == b"works"
+
+
+@pytest.mark.parametrize("kind", ["chunk_query", "xorb_put", "shard_put"])
+def test_ctrl_c_ends_a_save_of_several_files_that_waits_for_the_network(
+    store: BucketStore, hub: HubServer, kind: str
+) -> None:
+    address = str(store.address)
+    old = {f"layer.{number}": torch.full((100_000,), float(number)) for number in range(4)}
+    hfshard.save_state_dict(old, address, max_shard_size="500KB")
+    before = store.list_objects()
+    generator = torch.Generator().manual_seed(len(kind))
+    new = {name: torch.rand(100_000, generator=generator) for name in old}
+    gate = threading.Event()
+    fault = hub.fail(Fault(match=f" {kind} ", kind="slow", direction="down", gate=gate, times=100))
+    interrupt_at(fault)
+    began = time.monotonic()
+
+    with pytest.raises(KeyboardInterrupt):
+        hfshard.save_state_dict(new, address, max_shard_size="500KB")
+
+    took = time.monotonic() - began
+    gate.set()
+    hub.clear_faults()
+    assert took < 5
+    assert store.list_objects() == before
+    hfshard.save_state_dict(new, address, max_shard_size="500KB")
+    loaded = hfshard.load_state_dict(address, verify="full")
+    assert all(torch.equal(tensor, new[name]) for name, tensor in loaded.items())
+    assert len(store.list_objects()) == 5  # four shards and their index
+
+
+def test_ctrl_c_ends_a_load_of_several_files_that_waits_for_the_network(store: BucketStore, hub: HubServer) -> None:
+    generator = torch.Generator().manual_seed(5)
+    saved = {f"layer.{number}": torch.rand(100_000, generator=generator) for number in range(4)}
+    hfshard.save_state_dict(saved, str(store.address), max_shard_size="500KB")
+    gate = threading.Event()
+    fault = hub.fail(Fault(match=" xorb_get ", kind="slow", direction="down", gate=gate, times=100, skip=5))
+    interrupt_at(fault)  # behind the index and the headers
+    began = time.monotonic()
+
+    with pytest.raises(KeyboardInterrupt):
+        hfshard.load_state_dict(str(store.address))
+
+    assert time.monotonic() - began < 5
+    gate.set()
+    hub.clear_faults()
+    assert len(hfshard.load_state_dict(str(store.address), verify="full")) == 4
 
 
 def test_threads_share_a_store(store: BucketStore) -> None:
