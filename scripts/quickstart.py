@@ -143,11 +143,9 @@ def push_and_pull(output: Path, repo_id: str, cache: Path, clock: Clock) -> PreT
     """Push what was saved, push it again, pull it into an empty cache, and load it."""
     first = hfshard.push_checkpoint(output, repo_id)
     where = "a directory as hub" if repo_id.startswith("file://") else "the hub, over HTTP"
-    clock.line("push", f"to {where}: {format_size(first.sent_bytes or 0)}, commit {first.commit[:8]}")
+    clock.line("push", f"to {where}: {format_size(first.sent_bytes)}, commit {first.commit[:8]}")
     second = hfshard.push_checkpoint(output, repo_id)
-    clock.line(
-        "push", f"the same again: {format_size(second.sent_bytes or 0)}, {'a new' if second.is_new else 'no'} commit"
-    )
+    clock.line("push", f"the same again: {format_size(second.sent_bytes)}, {'a new' if second.is_new else 'no'} commit")
     pulled: PreTrainedModel = Bert.from_pretrained(repo_id, cache_dir=cache)
     clock.line("pull", "hfshard, into an empty cache, and loaded")
     return pulled

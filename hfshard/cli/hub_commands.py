@@ -36,8 +36,7 @@ def push(arguments: argparse.Namespace) -> int:
     if arguments.format == "json":
         print_json(asdict(result))
     elif result.is_new:
-        sent = "sent by Xet" if result.sent_bytes is None else f"{format_size(result.sent_bytes)} sent"
-        print_text(printable(f"{result.pr_url or result.url}: {sent}"))
+        print_text(printable(f"{result.pr_url or result.url}: {format_size(result.sent_bytes)} sent"))
     else:
         print_text(printable(f"{result.url}: already holds all of it; nothing was sent"))
     return 0

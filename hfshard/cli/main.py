@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ EXIT_USAGE: Final = 2
 """The arguments are wrong; argparse uses the same number."""
 _USAGE_ERRORS: Final = (InvalidArgumentError, InvalidSizeError, InvalidSizeTypeError, InvalidPathError)
 """An argument that only the work itself could refuse, such as a target that lies in the source."""
+_REPO_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+"""What may be the name of a repo, and not that of a directory."""
 _EXIT_SIGNAL: Final = 128
 """Added to a signal's number, as shells do."""
 _SIGINT: Final = 2
@@ -103,6 +106,8 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 def _no_directory(path: str) -> str:
     hint = "it does not exist"
+    if _REPO_ID.fullmatch(path):
+        hint = f"it does not exist. A repo of the Hub is pulled first: hfshard pull {path} NEW_DIR"
     if is_address(path):
         hint = "what serves as a hub is a directory on a file system, and no store"
     if os.path.exists(path):

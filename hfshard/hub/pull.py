@@ -41,6 +41,7 @@ def pull_from_hub(
     Raises:
         Everything that `pull_checkpoint` raises.
     """
+    query.check_subfolder()
     target = None if local_dir is None else absolute_path(local_dir, "local_dir")
     root = directory_of(repo_id)
     hub = DirectoryHub.open(root) if root is not None else None

@@ -69,6 +69,5 @@ class PushResult:
     """The page of the pull request that was opened; None if none was asked for."""
     is_new: bool = True
     """False if the hub held exactly this already, so that no commit was made."""
-    sent_bytes: int | None = 0
-    """Bytes of file contents that were sent. None: it is not known, as files went by Xet: huggingface_hub sends what
-    the Hub lacks of each, and does not say how much that was."""
+    sent_bytes: int = 0
+    """Bytes of file contents that were sent; over Xet, without the chunks of them that its storage had."""

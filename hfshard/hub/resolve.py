@@ -20,7 +20,7 @@ from hfshard.constants import (
     SIGNATURE_NAME,
     WEIGHTS_SUFFIXES,
 )
-from hfshard.errors import CheckpointNotFoundError
+from hfshard.errors import CheckpointNotFoundError, InvalidArgumentError
 from hfshard.hub.protocols import CommitFiles
 from hfshard.storage.checkpoint.checkpoint import FilesOf
 from hfshard.storage.checkpoint.locate import (
@@ -90,6 +90,19 @@ class CheckpointQuery:
         """Check what is text."""
         WeightNames(self.variant)
         check_texts(subfolder=self.subfolder or None, revision=self.revision or None)
+        object.__setattr__(self, "revision", self.revision or None)
+
+    def check_subfolder(self) -> None:
+        """Check that the subfolder is one of a repo, before a hub is asked.
+
+        Raises:
+            InvalidArgumentError: It isn't written as the paths in a repo are.
+        """
+        folder = self.subfolder.strip("/")
+        if folder and any(part in ("", ".", "..") for part in folder.split("/")):
+            raise InvalidArgumentError(
+                f"subfolder must be a folder of the repo, such as 'unet' or 'a/b', got {self.subfolder!r}."
+            )
 
     def path(self, name: str) -> str:
         """A file's path in the repo."""
@@ -219,6 +232,8 @@ def _is_beside(path: str, size: int, *, is_asked: bool) -> bool:
         size: Bytes.
         is_asked: Whether patterns choose the files: then any may be pulled, except other weights of the checkpoint.
     """
+    if any(part.lower() == ".git" for part in path.split("/")):
+        return False  # git would obey what a stranger wrote there
     if path in _READ_BY_MODELS:
         return size <= MAX_COMPANION_BYTES
     if "/" not in path and (path.endswith((SAFETENSORS_SUFFIX, BIN_SUFFIX)) or INDEX_FILE.fullmatch(path)):

@@ -29,6 +29,7 @@ from tests.helpers import forkserver
         (["verify", ".", "--tensors"], "unrecognized arguments: --tensors"),
         (["verify", ".", "--level", "all"], "invalid choice: 'all'"),
         (["verify", "no/such/directory"], "'no/such/directory' is not a directory: it does not exist"),
+        (["verify", "org/name"], "it does not exist. A repo of the Hub is pulled first: hfshard pull org/name NEW_DIR"),
         (["verify", ""], "'' is not a directory"),
         (["inspect", ".", "--format", "yaml"], "invalid choice: 'yaml'"),
         (["revisions", "s3://bucket/hub"], "'s3://bucket/hub' is not a directory: what serves as a hub is a directory"),

@@ -30,7 +30,8 @@ _LEFT_OUT: Final = frozenset({".git", ".cache", "__pycache__"})
 _SHOWN_LINKS: Final = 5
 """Links in a message."""
 
-_JUNK: Final = frozenset({".DS_Store"})
+_JUNK: Final = frozenset({".DS_Store", ".git"})
+"""Files that are never pushed; `.git` is one in the worktrees and submodules of git."""
 
 
 def directory_contents(

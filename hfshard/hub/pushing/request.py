@@ -49,8 +49,11 @@ class PushOptions:
         )
         if self.create_pr and self.revision not in (None, "main"):
             raise InvalidArgumentError("create_pr opens a pull request on main: leave out revision, or create_pr.")
-        if ".." in self.path_in_repo.split("/"):
+        parts = self.path_in_repo.split("/")
+        if ".." in parts or "\\" in self.path_in_repo:
             raise InvalidArgumentError(f"path_in_repo must stay in the repo, got {self.path_in_repo!r}.")
+        if any(part.lower() == ".git" for part in parts):
+            raise InvalidArgumentError(f"path_in_repo can't be in git's own folder, got {self.path_in_repo!r}.")
 
     @property
     def folder(self) -> str:

@@ -104,7 +104,7 @@ def tree_of(api: HfApi, repo_id: str, revision: str | None) -> RepoTree:
             repo_id, revision=revision, files_metadata=True, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
         )
         files = {
-            item.rfilename: RemoteFile(
+            _path(item.rfilename): RemoteFile(
                 -1 if item.size is None else int(item.size),
                 item.lfs.sha256 if item.lfs is not None else None,
                 item.blob_id,
@@ -122,6 +122,12 @@ def tree_of(api: HfApi, repo_id: str, revision: str | None) -> RepoTree:
             path=repo_id,
         ) from error
     return RepoTree(info.sha or "", files)
+
+
+def _path(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is not a path")
+    return name
 
 
 def ask(

@@ -58,8 +58,7 @@ class RemoteCommit:
             HubError: The Hub refused, or stopped answering; no commit was made.
             IntegrityError: A file differs from its checksum; no commit was made.
         """
-        by_xet = tokens is not None
-        operations = operations_for(self.request.changes, by_xet=by_xet, progress_callback=progress_callback)
+        operations = operations_for(self.request.changes, progress_callback)
         try:
             with translate_hub_errors(self.repo_id, self.api.token, revision=self.request.revision):
                 if tokens is not None:

@@ -87,8 +87,10 @@ def check_repo_id(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
+        name, at, revision = repo_id.partition("@")
+        hint = f" A revision goes by itself: '{name}' with revision='{revision}' (--revision {revision})." if at else ""
         raise HubNotFoundError(
-            f"'{repo_id}' is neither a directory nor a repo_id: write org/name. {error}", path=repo_id
+            f"'{repo_id}' is neither a directory nor a repo_id: write org/name.{hint} {error}", path=repo_id
         ) from error
 
 
@@ -97,6 +99,7 @@ class Fetcher:
 
     def __init__(self, repo_id: str, query: CheckpointQuery, progress: bool | None) -> None:
         check_repo_id(repo_id)
+        query.check_subfolder()
         self.repo_id = repo_id
         self.query = query
         self.progress = progress

@@ -16,7 +16,7 @@ from hfshard.hub.refs import full_name, pr_revision
 from hfshard.hub.remote.client import ask, tree_of
 from hfshard.hub.remote.commit import RemoteCommit
 from hfshard.hub.remote.transport import HubReader
-from hfshard.hub.remote.uploads import goes_by_xet, xet_tokens
+from hfshard.hub.remote.uploads import xet_tokens
 from hfshard.hub.repo_tree import PushResult, RepoTree
 from hfshard.storage.disk.byte_source import ByteSource, BytesSource
 from hfshard.stores.buckets.tokens import XetTokens
@@ -151,8 +151,7 @@ class HubRepo:
                 create_pr = False
             parent = result.commit
         assert result is not None
-        is_known = not any(goes_by_xet(content, by_xet=tokens is not None) for content in changes.values())
-        return PushResult(result.commit, result.url, pr_url, sent_bytes=sent.count - saved_bytes if is_known else None)
+        return PushResult(result.commit, result.url, pr_url, sent_bytes=sent.count - saved_bytes)
 
     def _refuse_fixed(self, revision: str) -> None:
         """Refuse a tag or a commit before anything is sent; the Hub itself refuses it only afterwards."""

@@ -15,7 +15,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from hfshard.errors import HubConnectionError, HubError
 from hfshard.hub.remote.client import translate_hub_errors
 from hfshard.hub.repo_tree import RepoTree
-from hfshard.stores.buckets.hub_calls import retry_after, transport_errors
+from hfshard.stores.buckets.hub_calls import answer_errors, retry_after
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class HubReader:
         at = start
         retry = RetryPolicy(self.cancelled)
         by_range = True
-        failures: tuple[type[Exception], ...] = (_TryAgainError, *transport_errors())
+        failures: tuple[type[Exception], ...] = (_TryAgainError, *answer_errors())
         while at < end:
             retry.check()
             try:

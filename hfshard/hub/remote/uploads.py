@@ -17,7 +17,7 @@ from huggingface_hub.lfs import UploadInfo
 
 from hfshard._util.threads import in_threads
 from hfshard.errors import IntegrityError
-from hfshard.storage.disk.byte_source import ByteSource, FileSource, SeekableReader, sha256_of_source
+from hfshard.storage.disk.byte_source import ByteSource, SeekableReader, sha256_of_source
 from hfshard.stores.buckets.tokens import XetTokens, repo_token_url
 
 logger = logging.getLogger(__name__)
@@ -34,16 +34,16 @@ _SAMPLE_BYTES: Final = 512
 
 
 def operations_for(
-    changes: Mapping[str, ByteSource | None], *, by_xet: bool, progress_callback: Callable[[int], object] | None
+    changes: Mapping[str, ByteSource | None], progress_callback: Callable[[int], object] | None
 ) -> list[CommitOperationAdd | CommitOperationDelete]:
     """Make the operations of a commit.
 
-    huggingface_hub uploads a path by Xet where hf_xet is installed, and an open file object by LFS, which every server
-    supports; unless `XetStreams` has sent it before. The hash is handed over, so that no file is read only to hash it.
+    Each is an open file object, which huggingface_hub uploads by LFS, unless `XetStreams` has sent it before. A path
+    it would hand to hf_xet, which compares no bytes with the hash, and whose errors name no file. The hash is handed
+    over, so that no file is read only to hash it.
 
     Args:
         changes: Path in the repo -> new contents, or None to delete.
-        by_xet: Whether the server has Xet.
         progress_callback: Called with the number of bytes that are read for upload.
     """
     adds = {path: content for path, content in sorted(changes.items()) if content is not None}
@@ -54,17 +54,9 @@ def operations_for(
     for (path, content), (sha256, sample) in zip(adds.items(), known, strict=True):
         operation = CommitOperationAdd(path_in_repo=path, path_or_fileobj=b"")
         operation.upload_info = UploadInfo(size=content.size, sample=sample, sha256=bytes.fromhex(sha256))
-        if goes_by_xet(content, by_xet=by_xet):
-            operation.path_or_fileobj = cast(FileSource, content).path
-        else:
-            operation.path_or_fileobj = cast(BinaryIO, CheckedReader(path, content, sha256, progress_callback))
+        operation.path_or_fileobj = cast(BinaryIO, CheckedReader(path, content, sha256, progress_callback))
         operations.append(operation)
     return operations
-
-
-def goes_by_xet(content: ByteSource | None, *, by_xet: bool) -> bool:
-    """Whether new contents are handed over as a path, so that huggingface_hub may send them by Xet."""
-    return by_xet and isinstance(content, FileSource)
 
 
 def _hash_and_sample(item: tuple[str, ByteSource], cancelled: threading.Event) -> tuple[str, bytes]:

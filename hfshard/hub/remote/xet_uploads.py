@@ -1,4 +1,4 @@
-"""Sends what is in memory to a repo's Xet storage as streams, so that it need not be written to the disk first."""
+"""Sends files to a repo's Xet storage as streams, from the disk or as they are made, hashed on the way."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class XetStreams:
             self._tokens = XetTokens(repo_token_url(repo_id, "write", request.revision), token)
 
     def send(self, additions: Sequence[CommitOperationAdd]) -> int:
-        """Send the large files among those that are made in memory; huggingface_hub then takes them for uploaded.
+        """Send the large files; huggingface_hub then takes them for uploaded.
 
         Its own upload takes paths and bytes only, and no stream. So what it notes about an addition is noted here, in
         its private attributes.
 
         Args:
-            additions: The commit's; those that are paths are left to huggingface_hub.
+            additions: The commit's, each with a `CheckedReader`.
 
         Returns:
             Bytes that were not sent, since the storage had them.
@@ -69,19 +69,18 @@ class XetStreams:
             HubAccessError, HubConnectionError, HubError: The storage refused, or can't be reached.
             IntegrityError: A file is not what it was announced to be.
         """
-        streams = [addition for addition in additions if isinstance(addition.path_or_fileobj, CheckedReader)]
-        if not streams:
+        if not additions:
             return 0
         create_pr = self._request.create_pr
         _fetch_upload_modes(
-            additions=streams,
+            additions=list(additions),
             repo_type=constants.REPO_TYPE_MODEL,
             repo_id=self._repo_id,
             headers=build_hf_headers(token=self._token),
             revision=quote(self._request.revision or constants.DEFAULT_REVISION, safe=""),
             create_pr=create_pr,
         )
-        large = [one for one in streams if one._upload_mode == "lfs" and not one._should_ignore]
+        large = [one for one in additions if one._upload_mode == "lfs" and not one._should_ignore]
         distinct = list({one.upload_info.sha256: one for one in large}.values())  # equal files are sent once
         commits = upload_commits([one.upload_info.size for one in distinct], store_memory_bytes())
         saved = sum(self._send_together([distinct[number] for number in numbers]) for numbers in commits)

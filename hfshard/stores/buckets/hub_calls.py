@@ -38,6 +38,15 @@ def transport_errors() -> tuple[type[Exception], ...]:
     return (library.TimeoutException, library.NetworkError, library.RemoteProtocolError, library.ProxyError)
 
 
+def answer_errors() -> tuple[type[Exception], ...]:
+    """All that huggingface_hub's HTTP library raises, too, for an answer or an address that makes no sense.
+
+    It may come from a proxy: a loop of redirects, a body that can't be unpacked, an address that no host can have.
+    """
+    library = http_library()
+    return (library.RequestError, library.InvalidURL, UnicodeError)
+
+
 def http_library() -> Any:
     """httpx, or httpx2 from huggingface_hub 2.0 on."""
     package = next(kind.__module__.split(".")[0] for kind in type(get_session()).__mro__ if "httpx" in kind.__module__)

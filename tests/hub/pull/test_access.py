@@ -71,6 +71,8 @@ def test_gated_repo_says_where_to_ask(hub: PullHub, repo: str, weights: Path, tm
         ({"revision": "f" * 40}, "HubNotFoundError", f"has no revision '{'f' * 40}'"),
         ({"variant": "fp16"}, "CheckpointNotFoundError", "has no weights of variant 'fp16': none of model.fp16"),
         ({"subfolder": "sub"}, "CheckpointNotFoundError", "has no weights in the folder 'sub'"),
+        ({"subfolder": "../up"}, "InvalidArgumentError", "subfolder must be a folder of the repo"),
+        ({"subfolder": "a//b"}, "InvalidArgumentError", "got 'a//b'"),
         ({"use_safetensors": False}, "CheckpointNotFoundError", "none of pytorch_model.bin"),
     ],
     ids=str,
@@ -84,6 +86,13 @@ def test_what_the_repo_has_not(
 
     assert (outcome.error, says in outcome.message) == (error, True), outcome.message
     assert hub.kinds()["storage_get"] == 0
+
+
+def test_revision_in_the_name_is_told_where_it_goes(hub: PullHub, tmp_path: Path) -> None:
+    outcome = hub.refused("load", "org/m@v1", tmp_path)
+
+    assert "A revision goes by itself: 'org/m' with revision='v1' (--revision v1)." in outcome.message
+    assert hub.kinds() == {}
 
 
 def test_index_that_names_a_shard_that_is_not_there(hub: PullHub, repo: str, weights: Path, tmp_path: Path) -> None:

@@ -57,6 +57,26 @@ def test_pull_into_a_new_directory_gives_the_very_files(hub: PullHub, repo: str,
     assert {path: path.stat().st_mtime_ns for path in target.rglob("*")} == written
 
 
+@pytest.mark.parametrize("patterns", [None, ["*"]])
+def test_nothing_is_pulled_that_git_would_obey(
+    hub: PullHub, repo: str, folder: Path, tmp_path: Path, patterns: list[str] | None
+) -> None:
+    hub.publish(repo, folder)
+    hooks = {
+        ".git/config": b"[core]",
+        ".git/hooks/post-checkout": b"#!/bin/sh",
+        ".GIT/config": b"",
+        "a/.git/config": b"",
+    }
+    hub.view(repo).commit({**hooks, "a/b.git": b"1", ".gitignore": b"2"}, "Hooks")
+    target = tmp_path / "there"
+    hub.call("pull", repo, target, cache_dir=tmp_path / "cache", allow_patterns=patterns)
+
+    names = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
+    assert {"a/b.git", ".gitignore"} <= names
+    assert not [name for name in names if ".git/" in name.lower()]
+
+
 def test_patterns_choose_among_the_other_files_only(hub: PullHub, repo: str, folder: Path, tmp_path: Path) -> None:
     hub.publish(repo, folder)
 

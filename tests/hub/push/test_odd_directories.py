@@ -33,6 +33,23 @@ def test_names_of_any_kind_arrive_as_they_are(hub: PushHub, repo: str, tmp_path:
     assert hub.kinds() == {"create_repo": 1, "info": 1}
 
 
+def test_worktree_of_git_is_pushed_without_the_file_that_makes_it_one(hub: PushHub, repo: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "save", 1)
+    expected = contents(folder)
+    (folder / ".git").write_text("gitdir: ../elsewhere\n")
+    hub.push(folder, repo)
+    assert differences(hub, repo, expected) == {}
+
+
+@pytest.mark.parametrize("path", ["../up", "a/../../b", ".git", "a/.GIT/b", "a\\b"])
+def test_folder_that_no_repo_may_have_is_refused_before_anything_is_asked(
+    hub: PushHub, repo: str, tmp_path: Path, path: str
+) -> None:
+    outcome = hub.refused("push", saved(tmp_path / "save", 1), repo, path_in_repo=path)
+    assert outcome.error == "InvalidArgumentError" and repr(path) in outcome.message
+    assert hub.server.count() == 0
+
+
 @pytest.mark.parametrize(
     "index",
     [

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hfshard.errors import IntegrityError
-from hfshard.hub.remote.uploads import CheckedReader, goes_by_xet
-from hfshard.storage.disk.byte_source import BytesSource, FileSource
+from hfshard.hub.remote.uploads import CheckedReader
+from hfshard.storage.disk.byte_source import FileSource
 from tests.helpers import forkserver
 from tests.hubserver.hub_server import HubServer
 
@@ -118,11 +118,3 @@ def test_push_and_pull_work_while_python_exits(hub_server: HubServer, tmp_path: 
 
     assert "Exception" not in done.stderr
     assert done.stdout == "True\n['c']\n"
-
-
-def test_only_files_on_disk_go_by_xet_and_only_where_there_is_xet() -> None:
-    file = FileSource("f", 1)
-    found = [
-        goes_by_xet(content, by_xet=by_xet) for content in (file, BytesSource(b"1"), None) for by_xet in (True, False)
-    ]
-    assert found == [True, False, False, False, False, False]

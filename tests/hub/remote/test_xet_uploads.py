@@ -1,10 +1,11 @@
-"""Models that are pushed from memory over Xet: what is sent, and what comes of failures."""
+"""Models and directories that are pushed over Xet: what is sent, and what comes of failures."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hfshard
 from tests.helpers import forkserver
@@ -51,6 +53,17 @@ try:
 except hfshard.HfshardError as error:
     print(json.dumps([type(error).__name__, str(error)]))
 """
+PUSH_DIRECTORY = """
+import json, sys, time
+import hfshard
+
+time.sleep = lambda seconds: None
+try:
+    pushed = hfshard.push_checkpoint("out", "org/m")
+    print(json.dumps([pushed.commit, pushed.sent_bytes]))
+except hfshard.HfshardError as error:
+    print(json.dumps([type(error).__name__, str(error)]))
+"""
 
 
 class Pusher:
@@ -68,10 +81,35 @@ class Pusher:
         assert "Falling back" not in done.stderr or "HFSHARD_XET" in (environment or {}), done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
+    def start_directory(self) -> forkserver.Child:
+        """Begin to push the directory "out"."""
+        self.hub.clear_log()
+        command, pipe = ["-c", PUSH_DIRECTORY], subprocess.PIPE
+        return forkserver.start(command, env=self.variables(), cwd=self.home, stdout=pipe, stderr=pipe)
+
+    def push_directory(self) -> Any:
+        """Push the directory "out"; gives the commit and the bytes that were sent, or the error and its message."""
+        return outcome_of(self.start_directory())
+
+    def save(self, changed: int = 0) -> list[Path]:
+        """Save into the directory "out", 1,000,000 bytes a tensor; gives its four shards."""
+        draw = torch.Generator().manual_seed(1)
+        state_dict = {f"w.{number}": torch.randn(250_000, generator=draw) for number in range(8)}
+        state_dict["w.3"][:changed] += 1
+        hfshard.save_state_dict(state_dict, self.home / "out", max_shard_size="2.5MB")
+        return sorted((self.home / "out").glob("model-*.safetensors"))
+
     def variables(self, token: str = "hf_write") -> dict[str, str]:
         """The environment of such a process."""
         wanted = {"HFSHARD_XET": "1", "HF_XET_XORB_COMPRESSION_POLICY": "none"}
         return {**self.hub.environment(token, home=self.home), **wanted}
+
+
+def outcome_of(child: forkserver.Child) -> Any:
+    """What a push of a directory printed."""
+    out, err = child.communicate(timeout=100)
+    assert child.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
 
 
 @pytest.fixture
@@ -193,3 +231,58 @@ def test_lfs_is_used_where_xet_is_turned_off(pusher: Pusher) -> None:
 
     assert pusher.hub.count("xorb_put") == 0
     assert pusher.hub.count("lfs_put") == 4
+
+
+def test_a_directory_goes_by_one_upload_and_only_what_changed_goes_again(pusher: Pusher) -> None:
+    hub = pusher.hub
+    pusher.save()
+    _, sent = pusher.push_directory()
+
+    assert (hub.count("xorb_put"), hub.count("shard_put"), hub.count("lfs_put")) == (1, 1, 0)
+    assert BYTES < sent < BYTES * 1.01
+    repo = hub.repo("org/m")
+    pushed = {path: repo.read(path) for path in repo.files() if path != ".gitattributes"}
+    assert pushed == {path.name: path.read_bytes() for path in (pusher.home / "out").iterdir()}
+
+    pusher.save(changed=20_000)  # 1 % of the bytes
+    _, sent = pusher.push_directory()
+    assert 80_000 < sent < 500_000
+
+
+def test_a_shard_that_was_damaged_far_inside_is_not_pushed(pusher: Pusher) -> None:
+    shard = pusher.save()[1]
+    raw = bytearray(shard.read_bytes())
+    raw[1_500_000] ^= 1  # no fingerprint has it
+    shard.write_bytes(raw)
+    error, said = pusher.push_directory()
+
+    assert error == "IntegrityError"
+    assert "'model-00002-of-00004.safetensors' was not pushed: its bytes do not match its checksum" in said
+    assert pusher.hub.count("shard_put") == 0
+    assert len(pusher.hub.repo("org/m").commits()) == 1
+
+
+def test_a_shard_that_vanishes_during_the_push_is_named(pusher: Pusher) -> None:
+    shard = pusher.save()[1]
+    gate = threading.Event()
+    held = pusher.hub.fail(Fault(match="POST preupload", kind="slow", after_bytes=100, gate=gate))
+    child = pusher.start_directory()
+    assert held.reached.wait(60)
+    shard.unlink()
+    gate.set()
+    error, said = outcome_of(child)
+
+    assert error == "IntegrityError"
+    assert f"'{shard.name}' was not pushed: it was removed in the meantime" in said
+    assert len(pusher.hub.repo("org/m").commits()) == 1
+
+
+def test_a_storage_that_refuses_a_directory_is_one_error(pusher: Pusher) -> None:
+    pusher.save()
+    pusher.hub.fail(Fault(match=" shard_put ", times=1000, kind="status", status=403))
+    error, said = pusher.push_directory()
+
+    assert error == "HubAccessError"
+    assert "with 3 more could not be sent to the Xet storage of 'org/m'" in said
+    assert "Nothing was committed." in said
+    assert len(pusher.hub.repo("org/m").commits()) == 1
