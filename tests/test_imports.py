@@ -313,6 +313,9 @@ def _modules(package: Path) -> dict[str, Path]:
 
 MODULES = _modules(PACKAGE)
 
+# The tests of a module follow each other: the process that has read it for one of them does the others.
+every_module = pytest.mark.parametrize("module", MODULES, scope="module")
+
 
 def _imports(path: Path, *, typing_too: bool = True) -> Iterator[str]:
     """Every module that a file imports, anywhere in it: in functions too, and under TYPE_CHECKING if asked for."""
@@ -320,18 +323,31 @@ def _imports(path: Path, *, typing_too: bool = True) -> Iterator[str]:
 
 
 @cache
-def _imports_of(source: str, typing_too: bool) -> tuple[str, ...]:
-    """The same of a file's text: most tests, and most copies of the package, have the same files."""
-    found: list[str] = []
-    unwanted: set[ast.AST] = set()
+def _statements_of(source: str) -> tuple[tuple[ast.Import | ast.ImportFrom, bool], ...]:
+    """Each import of a file's text, and whether it stands under TYPE_CHECKING.
+
+    Most tests, and most copies of the package, have the same files.
+    """
+    found: list[ast.Import | ast.ImportFrom] = []
+    for_typing: set[ast.AST] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not typing_too:
-            unwanted |= {inner for statement in node.body for inner in ast.walk(statement)}
-        if node in unwanted:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for_typing |= {inner for statement in node.body for inner in ast.walk(statement)}
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append(node)
+    return tuple((node, node in for_typing) for node in found)
+
+
+@cache
+def _imports_of(source: str, typing_too: bool) -> tuple[str, ...]:
+    """The same of a file's text."""
+    found: list[str] = []
+    for node, is_for_typing in _statements_of(source):
+        if is_for_typing and not typing_too:
             continue
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"imports are absolute: {source[:100]}"
             assert node.module is not None
             for alias in node.names:
@@ -454,9 +470,9 @@ def test_the_house_stays_small() -> None:
     assert {str(folder): count for folder, count in files.items() if count > MOST_FILES} == {}
 
 
-@pytest.mark.parametrize("module", MODULES)
+@every_module
 def test_nobody_imports_the_package_itself(module: str) -> None:
-    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+    for node, _ in _statements_of(MODULES[module].read_text(encoding="utf-8")):
         if isinstance(node, ast.Import):
             assert all(alias.name != "hfshard" for alias in node.names)
         assert not (isinstance(node, ast.ImportFrom) and node.module == "hfshard")
@@ -467,7 +483,7 @@ def test_mixin_is_for_users_alone() -> None:
     assert importers == set()
 
 
-@pytest.mark.parametrize("module", MODULES)
+@every_module
 def test_foreign_packages_are_imported_by_their_rooms_only(module: str) -> None:
     for name in {name.split(".")[0] for name in _imports(MODULES[module], typing_too=False)}:
         if name != "hfshard" and name not in sys.stdlib_module_names:
