@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +51,32 @@ _RANKS = (
 """Rooms of groups of processes; a file elsewhere that has some is called `..._on_ranks.py`."""
 
 
+_STORES = (
+    "tests/bucket_server/test_faults.py",
+    "tests/bucket_server/test_stock_client.py",
+    "tests/stores/",
+)
+"""Rooms of object stores, and what else starts such stores."""
+
+_RUNS: dict[str, Callable[[set[str]], bool]] = {
+    "ranks": lambda marks: "ranks" in marks,
+    "stores": lambda marks: "stores" in marks,
+    "not ranks and not stores": lambda marks: not marks,
+}
+"""What scripts/test gives to `-m` -> whether it takes tests with these marks of a path."""
+
+
+def _marks_of_path(path: Path) -> set[str]:
+    """The marks that a test has for where its file is."""
+    place = os.path.relpath(path, REPOSITORY)
+    marks = set()
+    if place.startswith(_RANKS) or path.stem.endswith("_on_ranks"):
+        marks.add("ranks")
+    if place.startswith(_STORES):
+        marks.add("stores")
+    return marks
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the slow tests, too")
 
@@ -59,16 +85,25 @@ def pytest_configure() -> None:
     forkserver.session()  # before xdist starts its workers, which then share servers of forks
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files unread of which a run of scripts/test takes no test: each of its processes would read them."""
+    takes = _RUNS.get(config.option.markexpr)
+    if takes is None or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    return None if takes(_marks_of_path(collection_path)) else True
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = pytest.mark.skip(reason="slow: runs with --slow")
     gpu = pytest.mark.skip(reason="gpu: no CUDA device here")
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid} is called otherwise in each process of scripts/test: give it ids=.")
-        if item.nodeid.startswith(_RANKS) or item.path.stem.endswith("_on_ranks"):
-            item.add_marker(pytest.mark.ranks)
-        if item.nodeid.startswith("tests/stores/"):
-            item.add_marker(pytest.mark.stores)
+        marks = _marks_of_path(item.path)
+        for name in {"ranks", "stores"} & {mark.name for mark in item.iter_markers()} - marks:
+            raise pytest.UsageError(f"{item.nodeid} is marked {name} by hand: name its file in tests/conftest.py.")
+        for name in marks:
+            item.add_marker(name)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(slow)
         if item.get_closest_marker("gpu") and not _has_cuda():

@@ -11,7 +11,7 @@ import pytest
 from tests.hubserver.hub_server import Fault, HubServer
 from tests.hubserver.stock_client.scripts import kinds, run
 
-pytestmark = [pytest.mark.compat, pytest.mark.stores]
+pytestmark = pytest.mark.compat
 
 
 @pytest.fixture

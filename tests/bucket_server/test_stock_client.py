@@ -13,7 +13,7 @@ import pytest
 from tests.hubserver.hub_server import HubServer
 from tests.hubserver.stock_client.scripts import WEIGHTS, kinds, run
 
-pytestmark = [pytest.mark.compat, pytest.mark.stores]
+pytestmark = pytest.mark.compat
 
 ROUND_TRIP = """
 api = HfApi()

@@ -1,0 +1,50 @@
+"""Each run of `scripts/test` takes its own tests, and reads no file that has none of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests import REPOSITORY
+from tests.helpers import forkserver
+
+ONE_PROCESS = "not ranks and not stores"
+
+
+def _collect(environment: dict[str, str], *arguments: object) -> tuple[set[str], str]:
+    """The tests that pytest would run, and all that it says."""
+    options = ("-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider")
+    done = forkserver.run([*options, *arguments], env=environment, cwd=REPOSITORY)
+    return set(re.findall(r"^tests/\S+::.*$", done.stdout, re.MULTILINE)), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("marks", "file"),
+    [
+        ("ranks", "tests/modules/test_plain_on_ranks.py"),
+        ("stores", "tests/bucket_server/test_faults.py"),
+        (ONE_PROCESS, "tests/modules/test_saving.py"),
+    ],
+)
+def test_a_run_reads_no_file_of_which_it_takes_nothing(
+    marks: str, file: str, child_environment: dict[str, str]
+) -> None:
+    rooms = ("tests/modules", "tests/bucket_server")
+
+    found, words = _collect(child_environment, "-m", marks, *rooms)
+    slowly, _ = _collect(child_environment, "-m", f"({marks})", *rooms)
+
+    assert found == slowly
+    assert file in {name.partition("::")[0] for name in found}
+    assert "deselected" not in words
+
+
+def test_a_test_that_is_marked_by_hand_is_refused(tmp_path: Path, child_environment: dict[str, str]) -> None:
+    path = tmp_path / "test_by_hand.py"
+    path.write_text("import pytest\n@pytest.mark.stores\ndef test_it() -> None: ...\n")
+
+    _, words = _collect(child_environment, "-p", "tests.conftest", "-c", REPOSITORY / "setup.cfg", path)
+
+    assert "::test_it is marked stores by hand: name its file in tests/conftest.py." in words
