@@ -235,7 +235,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "viewing.values": ("running", "measuring"),
     "viewing.page": (
-        "charts page",
+        "charts page short_names",
         "name_tree rendering writing",
         "values_data diff_page run_page step_data",
         "checkpoint_page",

@@ -40,6 +40,8 @@ def headline(found: CheckpointDiff) -> str:
     if found.retied:
         clauses.append(f"tied to other tensors: {_some(found.retied)}")
     if not clauses:
+        if not found.tensors:
+            return "Both are empty."
         return f"The same {_count(len(found.tensors))}{_files_text(found)}."
     if set(by_kind) - {"same"} == {"renamed"} and len(clauses) == 1 and "same" not in by_kind:
         return f"The same {_count(len(found.tensors))} under other names: {_names_text(by_kind['renamed'])}."
@@ -64,7 +66,8 @@ def _changed(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
     names = {tensor.name for tensor in tensors}
     others = [tensor.name for tensor in shared if tensor.name not in names]
     if not others:
-        return f"all {_count(len(shared))} changed"
+        one = "the only tensor" if len(found.tensors) == 1 else "the one tensor in both"
+        return f"{one if len(shared) == 1 else f'all {_count(len(shared))}'} changed"
     every = [tensor.name for tensor in shared]
     if len(others) * _FEW <= len(shared) and len(others) == found.counts.get("same", 0):
         return f"all but {describe_tensors(others, every)} changed: {count}"
@@ -124,7 +127,7 @@ _CLAUSES: Final[dict[DiffKind, Callable[[Sequence[TensorDiff], CheckpointDiff], 
 
 def _ending(by_kind: dict[DiffKind, list[TensorDiff]], clauses: Sequence[str]) -> str:
     """What is true of the rest."""
-    if len(clauses) > 1 or clauses[0].startswith(("only", "all")):
+    if len(clauses) > 1 or clauses[0].startswith(("only", "the o", "all")):
         return ""
     if clauses[0].startswith("cast "):
         return ", nothing else"

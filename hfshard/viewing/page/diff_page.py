@@ -12,6 +12,7 @@ from hfshard.viewing.diff.headline import headline
 from hfshard.viewing.diff.report import CheckpointDiff, DiffKind, TensorDiff
 from hfshard.viewing.layers import LayerStack, layer_grid
 from hfshard.viewing.page.page import Fact, Page, shown, shown_value
+from hfshard.viewing.page.short_names import short_names
 from hfshard.viewing.tensor_entry import TensorEntry
 
 _KINDS: Final[tuple[DiffKind, ...]] = (
@@ -52,10 +53,10 @@ def make_diff_page(found: CheckpointDiff) -> Page:
     listed = _listed(unlike)
     return Page(
         kind="diff",
-        title=shown(found.b),
+        title=shown(" → ".join(short_names(found.a, found.b))),
         facts=_facts(found),
         view={
-            "against": shown(found.a),
+            "places": [("A", shown(found.a)), ("B", shown(found.b))],
             "headline": shown_value(headline(found)),
             "kinds": [(kind, _WORDS.get(kind, kind), found.counts[kind]) for kind in _KINDS if kind in found.counts],
             "has_values": any(tensor.values is not None for tensor in found.tensors),

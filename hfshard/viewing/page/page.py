@@ -35,7 +35,7 @@ class Page:
 
     kind: PageKind
     title: str
-    """What is looked at: a path, an address, a name of the Hub."""
+    """What is looked at: a path, an address, a name of the Hub; of a diff, both by their short names."""
     facts: tuple[Fact, ...]
     view: Mapping[str, Any] = field(default_factory=dict)
     """What the template writes into the HTML, readable without scripts. It escapes markup, and nothing else: names and

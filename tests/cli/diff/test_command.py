@@ -73,7 +73,7 @@ def test_json_has_everything(tmp_path: Path, run: Run) -> None:
         "a": str(tmp_path / "a"),
         "b": str(tmp_path / "b"),
         "is_same": False,
-        "headline": "All 1 tensor changed; 1 tensor only in A (old); 2 tensors only in B (x and y).",
+        "headline": "The one tensor in both changed; 1 tensor only in A (old); 2 tensors only in B (x and y).",
         "counts": {
             "same": 0, "changed": 1, "renamed": 0, "cast": 0, "reshaped": 0, "only_in_a": 1, "only_in_b": 2,
         },

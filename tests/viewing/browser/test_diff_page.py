@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+import hfshard
 from hfshard.viewing.show import show_checkpoint
 from tests.viewing.browser.diffs import HOSTILE, make_two
 
@@ -71,6 +73,33 @@ def test_values_shade_the_grid(browser_page: Page, page_file: Path) -> None:
     browser_page.locator("td.s2").first.click()
     cells = browser_page.locator("#list td").all_inner_texts()
     assert cells == ["model.layers.8.attn.q.weight", "changed", "F32 8 × 8", "0.01", cells[4], "1", "100.0 %"]
+
+
+def test_both_are_named_before_anything_else(browser_page: Page, page_file: Path) -> None:
+    browser_page.goto(page_file.as_uri())
+
+    assert browser_page.title() == "old → new"
+    assert browser_page.locator("h1").inner_text() == "old → new"
+    places = [f"A\n{page_file.parent / 'old'}", f"B\n{page_file.parent / 'new'}"]
+    assert browser_page.locator(".places > div").all_inner_texts() == places
+    tops = [browser_page.locator(place).bounding_box() for place in (".headline", ".places", ".facts")]
+    assert [box["y"] for box in tops if box] == sorted(box["y"] for box in tops if box)
+
+
+def test_the_last_of_many_layers_is_in_sight(browser_page: Page, tmp_path: Path) -> None:
+    base = {f"layers.{layer}.w": torch.ones(2) for layer in range(100)}
+    hfshard.save_state_dict(base, tmp_path / "a")
+    hfshard.save_state_dict(base | {"layers.99.w": torch.zeros(2)}, tmp_path / "b")
+    show_checkpoint(tmp_path / "b", tmp_path / "diff.html", against=tmp_path / "a")
+    browser_page.goto((tmp_path / "diff.html").as_uri())
+
+    box = browser_page.locator("td.k-changed").bounding_box()
+
+    assert box is not None
+    assert box["width"] >= 6
+    assert box["x"] + box["width"] < 1280
+    browser_page.set_viewport_size({"width": 400, "height": 844})
+    assert browser_page.evaluate("document.documentElement.scrollWidth") <= 400
 
 
 def test_a_hostile_name_is_text(browser_page: Page, page_file: Path) -> None:

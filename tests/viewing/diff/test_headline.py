@@ -22,7 +22,8 @@ ADAPTER = [
 @pytest.mark.parametrize(
     ("tensors", "sentence"),
     [
-        ([], "The same 0 tensors."),
+        ([], "Both are empty."),
+        (marked(["w"], changed=["w"]), "The only tensor changed."),
         (marked(BERT), "The same 100 tensors."),
         (marked(BERT, changed=["classifier"]), "Only the head (classifier) changed: 2 of 100 tensors."),
         (marked(BERT, changed=["layer.10.", "layer.11."]), "Only layers 10-11 of 12 changed: 16 of 100 tensors."),

@@ -1,6 +1,7 @@
 // The page of a diff: a grid of layers x kinds for each stack, and a list that clicks, words and kinds narrow down.
 
 const MOST_ROWS = 200; // of the list; all are counted
+const MOST_WIDE = 24; // layers whose cells are as wide as they like; more share the width of the page
 const wordsOf = (kind) => data.words[kind];
 const chosenKinds = new Set(data.kinds.map((_, number) => number));
 let chosenCell = null; // { id, words }
@@ -34,9 +35,10 @@ function cellOf(stack, row, column) {
 
 function drawStack(stack) {
   const every = Math.ceil(stack.layers.length / 40);
-  const table = make("table", "grid", make("caption", "name", stack.name || "layers"));
+  const table = make("table", stack.layers.length > MOST_WIDE ? "grid many" : "grid", make("caption", "name", stack.name || "layers"));
   table.setAttribute("role", "grid");
-  const heads = stack.layers.map((layer, number) => make("th", "", number % every ? "" : String(layer)));
+  if (stack.layers.length > MOST_WIDE) table.style.minWidth = `calc(7rem + ${3 * stack.layers.length}px)`;
+  const heads = stack.layers.map((layer, number) => make("th", "", number % every || (every > 1 && number + 2 > stack.layers.length) ? "" : String(layer)));
   table.append(make("thead", "", make("tr", "", make("th", ""), ...heads)));
   const body = make("tbody", "");
   stack.kinds.forEach((kind, row) => {
