@@ -20,3 +20,14 @@ def list_some(items: Collection[str], most: int, *, quote: bool = False) -> str:
     """
     shown = ", ".join(f"'{item}'" if quote else item for item in islice(items, most))
     return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+
+
+def error_words(error: BaseException) -> str:
+    """Say which error it is and what it says, if it says something: Ctrl-C does not.
+
+    Example:
+        >>> error_words(KeyError("x")), error_words(KeyboardInterrupt())
+        ("KeyError: 'x'", 'KeyboardInterrupt')
+    """
+    words = str(error)
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from hfshard._util.text import error_words
 from hfshard.distributed.participants import gather_participants, has_other_ranks
 from hfshard.distributed.status import SaveStatus
 from hfshard.errors import RankFailedError
@@ -90,7 +91,7 @@ class Ranks:
                 value = work()
             except BaseException as caught:  # noqa: BLE001 - raised below: the other ranks wait for the outcome
                 error = caught
-        value, told = self.share([value, None if error is None else f"{type(error).__name__}: {error}"])
+        value, told = self.share([value, None if error is None else error_words(error)])
         if error is not None:
             raise error
         if told is not None:
@@ -133,7 +134,7 @@ class Ranks:
             RankFailedError: Another rank has an error. A rank with an error of its own raises that.
         """
         if self.world_size > 1:
-            told = _first_of(self.all_of(None if error is None else f"{type(error).__name__}: {error}"))
+            told = _first_of(self.all_of(None if error is None else error_words(error)))
             if error is None and told is not None:
                 rank, text = told
                 raise _failed(rank, self.world_size, text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hfshard._util.text import error_words
 from hfshard.errors import HfshardError, InvalidArgumentError, RankFailedError
 from hfshard.training.collecting import RankState, collect_rank
 from hfshard.training.ranks import Ranks
@@ -46,7 +47,7 @@ def save_on_all_ranks(
         contribution = RankContribution(checked_step(step), collect_rank(state, ranks.rank))
     except Exception as caught:  # noqa: BLE001 - raised below, when the first rank knows
         error = caught
-        contribution = RankContribution(problem=f"{type(error).__name__}: {error}")
+        contribution = RankContribution(problem=error_words(error))
     gathered = ranks.gather(contribution)
     try:
         return ranks.last(lambda: write(gathered))

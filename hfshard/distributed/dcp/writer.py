@@ -17,6 +17,7 @@ from torch.futures import Future
 from hfshard._util.addresses import is_address
 from hfshard._util.file_errors import names_files
 from hfshard._util.paths import absolute_path
+from hfshard._util.text import error_words
 from hfshard.constants import DEFAULT_MAX_SHARD_SIZE
 from hfshard.distributed.dcp.chunks import check_held, chunk_box, state_dict_of
 from hfshard.distributed.dcp.staged_save import Place, StagedSave, open_staged
@@ -153,7 +154,7 @@ class StorageWriter(dcp_storage.StorageWriter):
             if self._undo(error):
                 raise
             rank = dist.get_rank() if dist.is_initialized() else 0
-            failure = _Failure(rank, f"{type(error).__name__}: {error}")
+            failure = _Failure(rank, error_words(error))
             written = [dcp_storage.WriteResult(MetadataIndex("failure"), 0, failure)]
         future: Future[list[dcp_storage.WriteResult]] = Future()
         future.set_result(written)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
-from hfshard._util.text import list_some
+from hfshard._util.text import error_words, list_some
 from hfshard.errors import RankFailedError, RankMissingError
 
 _OUTCOME_UNKNOWN: Final = (
@@ -31,7 +31,7 @@ def failure_record(error: BaseException, rank: int, *, may_be_done: bool = False
         rank: Who tells it.
         may_be_done: Whether what the ranks are about may be done nevertheless.
     """
-    record = {"kind": type(error).__name__, "rank": rank, "words": f"{type(error).__name__}: {error}"}
+    record = {"kind": type(error).__name__, "rank": rank, "words": error_words(error)}
     record["may_be_done"] = may_be_done
     if isinstance(error, RankFailedError):
         record |= {"rank": error.rank, "words": str(error)}

@@ -1,0 +1,23 @@
+"""What a rank that failed tells the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from hfshard.distributed.liveness.messages import failure_record, told_error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (OSError("The disk is full."), "OSError: The disk is full"),
+    ],
+)
+def test_the_others_are_told_what_failed_in_one_sentence(error: BaseException, said: str) -> None:
+    told = told_error(failure_record(error, 1))
+
+    assert told.rank == 1
+    assert str(told) == (
+        f"Rank 1 failed, so the other ranks gave up, too: {said}. Mend that, and call again on every rank."
+    )
