@@ -140,8 +140,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "storage.format": ("integrity names strict_json", "brought_files header index weights_override"),
     "storage.tensors": ("dtypes", "tensor_layout", "tensor_bytes", "tensor_spec"),
     "storage.weights": (
-        "fellow_readers hashed_output open_files pickles populate safetensors_stream",
-        "safetensors_writer",
+        "fellow_readers hashed_output open_files populate safetensors_stream",
+        "pickles safetensors_writer",
         "safetensors_shard",
         "ranged safetensors_file",
         "read_ahead",
@@ -151,7 +151,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "storage.weights.pickles": (
         "choosing file_in_memory nested other_formats",
         "zip_check",
-        "opcode_scan refusals",
+        "mapped_file opcode_scan refusals",
         "reading",
         "pickle_file",
     ),

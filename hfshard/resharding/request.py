@@ -43,7 +43,7 @@ def with_tensors(request: SaveRequest, checkpoint: OpenCheckpoint, *, weights_on
     """
     index = checkpoint.index
     tensors = raw_tensors(checkpoint)
-    tied_names = find_shared_tensors(tensors) if checkpoint.pickles else index.tied_names
+    tied_names = find_shared_tensors(checkpoint.pickled_tensors()) if checkpoint.pickles else index.tied_names
     file_metadata: dict[str, str] = {}
     for shard in checkpoint.shards.values():
         file_metadata = shard.header.metadata | file_metadata

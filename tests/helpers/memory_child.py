@@ -23,20 +23,26 @@ def anonymous_bytes() -> int:
         return sum(int(line.split()[1]) * KIB for line in status if line.startswith(("RssAnon", "RssShmem")))
 
 
-def peak_during(action: Callable[[], object]) -> int:
-    """The most anonymous memory above that of before, sampled each millisecond."""
+def resident_bytes() -> int:
+    """All memory of the process, the pages of mapped files that it touched included."""
+    with open("/proc/self/status") as status:
+        return sum(int(line.split()[1]) * KIB for line in status if line.startswith("VmRSS"))
+
+
+def peak_during(action: Callable[[], object], measure: Callable[[], int] = anonymous_bytes) -> int:
+    """The most memory above that of before, sampled each millisecond."""
     highest, stop = 0, threading.Event()
 
     def watch() -> None:
         nonlocal highest
         while not stop.wait(0.001):
-            highest = max(highest, anonymous_bytes())
+            highest = max(highest, measure())
 
-    before = anonymous_bytes()
+    before = measure()
     thread = threading.Thread(target=watch)
     thread.start()
     action()
-    highest = max(highest, anonymous_bytes())
+    highest = max(highest, measure())
     stop.set()
     thread.join()
     return highest - before

@@ -120,6 +120,10 @@ class OpenCheckpoint:
             )
         return {name: tensors[name] for name in names}
 
+    def pickled_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of all pickles, mapped: to tell which of them share memory."""
+        return {name: tensor for pickled in self.pickles.values() for name, tensor in pickled.tensors.items()}
+
     def is_unchanged(self) -> bool:
         """Whether the folder still holds this checkpoint."""
         self.folder.look()
@@ -130,3 +134,5 @@ class OpenCheckpoint:
         """Close all files; mapped tensors stay valid."""
         for shard in self.shards.values():
             shard.close()
+        for pickled in self.pickles.values():
+            pickled.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Final
 
 import torch
 
@@ -23,12 +24,16 @@ _CAST_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 
 _PACKED_BITS = 8
 
+_LEAST_READ_BYTES: Final = 16 * 1024
+"""Smaller tensors of pickles stay mapped."""
+
 
 def raw_tensors(checkpoint: OpenCheckpoint, *, checks_files: bool = True) -> dict[str, TensorLike]:
     """The stored tensors by name, in the order of the files and of the bytes in them; nothing is read yet.
 
     The bytes of a safetensors file are read when a block is asked for, whether torch knows their dtype or not, and
-    compared with the tensor's digest after the last block. The tensors of a pickle are torch's.
+    compared with the tensor's digest after the last block. So are the large ones of a pickle that lie in it in a
+    row, but have no digests; the others are torch's.
 
     Args:
         checkpoint: Open.
@@ -45,7 +50,7 @@ def raw_tensors(checkpoint: OpenCheckpoint, *, checks_files: bool = True) -> dic
             digest = digests.get(info.name)
             found[info.name] = RawTensor(layout, partial(_checked_blocks, shard, info, digest), digest)
     for pickled in checkpoint.pickles.values():
-        found.update(pickled.tensors)
+        found.update(pickled.stored_tensors(_LEAST_READ_BYTES))
     return found
 
 

@@ -104,8 +104,7 @@ def side_of(viewed: ViewedCheckpoint) -> Side:
 
 
 def _ties(checkpoint: OpenCheckpoint) -> dict[str, str]:
-    pickled = {name: tensor for one in checkpoint.pickles.values() for name, tensor in one.tensors.items()}
-    return {**checkpoint.index.tied_names, **find_shared_tensors(pickled)}
+    return {**checkpoint.index.tied_names, **find_shared_tensors(checkpoint.pickled_tensors())}
 
 
 def _compared(

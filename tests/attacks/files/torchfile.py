@@ -82,12 +82,19 @@ def state(*, legacy: bool = False) -> tuple[dict[str, bytes], dict[str, bytes]]:
     return opcodes, {keys[name]: blob.data for name, blob in blobs.items()}
 
 
-def zipped(body: bytes, storages: Mapping[str, bytes], extra: Mapping[str, bytes] | None = None) -> bytes:
-    """A zip as torch.save writes it, around the opcodes of one object."""
+def zipped(
+    body: bytes,
+    storages: Mapping[str, bytes],
+    extra: Mapping[str, bytes] | None = None,
+    *,
+    byteorder: bytes | None = b"little",
+) -> bytes:
+    """A zip as torch.save writes it, around the opcodes of one object; before torch 2.1 it had no byte order."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", pickled(body))
-        archive.writestr("archive/byteorder", b"little")
+        if byteorder is not None:
+            archive.writestr("archive/byteorder", byteorder)
         for key, content in storages.items():
             archive.writestr(f"archive/data/{key}", content)
         for name, content in (extra or {}).items():

@@ -20,6 +20,7 @@ from hfshard.storage.format.integrity import Verify
 from hfshard.viewing.diff.report import ValueDiff
 from tests.helpers.random_state_dicts import DTYPES, random_tensor, state_dicts
 from tests.helpers.tensor_bytes import bytes_of
+from tests.resharding.helpers import write_bins
 
 StateDict = dict[str, torch.Tensor]
 
@@ -66,8 +67,11 @@ def save(state_dict: StateDict, directory: Path, form: str) -> StateDict:
         size, checksum = ("500B", None) if form == "hfshard without digests" else ("1KB", "xxh3")
         hfshard.save_state_dict(state_dict, directory, max_shard_size=size, checksum=checksum)  # type: ignore[arg-type]
         return state_dict
+    if form == "bins" and len(state_dict) > 1:
+        write_bins(directory, state_dict, files=2)
+        return {name: tensor for one in sorted(directory.glob("*.bin")) for name, tensor in torch.load(one).items()}
     directory.mkdir()
-    if form == "bin" or any(tensor.dtype is torch.complex128 for tensor in state_dict.values()):
+    if form in ("bin", "bins") or any(tensor.dtype is torch.complex128 for tensor in state_dict.values()):
         torch.save(state_dict, directory / "pytorch_model.bin")
         return state_dict
     apart = {name: _apart(tensor) for name, tensor in state_dict.items()}
@@ -82,7 +86,7 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(bytes_of(tensor)), dtype=torch.uint8).view(tensor.dtype).reshape(tensor.shape)
 
 
-FORMS = ("hfshard", "hfshard without digests", "bin", "safetensors")
+FORMS = ("hfshard", "hfshard without digests", "bin", "bins", "safetensors")
 
 
 def groups_of(state_dict: Mapping[str, torch.Tensor]) -> dict[str, frozenset[str]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -17,6 +16,7 @@ import torch
 
 from hfshard.errors import CheckpointChangedError, HfshardError
 from hfshard.storage.disk.safe_open import Identity, identity_of, open_regular
+from hfshard.storage.weights.pickles.mapped_file import find_mapped_file
 from hfshard.storage.weights.pickles.nested import iter_storages
 from hfshard.storage.weights.pickles.opcode_scan import scan_old_format, scan_zip
 from hfshard.storage.weights.pickles.other_formats import refuse_other_format
@@ -49,6 +49,8 @@ class PickleContents:
         is_zip: Whether it is a zip file, which is mapped; an older one is read.
         size: Bytes.
         identity: Which file it was.
+        address: Of the first byte of the mapped file; None: it is not mapped, not known where, or tensors have other
+            bytes than the file, as those of the other byte order.
     """
 
     path: str
@@ -57,6 +59,24 @@ class PickleContents:
     is_zip: bool
     size: int
     identity: Identity
+    address: int | None
+
+    def open_again(self) -> int:
+        """Open the file again for reading.
+
+        Raises:
+            CheckpointChangedError: It was replaced since it was read.
+        """
+        fd = self.opener()
+        try:
+            if identity_of(os.fstat(fd)) != self.identity:
+                raise CheckpointChangedError(
+                    f"'{self.path}' was replaced while its checkpoint was being read. Load it again.", path=self.path
+                )
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def check_every_byte(self, progress_callback: Callable[[int], object] = lambda count: None) -> bool:
         """Compare all bytes with the checksums that torch.save writes; False where it wrote none: before torch 1.6.
@@ -68,12 +88,8 @@ class PickleContents:
             IntegrityError: They differ.
             CheckpointChangedError: It was replaced since it was read.
         """
-        fd = self.opener()
+        fd = self.open_again()
         try:
-            if identity_of(os.fstat(fd)) != self.identity:
-                raise CheckpointChangedError(
-                    f"'{self.path}' was replaced while its checkpoint was being read. Load it again.", path=self.path
-                )
             return self.is_zip and check_every_record(fd, self.path, progress_callback)
         finally:
             os.close(fd)
@@ -102,10 +118,9 @@ def read_pickle(path: str, root: str, opener: Callable[[], int] | None = None) -
             check_archive(fd, path)
         (scan_zip if is_zip else scan_old_format)(fd, path)
         value = _load(fd, path, mapped=is_zip)
-        if is_zip:
-            _check_sizes(value, data_records(fd, path), path)
+        address = _check_mapped(value, fd, path) if is_zip else None
         status = os.fstat(fd)
-        return PickleContents(path, opener, value, is_zip, status.st_size, identity_of(status))
+        return PickleContents(path, opener, value, is_zip, status.st_size, identity_of(status), address)
     finally:
         os.close(fd)
 
@@ -167,27 +182,24 @@ def _mark(marks: list[tuple[torch.Tensor, torch.Tensor]], storage: Any, _locatio
     return storage
 
 
-def _check_sizes(value: Any, records: Mapping[int, int], path: str) -> None:
-    """Compare each mapped storage with the record that it begins at: torch trusts the pickle's number of elements.
+def _check_mapped(value: Any, fd: int, path: str) -> int | None:
+    """Check that all tensors have bytes of the file, and as many as it says; find `PickleContents.address`.
 
     Raises:
-        DamagedCheckpointError: A record is shorter or longer than the pickle says.
+        DamagedCheckpointError: One has not.
     """
     storages = {storage.data_ptr(): storage.nbytes() for storage in _storages_of(value, path) if storage.nbytes()}
-    if not storages:
-        return
-    first = min(storages)
-    for at in records:  # one of them is where the first storage begins: all others follow at the same distance
-        begin = first - at
-        if begin % mmap.PAGESIZE == 0 and all(address - begin in records for address in storages):
-            break
-    else:
-        raise damaged_pickle(path, "a tensor does not begin where a record does")
-    for address, nbytes in storages.items():
-        if records[address - begin] != nbytes:
-            raise damaged_pickle(
-                path, f"a record of {records[address - begin]} bytes holds a storage of {nbytes} bytes"
-            )
+    records = data_records(fd, path)
+    address = find_mapped_file(storages, records.sizes, path)
+    return None if _is_swapped(records.byteorders) else address
+
+
+def _is_swapped(byteorders: frozenset[bytes]) -> bool:
+    """Whether torch has turned the bytes of numbers round, as it does for files of the other byte order."""
+    default = torch.serialization.get_default_load_endianness()
+    is_big = default is torch.serialization.LoadEndianness.BIG
+    unsaid = b"big" if is_big else b"lit"  # where the file does not say, as torch takes it
+    return (byteorders or {unsaid}) != {sys.byteorder[:3].encode()}
 
 
 def _check_made(value: Any, marks: list[tuple[torch.Tensor, torch.Tensor]], path: str) -> None:

@@ -6,6 +6,7 @@ import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from hfshard.constants import COPY_BYTES
@@ -17,6 +18,10 @@ _LOCAL_HEADER_BYTES: Final = 30
 _RECORD_MARK: Final = b"PK\x03\x04"
 _DATA: Final = "/data/"
 """Part of the names of records with tensors' bytes; torch maps them and never looks at their checksums."""
+_BYTEORDER: Final = "/byteorder"
+"""End of the name of the record that says how numbers are stored."""
+_BYTEORDER_BYTES: Final = 3
+"""What tells one from the other."""
 
 
 def check_archive(fd: int, path: str) -> None:
@@ -63,15 +68,27 @@ def check_every_record(fd: int, path: str, progress_callback: Callable[[int], ob
     return all(map(_has_checksum, records))
 
 
-def data_records(fd: int, path: str) -> dict[int, int]:
-    """Where the records with tensors' bytes begin in a zip that `check_archive` has passed -> their bytes.
+@dataclass(frozen=True, slots=True)
+class DataRecords:
+    """The records with tensors' bytes in a zip of torch.save."""
+
+    sizes: dict[int, int]
+    """Where each begins in the file -> its bytes."""
+    byteorders: frozenset[bytes]
+    """Of the numbers in them, as the file says: b"lit" or b"big"; none in files older than torch 2.1."""
+
+
+def data_records(fd: int, path: str) -> DataRecords:
+    """Find the records with tensors' bytes in a zip that `check_archive` has passed.
 
     Raises:
         DamagedCheckpointError: A record has no header.
     """
     with _opened(fd, path) as archive:
-        records = [record for record in archive.infolist() if _DATA in record.filename]
-    return {_data_offset(fd, path, record): record.file_size for record in records}
+        records = archive.infolist()
+    marks = [_data_offset(fd, path, record) for record in records if record.filename.endswith(_BYTEORDER)]
+    sizes = {_data_offset(fd, path, record): record.file_size for record in records if _DATA in record.filename}
+    return DataRecords(sizes, frozenset(os.pread(fd, _BYTEORDER_BYTES, at) for at in marks))
 
 
 def pickle_record(fd: int, path: str) -> bytes:

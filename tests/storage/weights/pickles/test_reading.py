@@ -79,6 +79,16 @@ def test_memory_that_nobody_has_filled_is_refused(tmp_path: Path, kind: str) -> 
             read(tmp_path / name)
 
 
+def test_memory_that_nobody_has_filled_is_refused_wherever_it_lies(tmp_path: Path) -> None:
+    records = {f"x{number}": bytes(256) for number in range(10_000, 14_096)}
+    assert len(b"PK\3\4" + bytes(26) + b"archive/data/x10000") + 256 == 305  # so one begins at each byte of a page
+    body = mapping({"weight": call("torch", "FloatTensor", integer(64))})
+    (tmp_path / "zip.pt").write_bytes(zipped(body, records))
+
+    with pytest.raises(DamagedCheckpointError, match="does not hold the bytes of all its tensors"):
+        read(tmp_path / "zip.pt")
+
+
 def test_a_value_that_contains_itself_is_read(tmp_path: Path) -> None:
     circle: dict[str, Any] = {"weight": torch.ones(2)}
     circle["self"] = [circle, (circle,)]
