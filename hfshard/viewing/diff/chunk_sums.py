@@ -100,44 +100,44 @@ class ChunkAdder:
             None where a number is NaN or infinite, or a square may not be in the range of the dtype.
         """
         with np.errstate(all="ignore"):
-            return self._add(*self._widened(a, b))
+            return self._add(self._widened(a, b))
 
-    def _add(self, a: _Floats, b: _Floats, difference: _Floats) -> ChunkSums | None:
-        square_a, square_b = _sum_of_products(a, a), _sum_of_products(b, b)
-        if not (self._has_square(square_a, a) and self._has_square(square_b, b)):
-            return None
+    def _add(self, floats: _Floats) -> ChunkSums | None:
+        a, b, difference = floats
         np.subtract(b, a, out=difference)
         largest = max(-float(difference.min()), float(difference.max()))
+        squares = _sums_of_products(floats, floats)
+        if not all(self._has_square(square, one) for square, one in zip(squares, floats, strict=True)):
+            return None
+        square_a, square_b, square_d = squares
         if not largest:
             return ChunkSums(square_a, square_b, 0.0, square_a, 0.0, 0)
-        square_d = _sum_of_products(difference, difference)
-        if not self._has_square(square_d, difference):
-            return None
         if max(square_a, square_b) < self._precision.like_lengths * min(square_a, square_b):
             product = (square_a + square_b - square_d) / 2
         else:
-            product = _sum_of_products(a, b)
+            product = _sums_of_products(floats[:1], floats[1:2])[0]
         are_unequal = np.not_equal(difference, 0, out=self._are_unequal[: len(difference)])
-        changed = int(np.count_nonzero(are_unequal))
-        return ChunkSums(square_a, square_b, square_d, product, largest, changed)
+        return ChunkSums(square_a, square_b, square_d, product, largest, int(np.count_nonzero(are_unequal)))
 
     def _has_square(self, square: float, values: _Floats) -> bool:
         if not square:
             return not values.any()
         return self._precision.least <= square < self._precision.most  # not of NaN
 
-    def _widened(self, a: torch.Tensor, b: torch.Tensor) -> tuple[_Floats, _Floats, _Floats]:
-        """The numbers of both as floats, in one order; and room for as many."""
+    def _widened(self, a: torch.Tensor, b: torch.Tensor) -> _Floats:
+        """The numbers of both as floats, in one order; and room for as many, of shape (3, count)."""
         count = len(a)
         if count > self._room.shape[1]:
             self._room = np.empty((3, count), self._precision.dtype)
             self._are_unequal = np.empty(count, bool)
-        wide_a, wide_b, difference = self._room[:, :count]
-        if self._are_bfloat16 and not (count % 2 or a.data_ptr() % 4 or b.data_ptr() % 4):
-            _part_halves(a, wide_a)
-            _part_halves(b, wide_b)
-            return wide_a, wide_b, difference
-        return _widen(a, wide_a, self._tables[0]), _widen(b, wide_b, self._tables[1]), difference
+        floats = self._room[:, :count]
+        can_part = self._are_bfloat16 and not (count % 2 or a.data_ptr() % 4 or b.data_ptr() % 4)
+        for values, wide, table in zip((a, b), floats, self._tables, strict=False):
+            if can_part:
+                _part_halves(values, wide)
+            else:
+                _widen(values, wide, table)
+        return floats
 
 
 def can_add(dtype_a: torch.dtype, dtype_b: torch.dtype) -> bool:
@@ -155,8 +155,8 @@ def _table(dtype: torch.dtype, precision: _Precision) -> _Floats | None:
     return values.to(torch.float64).numpy().astype(precision.dtype)
 
 
-def _widen(values: torch.Tensor, wide: _Floats, table: _Floats | None) -> _Floats:
-    """The same numbers as floats: in `wide`, or where they are, if they are such floats."""
+def _widen(values: torch.Tensor, wide: _Floats, table: _Floats | None) -> None:
+    """Convert numbers to floats."""
     if table is not None:
         np.take(table, values.view(torch.uint8).numpy(), out=wide, mode="clip")
     elif values.dtype in (torch.float16, torch.bfloat16):  # numpy lacks the one, and is slow with the other
@@ -164,11 +164,8 @@ def _widen(values: torch.Tensor, wide: _Floats, table: _Floats | None) -> _Float
         for at in range(0, len(values), _PIECE):
             piece = values[at : at + _PIECE]
             target[at : at + _PIECE].copy_(piece.float() if values.dtype is torch.float16 else piece)
-    elif values.dtype is torch.float64:
-        return values.numpy()
     else:
         np.copyto(wide, values.numpy())
-    return wide
 
 
 def _part_halves(values: torch.Tensor, wide: _Floats) -> None:
@@ -182,8 +179,13 @@ def _part_halves(values: torch.Tensor, wide: _Floats) -> None:
     np.left_shift(pairs, 16, out=bits[len(pairs) :])
 
 
-def _sum_of_products(a: _Floats, b: _Floats) -> float:
-    rows = len(a) // _ROW
+def _sums_of_products(a: _Floats, b: _Floats) -> list[float]:
+    """Of each row of one with that of the other."""
+    count, length = a.shape
+    rows = length // _ROW
     whole = rows * _ROW
-    of_rows = np.matmul(a[:whole].reshape(rows, 1, _ROW), b[:whole].reshape(rows, _ROW, 1))
-    return float(of_rows.sum(dtype=np.float64)) + float(np.dot(a[whole:], b[whole:]))
+    of_rows = np.matmul(a[:, :whole].reshape(count, rows, 1, _ROW), b[:, :whole].reshape(count, rows, _ROW, 1))
+    sums = of_rows.reshape(count, rows).sum(1, dtype=np.float64)
+    if whole < length:
+        sums += [np.dot(one, other) for one, other in zip(a[:, whole:], b[:, whole:], strict=True)]
+    return sums.tolist()  # type: ignore[no-any-return]
