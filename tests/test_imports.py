@@ -233,7 +233,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "store_place",
         "opening",
     ),
-    "viewing.values": ("running", "measuring"),
+    "viewing.values": ("norm_scale running", "measuring"),
     "viewing.page": (
         "charts page short_names",
         "name_tree rendering writing",
@@ -244,6 +244,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "layers opening runs stills tensor_entry",
         "folding",
         "parts_in_words",
+        "adapters_in_words",
         "diff inspection",
         "values",
         "page",

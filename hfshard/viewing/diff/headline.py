@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from hfshard.viewing.adapters_in_words import adapter_in_words, is_wrapping
 from hfshard.viewing.diff.renames import rename_rules
 from hfshard.viewing.diff.report import CheckpointDiff, DiffKind, TensorDiff
 from hfshard.viewing.layers import is_number, split_name
@@ -16,8 +17,6 @@ _HEADS: Final = frozenset(
     | {"output_projection", "qa_outputs", "score"}
 )
 """What architectures call the part that is made for a task."""
-_ADAPTER: Final = "lora_"
-"""How the parts of names begin that PEFT gives to what it adds to a module."""
 _FEW: Final = 10
 """A tenth of all: if less than that has not changed, the sentence names it in place of what has."""
 
@@ -53,10 +52,11 @@ def _nothing_in_common(by_kind: dict[DiffKind, list[TensorDiff]]) -> str:
     texts = []
     for side, tensors in (("A", by_kind.get("only_in_a", [])), ("B", by_kind.get("only_in_b", []))):
         names = [tensor.name for tensor in tensors]
-        if names and all(map(_is_adapter, names)):
-            texts.append(f"{side} is an adapter (LoRA) for {_adapted(names)}: {_count(len(names))}")
-        elif names:
-            texts.append(f"{_count(len(names))} only in {side}")
+        if not names:
+            continue
+        adapter = adapter_in_words(names, is_alone=True)
+        count = _count(len(names))
+        texts.append(f"{count} only in {side}" if adapter is None else f"{side} is an {adapter}: {count}")
     return f"no tensor in common; {'; '.join(texts)}."
 
 
@@ -71,7 +71,8 @@ def _changed(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
     every = [tensor.name for tensor in shared]
     if len(others) * _FEW <= len(shared) and len(others) == found.counts.get("same", 0):
         return f"all but {describe_tensors(others, every)} changed: {count}"
-    where = describe_tensors(names, every)
+    adapter = adapter_in_words(names, is_alone=False)
+    where = describe_tensors(names, every) if adapter is None else f"the {adapter}"
     if all(map(_is_head, names)):
         where = f"the head ({where})"
     if len(others) == found.counts.get("same", 0):
@@ -105,14 +106,18 @@ def _renamed(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
 
 
 def _only_in_a(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
-    return f"{_count(len(tensors))} only in A ({_where(tensors, found)})"
+    return _only_in("A", tensors, found)
 
 
 def _only_in_b(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
-    names = [tensor.name for tensor in tensors]
-    if all(map(_is_adapter, names)):
-        return f"B has an adapter (LoRA) for {_adapted(names)}: {_count(len(names))}"
-    return f"{_count(len(tensors))} only in B ({_where(tensors, found)})"
+    return _only_in("B", tensors, found)
+
+
+def _only_in(side: str, tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
+    adapter = adapter_in_words([tensor.name for tensor in tensors], is_alone=True)
+    if adapter is not None:
+        return f"{side} has an {adapter}: {_count(len(tensors))}"
+    return f"{_count(len(tensors))} only in {side} ({_where(tensors, found)})"
 
 
 _CLAUSES: Final[dict[DiffKind, Callable[[Sequence[TensorDiff], CheckpointDiff], str]]] = {
@@ -139,7 +144,12 @@ def _where(tensors: Sequence[TensorDiff], found: CheckpointDiff) -> str:
 
 
 def _names_text(renamed: Sequence[TensorDiff]) -> str:
-    rules = rename_rules([(tensor.a.name, tensor.b.name) for tensor in renamed if tensor.a and tensor.b])
+    pairs = [(tensor.a.name, tensor.b.name) for tensor in renamed if tensor.a and tensor.b]
+    if is_wrapping(pairs):
+        return "with what PEFT puts into names"
+    if is_wrapping((old, new) for new, old in pairs):
+        return "without what PEFT puts into names"
+    rules = rename_rules(pairs)
     texts = [rule.as_text() for rule, _ in rules[:2]]
     more = len(rules) - len(texts)
     return "; ".join(texts) + (f"; and {more} more ways" if more else "")
@@ -154,16 +164,6 @@ def _files_text(found: CheckpointDiff) -> str:
     if len(files_a) != len(files_b):
         return f", in {_count(len(files_b), 'file')} instead of {len(files_a):,}"
     return ", in other files"
-
-
-def _adapted(names: Collection[str]) -> str:
-    """The modules that an adapter is for."""
-    weights = {f"{name.split(f'.{_ADAPTER}')[0]}.weight" for name in names}
-    return describe_tensors(weights, weights, names_kinds=True)
-
-
-def _is_adapter(name: str) -> bool:
-    return f".{_ADAPTER}" in name
 
 
 def _is_head(name: str) -> bool:

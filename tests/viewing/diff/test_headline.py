@@ -18,6 +18,22 @@ ADAPTER = [
     for ab in "AB"
 ]
 
+ADAPTER_AND_HEAD = [*ADAPTER, "base_model.model.lm_head.weight"]
+TRAINED = [
+    *(name.replace(".weight", ".default.weight") for name in ADAPTER),
+    "base_model.model.lm_head.modules_to_save.default.weight",
+]
+
+
+def wrapped(name: str) -> str:
+    """The name of a tensor of LLAMA in a model that PEFT wraps."""
+    module = name.removesuffix(".weight")
+    part = ".base_layer" if module.endswith(("q_proj", "v_proj")) else ""
+    return f"base_model.model.{module}{'.original_module' if module == 'lm_head' else part}.weight"
+
+
+WRAPPED = [*map(wrapped, LLAMA), *TRAINED]
+
 
 @pytest.mark.parametrize(
     ("tensors", "sentence"),
@@ -65,6 +81,39 @@ ADAPTER = [
         (
             marked(LLAMA) + marked(ADAPTER, only_in_b=ADAPTER),
             "B has an adapter (LoRA) for q_proj and v_proj of all 24 layers: 96 tensors; the rest is the same.",
+        ),
+        (
+            marked(LLAMA, only_in_a=LLAMA) + marked(ADAPTER_AND_HEAD, only_in_b=ADAPTER_AND_HEAD),
+            "No tensor in common; 97 tensors only in A; "
+            "B is an adapter (LoRA) for q_proj and v_proj of all 24 layers, with lm_head: 97 tensors.",
+        ),
+        (
+            marked(ADAPTER_AND_HEAD, only_in_a=ADAPTER_AND_HEAD) + marked(LLAMA, only_in_b=LLAMA),
+            "No tensor in common; "
+            "A is an adapter (LoRA) for q_proj and v_proj of all 24 layers, with lm_head: 97 tensors; "
+            "97 tensors only in B.",
+        ),
+        (
+            [renamed(name, wrapped(name)) for name in LLAMA] + marked(TRAINED, only_in_b=TRAINED),
+            "97 tensors renamed: with what PEFT puts into names; "
+            "B has an adapter (LoRA) for q_proj and v_proj of all 24 layers, with lm_head: 97 tensors.",
+        ),
+        (
+            [renamed(wrapped(name), name) for name in LLAMA] + marked(TRAINED, only_in_a=TRAINED),
+            "97 tensors renamed: without what PEFT puts into names; "
+            "A has an adapter (LoRA) for q_proj and v_proj of all 24 layers, with lm_head: 97 tensors.",
+        ),
+        (
+            marked(WRAPPED, changed=TRAINED),
+            "Only the adapter (LoRA) for q_proj and v_proj of all 24 layers, with lm_head changed: 97 of 194 tensors.",
+        ),
+        (  # a wrapped model is no adapter
+            marked(LLAMA, only_in_a=LLAMA) + marked(WRAPPED, only_in_b=WRAPPED),
+            "No tensor in common; 97 tensors only in A; 194 tensors only in B.",
+        ),
+        (
+            [renamed(f"{name}.bias", f"base_model.model.{name}.bias") for name in "ab"],
+            "The same 2 tensors under other names: with 'base_model.model.' in front.",
         ),
     ],
 )  # fmt: skip
