@@ -11,7 +11,14 @@ from hfshard._util.paths import absolute_path
 from hfshard._util.size import format_size
 from hfshard.cli.diff.as_json import diff_as_json
 from hfshard.cli.diff.heat_map import HeatMapStyle, heat_maps
-from hfshard.cli.diff.tables import modules_table, not_finite_lines, places_table, renames_table, tensors_table
+from hfshard.cli.diff.tables import (
+    modules_table,
+    not_finite_lines,
+    places_table,
+    renames_table,
+    tensors_table,
+    zero_before_lines,
+)
 from hfshard.cli.output import has_colors, print_json, print_text, printable
 from hfshard.viewing.diff.checkpoints import diff_checkpoints
 from hfshard.viewing.diff.headline import headline
@@ -54,7 +61,7 @@ def print_diff(found: CheckpointDiff, places: tuple[str, str], *, lists_all: boo
     print_text(printable(headline(found)))
     print_text("\n" + places_table(found, *places))
     print_text(f"\n{_how_it_was_told(found)}")
-    for line in not_finite_lines(found):
+    for line in (*not_finite_lines(found), *zero_before_lines(found)):
         print_text(line)
     if all(tensor.kind == "same" for tensor in found.tensors):
         return

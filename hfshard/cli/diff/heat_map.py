@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -11,17 +10,15 @@ from typing import Final
 from hfshard.cli.output import count_of, printable, shortened
 from hfshard.viewing.diff.report import CheckpointDiff, TensorDiff
 from hfshard.viewing.layers import LayerStack, layer_grid
+from hfshard.viewing.values.norm_scale import LEAST, NormScale, norm_scale
 
 _LEVELS: Final = 9
 _SHADES: Final = "░░▒▒▓▓███"
 _COLORS: Final = (229, 228, 221, 214, 208, 202, 196, 160, 124)
 """Of the 256 of a terminal, from light yellow to dark red; who can't tell them apart sees the shades."""
-_DECADES: Final = 6
-"""That the levels may span; what changed by less has the lowest."""
 _MOST_LABEL: Final = 36
 _MOST_KINDS: Final = 40
 _MOST_STACKS: Final = 4
-_LEAST: Final = sys.float_info.min
 _NOT_MEASURED: Final = math.ulp(0.0)
 """Stands for what differs in another way than by its numbers: in shape, or it is in one of the two only."""
 _DIFFERENT: Final = "?"
@@ -42,23 +39,6 @@ class HeatMapStyle:
     has_colors: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """Relative norms as levels, by their logarithm."""
-
-    low: float
-    high: float
-
-    def level(self, norm: float) -> int:
-        """From 1 to 9."""
-        if norm >= self.high:
-            return _LEVELS
-        if norm <= self.low:
-            return 1
-        share = math.log(norm / self.low) / math.log(self.high / self.low)
-        return 1 + round(share * (_LEVELS - 1))
-
-
 def heat_maps(found: CheckpointDiff, style: HeatMapStyle) -> Iterator[str]:
     """Draw a map of each stack of layers in which values were compared.
 
@@ -72,10 +52,7 @@ def heat_maps(found: CheckpointDiff, style: HeatMapStyle) -> Iterator[str]:
     norms: dict[str, float] = {}
     for one in found.tensors:  # a name may be in several pairs
         norms[one.name] = max(_heat(one), norms.get(one.name, 0.0))
-    positive = [norm for norm in norms.values() if _LEAST < norm < math.inf]
-    high = max(positive, default=1.0)
-    low = max(min(positive, default=0.0), high / 10**_DECADES)
-    scale = _Scale(min(low, high / 10), high)  # a decade at least: small differences look small
+    scale = norm_scale(norms.values())
     stacks = [
         stack
         for stack in layer_grid(tensor.name for tensor in found.tensors).stacks
@@ -95,14 +72,14 @@ def _heat(tensor: TensorDiff) -> float:
     if tensor.values is None:
         return 0.0 if tensor.kind in ("same", "renamed") else _NOT_MEASURED
     is_changed = tensor.kind == "changed" or tensor.values.changed > 0
-    return max(tensor.values.relative_norm, _LEAST if is_changed else 0.0)
+    return max(tensor.values.relative_norm, LEAST if is_changed else 0.0)
 
 
 def _hottest(stack: LayerStack, norms: dict[str, float]) -> float:
     return max((norms.get(name, 0.0) for names in stack.cells.values() for name in names), default=0.0)
 
 
-def _map(stack: LayerStack, norms: dict[str, float], scale: _Scale, style: HeatMapStyle) -> str:
+def _map(stack: LayerStack, norms: dict[str, float], scale: NormScale, style: HeatMapStyle) -> str:
     cells = {cell: max(norms.get(name, 0.0) for name in names) for cell, names in stack.cells.items()}
     heat: dict[str, float] = {}
     for (_, kind), norm in cells.items():
@@ -134,7 +111,7 @@ def _ruler(groups: Sequence[Sequence[int]]) -> str:
     return ruler.rstrip()
 
 
-def _drawn(norms: Sequence[float | None], scale: _Scale, style: HeatMapStyle) -> str:
+def _drawn(norms: Sequence[float | None], scale: NormScale, style: HeatMapStyle) -> str:
     present = [norm for norm in norms if norm is not None]
     if not present:
         return _LACKING
@@ -143,7 +120,7 @@ def _drawn(norms: Sequence[float | None], scale: _Scale, style: HeatMapStyle) ->
         return _SAME if style.has_shades else "."
     if norm == _NOT_MEASURED:
         return _DIFFERENT
-    return _level_text(scale.level(norm), style)
+    return _level_text(scale.level(norm, _LEVELS), style)
 
 
 def _level_text(level: int, style: HeatMapStyle) -> str:
@@ -151,12 +128,11 @@ def _level_text(level: int, style: HeatMapStyle) -> str:
     return f"\x1b[38;5;{_COLORS[level - 1]}m{text}\x1b[0m" if style.has_colors else text
 
 
-def _legend(scale: _Scale, style: HeatMapStyle, *, has_others: bool) -> str:
+def _legend(scale: NormScale, style: HeatMapStyle, *, has_others: bool) -> str:
     levels = (1, _LEVELS) if not style.has_shades else (1, 3, 5, 7)
     texts = []
     for level in levels:
-        share = (level - 1) / (_LEVELS - 1)
-        texts.append(f"{_level_text(level, style)} {scale.low * (scale.high / scale.low) ** share:.1e}")
+        texts.append(f"{_level_text(level, style)} {scale.norm_of(level, _LEVELS):.1e}")
     same = _SAME if style.has_shades else "."
     others = f"  {_DIFFERENT} differs otherwise" if has_others else ""
     return f"relative norm |B-A| / |A|:  {same} same  {'  '.join(texts)}{others}"

@@ -23,6 +23,8 @@ _SAME: Final = "same"
 _VALUES: Final = (">elements", ">norm", ">largest")
 _MODULE_VALUES: Final = 2
 """Of these, so many in a table of modules: their names need the space."""
+_FROM_ZERO: Final = "from 0"
+"""In place of a relative norm."""
 
 
 def places_table(found: CheckpointDiff, place_a: str, place_b: str) -> str:
@@ -95,6 +97,15 @@ def not_finite_lines(found: CheckpointDiff) -> list[str]:
     return lines
 
 
+def zero_before_lines(found: CheckpointDiff) -> list[str]:
+    """What was zero in A and is not in B, which has no relative norm."""
+    names = [tensor.name for tensor in found.tensors if tensor.values and tensor.values.was_zero]
+    if not names:
+        return []
+    text = list_some([shortened(printable(name), 60) for name in names], 3)
+    return [f"Zero in A and not in B: {count_of(len(names), 'tensor')}: {text}"]
+
+
 def _difference(tensor: TensorDiff) -> str:
     """What a table calls it."""
     if tensor.kind == "cast" and tensor.a and tensor.b:
@@ -116,14 +127,16 @@ def _values_of(row: FoldedRow, by_name: dict[str, TensorDiff]) -> list[str]:
 
 
 def _values_cells(tensors: Iterable[TensorDiff]) -> list[str]:
-    """How many elements changed, the largest relative norm and the largest change of an element."""
+    """How many elements changed, the largest relative norm that is finite, and the largest change of an element."""
     values = [tensor.values for tensor in tensors if tensor.values]
     elements = sum(value.elements for value in values)
     if not elements:
         return ["", "", ""]
     changed = sum(value.changed for value in values)
     share = "none" if not changed else f"{max(changed / elements, 0.001):.1%}"
-    return [share, f"{max(v.relative_norm for v in values):.1e}", f"{max(v.max_abs for v in values):.1e}"]
+    norms = [value.relative_norm for value in values if not value.was_zero]
+    norm = f"{max(norms):.1e}" if norms else _FROM_ZERO
+    return [share, norm, f"{max(value.max_abs for value in values):.1e}"]
 
 
 def _shapes_text(tensor: TensorDiff) -> str:

@@ -72,7 +72,7 @@ class ChunkSums:
 class ChunkAdder:
     """Adds up chunks of two dtypes, with room of its own: for one thread.
 
-    Two short dtypes, of 8 or 16 bits, are computed in float32, which has their squares exactly: the largest difference
+    Two short dtypes, of 8 or 16 bits, are computed in float32, which has their numbers exactly: the largest difference
     is right to 7 digits, sums are to 6. Others are computed in float64.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Final
 
 import torch
@@ -122,7 +123,8 @@ def _relative_norm(difference: _ScaledSum, of: _ScaledSum) -> float:
         return 0.0
     if not of.value:
         return math.inf
-    return _scaled(math.sqrt(difference.value / of.value), (difference.exponent - of.exponent) // 2)
+    norm = _scaled(math.sqrt(difference.value / of.value), (difference.exponent - of.exponent) // 2)
+    return min(norm, sys.float_info.max)  # infinity is for a of zero
 
 
 def _square(values: torch.Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
@@ -36,6 +37,11 @@ class ValueDiff:
     nan_b: int
     inf_a: int
     inf_b: int
+
+    @property
+    def was_zero(self) -> bool:
+        """Whether only a is zero, so that the change has no relative norm."""
+        return math.isinf(self.relative_norm)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,7 @@ def make_checkpoint_page(
         title=shown(found.place),
         facts=(*_facts(found), *([] if measured is None else [values_fact(measured)])),
         view={
+            "has_map": any(tensor.nbytes for tensor in found.tensors),
             "entry": shown_value(found.entry),
             "key": None if found.key is None else shown_value(found.key),
             "files": _some([_file_row(file, whole) for file in found.files[:_MOST_FILES]], found.files),

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Final
 
 from hfshard._util.size import format_size
 from hfshard.viewing.diff.headline import headline
-from hfshard.viewing.diff.report import CheckpointDiff, DiffKind, TensorDiff
+from hfshard.viewing.diff.report import CheckpointDiff, DiffKind, TensorDiff, ValueDiff
 from hfshard.viewing.layers import LayerStack, layer_grid
 from hfshard.viewing.page.page import Fact, Page, shown, shown_value
 from hfshard.viewing.page.short_names import short_names
 from hfshard.viewing.tensor_entry import TensorEntry
+from hfshard.viewing.values.norm_scale import NormScale, norm_scale
 
 _KINDS: Final[tuple[DiffKind, ...]] = (
     "same",
@@ -39,6 +40,11 @@ _MOST_ROWS: Final = 100
 _MOST_CELLS: Final = 40_000
 """Of all grids: a browser takes three seconds for 200,000."""
 
+_SHADES: Final = 5
+"""Of what changed, in diff.css."""
+_FROM_ZERO: Final = "from 0"
+"""In place of a relative norm that is infinite."""
+
 
 def make_diff_page(found: CheckpointDiff) -> Page:
     """Lay out what `diff_checkpoints` found; b is what is looked at, against a."""
@@ -48,7 +54,8 @@ def make_diff_page(found: CheckpointDiff) -> Page:
     grid = layer_grid(by_name)
     stacks = _largest_stacks(grid.stacks)
     cells: dict[str, int] = {}
-    drawn = [_drawn_stack(stack, by_name, cells) for stack in sorted(stacks, key=lambda stack: stack.name)]
+    scale = norm_scale(tensor.values.relative_norm for tensor in found.tensors if tensor.values is not None)
+    drawn = [_drawn_stack(stack, by_name, scale, cells) for stack in sorted(stacks, key=lambda stack: stack.name)]
     unlike = [tensor for tensor in found.tensors if tensor.kind != "same"]
     listed = _listed(unlike)
     return Page(
@@ -60,6 +67,7 @@ def make_diff_page(found: CheckpointDiff) -> Page:
             "headline": shown_value(headline(found)),
             "kinds": [(kind, _WORDS.get(kind, kind), found.counts[kind]) for kind in _KINDS if kind in found.counts],
             "has_values": any(tensor.values is not None for tensor in found.tensors),
+            "ramp": [f"{scale.norm_of(level, _SHADES):.1e}" for level in range(1, _SHADES + 1)],
             "more": len(unlike) - len(listed),
             "more_stacks": len(grid.stacks) - len(drawn),
             "others": len(grid.others),
@@ -75,11 +83,9 @@ def make_diff_page(found: CheckpointDiff) -> Page:
 
 def _facts(found: CheckpointDiff) -> tuple[Fact, ...]:
     counts = found.counts
-    largest = max(
-        (tensor for tensor in found.tensors if tensor.values is not None),
-        key=lambda tensor: tensor.values.relative_norm if tensor.values else 0.0,
-        default=None,
-    )
+    measured = [(tensor.name, tensor.values) for tensor in found.tensors if tensor.values is not None]
+    finite = [(values.relative_norm, name) for name, values in measured if not values.was_zero]
+    were_zero = [name for name, values in measured if values.was_zero]
     facts = [
         Fact("tensors", f"{len(found.tensors):,}", f"{counts.get('same', 0):,} are the same"),
         Fact("changed", f"{counts.get('changed', 0):,}"),
@@ -88,8 +94,11 @@ def _facts(found: CheckpointDiff) -> tuple[Fact, ...]:
         Fact("only in one", f"{counts.get('only_in_a', 0) + counts.get('only_in_b', 0):,}"),
         Fact("read to tell", format_size(found.read_bytes), "" if found.read_bytes else "the digests sufficed"),
     ]
-    if largest is not None and largest.values is not None:
-        facts.append(Fact("largest change", f"{largest.values.relative_norm:.3g}", shown_value(largest.name)[:200]))
+    if finite:
+        norm, name = max(finite, key=lambda one: one[0])
+        facts.append(Fact("largest change", f"{norm:.3g}", shown_value(name)[:200]))
+    if were_zero:
+        facts.append(Fact("zero in A, not in B", f"{len(were_zero):,}", shown_value(were_zero[0])[:200]))
     return tuple(facts)
 
 
@@ -100,7 +109,9 @@ def _largest_stacks(stacks: Sequence[LayerStack]) -> list[LayerStack]:
     return [stack for stack, total in zip(largest, totals, strict=True) if total <= _MOST_CELLS]
 
 
-def _drawn_stack(stack: LayerStack, by_name: dict[str, list[TensorDiff]], cells: dict[str, int]) -> dict[str, Any]:
+def _drawn_stack(
+    stack: LayerStack, by_name: dict[str, list[TensorDiff]], scale: NormScale, cells: dict[str, int]
+) -> dict[str, Any]:
     """A stack as columns of layers and rows of kinds; `cells` gets the number of each name's cell."""
     layers = stack.layers[:_MOST_LAYERS]
     kinds = stack.kinds[:_MOST_ROWS]
@@ -109,13 +120,17 @@ def _drawn_stack(stack: LayerStack, by_name: dict[str, list[TensorDiff]], cells:
     row_of = {kind: number for number, kind in enumerate(kinds)}
     worst = [[-1] * len(layers) for _ in kinds]
     norms: list[list[float | str | None]] = [[None] * len(layers) for _ in kinds]
+    shades = [[0] * len(layers) for _ in kinds]
     for (layer, kind), names in stack.cells.items():
         if layer not in column_of or kind not in row_of:
             continue
         row, column = row_of[kind], column_of[layer]
         tensors = [tensor for name in names for tensor in by_name[name]]
         worst[row][column] = max(_KINDS.index(tensor.kind) for tensor in tensors)
-        norms[row][column] = _largest_norm(tensors)
+        values = max((one.values for one in tensors if one.values), key=lambda one: one.relative_norm, default=None)
+        if values is not None:
+            norms[row][column] = _norm(values)
+            shades[row][column] = scale.level(values.relative_norm, _SHADES)
         cells.update(dict.fromkeys(names, first + row * len(layers) + column))
     return {
         "name": shown_value(stack.name),
@@ -124,13 +139,9 @@ def _drawn_stack(stack: LayerStack, by_name: dict[str, list[TensorDiff]], cells:
         "kinds": list(map(shown_value, kinds)),
         "worst": worst,
         "norms": norms,
+        "shades": shades,
         "more": len(stack.layers) - len(layers) + len(stack.kinds) - len(kinds),
     }
-
-
-def _largest_norm(tensors: Iterable[TensorDiff]) -> float | str | None:
-    norms = [tensor.values.relative_norm for tensor in tensors if tensor.values is not None]
-    return _number(max(norms)) if norms else None
 
 
 def _listed(unlike: Sequence[TensorDiff]) -> list[TensorDiff]:
@@ -157,11 +168,15 @@ def _row(tensor: TensorDiff, cell: int) -> list[Any]:
     cosine = None if values.cosine is None else _number(values.cosine)
     changed = values.changed / values.elements if values.elements else 0.0
     odd = [values.nan_a, values.nan_b, values.inf_a, values.inf_b]
-    return [*row, _number(values.relative_norm), _number(values.max_abs), cosine, round(changed, 6), odd]
+    return [*row, _norm(values), _number(values.max_abs), cosine, round(changed, 6), odd]
 
 
 def _form(facts: TensorEntry | None) -> str:
     return "" if facts is None else shown(f"{facts.dtype} {' × '.join(map(str, facts.shape)) or 'scalar'}")
+
+
+def _norm(values: ValueDiff) -> float | str:
+    return _FROM_ZERO if values.was_zero else _number(values.relative_norm)
 
 
 def _number(value: float) -> float | str:

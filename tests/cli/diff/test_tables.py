@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from hfshard.cli.diff.as_json import diff_as_json
-from hfshard.cli.diff.tables import modules_table, not_finite_lines, renames_table, tensors_table
+from hfshard.cli.diff.tables import (
+    modules_table,
+    not_finite_lines,
+    renames_table,
+    tensors_table,
+    zero_before_lines,
+)
 from hfshard.viewing.diff.report import ValueDiff
 from tests.viewing.diff.reports import BERT, marked, renamed, report_of, tensor_diff, values_of
 
@@ -77,3 +84,18 @@ def test_json_has_no_infinity() -> None:
         "elements": 2, "changed": 1, "max_abs": 0.5, "relative_norm": None, "cosine": None,
         "nan_a": 0, "nan_b": 1, "inf_a": 0, "inf_b": 0,
     }  # fmt: skip
+
+
+def test_what_was_zero_hides_no_other_norm() -> None:
+    norms = {"h.0.b": math.inf, "h.1.b": 0.25, "g.b": math.inf}
+    found = report_of(tensor_diff("changed", name, values_of(norm)) for name, norm in norms.items())
+
+    assert zero_before_lines(found) == ["Zero in A and not in B: 2 tensors: h.0.b, g.b"]
+    assert zero_before_lines(report_of([tensor_diff("changed", "h.1.b", values_of(0.25))])) == []
+    assert (
+        modules_table(found, 80)
+        == """\
+difference  tensors  elements     norm  where
+changed           1    100.0%   from 0  g
+changed           2    100.0%  2.5e-01  h.{0-1}"""
+    )

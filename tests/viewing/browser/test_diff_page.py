@@ -69,8 +69,11 @@ def test_values_shade_the_grid(browser_page: Page, page_file: Path) -> None:
     show_checkpoint(new, page_file.parent / "values.html", against=old, values=True)
     browser_page.goto((page_file.parent / "values.html").as_uri())
 
-    assert browser_page.locator("td.k-changed.s2").count() == 4  # a hundredth
-    browser_page.locator("td.s2").first.click()
+    assert browser_page.locator("td.k-changed.s5").count() == 4  # a hundredth, and the most
+    assert browser_page.locator(".ramp span").all_inner_texts()[1:] == [
+        "1.0e-03", "1.8e-03", "3.2e-03", "5.6e-03", "1.0e-02",
+    ]  # fmt: skip
+    browser_page.locator("td.s5").first.click()
     cells = browser_page.locator("#list td").all_inner_texts()
     assert cells == ["model.layers.8.attn.q.weight", "changed", "F32 8 × 8", "0.01", cells[4], "1", "100.0 %"]
 

@@ -51,6 +51,8 @@ def test_squares_may_leave_the_range_of_float64() -> None:
 
 
 def test_zeros_have_no_angle() -> None:
+    tiny, huge = (torch.full((3,), value, dtype=torch.float64) for value in (5e-324, 1e300))
+    assert measured(tiny, huge).relative_norm == 1.7976931348623157e308  # infinity is for zeros
     assert measured(torch.zeros(3), torch.ones(3)) == ValueDiff(3, 3, 1.0, math.inf, None, 0, 0, 0, 0)
     assert measured(torch.zeros(3), -torch.zeros(3)) == ValueDiff(3, 0, 0.0, 0.0, None, 0, 0, 0, 0)
 

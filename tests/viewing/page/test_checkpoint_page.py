@@ -232,6 +232,7 @@ def test_a_checkpoint_without_bytes_has_a_page(tensors: list[Any]) -> None:
     html = html_of(inspection_of(tensors))
 
     assert "<dt>weights</dt><dd>0 B" in html
+    assert '<section class="map empty"' in html
 
 
 def test_the_same_checkpoint_makes_the_same_page(small: str) -> None:

@@ -6,11 +6,9 @@ const wordsOf = (kind) => data.words[kind];
 const chosenKinds = new Set(data.kinds.map((_, number) => number));
 let chosenCell = null; // { id, words }
 
-/** From one in ten thousand to one, in four steps; what can't be told is the strongest. */
-function shadeOf(norm) {
+function normWords(norm) {
   if (norm === null) return "";
-  if (typeof norm === "string" || norm >= 1) return "s4";
-  return `s${Math.min(4, Math.max(0, Math.floor(Math.log10(Math.max(norm, 1e-300)) + 4)))}`;
+  return typeof norm === "string" ? `, ${norm}` : `, relative norm ${norm}`;
 }
 
 function cellOf(stack, row, column) {
@@ -22,8 +20,8 @@ function cellOf(stack, row, column) {
   }
   const norm = stack.norms[row][column];
   const isShaded = norm !== null && data.kinds[kind] === "changed";
-  cell.className = `k-${data.kinds[kind]} ${isShaded ? shadeOf(norm) : ""}`;
-  const words = `layer ${stack.layers[column]}, ${stack.kinds[row]}: ${wordsOf(kind)}${norm === null ? "" : `, relative norm ${norm}`}`;
+  cell.className = `k-${data.kinds[kind]} ${isShaded ? `s${stack.shades[row][column]}` : ""}`;
+  const words = `layer ${stack.layers[column]}, ${stack.kinds[row]}: ${wordsOf(kind)}${normWords(norm)}`;
   cell.title = words;
   cell.setAttribute("aria-label", words);
   cell.setAttribute("role", "gridcell");
