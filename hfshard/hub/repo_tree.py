@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -51,6 +52,16 @@ def git_blob_id(raw: bytes) -> str:
     Source: git, "Git Objects": sha1 over "blob <size>", a zero byte and the contents.
     """
     return hashlib.sha1(b"blob %d\0" % len(raw) + raw, usedforsecurity=False).hexdigest()
+
+
+def is_plain_path(path: str) -> bool:
+    """Whether a path in a repo, or the name of a branch, is printable and stays below the folder that it is put in."""
+    return (
+        "\\" not in path
+        and path.isprintable()
+        and not any(part in ("", ".", "..") for part in path.split("/"))
+        and not os.path.isabs(path)
+    )
 
 
 class StaleParentError(Exception):

@@ -15,6 +15,7 @@ from hfshard._util.text import list_some
 from hfshard.constants import BIN_SUFFIX, SAFETENSORS_SUFFIX
 from hfshard.errors import InvalidArgumentError
 from hfshard.hub.pushing.plan import is_weights, variants_of
+from hfshard.hub.repo_tree import is_plain_path
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint, open_checkpoint
 from hfshard.storage.checkpoint.locate import directory_not_found
 from hfshard.storage.disk.byte_source import ByteSource, file_source
@@ -57,7 +58,7 @@ def directory_contents(
     Raises:
         CheckpointNotFoundError: The directory holds no checkpoint.
         InvalidArgumentError: The patterns leave out all weights, or a part of a checkpoint; or a link leaves the
-            directory.
+            directory, or a name has a backslash or what can't be printed.
         DamagedCheckpointError, UnsafePathError, UnsafePickleError: A checkpoint can't be loaded.
     """
     found = contents_of(
@@ -176,13 +177,25 @@ class DirectoryFiles:
         return open_checkpoint(self.place, variant=variant)
 
     def check(self, paths: Collection[str]) -> None:
-        """Refuse links that leave the directory, unless they are to be followed."""
+        """Refuse names that no pull takes, and links that leave the directory, unless they are to be followed."""
+        _refuse_names(self.place, paths)
         if not self._follow_links:
             _refuse_links(self.place, paths)
 
     def content(self, path: str, sha256: str | None) -> ByteSource:
         """A file on the disk."""
         return file_source(os.path.join(self.place, path), sha256)
+
+
+def _refuse_names(directory: str, names: Collection[str]) -> None:
+    """Refuse names that a system would take for other paths, or that can't be shown."""
+    name = next((name for name in sorted(names) if not is_plain_path(name)), None)
+    if name is not None:
+        raise InvalidArgumentError(
+            f"{name!r} in '{directory}' has a backslash or a character that can't be printed in its name, and no pull "
+            "takes it. Rename it, or leave it out by ignore_patterns (hfshard push --exclude).",
+            path=directory,
+        )
 
 
 def _refuse_links(directory: str, names: Collection[str]) -> None:

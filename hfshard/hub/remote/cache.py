@@ -18,7 +18,7 @@ from huggingface_hub.utils import WeakFileLock
 
 from hfshard._util.paths import absolute_directory
 from hfshard.errors import HubError, UnsafePathError
-from hfshard.hub.repo_tree import RemoteFile
+from hfshard.hub.repo_tree import RemoteFile, is_plain_path
 from hfshard.storage.disk.fsops import sync_directory
 
 logger = logging.getLogger(__name__)
@@ -200,13 +200,3 @@ def _size_of(path: str) -> int | None:
         return os.stat(path).st_size
     except OSError:
         return None
-
-
-def is_plain_path(path: str) -> bool:
-    """Whether a path in a repo, or the name of a branch, stays below the folder that it is put in."""
-    return (
-        "\\" not in path
-        and path.isprintable()
-        and not any(part in ("", ".", "..") for part in path.split("/"))
-        and not os.path.isabs(path)
-    )

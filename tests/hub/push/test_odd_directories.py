@@ -41,6 +41,22 @@ def test_worktree_of_git_is_pushed_without_the_file_that_makes_it_one(hub: PushH
     assert differences(hub, repo, expected) == {}
 
 
+@pytest.mark.parametrize("name", ["a\\b.txt", "a\nb.txt", "folder\\x/c.txt"])
+def test_name_that_no_pull_takes_is_refused_before_anything_is_asked(
+    hub: PushHub, repo: str, tmp_path: Path, name: str
+) -> None:
+    folder = saved(tmp_path / "save", 1)
+    expected = contents(folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("1")
+    outcome = hub.refused("push", folder, repo)
+    assert outcome.error == "InvalidArgumentError" and f"{name!r} in '{folder}' has a backslash" in outcome.message
+    assert hub.server.count() == 0
+
+    hub.push(folder, repo, ignore_patterns=["*.txt"])
+    assert differences(hub, repo, expected) == {}
+
+
 @pytest.mark.parametrize("path", ["../up", "a/../../b", ".git", "a/.GIT/b", "a\\b"])
 def test_folder_that_no_repo_may_have_is_refused_before_anything_is_asked(
     hub: PushHub, repo: str, tmp_path: Path, path: str
