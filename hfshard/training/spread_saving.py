@@ -37,7 +37,14 @@ from hfshard.training.run.writing import check_names
 from hfshard.training.run_writer import RunWriter
 from hfshard.training.spread.merging import StageParts, merge_parts
 from hfshard.training.spread.stages import with_aliases, with_whole_gradients
-from hfshard.training.spread.states import is_spread_state, short_digest, stage_digest, values_digest
+from hfshard.training.spread.states import (
+    is_spread_state,
+    refuse_other_parts,
+    shared_kinds,
+    short_digest,
+    stage_digest,
+    values_digest,
+)
 from hfshard.training.spread.uniting import (
     HeldParts,
     KeyedWriter,
@@ -124,12 +131,15 @@ def _find_stages(order: SpreadSave, writer: RunWriter, status: SaveStatus) -> li
     """What tells the modules of each rank; None where no rank has a part only.
 
     Raises:
-        InvalidArgumentError: A module is wrapped by FSDP1; or the ranks save spread modules into different directories.
+        InvalidArgumentError: A module is wrapped by FSDP1; or the ranks have other parts, or save spread modules into
+            different directories.
     """
     is_spread = is_spread_state(order.state)
     root = writer.root if is_address(writer.root) else os.path.realpath(writer.root)
     own = [is_spread, stage_digest(order.state), short_digest(root), "" if is_spread else values_digest(order.state)]
-    told = [json.loads(raw) for raw in status.meet("save", json.dumps(own).encode()).values()]
+    meeting = status.meet("save", json.dumps([own, shared_kinds(order.state)]).encode())
+    told, kinds = zip(*map(json.loads, meeting.values()), strict=True)
+    refuse_other_parts(kinds)
     _, _, first_root, first_values = told[0]
     stages = [stage for _, stage, _, _ in told]
     if len(set(stages)) == 1 and not any(is_spread for is_spread, _, _, _ in told):

@@ -18,6 +18,7 @@ from hfshard.training.collecting import Components
 from hfshard.training.parts.gradients import Gradients
 from hfshard.training.parts.nested_decoding import encoded_entries, tensor_names
 from hfshard.training.spread.stages import NAMES_OPTION, group_part
+from hfshard.training.spread.states import refuse_other_parts
 from hfshard.training.state import TrainingState
 
 _BLOCK_BYTES: Final = 1024 * 1024
@@ -103,7 +104,7 @@ def merge_parts(own: Components, told: Sequence[StageParts]) -> MergedParts:
         InvalidArgumentError: Two ranks have optimizers that can't be those of one model, or a part that is another one
             on each, and has DTensors.
     """
-    _check_kinds(told)
+    refuse_other_parts([parts.kinds for parts in told])
     merged = MergedParts({}, [])
     keeps_groups = True
     for name, entry in own.encoded.items():
@@ -225,15 +226,6 @@ def _check_values(name: str, values: Sequence[Mapping[str, str]]) -> None:
         for tensor, digest in digests.items():
             if known.setdefault(tensor, digest) != digest:
                 raise _refusal(name, f"has another tensor '{tensor}' on rank {rank}")
-
-
-def _check_kinds(told: Sequence[StageParts]) -> None:
-    for rank, parts in enumerate(told):
-        if parts.kinds != told[0].kinds:
-            raise InvalidArgumentError(
-                f"The state of rank {rank} has the parts {parts.kinds}, and that of rank 0 has {told[0].kinds}. Give "
-                "the states of all ranks the same parts."
-            )
 
 
 def _refuse_whole_state(name: str, optimizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Final
 
@@ -36,6 +37,28 @@ def is_spread_state(state: TrainingState) -> bool:
     trained = (group["params"] for optimizer in state.of_kind("optimizer").values() for group in optimizer.param_groups)
     tensors = chain(*(chain(module.parameters(), module.buffers()) for module in modules), *trained)
     return any(is_dtensor(tensor) for tensor in tensors)
+
+
+def shared_kinds(state: TrainingState) -> dict[str, str]:
+    """The kinds of the parts, by name, that all ranks must have: but for loaders, of which each rank saves its own."""
+    return {name: kind for name, kind in state.kinds.items() if kind != "loader"}
+
+
+def refuse_other_parts(kinds: Sequence[Mapping[str, str]]) -> None:
+    """Refuse to save ranks together whose states have other parts: only those of the first rank would be stored.
+
+    Args:
+        kinds: What `shared_kinds` gave on each rank, in their order.
+
+    Raises:
+        InvalidArgumentError: They differ.
+    """
+    for rank, other in enumerate(kinds):
+        if other != kinds[0]:
+            raise InvalidArgumentError(
+                f"The state of rank {rank} has the parts {dict(other)}, and that of rank 0 has {dict(kinds[0])}. Give "
+                "the states of all ranks the same parts."
+            )
 
 
 def stage_digest(state: TrainingState) -> str:

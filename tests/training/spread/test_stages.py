@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hfshard.errors import HfshardError, StateDictMismatchError
+from hfshard.errors import HfshardError, InvalidArgumentError, StateDictMismatchError
 from hfshard.training import CheckpointManager, TrainingState
 from tests.distributed.gloo import check_ranks
 from tests.training.spread.models import Net
@@ -109,6 +109,20 @@ def refuse_what_does_not_fit(rank: int, place: Path) -> None:
     assert manager.all_steps() == [1]
 
 
+def refuse_parts_that_one_rank_has(rank: int, place: Path) -> None:
+    """Only those of the first rank would be stored, and no rank could restore what was saved."""
+    manager = CheckpointManager(place)
+    torch.manual_seed(0)
+    copies = nn.Linear(2, 2)
+    halves = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)))
+    for net in (copies, halves):
+        for owner in (0, 1):
+            parts: dict[str, Any] = {"more": Counter(1)} if rank == owner else {}
+            with pytest.raises(InvalidArgumentError, match=r"state of rank 1 has the parts .* and that of rank 0 has"):
+                manager.save(1, TrainingState(model=net, **parts))
+    assert manager.all_steps() == []
+
+
 def warn_of_stages_with_the_same_names(rank: int, place: Path) -> None:
     said: list[str] = []
     handler = logging.Handler()
@@ -127,6 +141,7 @@ def work_of_two_ranks(rank: int, place: Path) -> None:
     keep_what_differs(rank, place / "differs")
     save_plain_beside_sharded(rank, place / "mixed")
     refuse_what_does_not_fit(rank, place / "refusals")
+    refuse_parts_that_one_rank_has(rank, place / "parts")
 
 
 def test_stages_that_differ_are_restored_each_with_its_own(tmp_path: Path) -> None:
