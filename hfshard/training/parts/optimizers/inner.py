@@ -76,8 +76,11 @@ def with_inner(load: PendingLoad, optimizer: Optimizer, optimizers: Iterable[Opt
 
     def load_all() -> None:
         load.load()
-        for one in joined:
-            one.param_groups = optimizer.param_groups
+        lists = [one.param_groups for one in (optimizer, *joined)]
+        loaded = next((held for held in lists if held is not groups), groups)  # one may hand its load on to another
+        for one in (optimizer, *joined):
+            if one.param_groups is not loaded:
+                one.param_groups = loaded
 
     def undo() -> None:
         if load.undo is not None:

@@ -57,13 +57,22 @@ class Wrapping(Optimizer):
         self.inner[0].load_state_dict(state_dict)
 
 
+class Sharing(Wrapping):
+    """It has the groups of the optimizer that it holds, and forgets to take those that a load gives to that."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params)
+        self.param_groups = self.inner[0].param_groups
+
+
 class Run:
     """A layer, trained by one of them, with a rate that falls in each step."""
 
     def __init__(self, kind: str) -> None:
         torch.manual_seed(1)
         self.model = nn.Linear(3, 2)
-        of_kind: dict[str, Any] = {"wrapping": Wrapping, "no momentum": lambda params: SharpnessAware(params, 0.5, 0.0)}
+        of_kind: dict[str, Any] = {"wrapping": Wrapping, "sharing": Sharing}
+        of_kind |= {"no momentum": lambda params: SharpnessAware(params, 0.5, 0.0)}
         make = of_kind.get(kind, lambda params: SharpnessAware(params, 0.5, 0.9))
         self.optimizer: Any = make(self.model.parameters())
         self.parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
@@ -85,7 +94,7 @@ class Run:
         return dict(fingerprint.of_model(self.model))
 
 
-@pytest.mark.parametrize("kind", ["both", "no momentum", "wrapping"])
+@pytest.mark.parametrize("kind", ["both", "no momentum", "wrapping", "sharing"])
 def test_a_run_goes_on_as_one_that_was_never_stopped(kind: str, tmp_path: Path) -> None:
     straight = Run(kind)
     straight.train()
