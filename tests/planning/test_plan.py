@@ -137,7 +137,7 @@ def test_a_packing_that_nobody_knows_is_refused() -> None:
     [
         (1.5, "float"),
         (torch.zeros(2, device="meta"), "meta"),
-        (torch.eye(2).to_sparse(), "sparse"),
+        (torch.eye(2).to_sparse(), r"sparse.*to_dense\(\)"),
         (torch.empty(2, dtype=torch.bits8), "bits8"),
     ],
     ids=["float", "meta", "sparse", "bits8"],
@@ -146,3 +146,15 @@ def test_what_the_format_has_no_bytes_for_is_refused_by_name(value: object, prob
     with pytest.raises(UnstorableTensorError, match=problem) as caught:
         hfshard.plan_shards({"fine": torch.zeros(1), "wrong": value})  # type: ignore[dict-item]
     assert caught.value.fqn == "wrong"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensor_is_refused_with_what_can_be_done_with_it(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=layout)
+    with pytest.raises(UnstorableTensorError, match=r"'wrong': it is a nested tensor\. .*unbind\(\)") as caught:
+        hfshard.plan_shards({"wrong": nested})
+    assert "to_dense" not in str(caught.value)
+
+    padded = torch.nested.to_padded_tensor(nested, 0.0)
+    assert hfshard.plan_shards({"right": padded, "row": nested.unbind()[1]}).total_size == 16 + 8

@@ -15,7 +15,7 @@ from hfshard.distributed.dcp.chunks import Chunk, chunk_box, cover_problem
 from hfshard.distributed.runs import Runs
 from hfshard.errors import UnstorableTensorError
 from hfshard.storage.disk.direct_io import BLOCK_BYTES
-from hfshard.storage.tensors.tensor_bytes import check_storable, iter_blocks
+from hfshard.storage.tensors.tensor_bytes import check_storable, iter_blocks, layout_problem
 from hfshard.storage.tensors.tensor_layout import TensorLayout, tensor_layout
 
 _SHOWN: Final = 5
@@ -61,10 +61,8 @@ def _check_item(item: WriteItem) -> None:
     """Refuse a tensor that the format can't store, by what a plan says about it."""
     data = data_of(item)
     name = item.index.fqn
-    if data.properties.layout != torch.strided:
-        raise UnstorableTensorError(
-            f"Can't store {name!r}: its layout is {data.properties.layout}. Call .to_dense() on it first.", fqn=name
-        )
+    if (problem := layout_problem(data.properties.layout)) is not None:
+        raise UnstorableTensorError(f"Can't store {name!r}: {problem}", fqn=name)
     check_storable(name, torch.empty((0,) * len(data.size), dtype=data.properties.dtype, device="cpu"))
 
 

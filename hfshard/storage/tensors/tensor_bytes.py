@@ -256,6 +256,16 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def layout_problem(layout: torch.layout, *, is_nested: bool = False) -> str | None:
+    """Why a tensor of this layout can't be stored, and what to do; None: it can."""
+    if is_nested or layout == torch.jagged:
+        return (
+            "it is a nested tensor. Store its parts (tensor.unbind()) under names of their own, or pad it: "
+            "torch.nested.to_padded_tensor(tensor, 0.0)."
+        )
+    return None if layout == torch.strided else f"its layout is {layout}. Call .to_dense() on it first."
+
+
 def _problem(name: Any, value: Any) -> str | None:
     if not isinstance(name, str):
         return f"names must be strings, got a {type(name).__name__}."
@@ -272,8 +282,8 @@ def _problem(name: Any, value: Any) -> str | None:
         return f"it is a {kind}, not a tensor. Take it out of the state dict, or make it a tensor."
     if value.device.type == "meta":
         return "it is on the meta device and has no data. Load or initialise the model first."
-    if value.layout != torch.strided or value.is_nested:
-        return f"its layout is {value.layout}. Call .to_dense() on it first."
+    if (problem := layout_problem(value.layout, is_nested=value.is_nested)) is not None:
+        return problem
     if hasattr(type(value), "__tensor_flatten__") or not _has_memory(value):
         return f"it is a {type(value).__name__}, a wrapper around other tensors. Gather or dequantize it first."
     if stored_dtype_name(value.dtype) is None:
