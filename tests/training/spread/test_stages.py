@@ -115,7 +115,8 @@ def refuse_parts_that_one_rank_has(rank: int, place: Path) -> None:
     torch.manual_seed(0)
     copies = nn.Linear(2, 2)
     halves = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)))
-    for net in (copies, halves):
+    nets: list[Any] = [copies, halves]
+    for net in nets:
         for owner in (0, 1):
             parts: dict[str, Any] = {"more": Counter(1)} if rank == owner else {}
             with pytest.raises(InvalidArgumentError, match=r"state of rank 1 has the parts .* and that of rank 0 has"):
