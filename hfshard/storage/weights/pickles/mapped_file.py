@@ -53,7 +53,7 @@ def _areas() -> list[tuple[int, int, int]] | None:
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
             split = [line.split(maxsplit=5) for line in lines]
-    except FileNotFoundError:
+    except OSError:  # there is none, it may not be read, or no more files may be opened
         return None
     areas = []
     for addresses, _rights, offset, _device, _inode, *name in split:

@@ -22,6 +22,17 @@ _BYTEORDER: Final = "/byteorder"
 """End of the name of the record that says how numbers are stored."""
 _BYTEORDER_BYTES: Final = 3
 """What tells one from the other."""
+_PICKLE: Final = "data.pkl"
+"""End of the name of the record with the pickle."""
+
+_END_BYTES: Final = 22
+"""Of the last record of a zip, which says where its directory is; torch.save puts nothing after it."""
+_END_MARK: Final = b"PK\x05\x06"
+_LOCATOR_BYTES: Final = 20
+"""Of the record before it in large zips, and in all of torch.save: where the long form of the last record is."""
+_LOCATOR_MARK: Final = b"PK\x06\x07"
+_LONG_END_BYTES: Final = 56
+_LONG_END_MARK: Final = b"PK\x06\x06"
 
 
 def check_archive(fd: int, path: str) -> None:
@@ -30,16 +41,20 @@ def check_archive(fd: int, path: str) -> None:
     Checksums are compared for the small records, but not for the tensors' bytes (see `check_every_record`).
 
     Raises:
-        DamagedCheckpointError: A record is compressed, occurs twice, overlaps another one, or is damaged.
+        DamagedCheckpointError: A record is compressed, occurs twice, overlaps another one, or is damaged; or there are
+            two directories.
     """
     with _opened(fd, path) as archive:
         records = sorted(archive.infolist(), key=lambda record: record.header_offset)
         if not records:
             raise damaged_pickle(path, "it is an empty zip file")
-        names = {record.filename for record in records}
-        if len(names) != len(records):
+        if len({_name(record) for record in records}) != len(records):
             raise damaged_pickle(path, "two of its records have the same name")
-        refuse_other_archive(names, path)
+        refuse_other_archive({record.filename for record in records}, path)
+        if any(record.filename != record.orig_filename for record in records):
+            raise damaged_pickle(path, "a record has two names")
+        if _directory(fd) != (archive.start_dir, len(records)):
+            raise damaged_pickle(path, "its directory is not where its end says")
         ends = [record.header_offset for record in records[1:]] + [archive.start_dir]
         for record, end in zip(records, ends, strict=True):
             used = _LOCAL_HEADER_BYTES + len(record.filename.encode()) + record.compress_size
@@ -86,7 +101,7 @@ def data_records(fd: int, path: str) -> DataRecords:
     """
     with _opened(fd, path) as archive:
         records = archive.infolist()
-    marks = [_data_offset(fd, path, record) for record in records if record.filename.endswith(_BYTEORDER)]
+    marks = [_data_offset(fd, path, record) for record in records if _name(record).endswith(_BYTEORDER)]
     sizes = {_data_offset(fd, path, record): record.file_size for record in records if _DATA in record.filename}
     return DataRecords(sizes, frozenset(os.pread(fd, _BYTEORDER_BYTES, at) for at in marks))
 
@@ -98,10 +113,37 @@ def pickle_record(fd: int, path: str) -> bytes:
         DamagedCheckpointError: There are two.
     """
     with _opened(fd, path) as archive:
-        records = [record for record in archive.infolist() if record.filename.endswith("data.pkl")]
+        records = [record for record in archive.infolist() if _name(record).endswith(_PICKLE)]
     if len(records) != 1:
         raise damaged_pickle(path, f"it holds {len(records)} pickles")
     return os.pread(fd, records[0].file_size, _data_offset(fd, path, records[0]))
+
+
+def _name(record: zipfile.ZipInfo) -> str:
+    """The name of a record, as torch looks for it: in small letters or large ones."""
+    return record.filename.lower()
+
+
+def _directory(fd: int) -> tuple[int, int] | None:
+    """Where a zip says that its directory begins, and the number of its records; None: it says so in two ways.
+
+    Python takes what lies before the end for the directory, so that programs may lie before a zip, and passes over what
+    lies after it; torch takes what lies where the end says. So one file may be two, and another one is read than was
+    checked.
+    """
+    size = os.fstat(fd).st_size
+    count = _LONG_END_BYTES + _LOCATOR_BYTES + _END_BYTES
+    raw = os.pread(fd, count, max(0, size - count))
+    end, before = raw[-_END_BYTES:], raw[:-_END_BYTES]
+    locator, long_end = before[-_LOCATOR_BYTES:], before[:-_LOCATOR_BYTES]
+    if not end.startswith(_END_MARK):
+        return None
+    if not locator.startswith(_LOCATOR_MARK):
+        return int.from_bytes(end[16:20], "little"), int.from_bytes(end[10:12], "little")
+    at = size - len(raw)
+    if not long_end.startswith(_LONG_END_MARK) or int.from_bytes(locator[8:16], "little") != at:
+        return None
+    return int.from_bytes(long_end[48:56], "little"), int.from_bytes(long_end[32:40], "little")
 
 
 def _data_offset(fd: int, path: str, record: zipfile.ZipInfo) -> int:
