@@ -9,7 +9,7 @@ from typing import Final
 
 from hfshard._util.progress import ProgressCallback, bytes_bar
 from hfshard._util.threads import cancellable, in_threads
-from hfshard.constants import COPY_BYTES, FILES_AT_ONCE, SIGNATURE_NAME, WEIGHTS_SUFFIXES
+from hfshard.constants import COPY_BYTES, FILES_AT_ONCE, MAX_INDEX_BYTES, SIGNATURE_NAME, WEIGHTS_SUFFIXES
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, SignatureError, StoreError
 from hfshard.hub.pushing.local_files import PushedContents
 from hfshard.hub.pushing.plan import variants_of
@@ -17,7 +17,7 @@ from hfshard.loading.source import CheckpointSource
 from hfshard.signing.check import SignedPlace
 from hfshard.signing.files import may_be_signed
 from hfshard.signing.report import left_out_warnings, with_problems
-from hfshard.signing.required import MAX_SIGNATURE_BYTES
+from hfshard.signing.required import most_signature_bytes
 from hfshard.signing.signed_by import SignedBy
 from hfshard.signing.upstream import SignedManifest, signed_manifest
 from hfshard.storage.checkpoint.report import VerifyReport
@@ -112,9 +112,10 @@ def _manifest(files: StoreFiles, by: SignedBy) -> SignedManifest:
             "there (hfshard sign DIR --private-key KEY), and push it again; or leave out the public key.",
             path=files.place,
         )
-    if sizes[SIGNATURE_NAME] > MAX_SIGNATURE_BYTES:
+    limit = most_signature_bytes(len(sizes), sum(sizes.values()) - sizes[SIGNATURE_NAME])
+    if sizes[SIGNATURE_NAME] > limit:
         raise SignatureError(
-            f"'{path}' has {sizes[SIGNATURE_NAME]} bytes, but a signature has at most {MAX_SIGNATURE_BYTES}. Ask who "
+            f"'{path}' has {sizes[SIGNATURE_NAME]} bytes, but a signature of such files has at most {limit}. Ask who "
             "published the checkpoint for the right file.",
             path=path,
         )
@@ -161,7 +162,7 @@ def _recorded(contents: Mapping[str, ByteSource], names: Collection[str], manife
     """The sha256 of shards in the indexes that are as they were signed."""
     found: dict[str, str] = {}
     for name in names:
-        if "/" not in name and INDEX_FILE.fullmatch(name):
+        if "/" not in name and INDEX_FILE.fullmatch(name) and contents[name].size <= MAX_INDEX_BYTES:
             with contents[name].open() as reader:
                 raw = reader.read()
             if manifest.digests[name] == {name: hashlib.sha256(raw).hexdigest()}:

@@ -14,7 +14,13 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 import hfshard
-from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError, SignatureError
+from hfshard.errors import (
+    CheckpointChangedError,
+    DamagedCheckpointError,
+    HfshardError,
+    InvalidArgumentError,
+    SignatureError,
+)
 from hfshard.signing.check import SignedPlace
 from hfshard.storage.disk.safe_open import read_small
 from tests.signing.conftest import Keys
@@ -44,6 +50,25 @@ def test_what_is_no_signature_is_refused_by_name(signed: Path, keys: Keys, raw: 
     assert caught.value.path == str(signed / "model.sig")
     [problem] = hfshard.verify_checkpoint(signed, public_key=keys.public).problems
     assert problem.file == str(signed / "model.sig")
+
+
+def test_a_signature_may_be_as_large_as_its_files_are_many(signed: Path, keys: Keys) -> None:
+    (signed / "model.sig").write_bytes(b'"%s"' % (b"x" * (9 * 1024 * 1024)))
+    with open(signed / "hole.onnx", "wb") as file:
+        os.truncate(file.fileno(), 1024**4)  # that takes no room
+
+    with pytest.raises(
+        DamagedCheckpointError, match=r"model.sig' has 9437186 bytes, but such a file has at most 8\d{6}"
+    ):
+        hfshard.load_state_dict(signed, public_key=keys.public)
+    [problem] = hfshard.verify_checkpoint(signed, public_key=keys.public).problems
+    assert problem.file == str(signed / "model.sig")
+
+    (signed / "more").mkdir()
+    for number in range(256):
+        (signed / "more" / f"{number}.onnx").touch()
+    with pytest.raises(SignatureError, match="or is damaged: it is JSON of another kind"):
+        hfshard.load_state_dict(signed, public_key=keys.public)
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,24 @@ def test_what_differs_in_the_store_is_named(
 
 
 @pytest.mark.parametrize("scheme", ["s3"])
+def test_signatures_and_indexes_that_are_too_large_are_not_brought_into_memory(
+    bucket: Bucket, store_address: str, store_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, public = signed_bert(tmp_path)
+    hfshard.push_checkpoint(directory, store_address)
+    before = hfshard.verify_checkpoint(store_address, public_key=public)
+
+    monkeypatch.setattr("hfshard.transfer.signed_store.MAX_INDEX_BYTES", 10)
+    report = hfshard.verify_checkpoint(store_address, public_key=public)
+    assert report.ok and report.signed_by is not None
+    assert report.checked_bytes > before.checked_bytes  # shards are read again, not compared with the index
+
+    bucket.put(f"{store_prefix}/model.sig", b'"%s"' % (b"x" * (9 * 1024 * 1024)))
+    [problem] = hfshard.verify_checkpoint(store_address, public_key=public).problems
+    assert "model.sig' has 9437186 bytes, but a signature of such files has at most 84" in problem.message
+
+
+@pytest.mark.parametrize("scheme", ["s3"])
 def test_other_weights_under_the_signature_are_named(store_address: str, tmp_path: Path) -> None:
     directory, public = signed_bert(tmp_path)
     hfshard.push_checkpoint(directory, store_address)
