@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any, Final
 
 from hfshard.constants import ADAPTER_CONFIG_NAME, CONFIG_NAME, MAX_CONFIG_BYTES
@@ -15,6 +16,9 @@ from hfshard.storage.disk.safe_open import read_small
 
 _OF_THE_ADAPTER: Final = ("revision", "subfolder", "adapter_name", "adapter_kwargs", "output_loading_info")
 """Arguments that don't go to the base model."""
+
+_whose_base: ContextVar[str | None] = ContextVar("whose_base", default=None)
+"""The adapter whose base model is being loaded."""
 
 
 def load_on_signed_base(
@@ -39,9 +43,16 @@ def load_on_signed_base(
     Raises:
         SignatureError: The base model is not signed by whom it must be; or a file of the adapter was changed.
         InvalidArgumentError: The directory holds a model too, or the model is to be spread over ranks.
-        DamagedCheckpointError: The adapter names no base model.
+        DamagedCheckpointError: The adapter names no base model, or another adapter, as PEFT never does.
     """
     directory = local.directory
+    above = _whose_base.get()
+    if above is not None:
+        raise DamagedCheckpointError(
+            f"The adapter '{above}' names '{directory}' as its base model, which is an adapter, too. Correct "
+            f"'base_model_name_or_path' in its '{ADAPTER_CONFIG_NAME}', and sign it again.",
+            path=above,
+        )
     if os.path.lexists(os.path.join(directory, CONFIG_NAME)):
         raise InvalidArgumentError(
             f"'{directory}' holds an adapter and a model, which can't be held to a signature together. Load the model "
@@ -51,6 +62,7 @@ def load_on_signed_base(
     if options.parallelize is not None:
         raise InvalidArgumentError("parallelize can't be given for an adapter that must be signed. Leave one out.")
     base = _base_of(directory)
+    token = _whose_base.set(directory)
     try:
         model = load_base(base, {name: value for name, value in kwargs.items() if name not in _OF_THE_ADAPTER})
     except SignatureError as error:
@@ -59,6 +71,8 @@ def load_on_signed_base(
             "the key, check the adapter by hfshard verify, and put it on: model.load_adapter.",
             path=error.path,
         ) from error
+    finally:
+        _whose_base.reset(token)
     info = model.load_adapter(directory, adapter_name=kwargs.get("adapter_name") or "default")
     signed.confirm()
     return (model, info.to_dict()) if kwargs.get("output_loading_info") else model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -322,6 +323,21 @@ def test_an_adapter_that_is_touched_while_its_base_loads_is_noticed(
     monkeypatch.setattr(BertModel, "load_adapter", swapped)
     with pytest.raises(SignatureError, match=r"adapter_model.safetensors' is not the file that was signed"):
         Bert.from_pretrained(adapter, public_key=keys.public)
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("name", ["adapter", "other"])
+def test_an_adapter_whose_base_is_an_adapter_is_refused(
+    adapter: Path, keys: Keys, load: Callable[..., Any], name: str
+) -> None:
+    if name == "other":
+        shutil.copytree(adapter, adapter.parent / name)
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(adapter.parent / name)}))
+    hfshard.sign_checkpoint(adapter, private_key=keys.private)
+
+    with pytest.raises(DamagedCheckpointError, match=rf"adapter' names '.*/{name}' as its base model, which is an ad"):
+        load(adapter, public_key=keys.public)
 
 
 def test_what_finds_the_base_by_itself_is_refused(adapter: Path, signed_bert: Path, keys: Keys) -> None:
