@@ -249,6 +249,12 @@ class SignedPlace:
         digests, seen = self.hashed([name], progress_callback)[name]
         if digests != self.manifest.digests[name] or seen[:-1] != file.identity:
             raise self.differs(name)
+        if isinstance(file, SafetensorsFile | PickleFile) and seen[-1] != file.changed_ns:
+            raise CheckpointChangedError(
+                f"'{file.path}' was changed between its being opened and the check of its signature, so that what is "
+                "open need not be what was signed. Load it again when nothing changes it.",
+                path=file.path,
+            )
         self.seen[name] = seen
 
     def _refuse(self, *, missing_files: Iterable[str], added_files: Iterable[str]) -> None:

@@ -187,6 +187,29 @@ def test_weights_that_are_written_over_after_their_check_are_noticed(
         hfshard.load_state_dict(signed, public_key=keys.public, read=read)
 
 
+def test_a_pickle_that_is_written_over_before_its_check_is_noticed(
+    tmp_path: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out" / "pytorch_model.bin"
+    path.parent.mkdir()
+    torch.save({"a": torch.ones(4), "b": torch.zeros(4)}, path)
+    hfshard.sign_checkpoint(path.parent, private_key=keys.private)
+    signed = path.read_bytes()
+    torch.save({"b": torch.ones(4), "a": torch.zeros(4)}, tmp_path / "pytorch_model.bin")
+    path.write_bytes((tmp_path / "pytorch_model.bin").read_bytes())
+    status, plain = path.stat(), SignedPlace.check_opened
+
+    def written_over(self: SignedPlace, *arguments: Any) -> None:
+        with path.open("r+b") as file:
+            file.write(signed)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        plain(self, *arguments)
+
+    monkeypatch.setattr(SignedPlace, "check_opened", written_over)
+    with pytest.raises(CheckpointChangedError, match=r"pytorch_model.bin' was changed between its being opened and"):
+        hfshard.load_state_dict(path.parent, public_key=keys.public)
+
+
 def test_weights_that_get_another_name_after_their_check_stay_what_they_are(
     signed: Path, keys: Keys, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ class SafetensorsFile(SafetensorsShard):
         try:
             status = os.fstat(fd)
             self.identity: Identity = identity_of(status)
+            self.changed_ns = status.st_ctime_ns
             length = read_header_length(os.read(fd, LENGTH_BYTES), status.st_size, path)
             assert length <= MAX_HEADER_BYTES
             raw_header = length.to_bytes(LENGTH_BYTES, "little") + read_text(fd, length, path)

@@ -27,6 +27,7 @@ class PickleFile:
         tensors: FQN -> tensor.
         size: Bytes.
         identity: Which file it was.
+        changed_ns: See `PickleContents`.
     """
 
     def __init__(self, path: str, root: str, key: str | None = None, opener: Callable[[], int] | None = None) -> None:
@@ -49,6 +50,7 @@ class PickleFile:
         self.tensors: dict[str, torch.Tensor]
         self.key, self.tensors = choose_weights(contents.value, path, key)
         self.size, self.identity = contents.size, contents.identity
+        self.changed_ns = contents.changed_ns
         self._contents = replace(contents, value=None)  # the rest of it, such as an optimizer, need not stay
         self._held: HeldFile | None = None
         self._opening = threading.Lock()

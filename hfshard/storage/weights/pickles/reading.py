@@ -49,6 +49,7 @@ class PickleContents:
         is_zip: Whether it is a zip file, which is mapped; an older one is read.
         size: Bytes.
         identity: Which file it was.
+        changed_ns: When anything about it had changed for the last time, before it was read.
         address: Of the first byte of the mapped file; None: it is not mapped, not known where, or tensors have other
             bytes than the file, as those of the other byte order.
     """
@@ -59,6 +60,7 @@ class PickleContents:
     is_zip: bool
     size: int
     identity: Identity
+    changed_ns: int
     address: int | None
 
     def open_again(self) -> int:
@@ -113,14 +115,15 @@ def read_pickle(path: str, root: str, opener: Callable[[], int] | None = None) -
     opener = opener or partial(open_regular, path, root)
     fd = opener()
     try:
+        status = os.fstat(fd)
         is_zip = _is_zip(fd, path)
         if is_zip:
             check_archive(fd, path)
         (scan_zip if is_zip else scan_old_format)(fd, path)
         value = _load(fd, path, mapped=is_zip)
         address = _check_mapped(value, fd, path) if is_zip else None
-        status = os.fstat(fd)
-        return PickleContents(path, opener, value, is_zip, status.st_size, identity_of(status), address)
+        identity, changed_ns = identity_of(status), status.st_ctime_ns
+        return PickleContents(path, opener, value, is_zip, status.st_size, identity, changed_ns, address)
     finally:
         os.close(fd)
 
