@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from functools import partial
 from typing import Final
@@ -40,12 +41,12 @@ def writing_path(root: str, step: int) -> str:
 
 def checkpoints_in(root: str) -> list[RunCheckpoint]:
     """List every checkpoint in a run directory, damaged ones too, as `newest_first` sorts them."""
-    names: list[str] = []
     found: list[RunCheckpoint] = []
     for _ in range(_LOOKS):
         names = _names_in(root)
-        found = [_read(os.path.join(root, name), step) for name, step in _step_directories(root, names)]
-        if _names_in(root) == names:
+        gone: list[str] = []
+        found = [_read(os.path.join(root, name), step) for name, step in _step_directories(root, names, gone)]
+        if not gone and _names_in(root) == names:
             break
     return newest_first(found)
 
@@ -58,8 +59,10 @@ def _names_in(root: str) -> list[str]:
     return sorted(name for name in names_in(root) if CHECKPOINT.fullmatch(name) or _REPLACED.fullmatch(name))
 
 
-def _step_directories(root: str, names: list[str]) -> Iterator[tuple[str, int]]:
-    """The name and step of each directory among some names that is a checkpoint.
+def _step_directories(root: str, names: list[str], gone: list[str]) -> Iterator[tuple[str, int]]:
+    """The name and step of each directory among some names that is a checkpoint; those that vanished come to `gone`.
+
+    A name may have a directory again by the time the names are compared, that of the next save.
 
     Those that were moved aside count where nothing has replaced them, and those of other names, such as a user's copy
     `checkpoint-4`, where the step has no other and they have a manifest: without one, they are another tool's.
@@ -69,11 +72,11 @@ def _step_directories(root: str, names: list[str]) -> Iterator[tuple[str, int]]:
         match = CHECKPOINT.fullmatch(name)
         if match is not None and is_own_name(name, step := int(match[1])):
             steps.add(step)
-            if os.path.isdir(os.path.join(root, name)):
+            if _is_directory(root, name, gone):
                 yield name, step
     for name in names:
         match = _REPLACED.fullmatch(name)
-        if match is not None and (step := int(match[1])) not in steps and os.path.isdir(os.path.join(root, name)):
+        if match is not None and (step := int(match[1])) not in steps and _is_directory(root, name, gone):
             yield name, step
     for name in names:
         match = CHECKPOINT.fullmatch(name)
@@ -82,6 +85,18 @@ def _step_directories(root: str, names: list[str]) -> Iterator[tuple[str, int]]:
         if os.path.lexists(os.path.join(root, name, MANIFEST)):
             steps.add(step)
             yield name, step
+
+
+def _is_directory(root: str, name: str, gone: list[str]) -> bool:
+    path = os.path.join(root, name)
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:
+        if not os.path.islink(path):
+            gone.append(name)
+    except OSError:
+        pass  # it is nothing that can be read, now and later
+    return False
 
 
 def clean_up_run(root: str) -> None:

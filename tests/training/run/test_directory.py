@@ -7,6 +7,10 @@ import fcntl
 import os
 import re
 import shutil
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +20,7 @@ import pytest
 
 from hfshard.errors import AccessDeniedError, HfshardError, RunRemovedError, SaveDirectoryError
 from hfshard.training import CheckpointManager, TrainingState
+from hfshard.training.run.directory import checkpoints_in
 from tests.crash.runs.content import Counter, litter
 from tests.training import processes
 
@@ -246,3 +251,30 @@ def test_files_get_the_modes_that_the_umask_gives(tmp_path: Path) -> None:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o750
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o640}
+
+
+REPLACES = """
+import os, sys
+from hfshard.training.run.directory import put_in_place, writing_path
+while True:
+    written = writing_path(sys.argv[1], 1)
+    os.mkdir(written)
+    put_in_place(written, sys.argv[1], 1)
+"""
+IN_MEMORY = Path("/dev/shm")
+
+
+def test_a_step_that_another_process_replaces_all_the_time_is_always_found(tmp_path: Path) -> None:
+    """In memory, where a save takes microseconds: one in forty looks met a directory that had gone, and come again."""
+    place = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=place) as root:
+        writer = subprocess.Popen([sys.executable, "-c", REPLACES, root])
+        try:
+            while not checkpoints_in(root):
+                assert writer.poll() is None
+            end = time.monotonic() + 2
+            found = [bool(checkpoints_in(root)) for _ in iter(lambda: time.monotonic() < end, False)]
+        finally:
+            writer.kill()
+            writer.wait()
+        assert set(found) == {True}
