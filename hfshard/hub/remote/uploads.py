@@ -17,7 +17,7 @@ from huggingface_hub.lfs import UploadInfo
 
 from hfshard._util.threads import in_threads
 from hfshard.errors import IntegrityError
-from hfshard.storage.disk.byte_source import ByteSource, SeekableReader, sha256_of_source
+from hfshard.storage.disk.byte_source import ByteSource, FileSource, SeekableReader, sha256_of_source
 from hfshard.stores.buckets.tokens import XetTokens, repo_token_url
 
 logger = logging.getLogger(__name__)
@@ -126,6 +126,11 @@ class CheckedReader(SeekableReader):
         """Position -> hasher at the positions where reading began: a part that is sent again begins there."""
         self._was_sought = False
         self._counted = 0
+
+    @property
+    def is_of_file(self) -> bool:
+        """Whether the bytes are on the disk, and not those of tensors in memory."""
+        return isinstance(self._content, FileSource)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         """Go to a position, as in any file."""

@@ -20,10 +20,10 @@ from hfshard.hub.protocols import CommitRequest
 from hfshard.hub.remote.uploads import XET_VARIABLE, CheckedReader
 from hfshard.stores.buckets.hub_calls import describe_token, without_token
 from hfshard.stores.buckets.tokens import XetTokens, repo_token_url
-from hfshard.stores.buckets.turns import BLOCK_BYTES, commit_streams, upload_commits
+from hfshard.stores.buckets.turns import BLOCK_BYTES, SMALL_BYTES, commit_streams, upload_commits
 from hfshard.stores.buckets.upload import XetCommit
 from hfshard.stores.buckets.xet import XetFailedError, interruptible
-from hfshard.stores.memory import store_memory_bytes
+from hfshard.stores.memory import file_push_memory_bytes, store_memory_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class XetStreams:
         self._repo_id, self._token = repo_id, token
         self._request = request
         self._tokens = tokens
+        self._memory_bytes = store_memory_bytes()
         if request.create_pr:  # who may open a pull request may not write to any branch: the Hub is told, as upstream
             self._tokens = XetTokens(repo_token_url(repo_id, "write", "None") + "?create_pr=1", token)
         elif request.revision is not None and request.revision != constants.DEFAULT_REVISION:
@@ -82,7 +83,10 @@ class XetStreams:
         )
         large = [one for one in additions if one._upload_mode == "lfs" and not one._should_ignore]
         distinct = list({one.upload_info.sha256: one for one in large}.values())  # equal files are sent once
-        commits = upload_commits([one.upload_info.size for one in distinct], store_memory_bytes())
+        heavy = [one for one in distinct if one.upload_info.size > SMALL_BYTES]
+        if all(cast(CheckedReader, one.path_or_fileobj).is_of_file for one in heavy):
+            self._memory_bytes = file_push_memory_bytes()
+        commits = upload_commits([one.upload_info.size for one in distinct], self._memory_bytes)
         saved = sum(self._send_together([distinct[number] for number in numbers]) for numbers in commits)
         for addition in large:
             addition._is_uploaded = True
@@ -103,8 +107,8 @@ class XetStreams:
     def _stream_all(self, additions: Sequence[CommitOperationAdd]) -> int:
         sizes = [addition.upload_info.size for addition in additions]
         is_one_block = sum(sizes) <= BLOCK_BYTES
-        at_once = 1 if is_one_block else min(commit_streams(sizes, store_memory_bytes()), _STREAMS, len(sizes))
-        commit = XetCommit(self._tokens, sum(sizes), at_once=at_once)
+        at_once = 1 if is_one_block else min(commit_streams(sizes, self._memory_bytes), _STREAMS, len(sizes))
+        commit = XetCommit(self._tokens, sum(sizes), at_once=at_once, memory_bytes=self._memory_bytes)
         cancelled = threading.Event()
 
         def stop() -> None:

@@ -70,8 +70,8 @@ class _Turns:
         self._changed = threading.Condition(threading.RLock())  # a turn may be given back within the lock, by `__del__`
         self._held: list[int] = []
 
-    def take(self, thread: int) -> None:
-        most = self._at_once(store_memory_bytes())
+    def take(self, thread: int, memory_bytes: int) -> None:
+        most = self._at_once(memory_bytes)
         with self._changed:
             while len(self._held) >= most and thread not in self._held:
                 self._changed.wait()
@@ -91,13 +91,13 @@ _DOWNLOADS: Final = _Turns(downloads_at_once)
 class Turn:
     """The turn of one transfer, waited for when it is made, and given back once."""
 
-    def __init__(self, turns: _Turns, size: int) -> None:
-        """Wait for it, if so many bytes need one."""
+    def __init__(self, turns: _Turns, size: int, memory_bytes: int | None = None) -> None:
+        """Wait for it, if so many bytes need one; as many have one as this much memory allows."""
         self._turns = turns
         self._thread: int | None = None
         if size > SMALL_BYTES:
             thread = threading.get_ident()
-            turns.take(thread)
+            turns.take(thread, memory_bytes or store_memory_bytes())
             self._thread = thread
 
     def end(self) -> None:
@@ -111,9 +111,9 @@ class Turn:
         self.end()
 
 
-def upload_turn(size: int) -> Turn:
-    """Wait until so many bytes may be sent."""
-    return Turn(_UPLOADS, size)
+def upload_turn(size: int, memory_bytes: int) -> Turn:
+    """Wait until so many bytes may be sent, beside others in so much memory."""
+    return Turn(_UPLOADS, size, memory_bytes)
 
 
 def download_turn(size: int) -> Turn:

@@ -11,6 +11,7 @@ import hf_xet
 from hfshard.stores.buckets.tokens import XetTokens
 from hfshard.stores.buckets.turns import SMALL_BYTES, give_memory_back, upload_turn
 from hfshard.stores.buckets.xet import SESSIONS, XetFailedError, asked, interruptible
+from hfshard.stores.memory import store_memory_bytes
 
 _Answer = TypeVar("_Answer")
 
@@ -33,13 +34,16 @@ class XetCommit:
     What is new in all of them goes in common blocks, and they are registered by one request.
     """
 
-    def __init__(self, tokens: XetTokens, total_bytes: int, *, at_once: int = 1) -> None:
+    def __init__(
+        self, tokens: XetTokens, total_bytes: int, *, at_once: int = 1, memory_bytes: int | None = None
+    ) -> None:
         """Begin, when it is this commit's turn.
 
         Args:
             tokens: To write.
             total_bytes: Of all files that will be sent.
             at_once: Large files that will be sent at once: that many turns are taken.
+            memory_bytes: That all transfers may take; None: `store_memory_bytes`.
 
         Raises:
             XetFailedError: The storage refused, or can't be reached.
@@ -47,10 +51,11 @@ class XetCommit:
         """
         arguments = tokens.arguments()
         self._tokens, self._total_bytes = tokens, total_bytes
-        self._turns = [upload_turn(total_bytes) for _ in range(at_once)]
+        memory_bytes = memory_bytes or store_memory_bytes()
+        self._turns = [upload_turn(total_bytes, memory_bytes) for _ in range(at_once)]
         self._commit: Any = None
         try:
-            self._commit = self.do(lambda: SESSIONS.get().new_upload_commit(**arguments))
+            self._commit = self.do(lambda: SESSIONS.get(memory_bytes).new_upload_commit(**arguments))
         except BaseException:
             self.abort()
             raise

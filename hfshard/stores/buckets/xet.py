@@ -40,20 +40,19 @@ class XetFailedError(Exception):
 
 
 class _Sessions:
-    """hf_xet's session of this process: a forked child begins its own."""
+    """hf_xet's sessions of this process, one for each limit of memory: a forked child begins its own."""
 
     def __init__(self) -> None:
         self._lock = ProcessLock()
-        self._session: Any = None
-        self._made_for: tuple[int, int] | None = None
+        self._sessions: dict[tuple[int, int], Any] = {}
 
-    def get(self) -> Any:
-        """The session; it is made again where the limit of memory has changed."""
-        wanted = (os.getpid(), store_memory_bytes())
+    def get(self, memory_bytes: int | None = None) -> Any:
+        """The session that keeps to so many bytes; None: to those of all transfers."""
+        wanted = (os.getpid(), memory_bytes or store_memory_bytes())
         with self._lock.held():
-            if self._made_for != wanted:
-                self._session, self._made_for = _new_session(wanted[1]), wanted
-            return self._session
+            if wanted not in self._sessions:
+                self._sessions[wanted] = _new_session(wanted[1])
+            return self._sessions[wanted]
 
 
 def _new_session(memory_bytes: int) -> Any:

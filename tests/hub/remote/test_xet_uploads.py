@@ -60,7 +60,8 @@ import hfshard
 time.sleep = lambda seconds: None
 try:
     pushed = hfshard.push_checkpoint("out", "org/m")
-    print(json.dumps([pushed.commit, pushed.sent_bytes]))
+    from hfshard.stores.buckets.xet import SESSIONS
+    print(json.dumps([pushed.commit, pushed.sent_bytes, [memory for _, memory in SESSIONS._sessions]]))
 except hfshard.HfshardError as error:
     print(json.dumps([type(error).__name__, str(error)]))
 """
@@ -88,7 +89,8 @@ class Pusher:
         return forkserver.start(command, env=self.variables(), cwd=self.home, stdout=pipe, stderr=pipe)
 
     def push_directory(self) -> Any:
-        """Push the directory "out"; gives the commit and the bytes that were sent, or the error and its message."""
+        """Push the directory "out"; gives the commit, the bytes that were sent, and what hf_xet may take in memory, or
+        the error and its message."""
         return outcome_of(self.start_directory())
 
     def save(self, changed: int = 0) -> list[Path]:
@@ -236,16 +238,17 @@ def test_lfs_is_used_where_xet_is_turned_off(pusher: Pusher) -> None:
 def test_a_directory_goes_by_one_upload_and_only_what_changed_goes_again(pusher: Pusher) -> None:
     hub = pusher.hub
     pusher.save()
-    _, sent = pusher.push_directory()
+    _, sent, memory = pusher.push_directory()
 
     assert (hub.count("xorb_put"), hub.count("shard_put"), hub.count("lfs_put")) == (1, 1, 0)
     assert BYTES < sent < BYTES * 1.01
+    assert memory == [805_306_368]  # no tensors are beside: several blocks go at once
     repo = hub.repo("org/m")
     pushed = {path: repo.read(path) for path in repo.files() if path != ".gitattributes"}
     assert pushed == {path.name: path.read_bytes() for path in (pusher.home / "out").iterdir()}
 
     pusher.save(changed=20_000)  # 1 % of the bytes
-    _, sent = pusher.push_directory()
+    _, sent, _ = pusher.push_directory()
     assert 80_000 < sent < 500_000
 
 

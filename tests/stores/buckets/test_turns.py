@@ -26,7 +26,7 @@ def test_files_share_upload_commits_as_the_memory_allows() -> None:
     assert turns.upload_commits([300_000_000], 32 << 20) == [[0]]
     assert turns.upload_commits([40_000_000] * 3, 32 << 20) == [[0, 1, 2]]
     assert turns.upload_commits([], 256 << 20) == []
-    assert [turns.commit_streams(sizes, size << 20) for size in (333, 334, 504, 1024)] == [0, 1, 2, 5]
+    assert [turns.commit_streams(sizes, size << 20) for size in (333, 334, 504, 768, 1024)] == [0, 1, 2, 3, 5]
     assert turns.commit_streams([40_000_000] * 3, 256 << 20) == 1
 
 
