@@ -27,7 +27,7 @@ _STATUS: Final = re.compile(r"\((\d{3}) [A-Z]")
 """How hf_xet quotes the status of an answer: "HTTP status client error (403 Forbidden)"."""
 
 _LOOK_SECONDS: Final = 0.2
-"""How often a thread that waits for hf_xet looks whether it shall end."""
+"""How often who waits for hf_xet looks whether it shall end."""
 
 
 class XetFailedError(Exception):
@@ -105,8 +105,9 @@ def interruptible(call: Callable[[], _Answer], cancel: Callable[[], object]) -> 
     if future is None:
         return call()
     try:
-        while cancelled is not None and not wait([future], _LOOK_SECONDS).done:
-            if cancelled.is_set():
+        # Not without end in the main thread either: it may not notice a signal that another thread was woken for.
+        while not wait([future], _LOOK_SECONDS).done:
+            if cancelled is not None and cancelled.is_set():
                 raise InterruptedError("another item failed, or Ctrl-C came")
         return future.result()
     except BaseException:
