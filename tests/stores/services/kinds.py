@@ -17,8 +17,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 START_SECONDS = 30.0
 ACCOUNT = "devstoreaccount1"
@@ -49,19 +47,9 @@ def _lacks_moto() -> str:
 
 
 def _start_moto() -> str:
-    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
-    from werkzeug.serving import make_server
+    from tests.stores.services.moto_server import serve_moto
 
-    class Handler(MotoRequestHandler):
-        disable_nagle_algorithm = True  # an answer is several writes, and a client waits 40 ms for the second
-
-        def log(self, type: str, message: str, *args: Any) -> None:
-            """Print nothing."""
-
-    application = DomainDispatcherApplication(create_backend_app)
-    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    return f"http://127.0.0.1:{server.server_port}"
+    return serve_moto()
 
 
 def _s3_environment(url: str) -> dict[str, str]:

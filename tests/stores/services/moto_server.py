@@ -1,0 +1,50 @@
+"""S3 by moto, whose requests are answered one at a time: its threads share objects without locks.
+
+A bucket that was listed while another test deleted from it, and an object that was read while somebody put it again,
+were answered with a status of 500.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from threading import Lock, Thread
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+
+
+def serve_moto() -> str:
+    """Start it in this process, until that ends; gives its URL."""
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
+
+    class Handler(MotoRequestHandler):
+        disable_nagle_algorithm = True  # an answer is several writes, and a client waits 40 ms for the second
+
+        def log(self, type: str, message: str, *args: Any) -> None:
+            """Print nothing."""
+
+    application = _one_at_a_time(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def _one_at_a_time(application: WSGIApplication) -> WSGIApplication:
+    """The application, which is given a request when it has come whole: others don't wait for those who send slowly."""
+    from werkzeug.exceptions import ClientDisconnected
+    from werkzeug.wsgi import get_input_stream
+
+    lock = Lock()
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        try:
+            body = get_input_stream(environ).read()
+        except ClientDisconnected as error:
+            return error(environ, start_response)
+        with lock:
+            return application({**environ, "wsgi.input": io.BytesIO(body)}, start_response)
+
+    return answer
