@@ -48,7 +48,6 @@ class XetStreams:
         self._repo_id, self._token = repo_id, token
         self._request = request
         self._tokens = tokens
-        self._memory_bytes = store_memory_bytes()
         if request.create_pr:  # who may open a pull request may not write to any branch: the Hub is told, as upstream
             self._tokens = XetTokens(repo_token_url(repo_id, "write", "None") + "?create_pr=1", token)
         elif request.revision is not None and request.revision != constants.DEFAULT_REVISION:
@@ -84,31 +83,31 @@ class XetStreams:
         large = [one for one in additions if one._upload_mode == "lfs" and not one._should_ignore]
         distinct = list({one.upload_info.sha256: one for one in large}.values())  # equal files are sent once
         heavy = [one for one in distinct if one.upload_info.size > SMALL_BYTES]
-        if all(cast(CheckedReader, one.path_or_fileobj).is_of_file for one in heavy):
-            self._memory_bytes = file_push_memory_bytes()
-        commits = upload_commits([one.upload_info.size for one in distinct], self._memory_bytes)
-        saved = sum(self._send_together([distinct[number] for number in numbers]) for numbers in commits)
+        are_files = all(cast(CheckedReader, one.path_or_fileobj).is_of_file for one in heavy)
+        memory_bytes = file_push_memory_bytes() if are_files else store_memory_bytes()
+        commits = upload_commits([one.upload_info.size for one in distinct], memory_bytes)
+        saved = sum(self._send_together([distinct[number] for number in numbers], memory_bytes) for numbers in commits)
         for addition in large:
             addition._is_uploaded = True
         return saved
 
-    def _send_together(self, additions: Sequence[CommitOperationAdd]) -> int:
+    def _send_together(self, additions: Sequence[CommitOperationAdd], memory_bytes: int) -> int:
         """Send files by one upload commit, all again if one of them fails."""
         path = additions[0].path_in_repo
         for attempt in range(1, _TRIES + 1):
             try:
-                return self._stream_all(additions)
+                return self._stream_all(additions, memory_bytes)
             except XetFailedError as error:
                 if attempt == _TRIES or error.kind not in ("access", "connection"):
                     raise self._translated(error, path, len(additions) - 1) from error
                 logger.warning("%s is sent again to the Xet storage: %s", _named(path, len(additions) - 1), error)
         raise AssertionError("unreachable")
 
-    def _stream_all(self, additions: Sequence[CommitOperationAdd]) -> int:
+    def _stream_all(self, additions: Sequence[CommitOperationAdd], memory_bytes: int) -> int:
         sizes = [addition.upload_info.size for addition in additions]
         is_one_block = sum(sizes) <= BLOCK_BYTES
-        at_once = 1 if is_one_block else min(commit_streams(sizes, self._memory_bytes), _STREAMS, len(sizes))
-        commit = XetCommit(self._tokens, sum(sizes), at_once=at_once, memory_bytes=self._memory_bytes)
+        at_once = 1 if is_one_block else min(commit_streams(sizes, memory_bytes), _STREAMS, len(sizes))
+        commit = XetCommit(self._tokens, sum(sizes), at_once=at_once, memory_bytes=memory_bytes)
         cancelled = threading.Event()
 
         def stop() -> None:
