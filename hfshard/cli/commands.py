@@ -126,6 +126,11 @@ def _headline(found: Inspection) -> str:
         ["weights", f"{format_size(found.nbytes)} in {count_of(shards, 'file')}"],
         ["tensors", f"{count_of(len(found.tensors), 'tensor')}, {found.parameters:,} parameters"],
         ["checksums", "yes" if found.is_verifiable else "none: saved by another tool"],
+        *(
+            [["signature", f"{found.signature}, not checked: hfshard verify --public-key KEY"]]
+            if found.signature
+            else []
+        ),
     ]
     return table(["", ""], rows).lstrip("\n")
 

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from hfshard._util.paths import absolute_path
+from hfshard.constants import SIGNATURE_NAME
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.storage.checkpoint.checkpoint import OpenCheckpoint
@@ -59,6 +60,8 @@ class Inspection:
     metadata: dict[str, Any]
     is_verifiable: bool
     """Whether every file that holds tensors has a checksum."""
+    signature: str | None
+    """The name of the signature that lies beside; whether it holds is not checked. None: there is none."""
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +99,7 @@ class Inspection:
             "entry": self.entry,
             "key": self.key,
             "is_verifiable": self.is_verifiable,
+            "signature": self.signature,
             "total_size": self.nbytes,
             "total_parameters": self.parameters,
             "files": [
@@ -154,6 +158,7 @@ def _inspected(viewed: ViewedCheckpoint, typed: str) -> Inspection:
         tied_names=dict(checkpoint.index.tied_names),
         metadata=dict(checkpoint.index.metadata),
         is_verifiable=checkpoint.index.is_verifiable,
+        signature=SIGNATURE_NAME if checkpoint.folder.has(SIGNATURE_NAME) else None,
     )
 
 

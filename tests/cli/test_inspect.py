@@ -78,6 +78,7 @@ def test_json_has_everything(example: Path, run: Run) -> None:
         "entry": "model.safetensors.index.json",
         "key": None,
         "is_verifiable": True,
+        "signature": None,
         "total_size": 460_108,
         "total_parameters": 115_051,
         "dtypes": [

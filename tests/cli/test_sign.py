@@ -13,6 +13,8 @@ def test_sign_and_verify(example: Path, tmp_path: Path, run: Run) -> None:
     private, public = write_pair(tmp_path, "mine")
 
     done = run("sign", example, "--private-key", private)
+    looked_at = run("inspect", example)
+    as_json = json.loads(run("inspect", example, "--format", "json").stdout)
     whole = run("verify", example, "--public-key", public)
     shown = json.loads(run("verify", example, "--public-key", public, "--format", "json").stdout)
     unread = run("verify", example, "--public-key", public, "--level", "structure")
@@ -23,6 +25,8 @@ def test_sign_and_verify(example: Path, tmp_path: Path, run: Run) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{example}/model.sig: ")
     assert "by the sha256 of the save" in done.stdout
+    assert "checksums   yes\nsignature   model.sig, not checked: hfshard verify --public-key KEY\n" in looked_at.stdout
+    assert as_json["signature"] == "model.sig"
     assert (whole.returncode, whole.stderr) == (0, "")
     assert f"whole, and signed by the key of '{public}'" in whole.stdout
     assert shown["signed_by"] == f"the key of '{public}'"

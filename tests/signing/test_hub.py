@@ -47,6 +47,7 @@ def test_a_signed_repo_loads_and_every_file_is_compared(
     assert loaded == hub.call("load_auto", repo, cache, public_key=keys.public)
     assert sorted(hub.call("read", repo, cache, public_key=keys.public)) == sorted(bert(3).state_dict())
     snapshot = next((cache / f"models--{repo.replace('/', '--')}" / "snapshots").iterdir())
+    assert hub.call("signature", repo) == hub.call("signature", repo, revision=first) == "model.sig"
     assert {"model.sig", "tokenizer.json"} <= {path.name for path in snapshot.iterdir()}
     wrong = hub.refused("load", repo, cache, public_key=keys.other_public)
     assert (wrong.error, "was not made by the key of" in wrong.message) == ("SignatureError", True)

@@ -110,6 +110,7 @@ def _facts(found: Inspection) -> tuple[Fact, ...]:
         Fact("files", f"{len(shards):,}", f"largest {format_size(max((file.nbytes for file in shards), default=0))}"),
         Fact("dtypes", ", ".join(islice(dtypes, 3)) + more if dtypes else "none"),
         Fact("checksums", "yes" if found.is_verifiable else "none", "" if found.is_verifiable else "by another tool"),
+        *([Fact("signature", found.signature, "not checked here")] if found.signature else []),
     )
 
 

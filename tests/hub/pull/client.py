@@ -15,6 +15,7 @@ import hfshard
 from hfshard.hub.remote import transport
 from hfshard.stores.buckets import hub_calls
 from hfshard.transfer.pull import pull_checkpoint
+from hfshard.viewing.inspection import inspect_checkpoint
 from tests.hub.client_process import do_task, prepare
 from tests.hub.models import Bert, digest_of
 
@@ -78,6 +79,11 @@ def read(repo_id: str, cache: str, **options: Any) -> dict[str, str]:
     return {name: digest_of({name: tensor}) for name, tensor in tensors.items()}
 
 
+def signature(repo_id: str, **options: Any) -> str | None:
+    """The signature that `inspect_checkpoint` sees."""
+    return inspect_checkpoint(repo_id, **options).signature
+
+
 def diff(a: str, b: str, **options: Any) -> dict[str, Any]:
     """`diff_checkpoints`: its places, what has changed, how many tensors are of which kind, bytes read."""
     report = hfshard.diff_checkpoints(a, b, **options)
@@ -118,6 +124,7 @@ TASKS: dict[str, Callable[..., Any]] = {
         load_stock,
         read,
         diff,
+        signature,
         stock_snapshot,
         stock_files,
         stock_refs,

@@ -36,6 +36,10 @@ def test_inspect_shows_files_tensors_and_where(saved: Place, capsys: pytest.Capt
     assert found["total_size"] == 3200
     sizes = {name: len(raw) for name, raw in saved.files().items() if name.endswith(".safetensors")}
     assert {file["name"]: file["size"] for file in found["files"]} == sizes
+    assert found["signature"] is None
+    saved.put("model.sig", b"{}")
+    assert main(["inspect", saved.path]) == 0
+    assert "signature   model.sig, not checked: hfshard verify --public-key KEY" in capsys.readouterr().out
 
 
 def test_verify_says_whole_or_what_is_damaged(saved: Place, capsys: pytest.CaptureFixture[str]) -> None:

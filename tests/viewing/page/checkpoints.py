@@ -39,6 +39,7 @@ def inspection_of(
     tied_names: dict[str, str] | None = None,
     metadata: dict[str, object] | None = None,
     place: str = "/models/one",
+    signature: str | None = None,
 ) -> Inspection:
     """What would be found in a checkpoint with these tensors."""
     files: dict[str, list[TensorEntry]] = {}
@@ -58,6 +59,7 @@ def inspection_of(
         tied_names=tied_names or {},
         metadata=metadata or {},
         is_verifiable=True,
+        signature=signature,
     )
 
 

@@ -88,6 +88,13 @@ def test_facts_and_tables_can_be_read_without_scripts(small: str) -> None:
     assert "format pt note {&#34;by&#34;: &#34;tests&#34;}" in text
 
 
+def test_a_signature_is_named_and_not_vouched_for(small: str) -> None:
+    signed = html_of(inspection_of([tensor("a", 10)], signature="model.sig"))
+
+    assert "<dt>signature</dt><dd>model.sig<small>not checked here</small></dd>" in signed.replace("<wbr>", "")
+    assert "signature" not in small
+
+
 def test_data_is_a_tree_in_columns(small: str) -> None:
     data = data_of(small)
 
