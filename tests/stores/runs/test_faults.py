@@ -18,7 +18,7 @@ from tests.stores.services.fault_proxy import FaultProxy
 
 KEPT = 2
 _ENDLESS = 10**6
-_FEW = 4
+_FEW = 2
 """Of the requests of a save, those that are tried without --slow."""
 
 pytestmark = pytest.mark.parametrize("scheme", ["s3"])

@@ -16,7 +16,7 @@ CASES = {
     "hf": "single->sharded",
 }
 """A transition for each service; they do the same in all."""
-POINTS = 5
+POINTS = 3
 
 
 @pytest.mark.parametrize(
