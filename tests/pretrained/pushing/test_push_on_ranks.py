@@ -28,8 +28,6 @@ from tests.pretrained.ranks.layouts import CONFIGS, forget_meshes, spread
 from tests.pretrained.ranks.specimens import SPECIMENS
 from tests.zoo.mixin_classes import with_mixin
 
-pytestmark = pytest.mark.compat
-
 SHARD_BYTES = 12_000
 BY_USERS = {"llama_tied": "fsdp", "llama_untied": "pp"}
 BY_TRANSFORMERS = {"llama_untied_even": "their_pp", "qwen3_moe_even": "their_ep"}
@@ -86,6 +84,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.compat
 def test_two_ranks_make_the_commits_of_one_process_by_as_many_requests(hub_server: HubServer, place: Path) -> None:
     for name in BY_TRANSFORMERS:
         SPECIMENS[name].build(with_mixin(SPECIMENS[name].stock_class)).save_pretrained(place / "saved" / name)
@@ -172,6 +171,7 @@ def push_what_is_special(rank: int, place: Path) -> None:
     assert (Path(pushed.url) / "tokenizer.json").read_bytes() == b"{}"
 
 
+@pytest.mark.compat
 def test_what_an_override_saves_is_pushed_with_its_links_and_right_after_a_forward_pass(place: Path) -> None:
     (place / "tokenizer.json").write_bytes(b"{}")
     for world_size in (1, 2):

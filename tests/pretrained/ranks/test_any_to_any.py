@@ -212,10 +212,8 @@ def test_some_layouts_are_loaded_into_others(tmp_path: Path) -> None:
         4: [
             Load("4-fsdp_ep", "moe", "fsdp_ep", "function"),
             Load("4-fsdp_ep", "moe", "pp_tp", "function"),
-            Load("4-fsdp_tp", "tied", "pp_fsdp", "function"),
             Load("2-pp", "buffers", "hsdp", "like"),
-            Load("2-tp", "uneven", "pp_tp", "module"),
-            Load("2-tp", "uneven", "fsdp_by_turns", "function"),
+            Load("2-tp", "uneven", "pp_fsdp", "module"),
             Load("4-fsdp_ep", "moe", "their_fsdp_4", "config"),
         ],
     }

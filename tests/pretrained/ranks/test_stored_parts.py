@@ -26,8 +26,6 @@ from tests.distributed.gloo import check_ranks
 from tests.pretrained.ranks.layouts import spread
 from tests.zoo.models import ZOO
 
-pytestmark = pytest.mark.compat
-
 
 def convert_by_computing() -> None:
     """Let transformers permute, transpose and interleave weights of Llama, for this process."""
@@ -104,6 +102,7 @@ def addresses(model: torch.nn.Module) -> set[int]:
     return {parameter.to_local().data_ptr() for parameter in model.parameters()}  # type: ignore[attr-defined]
 
 
+@pytest.mark.compat
 def test_the_parts_of_two_ranks_are_what_one_process_stores(tmp_path: Path) -> None:
     check_ranks(tmp_path, 2, compare_with_one_process, ("fsdp", "by_turns"))
 
