@@ -191,11 +191,11 @@ from tests.helpers.memory_child import MIB, peak_during
 address = sys.argv[1]
 hfshard.save_state_dict({"warm": torch.ones(5_000_000)}, address + "/warm")
 hfshard.load_state_dict(address + "/warm")
-tensors = {f"layer.{i}": torch.full((8 * MIB,), float(i)) for i in range(8)}  # 256 MiB
+tensors = {f"layer.{i}": torch.full((4 * MIB,), float(i)) for i in range(8)}  # 128 MiB
 into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 module = torch.nn.Module()
-module.layer = torch.nn.ParameterList(torch.zeros(8 * MIB) for _ in range(8))
-saved = peak_during(lambda: hfshard.save_state_dict(tensors, address, max_shard_size="70MB"))
+module.layer = torch.nn.ParameterList(torch.zeros(4 * MIB) for _ in range(8))
+saved = peak_during(lambda: hfshard.save_state_dict(tensors, address, max_shard_size="35MB"))
 loaded = peak_during(lambda: hfshard.load_model(module, address, verify="full"))
 assert all(torch.equal(module.get_parameter(name), tensor) for name, tensor in tensors.items())
 print(json.dumps([saved, loaded]))

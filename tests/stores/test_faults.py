@@ -90,7 +90,7 @@ def test_a_put_that_was_done_is_told_from_one_that_somebody_else_did(
 def test_each_request_of_a_writer_is_tried_again(
     store: Store, proxy: FaultProxy, bucket: Bucket, store_prefix: str, kind: str, fault: str
 ) -> None:
-    raw = bytes(range(256)) * (20 * MIB // 256)
+    raw = bytes(range(256)) * (9 * MIB // 256)
     proxy.fail(match=f" {kind} ", **FAULTS[fault])
     written = write(store, "weights", raw)
     assert store.find("weights") == written
@@ -100,7 +100,7 @@ def test_each_request_of_a_writer_is_tried_again(
 def test_a_part_that_breaks_in_its_middle_is_sent_again(
     store: Store, proxy: FaultProxy, bucket: Bucket, store_prefix: str
 ) -> None:
-    raw = bytes(range(256)) * (20 * MIB // 256)
+    raw = bytes(range(256)) * (9 * MIB // 256)
     proxy.fail("drop", "PUT part", after_bytes=3 * MIB, how="rst")
     write(store, "weights", raw)
     assert bucket.read(f"{store_prefix}/weights") == raw

@@ -13,9 +13,17 @@ from transformers import AutoModel, BertConfig, BertModel, GPT2Config, GPT2LMHea
 import hfshard
 from hfshard.errors import InvalidArgumentError
 from tests.helpers.tiny_bert import SHARDED, SINGLE, Bert, bert, read_by_all, value_of
+from tests.stores.conftest import DIRECTORY
 from tests.stores.suite.conftest import Place
 
-pytestmark = pytest.mark.compat
+COMPAT_S3: Any = pytest.param("s3", marks=pytest.mark.compat)
+everywhere = pytest.mark.parametrize("store_place", [DIRECTORY, COMPAT_S3, "gs", "az", "hf"], indirect=True)
+in_some_places = pytest.mark.parametrize(
+    "store_place",
+    [DIRECTORY, COMPAT_S3, *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("gs", "az")), "hf"],
+    indirect=True,
+)
+"""For what takes long."""
 
 
 class Net(hfshard.ShardedModelMixin, nn.Module, license="mit"):
@@ -38,6 +46,7 @@ def _assert_all_read(place: Place, value: float) -> None:
     assert value_of(Bert.from_pretrained(place.path, verify="full")) == value
 
 
+@in_some_places
 def test_saves_of_a_model_replace_each_other_for_every_reader(place: Place) -> None:
     bert(1).save_pretrained(place.path, max_shard_size=SHARDED)
     _assert_all_read(place, 1)
@@ -55,6 +64,7 @@ def test_saves_of_a_model_replace_each_other_for_every_reader(place: Place) -> N
     assert value_of(BertModel.from_pretrained(place.synced(), variant="fp16")) == 5
 
 
+@everywhere
 def test_a_model_with_a_generation_config_and_ties(place: Place) -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1, n_positions=4)).eval()
     model.generation_config.max_new_tokens = 7
@@ -69,6 +79,7 @@ def test_a_model_with_a_generation_config_and_ties(place: Place) -> None:
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
 
 
+@everywhere
 def test_a_plain_module_with_config_and_card(place: Place) -> None:
     net = Net(width=3)
     net.save_pretrained(place.path, max_shard_size="1KB")
@@ -82,6 +93,7 @@ def test_a_plain_module_with_config_and_card(place: Place) -> None:
     assert place.files()["README.md"] == b"edited"
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("scheme", ["s3"])
 def test_push_to_hub_after_a_save_into_a_store(store: Place) -> None:
     hub = store.folder / "hub"
@@ -94,6 +106,7 @@ def test_push_to_hub_after_a_save_into_a_store(store: Place) -> None:
     )
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("scheme", ["s3"])
 def test_install_serves_addresses_too(store: Place) -> None:
     hfshard.install()
