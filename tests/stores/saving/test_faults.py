@@ -109,7 +109,12 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-CASES = [(name, kind, True) for name in TRANSITIONS for kind in ("killed", "failed", "lost", "down")]
+CASES: list[Any] = [(name, kind, True) for name in TRANSITIONS for kind in ("killed", "failed")]
+CASES += [
+    pytest.param(name, kind, True, marks=pytest.mark.slow if (number + turn) % 2 else [])
+    for number, name in enumerate(TRANSITIONS)
+    for turn, kind in enumerate(("lost", "down"))
+]  # by turns without --slow
 CASES += [(name, "killed", False) for name in TRANSITIONS if name.endswith("new config")]
 
 
