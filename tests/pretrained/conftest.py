@@ -36,10 +36,11 @@ class Saves:
         ZOO[name].build(model_class).save_pretrained(directory, max_shard_size=size)
         return directory
 
-    def _stock_facts(self, name: str, size: str = WHOLE) -> Facts:
-        """What stock transformers sees of what stock transformers saved."""
+    def _stock_facts(self, name: str, size: str = WHOLE, class_name: str | None = None) -> Facts:
+        """What stock transformers sees of what stock transformers saved, as its class or as another."""
         directory = self.stock(name, size)
-        return facts_of_load(load(ZOO[name].stock_class, directory), directory)
+        stock_class = getattr(transformers, class_name or ZOO[name].class_name)
+        return facts_of_load(load(stock_class, directory), directory)
 
 
 @pytest.fixture(scope="session")

@@ -12,12 +12,11 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, BertModel
 
 import hfshard
-from tests.pretrained.conftest import SHARDS, WHOLE, Saves
+from tests.pretrained.conftest import SHARDS, Saves
 from tests.pretrained.load.test_load_options import failure_of
 from tests.zoo.compare import bits, differences, facts_of_load, load, raw_tensors, small_files
 from tests.zoo.models import ZOO
-
-pytestmark = pytest.mark.compat
+from tests.zoo.parameters import every_layout, every_model
 
 
 class _Through:
@@ -30,8 +29,7 @@ class _Through:
         return hfshard.load_model(self.target, *arguments, **options)
 
 
-@pytest.mark.parametrize("size", [WHOLE, SHARDS])
-@pytest.mark.parametrize("name", ZOO)
+@every_layout
 def test_save_model_writes_what_the_stock_model_writes(name: str, size: str, saves: Saves, tmp_path: Path) -> None:
     hfshard.save_model(ZOO[name].build(), tmp_path, max_shard_size=size)
 
@@ -44,7 +42,7 @@ def test_save_model_writes_what_the_stock_model_writes(name: str, size: str, sav
     }
 
 
-@pytest.mark.parametrize("name", ZOO)
+@every_model
 def test_load_model_builds_an_stock_class_as_it_builds_itself(name: str, saves: Saves) -> None:
     directory = saves.ours(name, SHARDS)
 
@@ -76,7 +74,7 @@ AUTO: list[tuple[str, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "auto", "options"), AUTO, ids=lambda value: getattr(value, "__name__", str(value)))
-@pytest.mark.parametrize("who", ["ours", "stock"])
+@pytest.mark.parametrize("who", [pytest.param("ours", marks=pytest.mark.compat), "stock"])
 def test_load_model_builds_through_an_auto_class_as_it_builds_itself(
     who: str, name: str, auto: Any, options: dict[str, Any], saves: Saves
 ) -> None:
@@ -89,6 +87,7 @@ def test_load_model_builds_through_an_auto_class_as_it_builds_itself(
     assert differences(facts_of_load(ours, directory), facts_of_load(theirs, directory)) == []
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(
     ("auto", "name"), [(AutoModelForCausalLM, "vit"), (transformers.AutoModelForSeq2SeqLM, "bert")]
 )
@@ -100,6 +99,7 @@ def test_an_auto_class_that_has_no_such_model_refuses_as_transformers_does(auto:
     assert isinstance(theirs, ValueError) and isinstance(ours, ValueError)
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("who", ["ours", "stock"])
 @pytest.mark.parametrize("name", ["bert", "llama_tied", "resnet", "gpt2"])
 def test_load_model_fills_a_model_that_is_there(name: str, who: str, saves: Saves) -> None:
@@ -121,6 +121,7 @@ def test_load_model_fills_a_model_that_is_there(name: str, who: str, saves: Save
 compiles = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
 
+@pytest.mark.compat
 @compiles
 @pytest.mark.parametrize("name", ["bert", "llama_tied", "mixtral"])
 @pytest.mark.parametrize(
@@ -135,6 +136,7 @@ def test_a_wrapped_model_is_saved_as_the_model_itself(name: str, wrap: Any, save
     assert small_files(tmp_path) == small_files(saves.stock(name, SHARDS))
 
 
+@pytest.mark.compat
 @compiles
 def test_a_model_whose_layer_is_compiled_is_saved_under_its_own_names(saves: Saves, tmp_path: Path) -> None:
     model = ZOO["bert"].build()
@@ -145,6 +147,7 @@ def test_a_model_whose_layer_is_compiled_is_saved_under_its_own_names(saves: Sav
     assert raw_tensors(tmp_path) == raw_tensors(saves.stock("bert"))
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("name", ["bert", "llama_tied", "resnet", "llama_mixed_dtypes"])
 def test_load_state_dict_reads_what_stock_wrote(name: str, saves: Saves) -> None:
     tensors = hfshard.load_state_dict(saves.stock(name, SHARDS))
@@ -152,12 +155,14 @@ def test_load_state_dict_reads_what_stock_wrote(name: str, saves: Saves) -> None
     assert {key: bits(value) for key, value in tensors.items()} == raw_tensors(saves.stock(name))
 
 
+@pytest.mark.compat
 def test_a_tied_name_is_the_same_tensor_again(saves: Saves) -> None:
     tensors = hfshard.load_state_dict(saves.ours("llama_tied", SHARDS))
 
     assert tensors["lm_head.weight"] is tensors["model.embed_tokens.weight"]
 
 
+@pytest.mark.compat
 def test_what_is_no_model_and_no_class_is_refused(saves: Saves) -> None:
     with pytest.raises(hfshard.HfshardError, match="neither"):
         hfshard.load_model("bert", saves.stock("bert"))
@@ -165,6 +170,7 @@ def test_what_is_no_model_and_no_class_is_refused(saves: Saves) -> None:
         hfshard.load_model(ZOO["bert"].build(), saves.stock("bert"), varient="fp16")
 
 
+@pytest.mark.compat
 def test_load_model_builds_a_class_with_strict_only_when_all_fits(saves: Saves) -> None:
     assert isinstance(hfshard.load_model(BertModel, saves.stock("bert"), strict=True), BertModel)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from safetensors import safe_open
 
 from tests.pretrained.conftest import SHARDS, WHOLE, Saves
@@ -21,16 +20,12 @@ from tests.zoo.compare import (
 )
 from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO
+from tests.zoo.parameters import every_layout, every_layout_on_oldest, every_model
 
 SHARD_BYTES = 20_000
 
-pytestmark = pytest.mark.compat
-every_model = pytest.mark.parametrize("name", ZOO)
-every_layout = pytest.mark.parametrize("size", [WHOLE, SHARDS])
 
-
-@every_layout
-@every_model
+@every_layout_on_oldest
 def test_stock_loads_what_hfshard_saves_as_what_stock_saves(name: str, size: str, saves: Saves) -> None:
     directory = saves.ours(name, size)
 
@@ -39,8 +34,7 @@ def test_stock_loads_what_hfshard_saves_as_what_stock_saves(name: str, size: str
     assert differences(facts, saves.stock_facts(name, size)) == []
 
 
-@every_layout
-@every_model
+@every_layout_on_oldest
 def test_hfshard_loads_what_stock_saves_as_stock_does(name: str, size: str, saves: Saves) -> None:
     directory = saves.stock(name, size)
 
@@ -50,7 +44,6 @@ def test_hfshard_loads_what_stock_saves_as_stock_does(name: str, size: str, save
 
 
 @every_layout
-@every_model
 def test_hfshard_loads_what_hfshard_saves_as_stock_does_what_stock_saves(name: str, size: str, saves: Saves) -> None:
     directory = saves.ours(name, size)
 
@@ -60,7 +53,6 @@ def test_hfshard_loads_what_hfshard_saves_as_stock_does_what_stock_saves(name: s
 
 
 @every_layout
-@every_model
 def test_both_saves_hold_the_same_tensors_with_the_same_bytes(name: str, size: str, saves: Saves) -> None:
     ours, theirs = raw_tensors(saves.ours(name, size)), raw_tensors(saves.stock(name, size))
 
@@ -68,7 +60,6 @@ def test_both_saves_hold_the_same_tensors_with_the_same_bytes(name: str, size: s
 
 
 @every_layout
-@every_model
 def test_config_and_generation_config_are_transformers_byte_for_byte(name: str, size: str, saves: Saves) -> None:
     ours = saves.ours(name, size)
 
@@ -85,7 +76,6 @@ def test_the_index_counts_what_transformers_counts(name: str, saves: Saves) -> N
 
 
 @every_layout
-@every_model
 def test_a_save_leaves_the_weights_and_the_small_files_and_nothing_else(name: str, size: str, saves: Saves) -> None:
     directory = saves.ours(name, size)
     weights = {SINGLE_FILE} if size == WHOLE else {INDEX, *read_json(directory / INDEX)["weight_map"].values()}

@@ -13,10 +13,10 @@ from transformers import GPT2LMHeadModel, PreTrainedModel
 from tests.pretrained.conftest import SHARDS, WHOLE, Saves
 from tests.zoo.compare import Loaded, bits, differences, facts_of_load, load, raw_tensors
 from tests.zoo.models import ZOO
+from tests.zoo.parameters import every_model
 
 
-@pytest.mark.compat
-@pytest.mark.parametrize("name", ZOO)
+@every_model
 def test_stock_is_equal_to_itself_loaded_whole_or_in_shards(name: str, saves: Saves) -> None:
     directory = saves.stock(name, SHARDS)
 

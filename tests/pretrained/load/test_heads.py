@@ -12,8 +12,6 @@ from tests.zoo.compare import differences, facts_of_load, load
 from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO
 
-pytestmark = pytest.mark.compat
-
 PAIRS = [
     ("bert", "BertForSequenceClassification"),
     ("bert", "BertForMaskedLM"),
@@ -47,7 +45,25 @@ PAIRS = [
     ("llava", "LlavaModel"),
     ("qwen2_vl", "Qwen2VLModel"),
 ]
-every_pair = pytest.mark.parametrize(("name", "target"), PAIRS)
+ON_OLDEST = {
+    ("bert", "BertForSequenceClassification"),
+    ("bert_pretraining", "BertForMaskedLM"),
+    ("gpt2", "GPT2Model"),
+    ("llama_tied", "LlamaModel"),
+    ("mixtral", "MixtralModel"),
+    ("mixtral", "MixtralForSequenceClassification"),
+    ("t5", "T5EncoderModel"),
+    ("bart", "BartForSequenceClassification"),
+    ("clip", "CLIPVisionModelWithProjection"),
+    ("wav2vec2", "Wav2Vec2ForCTC"),
+    ("llava", "LlavaModel"),
+    ("qwen2_vl", "Qwen2VLModel"),
+}
+"""Heads that are missing, not expected and tied, parts of models, and what is converted."""
+every_pair = pytest.mark.parametrize(
+    ("name", "target"),
+    [pytest.param(*pair, marks=[pytest.mark.compat] if pair in ON_OLDEST else []) for pair in PAIRS],
+)
 
 BASES = [
     ("LlamaModel", "llama_untied", "LlamaForCausalLM"),
@@ -64,24 +80,22 @@ def test_a_stock_checkpoint_of_another_class_loads_and_reports_as_transformers(
     name: str, target: str, saves: Saves
 ) -> None:
     directory, stock_class = saves.stock(name, SHARDS), getattr(transformers, target)
-    theirs = facts_of_load(load(stock_class, directory), directory)
 
     ours = facts_of_load(load(with_mixin(stock_class), directory), directory)
 
-    assert differences(ours, theirs) == []
+    assert differences(ours, saves.stock_facts(name, SHARDS, target)) == []
 
 
 @every_pair
 def test_stock_reads_our_checkpoint_of_another_class_as_its_own(name: str, target: str, saves: Saves) -> None:
-    stock_class = getattr(transformers, target)
-    theirs, ours = (
-        facts_of_load(load(stock_class, directory), directory)
-        for directory in (saves.stock(name, SHARDS), saves.ours(name, SHARDS))
-    )
+    directory, stock_class = saves.ours(name, SHARDS), getattr(transformers, target)
 
-    assert differences(ours, theirs) == []
+    ours = facts_of_load(load(stock_class, directory), directory)
+
+    assert differences(ours, saves.stock_facts(name, SHARDS, target)) == []
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(("base", "name", "target"), BASES)
 def test_a_head_over_a_base_model_that_hfshard_saved_loads_and_reports_as_transformers(
     base: str, name: str, target: str, saves: Saves, tmp_path: Path
@@ -100,6 +114,7 @@ def test_a_head_over_a_base_model_that_hfshard_saved_loads_and_reports_as_transf
         assert differences(facts, theirs) == []
 
 
+@pytest.mark.compat
 def test_the_pairs_do_differ_in_their_keys(saves: Saves) -> None:
     head = load(transformers.BertForSequenceClassification, saves.stock("bert"))
     base = load(transformers.BertModel, saves.stock("bert_head"))
@@ -109,6 +124,7 @@ def test_the_pairs_do_differ_in_their_keys(saves: Saves) -> None:
     assert "LOAD REPORT" in head.log[0]
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("name", ["bert_head", "llama_tied", "mixtral"])
 def test_every_model_of_the_zoo_has_a_loss_of_its_own_class(name: str, saves: Saves) -> None:
     stock_class = ZOO[name].stock_class

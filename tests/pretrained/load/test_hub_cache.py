@@ -22,9 +22,10 @@ pytestmark = pytest.mark.compat
 OLD, NEW = "a" * 40, "b" * 40
 
 
-@pytest.fixture(params=[WHOLE, SHARDS])
-def cache(request: pytest.FixtureRequest, saves: Saves, tmp_path: Path) -> Path:
-    """A repo with an old commit (tag v1) and a new one (main, and a branch whose name has a slash)."""
+@pytest.fixture(scope="module", params=[WHOLE, SHARDS])
+def cache(request: pytest.FixtureRequest, saves: Saves, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repo with an old commit (tag v1) and a new one (main, and a branch whose name has a slash); nobody writes."""
+    tmp_path = tmp_path_factory.mktemp("repo")
     changed = ZOO["bert"].build()
     with torch.no_grad():
         changed.pooler.dense.bias.zero_()
@@ -90,6 +91,7 @@ def test_a_state_dict_is_read_from_a_cached_repo(cache: Path) -> None:
     assert [name for name in old if not torch.equal(old[name], new[name])] == ["pooler.dense.bias"]
 
 
+@pytest.mark.parametrize("cache", [SHARDS], indirect=True)
 @pytest.mark.parametrize(
     ("repo_id", "options"),
     [

@@ -1,0 +1,37 @@
+"""Which models of the zoo a test takes, in which layouts, and which of them again on the oldest versions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+from tests.pretrained.conftest import SHARDS, WHOLE
+from tests.zoo.models import ZOO
+
+REPRESENTATIVES = frozenset(
+    {
+        "bert_pretraining", "levit", "resnet", "wav2vec2", "gpt2_resized", "llama_tied", "llama_mixed_dtypes",
+        "llama_generation", "mixtral", "ernie_bf16", "t5_fp16", "vision_encoder_decoder", "llava",
+    }
+)  # fmt: skip
+"""One for each thing that sets models apart: tied biases and weights, children called `module`, buffers of integers,
+parametrizations, resized embeddings, mixed and half dtypes, a generation config, experts that are converted in two
+ways, and models in models."""
+
+
+def _parameters(cases: Iterable[Any], on_oldest: Collection[Any]) -> list[Any]:
+    marks = {case: [pytest.mark.compat] if case in on_oldest else [] for case in cases}
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case]) for case in marks]
+
+
+LAYOUTS = [(name, SHARDS) for name in ZOO] + [(name, WHOLE) for name in sorted(REPRESENTATIVES)]
+"""What a model is called in its files is the same in each layout: representatives show that for single files."""
+
+every_model = pytest.mark.parametrize("name", _parameters(ZOO, REPRESENTATIVES))
+every_layout = pytest.mark.parametrize(
+    ("name", "size"), _parameters(LAYOUTS, [(name, SHARDS) for name in REPRESENTATIVES])
+)
+"""Each model in shards, representatives as a single file, too."""
+every_layout_on_oldest = pytest.mark.parametrize(("name", "size"), _parameters(LAYOUTS, LAYOUTS))
