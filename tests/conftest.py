@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Before anything imports huggingface_hub, which reads them once. Children inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -93,6 +96,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if takes(_marks_of_path(collection_path)) else True
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """In each process of scripts/test, import another part of the files first: it writes down what all others read.
+
+    In a fresh checkout they would each rewrite the assertions of all files, which takes longer than to import them.
+    """
+    worker: dict[str, Any] = getattr(session.config, "workerinput", {})
+    takes = _RUNS.get(session.config.option.markexpr)
+    if not worker or takes is None:
+        return
+    files = sorted(path for place in session.config.args for path in Path(place).absolute().rglob("test_*.py"))
+    files = [path for path in files if takes(_marks_of_path(path))]
+    first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    for path in files[first:] + files[:first]:
+        with suppress(Exception, pytest.skip.Exception):  # the collection says so
+            importlib.import_module(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = pytest.mark.skip(reason="slow: runs with --slow")
     gpu = pytest.mark.skip(reason="gpu: no CUDA device here")
@@ -112,9 +132,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let collections of garbage pass over what was imported: accelerate asks for one with each file that it loads."""
+    """Spare each test what is done for all that was imported.
+
+    Collections of garbage pass over it: accelerate asks for one with each file that it loads. Pytest adds its handlers
+    to each logger that keeps its records from the root, six times a test: torch's 50 pass them on instead.
+    """
     gc.collect()
     gc.freeze()
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch."):
+            logging.getLogger(name).propagate = True
 
 
 def _has_cuda() -> bool:
