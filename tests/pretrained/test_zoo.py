@@ -20,7 +20,7 @@ from tests.zoo.compare import (
 )
 from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO
-from tests.zoo.parameters import every_layout, every_layout_on_oldest, every_model
+from tests.zoo.parameters import every_layout, every_layout_on_oldest, every_model, representatives
 
 SHARD_BYTES = 20_000
 
@@ -119,7 +119,7 @@ def test_a_model_that_hfshard_loaded_is_saved_again_with_the_same_bytes(
     assert small_files(tmp_path / "ours") == small_files(tmp_path / "theirs")
 
 
-@every_model
+@representatives
 def test_a_loaded_model_can_be_trained_without_changing_its_files(name: str, saves: Saves) -> None:
     directory = saves.ours(name, SHARDS)
     before = {path: path.read_bytes() for path in directory.iterdir()}

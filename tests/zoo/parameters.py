@@ -29,6 +29,7 @@ def _parameters(cases: Iterable[Any], on_oldest: Collection[Any]) -> list[Any]:
 LAYOUTS = [(name, SHARDS) for name in ZOO] + [(name, WHOLE) for name in sorted(REPRESENTATIVES)]
 """What a model is called in its files is the same in each layout: representatives show that for single files."""
 
+representatives = pytest.mark.parametrize("name", _parameters(sorted(REPRESENTATIVES), REPRESENTATIVES))
 every_model = pytest.mark.parametrize("name", _parameters(ZOO, REPRESENTATIVES))
 every_layout = pytest.mark.parametrize(
     ("name", "size"), _parameters(LAYOUTS, [(name, SHARDS) for name in REPRESENTATIVES])

@@ -38,22 +38,27 @@ def cache(request: pytest.FixtureRequest, saves: Saves, tmp_path_factory: pytest
     return root
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"local_files_only": True},
+    {"revision": "main"},
+    {"revision": "v1"},
+    {"revision": "feature/x"},
+    {"revision": OLD},
+    {"revision": NEW, "local_files_only": True},
+    {"subfolder": "sub"},
+    {"variant": "fp16"},
+    {"use_safetensors": True},
+    {"token": False},
+    {"hidden_dropout_prob": 0.3},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"local_files_only": True},
-        {"revision": "main"},
-        {"revision": "v1"},
-        {"revision": "feature/x"},
-        {"revision": OLD},
-        {"revision": NEW, "local_files_only": True},
-        {"subfolder": "sub"},
-        {"variant": "fp16"},
-        {"use_safetensors": True},
-        {"token": False},
-        {"hidden_dropout_prob": 0.3},
-    ],
+    ("cache", "options"),
+    [(SHARDS, options) for options in OPTIONS]
+    + [(WHOLE, options) for options in OPTIONS if not options or {"subfolder", "variant"} & options.keys()],
+    indirect=["cache"],
     ids=str,
 )
 def test_a_cached_repo_loads_as_transformers_loads_it(options: dict[str, Any], cache: Path) -> None:

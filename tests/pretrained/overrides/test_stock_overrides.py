@@ -18,12 +18,11 @@ from tests.zoo.compare import differences, facts_of_load, facts_of_model, load, 
 from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.overriding import BUILDERS, NOT_BUILT, build
 
-pytestmark = pytest.mark.compat
-
 OMNI = "Qwen2_5OmniForConditionalGeneration"
 CSM, KYUTAI = "CsmForConditionalGeneration", "KyutaiSpeechToTextForConditionalGeneration"
 GRANITE = [name for name in BUILDERS if name.startswith("Granite")]
 METHODS = {"from_pretrained", "save_pretrained"}
+every_way = pytest.mark.parametrize("how", [pytest.param("mixin", marks=pytest.mark.compat), "function"])
 SPEAKERS = {"Chelsie": {"bos_token": 3, "cond": torch.arange(4.0)}}
 
 
@@ -37,6 +36,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.compat
 def test_every_class_of_the_installed_transformers_that_overrides_is_tested_here() -> None:
     found = {
         name
@@ -64,7 +64,7 @@ def _names_of_overriding_models(path: Path) -> list[str]:
     return [model.__name__ for model in found if issubclass(model, PreTrainedModel) and model is not PreTrainedModel]
 
 
-@pytest.mark.parametrize("how", ["mixin", "function"])
+@every_way
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_save_writes_what_the_class_adds(name: str, how: str, stock: Path, tmp_path: Path) -> None:
     stock_class = getattr(transformers, name)
@@ -84,7 +84,7 @@ def test_a_save_writes_what_the_class_adds(name: str, how: str, stock: Path, tmp
     assert differences(_facts(model), _facts(reference)) == []
 
 
-@pytest.mark.parametrize("how", ["mixin", "function"])
+@every_way
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_load_gives_what_the_class_adds(name: str, how: str, stock: Path) -> None:
     stock_class = getattr(transformers, name)
@@ -117,6 +117,7 @@ def _facts(model: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("name", [CSM, KYUTAI])
 def test_the_class_decides_what_output_loading_info_returns(name: str, stock: Path) -> None:
     stock_class = getattr(transformers, name)
@@ -129,12 +130,14 @@ def test_the_class_decides_what_output_loading_info_returns(name: str, stock: Pa
     assert info["missing_keys"] == theirs.info["missing_keys"]
 
 
+@pytest.mark.compat
 def test_an_auto_class_calls_the_override(stock: Path) -> None:
     ours = hfshard.load_model(AutoModelForTextToWaveform, stock / CSM, verify="structure")
 
     assert ours.depth_decoder.generation_config.temperature == 0.625
 
 
+@pytest.mark.compat
 def test_a_push_sends_what_the_class_adds(stock: Path, tmp_path: Path) -> None:
     hub = tmp_path / "hub"
     build(CSM, with_mixin(transformers.CsmForConditionalGeneration)).push_to_hub(f"file://{hub}")
@@ -145,6 +148,7 @@ def test_a_push_sends_what_the_class_adds(stock: Path, tmp_path: Path) -> None:
     assert loaded.depth_decoder.generation_config.temperature == 0.625
 
 
+@pytest.mark.compat
 def test_voices_come_from_a_directory_hub_too(stock: Path, tmp_path: Path) -> None:
     hfshard.push_checkpoint(stock / OMNI, f"file://{tmp_path / 'hub'}")
 
@@ -153,6 +157,7 @@ def test_voices_come_from_a_directory_hub_too(stock: Path, tmp_path: Path) -> No
     assert repr(loaded.speaker_map) == repr(SPEAKERS)
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("name", NOT_BUILT)
 def test_a_class_that_is_not_built_fails_as_in_transformers(name: str) -> None:
     stock_class = getattr(transformers, name, MtpModel)
@@ -165,6 +170,7 @@ def test_a_class_that_is_not_built_fails_as_in_transformers(name: str) -> None:
     assert failures[0] == failures[1]
 
 
+@pytest.mark.compat
 @pytest.mark.filterwarnings("ignore:Could not find a config file")  # PEFT's, of a directory that is not there yet
 @pytest.mark.parametrize("name", GRANITE)
 def test_adapters_are_saved_beside_the_model_as_the_class_does(name: str, tmp_path: Path) -> None:
