@@ -89,7 +89,7 @@ def test_load_model_builds_through_an_auto_class_as_it_builds_itself(
 
 @pytest.mark.compat
 @pytest.mark.parametrize(
-    ("auto", "name"), [(AutoModelForCausalLM, "vit"), (transformers.AutoModelForSeq2SeqLM, "bert")]
+    ("auto", "name"), [(transformers.AutoModelForSpeechSeq2Seq, "vit"), (transformers.AutoModelForSeq2SeqLM, "bert")]
 )
 def test_an_auto_class_that_has_no_such_model_refuses_as_transformers_does(auto: Any, name: str, saves: Saves) -> None:
     theirs = failure_of(lambda: auto.from_pretrained(saves.stock(name)))
