@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,12 +62,20 @@ _STORES = (
 )
 """Rooms of object stores, and what else starts such stores."""
 
-_RUNS: dict[str, Callable[[set[str]], bool]] = {
-    "ranks": lambda marks: "ranks" in marks,
-    "stores": lambda marks: "stores" in marks,
-    "not ranks and not stores": lambda marks: not marks,
+
+@cache
+def _names_compat(path: Path) -> bool:
+    """Whether tests of a file may be marked compat; the collection refuses such a mark in files that don't name it."""
+    return "compat" in path.read_text(encoding="utf-8")
+
+
+_RUNS: dict[str, Callable[[Path], bool]] = {
+    "ranks": lambda path: "ranks" in _marks_of_path(path),
+    "stores": lambda path: "stores" in _marks_of_path(path),
+    "not ranks and not stores": lambda path: not _marks_of_path(path),
+    "compat and not slow": lambda path: _names_compat(path),
 }
-"""What scripts/test gives to `-m` -> whether it takes tests with these marks of a path."""
+"""What scripts/test gives to `-m`, in CI, too -> whether it may take tests of a file."""
 
 
 def _marks_of_path(path: Path) -> set[str]:
@@ -93,7 +102,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     takes = _RUNS.get(config.option.markexpr)
     if takes is None or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
-    return None if takes(_marks_of_path(collection_path)) else True
+    return None if takes(collection_path) else True
 
 
 def pytest_collection(session: pytest.Session) -> None:
@@ -106,7 +115,7 @@ def pytest_collection(session: pytest.Session) -> None:
     if not worker or takes is None:
         return
     files = sorted(path for place in session.config.args for path in Path(place).absolute().rglob("test_*.py"))
-    files = [path for path in files if takes(_marks_of_path(path))]
+    files = [path for path in files if takes(path)]
     first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
     for path in files[first:] + files[:first]:
         with suppress(Exception, pytest.skip.Exception):  # the collection says so
@@ -122,6 +131,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marks = _marks_of_path(item.path)
         for name in {"ranks", "stores"} & {mark.name for mark in item.iter_markers()} - marks:
             raise pytest.UsageError(f"{item.nodeid} is marked {name} by hand: name its file in tests/conftest.py.")
+        if item.get_closest_marker("compat") and not _names_compat(item.path):
+            raise pytest.UsageError(f"{item.nodeid} is marked compat from elsewhere: say so in its file, in a comment.")
         for name in marks:
             item.add_marker(name)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):

@@ -20,12 +20,12 @@ from tests.zoo.compare import (
 )
 from tests.zoo.mixin_classes import with_mixin
 from tests.zoo.models import ZOO
-from tests.zoo.parameters import every_layout, every_layout_on_oldest, every_model, representatives
+from tests.zoo.parameters import every_layout, every_layout_compat, every_model, representatives
 
 SHARD_BYTES = 20_000
 
 
-@every_layout_on_oldest
+@every_layout_compat
 def test_stock_loads_what_hfshard_saves_as_what_stock_saves(name: str, size: str, saves: Saves) -> None:
     directory = saves.ours(name, size)
 
@@ -34,7 +34,7 @@ def test_stock_loads_what_hfshard_saves_as_what_stock_saves(name: str, size: str
     assert differences(facts, saves.stock_facts(name, size)) == []
 
 
-@every_layout_on_oldest
+@every_layout_compat
 def test_hfshard_loads_what_stock_saves_as_stock_does(name: str, size: str, saves: Saves) -> None:
     directory = saves.stock(name, size)
 

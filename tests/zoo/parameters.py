@@ -35,4 +35,4 @@ every_layout = pytest.mark.parametrize(
     ("name", "size"), _parameters(LAYOUTS, [(name, SHARDS) for name in REPRESENTATIVES])
 )
 """Each model in shards, representatives as a single file, too."""
-every_layout_on_oldest = pytest.mark.parametrize(("name", "size"), _parameters(LAYOUTS, LAYOUTS))
+every_layout_compat = pytest.mark.parametrize(("name", "size"), _parameters(LAYOUTS, LAYOUTS))

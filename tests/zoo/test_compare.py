@@ -16,7 +16,7 @@ from tests.zoo.models import ZOO
 from tests.zoo.parameters import every_model
 
 
-@every_model
+@every_model  # marks some compat
 def test_stock_is_equal_to_itself_loaded_whole_or_in_shards(name: str, saves: Saves) -> None:
     directory = saves.stock(name, SHARDS)
 
