@@ -1,4 +1,4 @@
-"""One save in a fresh process, and the anonymous memory that it took beyond the model: run by test_memory.py."""
+"""Saves in fresh processes, and the anonymous memory that each took beyond the model: run by test_memory.py."""
 
 from __future__ import annotations
 
@@ -71,17 +71,28 @@ class Stack(nn.Module):
         self.layers = nn.ParameterList(list(state_dict.values()))
 
 
-def main(kind: str, total_mib: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def save(kind: str, total_mib: int, folder: str) -> int:
+    """Save two files; the most bytes that it took meanwhile."""
     hfshard.save_state_dict({"warm": torch.ones(10)}, os.path.join(folder, "warm"))  # imports, pools
     total = total_mib * MIB
     if kind == "module":
         model = Stack(contiguous(total))
-        extra = peak_during(lambda: hfshard.save_model(model, folder, max_shard_size=total // 4))
-    else:
-        state_dict = {"contiguous": contiguous, "transposed": transposed, "flat": flat_buffer}[kind](total)
-        extra = peak_during(lambda: hfshard.save_state_dict(state_dict, folder, max_shard_size=total // 4))
-    print(extra)
+        return peak_during(lambda: hfshard.save_model(model, folder, max_shard_size=total // 2))
+    state_dict = {"contiguous": contiguous, "transposed": transposed, "flat": flat_buffer}[kind](total)
+    return peak_during(lambda: hfshard.save_state_dict(state_dict, folder, max_shard_size=total // 2))
+
+
+def main(kinds: str, total_mib: int, folder: str) -> None:
+    """Print the kinds with what their saves took, each in a fork that has saved nothing before."""
+    torch.set_num_threads(1)
+    for kind in kinds.split(","):
+        pid = os.fork()
+        if pid == 0:
+            print(kind, save(kind, total_mib, os.path.join(folder, kind)), flush=True)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        if status:
+            raise RuntimeError(f"{kind}: wait status {status}")
 
 
 if __name__ == "__main__":

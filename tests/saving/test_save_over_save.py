@@ -147,7 +147,7 @@ SavesIntoOneDirectory.TestCase.settings = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=25,
+    max_examples=12,
     stateful_step_count=10,
     suppress_health_check=list(HealthCheck),
 )

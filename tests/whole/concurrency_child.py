@@ -78,6 +78,8 @@ def read_state_dicts(folder: str, stop: Path) -> None:
         assert len(values) == len(widths) == 1 and len(loaded) == 23, (values, widths, len(loaded))
         seen |= values
         reads += 1
+        if reads == 1:
+            print("reading", flush=True)
     print(reads, len(seen))
 
 
@@ -97,6 +99,8 @@ def read_models(folder: str, stop: Path) -> None:
         assert model.config.hidden_size == 8 * (1 + generation % 2) and not info["missing_keys"]
         seen |= values
         reads += 1
+        if reads == 1:
+            print("reading", flush=True)
     print(reads, len(seen))
 
 

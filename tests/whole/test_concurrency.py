@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +12,9 @@ from pathlib import Path
 import pytest
 
 import hfshard
+from tests.crash.sweep import memory
 from tests.helpers import forkserver
 from tests.whole.concurrency_child import bert, state_dict
-
-SAVES = 200
-"""Of the writer beside a reader."""
 
 
 @contextmanager
@@ -39,6 +38,13 @@ def held(folder: Path, environment: dict[str, str]) -> Iterator[forkserver.Child
     with child(environment, "hold", folder) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         yield holder
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory where there is some: reads do not wait for the disk, and saves would, hundreds of times."""
+    with tempfile.TemporaryDirectory(dir=memory() or tmp_path) as folder:
+        yield Path(folder)
 
 
 def generation_in(folder: Path) -> int:
@@ -84,14 +90,16 @@ def test_a_killed_writer_frees_the_lock_and_its_litter_is_swept(
     assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors"}
 
 
+@pytest.mark.parametrize("saves", [40, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["state_dict", "model"])
-def test_a_reader_beside_200_saves_reads_only_whole_checkpoints(
-    kind: str, tmp_path: Path, child_environment: dict[str, str]
+def test_a_reader_beside_many_saves_reads_only_whole_checkpoints(
+    kind: str, saves: int, place: Path, child_environment: dict[str, str]
 ) -> None:
-    folder, stop = tmp_path / "model", tmp_path / "stop"
+    folder, stop = place / "model", place / "stop"
     hfshard.save_model(bert(0), folder)
     with child(child_environment, "read", folder, kind, stop) as reader:
-        with child(child_environment, "write", folder, SAVES) as writer:
+        assert reader.stdout is not None and reader.stdout.readline() == "reading\n"
+        with child(child_environment, "write", folder, saves) as writer:
             while writer.poll() is None and reader.poll() is None:
                 try:
                     writer.wait(0.1)
@@ -101,5 +109,5 @@ def test_a_reader_beside_200_saves_reads_only_whole_checkpoints(
                 ended(writer)
         stop.touch()
         reads, generations = map(int, ended(reader).split())
-    print(f"\n{kind}: {reads} reads beside {SAVES} saves saw {generations} generations")
+    print(f"\n{kind}: {reads} reads beside {saves} saves saw {generations} generations")
     assert reads > 10 and generations > 5

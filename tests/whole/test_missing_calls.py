@@ -8,8 +8,10 @@ import logging
 import mmap
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +23,18 @@ from hfshard.storage.weights import populate
 UNKNOWN = 9999
 """Advice that no kernel knows."""
 
+WAYS: tuple[tuple[str, Any, Any], ...] = (
+    ("saved", "mmap", "structure"),
+    ("saved", "pread", "full"),
+    ("resharded", "mmap", "full"),
+    ("resharded", "pread", "structure"),
+)
+"""What is loaded, and the arguments `read` and `verify`."""
 
+
+@cache
 def tensors() -> dict[str, torch.Tensor]:
+    """The same ones each time."""
     generator = torch.Generator().manual_seed(5)
     return {
         "large": torch.randn(2000, 1100, generator=generator),  # 9 MB
@@ -121,10 +133,9 @@ def test_whatever_is_missing_the_bytes_are_the_same(
     save_and_reshard(tmp_path)
     for name in ("saved", "resharded"):
         assert hfshard.verify_checkpoint(tmp_path / name).ok
-        for read in ("mmap", "pread"):
-            for verify in ("structure", "full"):
-                make_cold(tmp_path / name)
-                found = hfshard.load_state_dict(tmp_path / name, read=read, verify=verify)
-                assert all(torch.equal(found[key], tensor) for key, tensor in tensors().items())
+    for name, read, verify in WAYS:
+        make_cold(tmp_path / name)
+        found = hfshard.load_state_dict(tmp_path / name, read=read, verify=verify)
+        assert all(torch.equal(found[key], tensor) for key, tensor in tensors().items())
     assert contents(tmp_path) == expected
     assert not recwarn.list and not caplog.records

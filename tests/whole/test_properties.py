@@ -32,7 +32,7 @@ SETTINGS = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=60,
+    max_examples=30,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 
@@ -87,7 +87,7 @@ def index_on_disk(folder: Path) -> tuple[int, dict[str, str]] | None:
     return index["metadata"]["total_size"], index["weight_map"]
 
 
-@settings(SETTINGS, max_examples=100)
+@settings(SETTINGS, max_examples=50)
 @given(state_dicts(), LIMITS, PACKINGS)
 def test_a_save_keeps_to_its_limit_comes_back_to_the_bit_and_is_made_again(
     sample: Sample, limit: int, packing: Packing

@@ -23,7 +23,7 @@ from hfshard.storage.format.header import build_header, parse_header
 from hfshard.storage.format.index import CheckpointIndex
 from hfshard.storage.format.names import WeightNames
 
-FEW, FEW_ON_DISK = 1000, 400
+FEW, FEW_ON_DISK = 500, 200
 GROWTH = 10
 ALLOWED = 11
 """Times the calls: a logarithm may be in them, a square may not (it would be 100)."""
