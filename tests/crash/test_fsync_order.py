@@ -79,8 +79,7 @@ def _trace(root: Path, how: str) -> list[tuple[str, set[str], list[Effect]]]:
         pytest.skip("NO STRACE: THE ORDER OF FSYNC IS NOT CHECKED HERE. Install strace to check it.")
     trace = root.with_suffix(".trace")
     strace = ["-y", "-s", "32", "-o", str(trace), "-e", f"trace={TRACED}"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    done = forkserver.run(["-c", SAVES, root, how], cwd=REPOSITORY, env=environment, strace=strace, timeout=300)
+    done = forkserver.run(["-c", SAVES, root, how], cwd=REPOSITORY, env=os.environ, strace=strace, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = [line.split("\t") for line in done.stdout.splitlines()]
     saves = _saves(trace.read_text(errors="replace"))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.effects import Effect, effect_of
+from tests.crash.forks import Aside
 from tests.crash.tracer import Call, has_strace, parse_trace, traced
 
 TRACE = """\
@@ -101,3 +102,23 @@ class TestStops:
         assert run.status == "raised"
         assert "No space left on device" in run.report
         assert sorted(os.listdir(place)) == ["a", "b", "c"]
+
+
+def test_what_is_done_aside_stays_there_and_is_remembered() -> None:
+    aside = Aside()
+    first = aside.call(os.getpid)
+    assert first not in (os.getpid(), Aside().call(os.getpid))
+    assert aside.call(os.getpid) == first
+    before = aside.call(os.umask, 0o27)
+    assert aside.call(os.umask, before) == 0o27
+    here = os.umask(before)
+    assert here == before
+
+
+def test_what_fails_or_dies_aside_is_told() -> None:
+    aside = Aside()
+    with pytest.raises(RuntimeError, match=r"FileNotFoundError: .*'/no/such'"):
+        aside.call(os.stat, "/no/such")
+    with pytest.raises(RuntimeError, match="died or hung: wait status 1536"):
+        aside.call(os._exit, 6)
+    assert aside.call(os.getpid) != os.getpid()

@@ -103,13 +103,16 @@ def refs_in(root: str) -> Refs:
         return {}
     hub = DirectoryHub.open(root)
     found: Refs = {}
+    verified = set()
     for revision in hub.revisions():
         if revision.is_damaged:
             assert "has no manifest" in revision.problem, revision
             if revision.kind != "commit":
                 found[revision.name] = LOST
             continue
-        hub.verify(revision.name)
+        if revision.commit not in verified:  # a ref's is that of a commit
+            hub.verify(revision.name)
+            verified.add(revision.commit)
         folder = Path(hub.snapshot(revision.name))
         files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         if revision.kind != "commit":

@@ -10,7 +10,7 @@ import pytest
 from tests import REPOSITORY
 from tests.crash.tracer import has_strace
 
-SAMPLE = 120
+SAMPLE = 60
 """Of the sweep's 2,017 points: about four seconds."""
 
 needs_strace = pytest.mark.skipif(not has_strace(), reason="NO STRACE: NO PUSH IS STOPPED HERE. Install strace.")

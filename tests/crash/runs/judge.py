@@ -53,22 +53,21 @@ class Baseline:
     finished: dict[str, bytes]
 
 
-Known = dict[tuple[str, frozenset[tuple[str, bytes]]], RunContents]
+_known: dict[tuple[str, frozenset[tuple[str, bytes]]], RunContents] = {}
 """(transition, files) -> what is restored after a next save that succeeded: it leaves one of a few directories."""
 
 
-def after_next_save(transition: Transition, run: Path, known: Known) -> RunContents:
+def after_next_save(transition: Transition, run: Path) -> RunContents:
     """What a directory holds after the save that follows a stopped one.
 
-    The same files are restored once, unless that fails with an error, which names the directory. What is found is added
-    to `known`.
+    The same files are restored once, unless that fails with an error, which names the directory.
     """
     key = (transition.name, contents(run))
-    if key in known:
-        return known[key]
+    if key in _known:
+        return _known[key]
     found = contents_of(run, (*transition.before, transition.new, transition.next))
     if not any(":" in words for words in (found.newest, *found.steps.values())):
-        known[key] = found
+        _known[key] = found
     return found
 
 
@@ -78,7 +77,7 @@ def contents_of(run: Path, saves: tuple[Save, ...]) -> RunContents:
     return RunContents(generation_of(run, None, saves), steps, tuple(litter(run)))
 
 
-def examine(transition: Transition, baseline: Baseline, run: Path, allowed: str, known: Known) -> Finding:
+def examine(transition: Transition, baseline: Baseline, run: Path, allowed: str) -> Finding:
     """Judge a directory that a stop left; it is used up by the next save.
 
     Args:
@@ -86,7 +85,6 @@ def examine(transition: Transition, baseline: Baseline, run: Path, allowed: str,
         baseline: What it looks like when nothing is stopped.
         run: The directory.
         allowed: `MAY_BE_EITHER`: the old or the new state may be the newest; `MUST_BE_NEW`: only the new.
-        known: What `after_next_save` has found before.
     """
     found = contents_of(run, (*transition.before, transition.new))
     is_new = found.newest == baseline.after.newest
@@ -99,7 +97,7 @@ def examine(transition: Transition, baseline: Baseline, run: Path, allowed: str,
         perform(transition.next, run)
     except Exception as error:  # the sentence is the finding
         return "stuck", [*wrong, *lost, f"the next save: {type(error).__name__}: {error}"]
-    then = after_next_save(transition, run, known)
+    then = after_next_save(transition, run)
     if then.newest != name_of(transition.next):
         wrong.append(f"after the next save the newest is {then.newest!r}")
     wrong += [f"after the next save, step {step}: {words}" for step, words in then.steps.items() if ":" in words]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hfshard.storage.weights.safetensors_writer import WRITERS_VARIABLE
-from tests.crash.forks import A, in_fork
+from tests.crash.forks import Aside
 from tests.crash.points import Outcome, Point, Recorded
 from tests.crash.runs import content
 from tests.crash.runs.content import contents, litter, name_of, perform, perform_and_go_on
@@ -18,7 +18,6 @@ from tests.crash.runs.judge import (
     MUST_BE_NEW,
     Baseline,
     Finding,
-    Known,
     after_next_save,
     contents_of,
     examine,
@@ -46,7 +45,7 @@ class RunsSuite(Suite[Transition, Baseline]):
     def __init__(self, target: str = "hfshard") -> None:
         super().__init__(target)
         self._examined: dict[tuple[str, str, frozenset[tuple[str, bytes]]], Finding] = {}
-        self._known: Known = {}
+        self._aside = Aside()
 
     def transitions(self) -> tuple[Transition, ...]:
         """Every transition."""
@@ -80,8 +79,8 @@ class RunsSuite(Suite[Transition, Baseline]):
     def baseline(self, transition: Transition, before: Path, after: Path, run: Run) -> tuple[Baseline, tuple[str, ...]]:
         """What is restored."""
         saves = (*transition.before, transition.new)
-        old = in_fork(lambda: contents_of(before, saves))
-        new = in_fork(lambda: contents_of(after, saves))
+        old = self._aside.call(contents_of, before, saves)
+        new = self._aside.call(contents_of, after, saves)
         problems = []
         if transition.whole and old.newest not in [name_of(save) for save in transition.before]:
             problems.append(f"before the save: {old}")
@@ -129,7 +128,7 @@ class RunsSuite(Suite[Transition, Baseline]):
         """A save raised, and the same manager went on to the next one."""
         transition, baseline = point.recorded.transition, point.recorded.baseline
         raised = self._raised(directory)
-        found = self._learn(lambda known: after_next_save(transition, directory, known))
+        found = self._aside.call(after_next_save, transition, directory)
         if not raised.exists() and found.newest == baseline.after.newest:  # it came when all was done: in close()
             return Outcome(point, *self._examine(point.recorded, directory, MUST_BE_NEW))
         if found.newest != name_of(transition.next):
@@ -152,25 +151,11 @@ class RunsSuite(Suite[Transition, Baseline]):
         return Outcome(point, *finding, status="cut")
 
     def _examine(self, recorded: Recorded[Transition, Baseline], run: Path, allowed: str = MAY_BE_EITHER) -> Finding:
-        """Examine in a fork, or remember a directory with the same files: many stops leave those."""
+        """Examine aside, or remember a directory with the same files: many stops leave those."""
         key = (recorded.transition.name, allowed, contents(run))
         if key not in self._examined:
-            self._examined[key] = self._learn(
-                lambda known: examine(recorded.transition, recorded.baseline, run, allowed, known)
-            )
+            self._examined[key] = self._aside.call(examine, recorded.transition, recorded.baseline, run, allowed)
         return self._examined[key]
-
-    def _learn(self, work: Callable[[Known], A]) -> A:
-        """Do something in a fork, and keep what it has come to know."""
-
-        def work_and_tell() -> tuple[A, Known]:
-            known = dict(self._known)
-            result = work(known)
-            return result, {key: known[key] for key in known.keys() - self._known.keys()}
-
-        result, learned = in_fork(work_and_tell)
-        self._known |= learned
-        return result
 
 
 def _goes_on(point: Point[Transition, Baseline]) -> bool:

@@ -23,7 +23,7 @@ SELECTION = (
     "wreck-replaced-90",
 )
 
-POINTS = 60
+POINTS = 40
 """Of the selection's 1,200 or so: five seconds."""
 
 needs_strace = pytest.mark.skipif(not has_strace(), reason="NO STRACE: NO SAVE IS STOPPED HERE. Install strace.")

@@ -79,8 +79,19 @@ def same(one: Verdict, other: Verdict) -> bool:
 Files = frozenset[tuple[str, str]]
 """A snapshot that can be looked up."""
 
-Known = dict[tuple[str, Files], Mapping[str, Verdict]]
+_known: dict[tuple[str, Files], Mapping[str, Verdict]] = {}
 """(transition, files) -> verdicts of directories that every reader loads: all saves that succeed leave the same few."""
+
+
+def read(transition: Transition, directory: Path) -> Mapping[str, Verdict]:
+    """What readers load; the same files are read once, unless a reader fails, whose error names the directory."""
+    key = (transition.name, frozenset(snapshot(directory).items()))
+    if key in _known:
+        return _known[key]
+    verdicts = read_all(transition.readers, directory, transition.contents)
+    if all(verdict.kind == "whole" for verdict in verdicts.values()):
+        _known[key] = verdicts
+    return verdicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +104,6 @@ class Examination:
         quiet: The category if nothing is wrong.
         judgement: What was found.
         left_over: Its litter.
-        learned: Verdicts that were not known before.
     """
 
     left: Snapshot
@@ -101,24 +111,22 @@ class Examination:
     quiet: str
     judgement: Judgement
     left_over: str
-    learned: Known
 
 
-def examine(transition: Transition, baseline: Baseline, directory: Path, target: Target, known: Known) -> Examination:
+def examine(transition: Transition, baseline: Baseline, directory: Path, target: Target) -> Examination:
     """Read a directory that a stopped save left; it is used up by the next saves."""
     found = Judgement()
     left = snapshot(directory)
     found.listing = sorted(left)
-    verdicts = read_all(transition.readers, directory, transition.contents)
+    verdicts = read(transition, directory)
     found.readers = {label: str(verdict) for label, verdict in verdicts.items()}
     found.notes += [f"{label}: {verdict.note}" for label, verdict in verdicts.items() if verdict.note]
     quiet = judge_readers(transition, baseline, verdicts, found)
     if spoiled := touched(baseline.snapshot, left, transition.bystanders):
         found.problems.append(("wrong", f"bystanders touched: {spoiled}"))
     left_over = litter(directory, transition)
-    next_saves = NextSaves(transition, baseline, target, known)
-    next_saves.judge(directory, found)
-    return Examination(left, verdicts, quiet, found, left_over, next_saves.learned)
+    NextSaves(transition, baseline, target).judge(directory, found)
+    return Examination(left, verdicts, quiet, found, left_over)
 
 
 def judge(transition: Transition, baseline: Baseline, seen: Examination, run: Run, kind: str) -> Judgement:
@@ -184,15 +192,11 @@ class NextSaves:
         transition: That was stopped.
         baseline: What it looks like when nothing is stopped.
         target: Who saves.
-        known: What readers load of some directories.
-        learned: The same of more of them.
     """
 
     transition: Transition
     baseline: Baseline
     target: Target
-    known: Known
-    learned: Known = field(default_factory=dict)
 
     def judge(self, directory: Path, found: Judgement) -> None:
         """Carry out the stopped save once more in a copy, and another one in the directory."""
@@ -210,7 +214,7 @@ class NextSaves:
             found.problems.append(("unloadable", f"{word} failed: {type(error).__name__}: {error}"))
             return
         left = snapshot(place)
-        for label, verdict in self._read(place, left).items():
+        for label, verdict in read(transition, place).items():
             want = self._wanted(label, save)
             if not same(verdict, want):
                 category = "unloadable" if verdict.kind == "error" else "wrong"
@@ -227,13 +231,3 @@ class NextSaves:
         if want.kind == "whole" and want.generation == self.transition.new.content.generation:
             return replace(want, generation=save.content.generation)
         return want
-
-    def _read(self, place: Path, left: Snapshot) -> Mapping[str, Verdict]:
-        """What readers load; the same files are read once, unless a reader fails, whose error names the directory."""
-        key = (self.transition.name, frozenset(left.items()))
-        if key in self.known:
-            return self.known[key]
-        verdicts = read_all(self.transition.readers, place, self.transition.contents)
-        if all(verdict.kind == "whole" for verdict in verdicts.values()):
-            self.learned[key] = verdicts
-        return verdicts

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from tests.crash.forks import in_fork
+from tests.crash.forks import Aside
 from tests.crash.points import Outcome, Point, Recorded
 from tests.crash.saves.generations import Content, expected
-from tests.crash.saves.judge import FAILURES, FINE, Baseline, Examination, Files, Judgement, Known, examine, judge, same
+from tests.crash.saves.judge import FAILURES, FINE, Baseline, Examination, Files, Judgement, examine, judge, read, same
 from tests.crash.saves.power import cuts
 from tests.crash.saves.readers import READERS, Reader, Verdict, read_all
 from tests.crash.saves.states import build, litter, perform, snapshot
@@ -48,7 +48,7 @@ class SavesSuite(Suite[Transition, Baseline]):
         super().__init__(target)
         self.writer = TARGETS[target]
         self._examined: dict[tuple[str, Files], Examination] = {}
-        self._known: Known = {}
+        self._aside = Aside()
 
     def transitions(self) -> tuple[Transition, ...]:
         """Every transition; those of another writer are judged by stock readers."""
@@ -85,8 +85,8 @@ class SavesSuite(Suite[Transition, Baseline]):
 
     def baseline(self, transition: Transition, before: Path, after: Path, run: Run) -> tuple[Baseline, tuple[str, ...]]:
         """What each reader loads."""
-        old = in_fork(lambda: read_all(transition.readers, before, transition.contents))
-        new = in_fork(lambda: read_all(transition.readers, after, transition.contents))
+        old = self._aside.call(read, transition, before)
+        new = self._aside.call(read, transition, after)
         problems = [*_check_before(transition, old), *_check_after(transition, old, new)]
         if left := litter(after, transition):
             problems.append(f"litter after the whole save: {left}")
@@ -110,13 +110,12 @@ class SavesSuite(Suite[Transition, Baseline]):
         return outcome
 
     def _examine(self, recorded: Recorded[Transition, Baseline], directory: Path) -> Examination:
-        """Examine in a fork, or remember a directory with the same files: most errors are undone, and leave those."""
+        """Examine aside, or remember a directory with the same files: most errors are undone, and leave those."""
         key = (recorded.transition.name, frozenset(snapshot(directory).items()))
         if key not in self._examined:
-            self._examined[key] = in_fork(
-                lambda: examine(recorded.transition, recorded.baseline, directory, self.writer, self._known)
+            self._examined[key] = self._aside.call(
+                examine, recorded.transition, recorded.baseline, directory, self.writer
             )
-            self._known |= self._examined[key].learned
         return self._examined[key]
 
 
@@ -125,7 +124,7 @@ def _outcome(point: Point[Transition, Baseline], judgement: Judgement) -> Outcom
     return Outcome(point, judgement.category, problems, judgement.notes, judgement.readers, judgement.listing)
 
 
-def _wanted(transition: Transition, label: str, before: dict[str, Verdict]) -> Verdict:
+def _wanted(transition: Transition, label: str, before: Mapping[str, Verdict]) -> Verdict:
     """What a reader must say after the save: the new generation, or as before where it asks for another variant."""
     reader = next(reader for reader in transition.readers if reader.label == label)
     if reader.name == "hub-mixin" and transition.new.layout != "single":
@@ -135,7 +134,7 @@ def _wanted(transition: Transition, label: str, before: dict[str, Verdict]) -> V
     return before[label]
 
 
-def _check_before(transition: Transition, before: dict[str, Verdict]) -> Iterator[str]:
+def _check_before(transition: Transition, before: Mapping[str, Verdict]) -> Iterator[str]:
     """A test that starts from a directory which nobody can read would test nothing."""
     hopeless = all(verdict.kind == "error" for verdict in before.values())
     if transition.before and hopeless and not any(save.killed_at for save in transition.before):
@@ -146,7 +145,7 @@ def _check_before(transition: Transition, before: dict[str, Verdict]) -> Iterato
             yield f"before the save, {label}: {verdict}"
 
 
-def _check_after(transition: Transition, before: dict[str, Verdict], after: dict[str, Verdict]) -> Iterator[str]:
+def _check_after(transition: Transition, before: Mapping[str, Verdict], after: Mapping[str, Verdict]) -> Iterator[str]:
     for label, verdict in after.items():
         if not same(verdict, _wanted(transition, label, before)):
             yield f"after the whole save, {label}: {verdict}"
