@@ -83,8 +83,7 @@ def _judge_directory(played: Played, directory: Path, left: Path) -> None:
     call = CALLS[case.call]
 
     def check_save(number: int, by: str) -> None:
-        litter = in_fork(lambda: call.litter(directory))
-        found = in_fork(lambda: call.found(directory))
+        litter, found = in_fork(lambda: (call.litter(directory), call.found(directory)))
         if litter or found != number:
             played.problems.append(f"after a save by {by}, there is save {found}, and litter: {litter}")
 
