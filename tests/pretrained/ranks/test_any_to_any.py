@@ -204,7 +204,6 @@ def test_some_layouts_are_loaded_into_others(tmp_path: Path) -> None:
         2: [
             Load("4-fsdp_tp", "tied", "tp", "function"),
             Load("4-fsdp_tp", "tied", "their_pp", "config"),
-            Load("4-fsdp_tp", "tied", "fsdp", "module"),
             Load("4-fsdp_ep", "moe", "ep", "like"),
             Load("4-fsdp_ep", "moe", "their_ep", "config"),
             Load("2-pp", "buffers", "ddp", "module"),

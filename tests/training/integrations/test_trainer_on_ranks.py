@@ -56,7 +56,7 @@ CHECKPOINTED = {**FSDP, "fsdp_config": {**FSDP["fsdp_config"], "activation_check
 CASES = {
     "ddp": Case({"gradient_accumulation_steps": 2, **BEST}),
     "accelerate's fsdp2": Case({**FSDP, **BEST, "learning_rate": 0.5}, needs_gpus=True),
-    "accelerate's fsdp2, recomputed": Case({**CHECKPOINTED, **BEST}, callback={"blocking": False}, needs_gpus=True),
+    "accelerate's fsdp2, recomputed": Case(CHECKPOINTED, callback={"blocking": False}, needs_gpus=True),
     "transformers' tp": Case(ASKED_FOR, {"tp_size": 2}, needs_gpus=True),
 }
 if TRAINS_WHAT_IT_SPREADS:
