@@ -15,10 +15,9 @@ from tests.hub.models import contents
 from tests.hub.push.push_hub import PushHub, differences
 from tests.hubserver.hub_server import Fault
 
-pytestmark = pytest.mark.compat
-
-SHARDS = 260
-"""More than the 256 files of one commit."""
+A_COMMIT = 8
+"""Files that one commit takes in most of these tests: as with the 256 of a real one, a few more make two."""
+SHARDS = 12
 
 
 Many = Callable[..., Path]
@@ -61,10 +60,12 @@ def seen(hub: PushHub, repo: str, commit: str) -> str:
     return str(ours.error or ours.result)
 
 
-def test_no_commit_of_a_new_repo_is_a_mix(hub: PushHub, repo: str, many: Many) -> None:
-    folder = many(1)
-    hub.push(folder, repo)
+@pytest.mark.compat
+def test_no_commit_of_a_new_repo_is_a_mix_and_few_files_are_open(hub: PushHub, repo: str, many: Many) -> None:
+    folder = many(1, 260)
+    hub.push(folder, repo, open_files=360)  # the check before a push holds all shards open at once
     assert differences(hub, repo, contents(folder)) == {}
+    assert hub.kinds()["lfs_put"] == 260 + 1  # and the index, which is large enough for LFS
     commits = list(reversed(hub.view(repo).commits()))
     assert [commit.title for commit in commits] == [
         "initial commit",
@@ -77,34 +78,49 @@ def test_no_commit_of_a_new_repo_is_a_mix(hub: PushHub, repo: str, many: Many) -
     found = [seen(hub, repo, commit.oid) for commit in commits]
     assert found == ["CheckpointNotFoundError"] * 3 + ["1.0"]
 
+    folder = many(2, 260)
+    hub.push(folder, repo, open_files=360)
+    assert differences(hub, repo, contents(folder)) == {}
+    # of the same names: all in one commit, or main would be a mix
+    assert len(hub.view(repo).commits()) == len(commits) + 1
 
-@pytest.mark.parametrize(("before", "after"), [(1, 260), (258, 260), (260, 260), (260, 1)])
-def test_no_commit_of_an_old_repo_is_a_mix(hub: PushHub, repo: str, many: Many, before: int, after: int) -> None:
+
+@pytest.mark.parametrize(
+    ("before", "after", "count"),
+    [
+        (1, SHARDS, 3),
+        (SHARDS - 2, SHARDS, 3),
+        (SHARDS, SHARDS, 1),  # of the same names: all in one commit, or main would be a mix
+        (SHARDS, 1, 1),
+    ],
+)
+def test_no_commit_of_an_old_repo_is_a_mix(
+    hub: PushHub, repo: str, many: Many, before: int, after: int, count: int
+) -> None:
     put(hub, repo, many(1, before))
     old = len(hub.view(repo).commits())
     folder = many(2, after)
-    hub.push(folder, repo)
+    hub.push(folder, repo, commit_files=A_COMMIT)
     assert differences(hub, repo, contents(folder)) == {}
     commits = list(reversed(hub.view(repo).commits()))[old - 1 :]
-    # of the same names: all in one commit, or main would be a mix
-    assert len(commits) == {(1, 260): 4, (258, 260): 4, (260, 260): 2, (260, 1): 2}[before, after]
+    assert len(commits) == 1 + count
     found = [seen(hub, repo, commit.oid) for commit in commits]
-    assert found == ["1.0"] * (len(commits) - 1) + ["2.0"]
+    assert found == ["1.0"] * count + ["2.0"]
 
 
 def test_push_that_dies_between_its_commits_is_repaired_by_the_next(hub: PushHub, repo: str, many: Many) -> None:
-    put(hub, repo, many(1, 258))
+    put(hub, repo, many(1, SHARDS - 2))
     gate = threading.Event()
     held = hub.server.fail(Fault(match="POST commit", kind="slow", skip=1, after_bytes=500, gate=gate))
-    task = hub.start("push", many(2), repo)
+    task = hub.start("push", many(2), repo, commit_files=A_COMMIT)
     assert held.reached.wait(60)
     task.kill()
     gate.set()
     head = hub.view(repo).branches["main"]
-    assert len(hub.files(repo)) >= 258 + 2 + 256
+    assert len(hub.files(repo)) == SHARDS - 2 + 2 + A_COMMIT
     assert seen(hub, repo, head) == "1.0"
-    folder = many(3, 257)
-    hub.push(folder, repo)
+    folder = many(3, SHARDS - 3)
+    hub.push(folder, repo, commit_files=A_COMMIT)
     assert differences(hub, repo, contents(folder)) == {}
     assert seen(hub, repo, hub.view(repo).branches["main"]) == "3.0"
 
@@ -116,22 +132,15 @@ def test_many_shards_that_meet_a_readme_go_on_top(hub: PushHub, repo: str, many:
         Fault(match="POST commit", kind="race", skip=1, action=lambda: hub.view(repo).commit(theirs, "theirs"))
     )
     folder = many(2)
-    hub.push(folder, repo)
+    hub.push(folder, repo, commit_files=A_COMMIT)
     assert differences(hub, repo, contents(folder) | {"README.md": b"# Theirs"}) == {}
-    assert hub.kinds()["lfs_put"] == SHARDS + 1  # and the index, which is large enough for LFS
+    assert hub.kinds()["lfs_put"] == SHARDS  # none is sent twice
 
 
 def test_many_shards_as_a_pull_request_open_one(hub: PushHub, repo: str, many: Many) -> None:
     folder = many(2)
-    done = hub.push(folder, repo, create_pr=True).result
+    done = hub.push(folder, repo, create_pr=True, commit_files=A_COMMIT).result
     assert list(hub.view(repo).pull_requests) == [1]
     assert differences(hub, repo, contents(folder), "refs/pr/1") == {}
     assert hub.files(repo) == set()
     assert done["pr_url"].endswith("/discussions/1") and done["commit"] == hub.view(repo).pull_requests[1]
-
-
-def test_many_shards_need_few_open_files(hub: PushHub, repo: str, many: Many) -> None:
-    folder = many(1)
-    hub.push(folder, repo, open_files=360)  # the check before a push holds all shards open at once
-    hub.push(many(2), repo, open_files=360)
-    assert differences(hub, repo, contents(many(2))) == {}
