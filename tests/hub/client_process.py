@@ -18,6 +18,10 @@ from huggingface_hub import constants
 
 from hfshard.errors import HfshardError
 
+# Before the forks: each would import what these need.
+time.strptime("", "")
+"".encode("idna")
+
 CHILD_SECONDS = 60
 """A task that takes longer hangs, and is killed."""
 

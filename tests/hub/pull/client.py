@@ -12,6 +12,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download, snapshot
 from transformers import AutoModel, AutoModelForCausalLM, BertModel
 
 import hfshard
+import hfshard.load  # before the forks: each would import it
 from hfshard.hub.remote import transport
 from hfshard.stores.buckets import hub_calls
 from hfshard.transfer.pull import pull_checkpoint
