@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import forkserver
 from tests.hub.models import saved
 from tests.hub.pull.pull_hub import PullHub, cached
 from tests.hub.server_fixture import Outcome, new_repo_id
@@ -174,12 +173,10 @@ def test_offline_variable_is_obeyed_by_a_process_of_its_own(
     hub.call("read", repo, tmp_path)
     code = f"import hfshard; print(len(hfshard.load_state_dict({repo!r}, cache_dir={str(tmp_path)!r})))"
 
-    environment = {**hub.environment, "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    environment = {**hub.environment, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "error"}
+    done = forkserver.run(["-c", code], env=environment)
 
-    assert run.stdout == "23\n"
+    assert (done.returncode, done.stdout) == (0, "23\n"), done.stderr
     assert hub.server.count() == 13  # those of the call before
 
 
