@@ -16,7 +16,7 @@ from tests.helpers import forkserver
 from tests.hub.directory.child import content
 from tests.hub.directory.helpers import litter
 
-PUSHES = 20
+PUSHES = 10
 
 needs_strace = pytest.mark.skipif(not has_strace(), reason="NO STRACE: NO PUSH IS STOPPED HERE. Install strace.")
 

@@ -265,7 +265,7 @@ def test_saved_twice_into_one_directory_pushes_like_saved_once(hub: PushHub, rep
     assert differences(hub, repo, contents(saved(tmp_path / "once", 3, SINGLE))) == {}
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_any_sequence_of_pushes_leaves_the_last_of_each_kind(
     hub: PushHub, repo: str, tmp_path: Path, seed: int
 ) -> None:
