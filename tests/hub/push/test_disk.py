@@ -9,8 +9,6 @@ import pytest
 from tests.hub.models import contents, saved
 from tests.hub.push.push_hub import PushHub, differences
 
-pytestmark = pytest.mark.compat
-
 SHARDED, SINGLE = "5MB", "100MB"
 OTHER_READS = 1_000_000
 """Bytes: Python's own files, config and index, and the samples of 4 KiB of each of the 23 tensors (94 kB)."""
@@ -30,6 +28,7 @@ def test_counters_and_the_limit_see_what_a_save_writes(hub: PushHub, repo: str, 
     assert limited.error is not None and "File too large" in limited.message
 
 
+@pytest.mark.compat
 def test_sharded_directory_is_read_once_and_nothing_is_written(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, SHARDED, size="large")
     weights = weights_of(folder)
@@ -42,6 +41,7 @@ def test_sharded_directory_is_read_once_and_nothing_is_written(hub: PushHub, rep
     assert differences(hub, repo, before) == {}
 
 
+@pytest.mark.compat
 def test_single_file_is_read_twice_and_nothing_is_written(hub: PushHub, repo: str, tmp_path: Path) -> None:
     # Its own checksum, which it holds, is not the sha256 that the Hub wants: it is hashed, and then sent.
     folder = saved(tmp_path / "save", 1, SINGLE, size="large")
@@ -57,7 +57,7 @@ def test_unchanged_sharded_directory_is_not_read(hub: PushHub, repo: str, tmp_pa
 
 
 @pytest.mark.parametrize("limit", [SHARDED, SINGLE])
-@pytest.mark.parametrize("kind", ["bert", "transposed", "tied"])
+@pytest.mark.parametrize("kind", [pytest.param("bert", marks=pytest.mark.compat), "transposed", "tied"])
 def test_model_is_pushed_from_memory_as_the_files_that_a_save_writes(
     hub: PushHub, repo: str, tmp_path: Path, kind: str, limit: str
 ) -> None:
@@ -70,6 +70,7 @@ def test_model_is_pushed_from_memory_as_the_files_that_a_save_writes(
     assert len(expected) == (2 if limit == SINGLE else {"bert": 7, "transposed": 7, "tied": 7}[kind])
 
 
+@pytest.mark.compat
 def test_model_in_small_files_is_pushed_as_the_files_that_a_save_writes(
     hub: PushHub, repo: str, tmp_path: Path
 ) -> None:

@@ -13,8 +13,6 @@ from tests.hub.models import contents, saved
 from tests.hub.push.push_hub import PushHub, differences
 from tests.hubserver.hub_server import Fault
 
-pytestmark = pytest.mark.compat
-
 FOUR = "20KB"  # 4 shards of 16.9 kB and less
 UPLOAD = "PUT lfs_put"
 SHARD = "model-00002-of-00004.safetensors"
@@ -38,6 +36,7 @@ def test_dropped_upload_is_sent_again_and_the_others_are_not(
     assert len(hub.view(repo).commits()) == 2
 
 
+@pytest.mark.compat
 def test_upload_that_is_dropped_five_times_completes(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
     for number, after in enumerate((100, 5_000, 3, 16_000, 12_345)):
@@ -48,6 +47,7 @@ def test_upload_that_is_dropped_five_times_completes(hub: PushHub, repo: str, tm
     assert hub.server.bytes_up("lfs_put") == shard_bytes(folder) + 100 + 5_000 + 3 + 16_000 + 12_345
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(
     "match", ["POST create_repo", "GET info", "POST preupload", "POST lfs_batch", UPLOAD, "POST lfs_verify"]
 )
@@ -60,6 +60,7 @@ def test_busy_server_is_asked_again(hub: PushHub, repo: str, tmp_path: Path, mat
     assert len(hub.view(repo).commits()) == 2
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(
     "match",
     ["POST create_repo", "GET info", "POST preupload", "POST lfs_batch", UPLOAD, "POST lfs_verify", "POST commit"],
@@ -73,6 +74,7 @@ def test_rate_limit_is_kept_to(hub: PushHub, repo: str, tmp_path: Path, match: s
     assert len(hub.view(repo).commits()) == 2
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(
     "match", ["POST create_repo", "GET info", "POST preupload", "POST lfs_batch", "POST lfs_verify", "POST commit"]
 )
@@ -86,6 +88,7 @@ def test_connection_that_ends_without_an_answer_is_made_again(
     assert len(hub.view(repo).commits()) == 2
 
 
+@pytest.mark.compat
 def test_expired_upload_url_is_asked_for_anew(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
     hub.server.fail(Fault(match=UPLOAD, kind="expired", times=2))
@@ -94,6 +97,7 @@ def test_expired_upload_url_is_asked_for_anew(hub: PushHub, repo: str, tmp_path:
     assert len(hub.view(repo).commits()) == 2
 
 
+@pytest.mark.compat
 def test_multipart_upload_survives_parts_that_fail(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, "5MB", size="large")  # parts of 1 MB
     part = "PUT lfs_part"
@@ -107,6 +111,7 @@ def test_multipart_upload_survives_parts_that_fail(hub: PushHub, repo: str, tmp_
     assert hub.server.bytes_up("lfs_part") <= shard_bytes(folder) + 700_000 + 10_000 + 1_000_000
 
 
+@pytest.mark.compat
 def test_multipart_upload_survives_urls_that_expire(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, "5MB", size="large")
     hub.server.fail(Fault(match="PUT lfs_part.*partNumber=2", kind="expired"))
@@ -114,6 +119,7 @@ def test_multipart_upload_survives_urls_that_expire(hub: PushHub, repo: str, tmp
     assert differences(hub, repo, contents(folder)) == {}
 
 
+@pytest.mark.compat
 def test_push_that_is_killed_makes_no_commit_and_the_next_sends_what_is_missing(
     hub: PushHub, repo: str, tmp_path: Path
 ) -> None:
@@ -166,6 +172,7 @@ def test_shard_with_a_flipped_bit_is_not_committed(hub: PushHub, repo: str, tmp_
     assert outcome.waits == []  # it is not tried again: it would not get better
 
 
+@pytest.mark.compat
 def test_shard_with_a_flipped_bit_far_inside_is_found_while_it_is_sent(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, "5MB", size="large")
     shard = sorted(folder.glob("model-*"))[2]
@@ -178,6 +185,7 @@ def test_shard_with_a_flipped_bit_far_inside_is_found_while_it_is_sent(hub: Push
     assert outcome.waits == []
 
 
+@pytest.mark.compat
 def test_storage_that_refuses_for_good_is_an_error_and_no_commit(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
     hub.server.fail(Fault(match=UPLOAD, kind="status", status=403, times=1000))
@@ -210,6 +218,7 @@ def test_directory_that_is_saved_over_during_the_push_is_not_committed(
     assert differences(hub, repo, contents(folder)) == {}
 
 
+@pytest.mark.compat
 def test_shard_that_grows_or_shrinks_during_the_push_is_not_committed(hub: PushHub, repo: str, tmp_path: Path) -> None:
     changes: list[Callable[[bytes], bytes]] = [lambda raw: raw + b"x", lambda raw: raw[:-1]]
     for number, change in enumerate(changes):

@@ -12,8 +12,6 @@ from tests.hub.models import contents, digest_of_seed, make_model, saved
 from tests.hub.push.push_hub import PushHub, differences
 from tests.hubserver.hub_server import Fault
 
-pytestmark = pytest.mark.compat
-
 SINGLE, FOUR = "10MB", "20KB"
 
 
@@ -21,6 +19,7 @@ def index_of(*files: str) -> bytes:
     return json.dumps({"metadata": {}, "weight_map": {f"w{n}": file for n, file in enumerate(files)}}).encode()
 
 
+@pytest.mark.compat
 def test_names_of_any_kind_arrive_as_they_are(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1)
     names = ("ünï cödé.json", "100%25.txt", "a b/c+d?e#f.json", "語/模型.bin", "[x]{y}&z=1.txt", "'q\".txt", "-of-.txt")
@@ -94,6 +93,7 @@ def test_hostile_index_on_the_hub_deletes_nothing_and_stops_nothing(
     assert hub.loads(repo) == digest_of_seed(1)
 
 
+@pytest.mark.compat
 def test_files_that_change_their_kind_are_pushed_and_recognised(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1)
     for grow in (b"small", b"grown" * 4000, b"small again", b""):  # the Hub of the tests has LFS above 10,000 bytes
@@ -109,6 +109,7 @@ def test_files_that_change_their_kind_are_pushed_and_recognised(hub: PushHub, re
     assert hub.push(folder, repo).result["is_new"] is False
 
 
+@pytest.mark.compat
 def test_same_bytes_under_several_names_are_sent_once(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1)
     weights = (folder / "model.safetensors").read_bytes()
@@ -123,6 +124,7 @@ def test_same_bytes_under_several_names_are_sent_once(hub: PushHub, repo: str, t
     assert hub.server.bytes_up("lfs_put") == len(weights)
 
 
+@pytest.mark.compat
 def test_snapshot_of_the_cache_is_pushed_as_the_files_it_links_to(hub: PushHub, repo: str, tmp_path: Path) -> None:
     hub.push(saved(tmp_path / "save", 1, FOUR), repo)
     cache = tmp_path / "cache"
@@ -146,6 +148,7 @@ def test_links_to_nowhere_and_to_folders_and_pipes_are_left_out_aloud(hub: PushH
     assert [name for name in ("dangling.json", "linked", "pipe") if not any(name in line for line in outcome.log)] == []
 
 
+@pytest.mark.compat
 def test_pickles_are_pushed_and_replace_safetensors(hub: PushHub, repo: str, tmp_path: Path) -> None:
     import torch
 
@@ -202,6 +205,7 @@ def test_variant_that_patterns_leave_out_stays_on_the_hub(hub: PushHub, repo: st
     assert differences(hub, repo, {n: raw for n, raw in contents(folder).items() if "fp16" not in n} | fp16) == {}
 
 
+@pytest.mark.compat
 def test_gitignore_in_the_directory_leaves_out_no_shard(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
     (folder / ".gitignore").write_text("*.safetensors\n")
@@ -209,6 +213,7 @@ def test_gitignore_in_the_directory_leaves_out_no_shard(hub: PushHub, repo: str,
     assert (hub.kinds()["lfs_put"], hub.kinds()["commit"]) == (0, 0)
 
 
+@pytest.mark.compat
 def test_very_many_small_files_need_few_open_files(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1)
     (folder / "parts").mkdir()
@@ -231,6 +236,7 @@ def test_strays_of_a_killed_save_stay_at_home(hub: PushHub, repo: str, tmp_path:
     ]
 
 
+@pytest.mark.compat
 def test_file_that_can_not_be_read_is_an_error_before_the_commit(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1)
     (folder / "tokenizer.json").symlink_to("/proc/self/mem")  # opens, and can't be read, not even by root
@@ -268,6 +274,7 @@ def test_name_that_is_no_utf8_is_an_error_that_shows_it(hub: PushHub, repo: str,
     assert hub.server.count() == 0
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("card", [b"\xff\xfe no text", b"\0", b"---\n: : [\n---\ntext"], ids=["utf8", "zero", "yaml"])
 def test_card_that_can_not_be_read_is_left_alone_or_an_error(hub: PushHub, repo: str, card: bytes) -> None:
     hub.server.create_repo(repo).commit({"README.md": card}, "card")
@@ -286,6 +293,7 @@ def test_save_that_pushes_is_not_stopped_by_another_variant(hub: PushHub, repo: 
     assert hub.loads(repo) == digest_of_seed(2)
 
 
+@pytest.mark.compat
 def test_repo_whose_file_is_a_folder_of_ours_is_an_error(hub: PushHub, repo: str, tmp_path: Path) -> None:
     hub.server.create_repo(repo).commit({"config.json/x": b"1"}, "odd")
     outcome = hub.refused("push", saved(tmp_path / "save", 1), repo)
@@ -293,6 +301,7 @@ def test_repo_whose_file_is_a_folder_of_ours_is_an_error(hub: PushHub, repo: str
     assert hub.files(repo) == {"config.json/x"}
 
 
+@pytest.mark.compat
 def test_weights_that_config_names_are_pushed_and_nothing_outranks_them(
     hub: PushHub, repo: str, tmp_path: Path
 ) -> None:
@@ -306,6 +315,7 @@ def test_weights_that_config_names_are_pushed_and_nothing_outranks_them(
     assert hub.loads(repo) == digest_of_seed(1)
 
 
+@pytest.mark.compat
 def test_repo_or_branch_that_is_deleted_meanwhile_is_an_error_that_says_so(
     hub: PushHub, repo: str, tmp_path: Path
 ) -> None:

@@ -10,8 +10,6 @@ from tests.hub.models import contents, digest_of_seed, saved
 from tests.hub.push.push_hub import PushHub, differences
 from tests.hubserver.hub_server import Fault
 
-pytestmark = pytest.mark.compat
-
 SINGLE, FOUR, MANY = "10MB", "20KB", "9KB"
 COMMIT = "POST commit"
 
@@ -57,6 +55,7 @@ def test_push_that_meets_a_config_or_an_index_alone_is_refused(hub: PushHub, rep
         assert len(hub.view(f"{repo}-{number}").commits()) == 2
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("task", ["push", "push_model"])
 def test_push_that_meets_a_readme_and_a_variant_goes_on_top_and_sends_nothing_twice(
     hub: PushHub, repo: str, tmp_path: Path, task: str
@@ -83,6 +82,7 @@ def test_push_that_meets_its_own_bytes_is_done(hub: PushHub, repo: str, tmp_path
     assert len(hub.view(repo).commits()) == 2
 
 
+@pytest.mark.compat
 def test_push_that_always_meets_others_gives_up_after_five_times(hub: PushHub, repo: str, tmp_path: Path) -> None:
     numbers = iter(range(100))
 
@@ -96,6 +96,7 @@ def test_push_that_always_meets_others_gives_up_after_five_times(hub: PushHub, r
     assert hub.files(repo) == {"README.md"}
 
 
+@pytest.mark.compat
 def test_two_pushes_at_once_never_mix(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folders = [saved(tmp_path / "first", 1, FOUR), saved(tmp_path / "second", 2, FOUR)]
     for number in range(5):
@@ -121,6 +122,7 @@ def test_two_equal_pushes_at_once_both_succeed(hub: PushHub, repo: str, tmp_path
         assert len(hub.view(f"{repo}-{number}").commits()) == 2
 
 
+@pytest.mark.compat
 def test_lost_answer_to_a_commit_is_recognised_as_landed(hub: PushHub, repo: str, tmp_path: Path) -> None:
     hub.push(saved(tmp_path / "old", 1, MANY), repo)  # so that the next deletes files, too
     hub.server.fail(Fault(match=COMMIT, kind="lost_answer"))
@@ -145,6 +147,7 @@ def test_lost_answer_and_a_commit_of_somebody_on_top_is_recognised(hub: PushHub,
     assert differences(hub, repo, contents(folder) | {"README.md": b"# Theirs"}) == {}
 
 
+@pytest.mark.compat
 def test_lost_answer_to_a_pull_request_opens_no_second_one(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "new", 2, FOUR)
     hub.server.create_repo(repo)
@@ -167,6 +170,7 @@ def test_server_error_at_the_commit_is_tried_again(hub: PushHub, repo: str, tmp_
     assert differences(hub, repo, contents(folder)) == {}
 
 
+@pytest.mark.compat
 def test_server_error_at_a_commit_that_lands_all_the_same_is_recognised(
     hub: PushHub, repo: str, tmp_path: Path
 ) -> None:
@@ -182,6 +186,7 @@ def test_server_error_at_a_commit_that_lands_all_the_same_is_recognised(
     assert done["commit"] == hub.view(repo).branches["main"]
 
 
+@pytest.mark.compat
 def test_server_error_that_stays_is_an_error_and_no_commit(hub: PushHub, repo: str, tmp_path: Path) -> None:
     hub.server.fail(Fault(match=COMMIT, kind="status", status=503, times=100))
     outcome = hub.refused("push", saved(tmp_path / "new", 2, FOUR), repo)
@@ -189,6 +194,7 @@ def test_server_error_that_stays_is_an_error_and_no_commit(hub: PushHub, repo: s
     assert (statuses(hub), len(hub.view(repo).commits())) == ([503] * 5, 1)
 
 
+@pytest.mark.compat
 def test_old_weights_load_while_a_push_is_refused(hub: PushHub, repo: str, tmp_path: Path) -> None:
     hub.push(saved(tmp_path / "old", 1, FOUR), repo)
     hub.server.fail(Fault(match=COMMIT, kind="status", status=400))
