@@ -250,9 +250,21 @@ def _descriptor(stream: int | IO[str] | None, null: int) -> int:
     return stream if isinstance(stream, int) else stream.fileno()
 
 
-def call(function: Callable[..., object], *args: object, env: Mapping[str, str] | None = None, **streams: Any) -> Child:
-    """Call a function in a process of its own; the arguments are those of `ForkServer.call`."""
-    return _server_for(os.environ if env is None else env).call(function, *args, env=env, **streams)
+def call(
+    function: Callable[..., object],
+    *args: object,
+    env: Mapping[str, str] | None = None,
+    modules: Sequence[str] = (),
+    **streams: Any,
+) -> Child:
+    """Call a function in a process of its own.
+
+    Args:
+        function, args, env, streams: As for `ForkServer.call`.
+        modules: What the process has imported, too: for modules of tests that hundreds of processes need.
+    """
+    server = _server_for(os.environ if env is None else env, tuple(modules))
+    return server.call(function, *args, env=env, **streams)
 
 
 def start(arguments: Iterable[object], *, env: Mapping[str, str], is_traced: bool = False, **streams: Any) -> Child:
@@ -335,9 +347,12 @@ def _owner() -> int:
     return int(session().partition("-")[0])
 
 
-def _server_for(env: Mapping[str, str]) -> _Server:
+def _server_for(env: Mapping[str, str], modules: tuple[str, ...]) -> _Server:
     """One that has imported all that does not depend on settings which differ from the session's own."""
-    return (_everything if _import_settings(env) == _SETTINGS else _torch)(env.get("OMP_NUM_THREADS", ""))
+    threads = env.get("OMP_NUM_THREADS", "")
+    if _import_settings(env) != _SETTINGS:
+        return _torch(threads)
+    return _more(modules, threads) if modules else _everything(threads)
 
 
 def _import_settings(env: Mapping[str, str]) -> dict[str, str]:
@@ -387,17 +402,34 @@ def _torch(threads: str) -> _Server:
 def _everything(threads: str) -> _Server:
     """The session's server that has imported what its settings reach, too."""
     address = _address(threads, {"": "all", **_SETTINGS})
-    others = {name: value for name, value in os.environ.items() if not name.startswith(_READ_ON_IMPORT)}
-    environment = {**others, **_SETTINGS, "OMP_NUM_THREADS": threads}
-    _fork_server(address, _EVERYTHING, environment, _owner())
+    _fork_server(address, _EVERYTHING, _environment(threads), _owner())
     return _Server(address)
 
 
-def _fork_server(address: str, modules: Sequence[str], environment: Mapping[str, str], owner: int) -> Child | None:
-    """Fork a server; None where there is one."""
+@cache
+def _more(modules: tuple[str, ...], threads: str) -> _Server:
+    """The session's server that has imported these modules beyond everything."""
+    address = _address(threads, {"": " ".join(modules), **_SETTINGS})
+    _fork_server(address, modules, _environment(threads), _owner(), _everything(threads))
+    return _Server(address)
+
+
+def _environment(threads: str) -> dict[str, str]:
+    others = {name: value for name, value in os.environ.items() if not name.startswith(_READ_ON_IMPORT)}
+    return {**others, **_SETTINGS, "OMP_NUM_THREADS": threads}
+
+
+def _fork_server(
+    address: str,
+    modules: Sequence[str],
+    environment: Mapping[str, str],
+    owner: int,
+    parent: _Server | None = None,
+) -> Child | None:
+    """Fork a server from another one, None: that of torch; None where there is one at this address."""
     environment = {name: value for name, value in environment.items() if value and name != "PYTHONWARNINGS"}
-    torch = _torch(environment.get("OMP_NUM_THREADS", ""))
+    parent = parent or _torch(environment.get("OMP_NUM_THREADS", ""))
     with listening(address) as listener:
         if listener is None:
             return None
-        return torch.call(forked.serve, modules, owner, env=environment, cwd=REPOSITORY, stdin=listener.fileno())
+        return parent.call(forked.serve, modules, owner, env=environment, cwd=REPOSITORY, stdin=listener.fileno())

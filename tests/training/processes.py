@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ def _child(target: Callable[..., None], args: tuple[Any, ...]) -> None:
     target(*args)
 
 
-def run(words: Path, target: Callable[..., None], *args: Any, fresh: bool = False) -> End:
+def run(words: Path, target: Callable[..., None], *args: Any, fresh: bool = False, modules: Sequence[str] = ()) -> End:
     """Call a function in a process of its own, and wait for its end.
 
     Args:
@@ -48,12 +48,15 @@ def run(words: Path, target: Callable[..., None], *args: Any, fresh: bool = Fals
         target: A function at the top of a module.
         args: For it; pickled on the way.
         fresh: Start an interpreter, rather than fork one that has imported everything and computed nothing.
+        modules: What the one that is forked has imported beyond everything.
     """
     with open(words, "wb", buffering=0) as file:
         if fresh:
             status = _run_in_new_interpreter(file.fileno(), target, args)
         else:
-            child = forkserver.call(_child, target, args, stdout=file.fileno(), stderr=subprocess.STDOUT)
+            child = forkserver.call(
+                _child, target, args, modules=modules, stdout=file.fileno(), stderr=subprocess.STDOUT
+            )
             status = _ended(child)
     return End(status, words.read_text(errors="replace"))
 

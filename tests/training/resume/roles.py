@@ -16,8 +16,8 @@ from tests.training.resume.cases import CASES
 from tests.training.resume.runs import LATEST_SECONDS, STEPS, Manager, Run
 from tests.training.resume.torch_save import TorchSave
 
-FURTHEST, BACK = 9, 4
-"""Steps of a run that then returns to an older one."""
+FURTHEST = 9
+"""The step that a run reaches before it returns to an older one."""
 OTHER_SEED = 1000
 """A resumed run begins with other weights and other random numbers, so that all of them come from the checkpoint."""
 _NOT_OURS = (
@@ -68,7 +68,7 @@ def _run_role(name: str, role: str, root: Path, store: str) -> None:
             restored = run.resume(manager)
         if role == "rolled back":
             run.train(FURTHEST, manager=manager)
-            restored = run.roll_back(manager, BACK)
+            restored = run.roll_back(manager, case.back)
         death = {"killed": case.death, "killed again": (STEPS - 1, case.death[1])}.get(role)
         run.train(manager=manager, kill=death)
         manager.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -78,7 +79,8 @@ class Case:
     closure: bool = False
     extras: Callable[[nn.Module], dict[str, Any]] | None = None
     """Other stateful objects; each has `update(model, step, loss)`, or `update_parameters(model)`."""
-    save_every: int = 1
+    save_every: int | None = None
+    """Steps from a save to the next. None: drawn by the case's name."""
     save_at: str = "step"
     """Or "epoch"."""
     blocking: bool = True
@@ -89,7 +91,7 @@ class Case:
     compat: bool = False
     """Runs on the oldest supported versions too."""
     fresh: bool = False
-    """Runs in processes that are started from nothing, too."""
+    """Is resumed in an interpreter that is started from nothing, too."""
 
     @property
     def seed(self) -> int:
@@ -102,7 +104,17 @@ class Case:
         if self.kill is not None:
             return self.kill
         draw = random.Random(self.seed)
-        return draw.randint(self.save_every + 1, STEPS - 2), draw.choice(PHASES[:4])
+        return draw.randint(self.every + 1, STEPS - 2), draw.choice(PHASES[:4])
+
+    @property
+    def every(self) -> int:
+        """Steps from a save to the next."""
+        return self.save_every or random.Random(f"saves of {self.name}").choice((2, 3, 4))
+
+    @property
+    def back(self) -> int:
+        """The older step that a run returns to: of its saves the first from step 3 on."""
+        return self.every * math.ceil(3 / self.every)
 
 
 class Run:
@@ -192,7 +204,7 @@ class Run:
             self.reach("scheduler")
             self.done += 1
             self.steps.append(self._record(batches, loss))
-            if self.case.save_at == "step" and self.done % self.case.save_every == 0:
+            if self.case.save_at == "step" and self.done % self.case.every == 0:
                 self.save()
             self.reach("saved")
 

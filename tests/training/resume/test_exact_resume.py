@@ -16,7 +16,7 @@ import torch
 from hfshard.training import CheckpointManager
 from tests.training import processes
 from tests.training.resume.cases import CASES
-from tests.training.resume.roles import BACK, run_roles
+from tests.training.resume.roles import run_roles
 from tests.training.resume.runs import STEPS, Case, Run
 
 BATCHES_PER_EPOCH = 5
@@ -48,14 +48,18 @@ class CaseOutcome:
 def run_case(name: str, root: Path, roles: tuple[str, ...], store: str = "hfshard", fresh: bool = False) -> CaseOutcome:
     """Run some of a case's roles, one after the other, until one of them does not end as it should.
 
-    Each has a process of its own, but for the first: in that process the second follows, which it saves a fork.
+    Each has a process of its own, but for the first: in that process the second follows, which it saves a fork. With
+    `fresh`, the resumed one's is an interpreter that starts from nothing, and none that was forked as the others.
     """
     root.mkdir(parents=True)
     ends: dict[str, processes.End] = {}
     reports: dict[str, dict[str, Any]] = {}
     for together in (roles[:2], *((role,) for role in roles[2:])):
         role = together[-1]
-        ends[role] = processes.run(root / f"{role}.txt", run_roles, name, together, root, store, fresh=fresh)
+        is_fresh = fresh and role == "resumed"
+        ends[role] = processes.run(
+            root / f"{role}.txt", run_roles, name, together, root, store, fresh=is_fresh, modules=_IMPORTED
+        )
         if ends[role].status != (-signal.SIGKILL if role.startswith("killed") else 0):
             break
         for one in together:
@@ -64,6 +68,7 @@ def run_case(name: str, root: Path, roles: tuple[str, ...], store: str = "hfshar
     return CaseOutcome(ends, reports)
 
 
+_IMPORTED = ("tests.training.resume.roles",)
 RESUMED = ("straight", "killed", "resumed")
 TWICE = ("straight", "killed", "killed again", "resumed")
 SAVING = ("straight", "saving")
@@ -115,7 +120,7 @@ def _names(cases: list[Case]) -> list[Any]:
 
 def _last_saves(case: Case) -> set[int]:
     """The steps that may be the newest whole checkpoint of the killed run."""
-    every = BATCHES_PER_EPOCH if case.save_at == "epoch" else case.save_every
+    every = BATCHES_PER_EPOCH if case.save_at == "epoch" else case.every
     last = case.death[0] // every * every
     if case.death[1] == "saving":
         return set(range(last - 2 * every, STEPS + 1))
@@ -135,9 +140,9 @@ def test_a_killed_run_resumes_to_the_bit(name: str, jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("name", _names([case for case in CASES.values() if case.fresh]))
-def test_a_killed_run_resumes_to_the_bit_in_new_interpreters(name: str, jobs: Jobs) -> None:
+def test_a_killed_run_resumes_to_the_bit_in_a_new_interpreter(name: str, jobs: Jobs) -> None:
     _assert_resumed_exactly(
-        CASES[name], jobs[name, "test_a_killed_run_resumes_to_the_bit_in_new_interpreters"].result()
+        CASES[name], jobs[name, "test_a_killed_run_resumes_to_the_bit_in_a_new_interpreter"].result()
     )
 
 
@@ -153,7 +158,7 @@ def test_a_run_that_is_killed_twice_resumes_to_the_bit(name: str, jobs: Jobs) ->
 def test_an_older_step_is_restored_into_objects_that_went_on(name: str, jobs: Jobs) -> None:
     outcome = jobs[name, "test_an_older_step_is_restored_into_objects_that_went_on"].result()
     assert "rolled back" in outcome.reports, outcome.ends
-    assert outcome.reports["rolled back"]["restored"] == BACK
+    assert outcome.reports["rolled back"]["restored"] == CASES[name].back
     assert outcome.differences("straight", "rolled back") == []
 
 
@@ -179,7 +184,7 @@ def test_the_matrix_tells_an_exact_store_from_an_inexact_one(name: str, jobs: Jo
 
 HOW: dict[str, dict[str, Any]] = {
     test_a_killed_run_resumes_to_the_bit.__name__: {"roles": RESUMED},
-    test_a_killed_run_resumes_to_the_bit_in_new_interpreters.__name__: {"roles": RESUMED, "fresh": True},
+    test_a_killed_run_resumes_to_the_bit_in_a_new_interpreter.__name__: {"roles": RESUMED, "fresh": True},
     test_a_run_that_is_killed_twice_resumes_to_the_bit.__name__: {"roles": TWICE},
     test_an_older_step_is_restored_into_objects_that_went_on.__name__: {"roles": ("straight", "rolled back")},
     test_saving_at_every_step_changes_no_number.__name__: {"roles": SAVING},
