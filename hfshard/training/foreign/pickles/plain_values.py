@@ -25,6 +25,8 @@ _AT_ONCE: Final = 1 << 20
 
 _KINDS: Final = (dict, OrderedDict, Counter, list, tuple, set, frozenset, torch.Size)
 """Containers that are copied as what they are."""
+_SCALARS: Final = frozenset({int, float, bool, str, bytes, type(None)})
+"""What is its own copy, and may come in millions."""
 
 
 class PlainValues:
@@ -96,7 +98,10 @@ class PlainValues:
                 for key, one in value.items()
             ]
             return (kind or dict)({key: one for key, one, _ in pairs}), 1 + sum(count for *_, count in pairs)
-        items = [self._copied(one, f"{prefix}{number}") for number, one in enumerate(value)]
+        items = [
+            (one, 1) if type(one) in _SCALARS else self._copied(one, f"{prefix}{number}")
+            for number, one in enumerate(value)
+        ]
         return (kind or list)([one for one, _ in items]), 1 + sum(count for _, count in items)
 
     def _tensor(self, value: torch.Tensor, at: str) -> tuple[Any, int]:
