@@ -35,7 +35,7 @@ ORDER_3_0 = [6, 1, 0, 7, 3, 2, 9, 8, 4, 5]
 ORDER_3_1 = [4, 6, 5, 1, 9, 2, 0, 3, 7, 8]
 SEEDS_3_0_0 = (3993345867895641443, 17049808036295242024, 2650945910)
 """They may never change: a checkpoint would resume with other batches."""
-SPAWN = {"num_workers": 1, "multiprocessing_context": "spawn", "prefetch_factor": 3}
+SPAWN = {"num_workers": 1, "multiprocessing_context": "spawn", "prefetch_factor": 3, "persistent_workers": True}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def straight() -> list[list[Tensor]]:
         pytest.param({}, {}, (1, 2), id="no workers"),
         pytest.param(FORK, FORK, (1, 3), id="2 workers"),
         pytest.param(PERSISTENT, PERSISTENT, (1, 4), id="persistent workers"),
-        pytest.param(SPAWN, SPAWN, (0, 5), id="spawned worker"),
+        pytest.param(FORK, SPAWN, (0, 5), id="2 workers, then a spawned one"),
         pytest.param({}, FORK, (0, 1), id="none, then 2"),
         pytest.param(PERSISTENT, {}, (1, 1), id="2, then none"),
         pytest.param(FORK, {**FORK, "prefetch_factor": 5}, (2, 6), id="the last batch of all"),

@@ -27,7 +27,7 @@ def run_roles(
     """
     reports = {}
     for role in roles:
-        end = processes.run(directory / f"{role}.txt", run_role, name, role, directory)
+        end = processes.run(directory / f"{role}.txt", run_role, name, role, directory, modules=(run_role.__module__,))
         assert end.status == (-signal.SIGKILL if role == "killed" else 0), end.words
         if role != "killed":
             reports[role] = json.loads((directory / f"{role}.json").read_text())

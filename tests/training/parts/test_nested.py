@@ -186,7 +186,7 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(values)
 def test_any_value_comes_back_as_it_was(value: Any) -> None:
     assert bits(through_a_file(value)) == bits(value)

@@ -11,7 +11,7 @@ import torch
 from hfshard.training import CheckpointManager, TrainingState
 from tests.crash.runs.content import Counter
 
-SAVES = 80
+SAVES = 40
 
 
 @pytest.mark.parametrize("kind", ["rotated", "replaced"])

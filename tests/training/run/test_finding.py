@@ -35,8 +35,8 @@ FILES = (
 )
 """Of each kind one, and one more shard."""
 
-FLIPS = 150
-MUTATIONS = 150
+FLIPS = 80
+MUTATIONS = 80
 
 
 @pytest.fixture(scope="module")

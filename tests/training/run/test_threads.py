@@ -155,7 +155,9 @@ class Interrupted(Counter):
 
 
 @pytest.mark.parametrize("call", ["save", "restore", "close"])
-def test_a_signal_handler_that_changes_the_run_amid_a_save_is_refused(call: str, tmp_path: Path) -> None:
+def test_a_signal_handler_that_changes_the_run_amid_a_save_is_refused(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager = CheckpointManager(tmp_path)
     calls = {**CALLS, "save": CALLS["save another step"]}
     refusals: list[str] = []
@@ -174,6 +176,7 @@ def test_a_signal_handler_that_changes_the_run_amid_a_save_is_refused(call: str,
 
     [message] = refusals
     assert "in the middle of save()" in message and "Set a flag there" in message
+    monkeypatch.setattr(run_lock, "_WAIT_SECONDS", WAIT_SECONDS)
     with pytest.raises(DirectoryLockedError):  # it is locked still
         run_lock.RunLock(str(tmp_path))
     manager.close()
