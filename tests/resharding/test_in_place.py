@@ -96,7 +96,7 @@ def test_taken_names_cut_a_merged_file_only_between_the_old_ones(tmp_path: Path)
     assert_holds(tmp_path, state_dict)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.lists(st.integers(0, 40_000), min_size=1, max_size=4), min_size=2, max_size=6),
     limit=st.integers(5_000, 120_000),

@@ -8,12 +8,14 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 import hfshard
 from tests.helpers.random_state_dicts import Sample, assert_same, random_tensor, state_dicts
-from tests.whole.test_properties import LIMITS, PACKINGS, SETTINGS
+from tests.whole.test_properties import LIMITS, PACKINGS
+from tests.whole.test_properties import SETTINGS as OF_SAVES
 
+SETTINGS = settings(OF_SAVES, max_examples=30)
 SAME_SIZES = (torch.float32, torch.int32, torch.uint32)
 """Dtypes of one size: a file has them in the order of the state dict."""
 
