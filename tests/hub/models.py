@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -61,15 +64,26 @@ def digest_of(state_dict: Mapping[str, torch.Tensor]) -> str:
     return hasher.hexdigest()
 
 
+@cache
 def digest_of_seed(seed: int, **options: Any) -> str:
     """The digest that a model of this seed must have, wherever it was."""
     return digest_of(make_model(seed, stock=True, **options).state_dict())
 
 
 def saved(folder: Path, seed: int, limit: str | int = "10MB", *, variant: str | None = None, **model: Any) -> Path:
-    """A directory with a checkpoint of `make_model`."""
-    make_model(seed, **model).save_pretrained(folder, max_shard_size=limit, variant=variant)
+    """A directory with a checkpoint of `make_model`: one that is not there is a copy of what was saved once."""
+    if folder.exists():
+        make_model(seed, **model).save_pretrained(folder, max_shard_size=limit, variant=variant)
+    else:
+        shutil.copytree(_saved_once(seed, limit, variant, **model).name, folder)
     return folder
+
+
+@cache
+def _saved_once(seed: int, limit: str | int, variant: str | None, **model: Any) -> TemporaryDirectory[str]:
+    directory = TemporaryDirectory(prefix="hfshard-saved-")
+    make_model(seed, **model).save_pretrained(directory.name, max_shard_size=limit, variant=variant)
+    return directory
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
