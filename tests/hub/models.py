@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -71,19 +70,21 @@ def digest_of_seed(seed: int, **options: Any) -> str:
 
 
 def saved(folder: Path, seed: int, limit: str | int = "10MB", *, variant: str | None = None, **model: Any) -> Path:
-    """A directory with a checkpoint of `make_model`: one that is not there is a copy of what was saved once."""
+    """A directory with a checkpoint of `make_model`: one that is not there gets the files of what was saved once."""
     if folder.exists():
         make_model(seed, **model).save_pretrained(folder, max_shard_size=limit, variant=variant)
-    else:
-        shutil.copytree(_saved_once(seed, limit, variant, **model).name, folder)
+        return folder
+    folder.mkdir(parents=True)
+    for name, raw in _saved_files(seed, limit, variant, **model).items():
+        (folder / name).write_bytes(raw)
     return folder
 
 
 @cache
-def _saved_once(seed: int, limit: str | int, variant: str | None, **model: Any) -> TemporaryDirectory[str]:
-    directory = TemporaryDirectory(prefix="hfshard-saved-")
-    make_model(seed, **model).save_pretrained(directory.name, max_shard_size=limit, variant=variant)
-    return directory
+def _saved_files(seed: int, limit: str | int, variant: str | None, **model: Any) -> dict[str, bytes]:
+    with TemporaryDirectory() as directory:
+        make_model(seed, **model).save_pretrained(directory, max_shard_size=limit, variant=variant)
+        return files_of(Path(directory))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
