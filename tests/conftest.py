@@ -73,7 +73,7 @@ _RUNS: dict[str, Callable[[Path], bool]] = {
     "ranks": lambda path: "ranks" in _marks_of_path(path),
     "stores": lambda path: "stores" in _marks_of_path(path),
     "not ranks and not stores": lambda path: not _marks_of_path(path),
-    "compat and not slow": lambda path: _names_compat(path),
+    "compat and not slow": _names_compat,
 }
 """What scripts/test gives to `-m`, in CI, too -> whether it may take tests of a file."""
 
