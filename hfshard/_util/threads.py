@@ -10,10 +10,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
+
+_LOOK_SECONDS: Final = 0.2
+"""How often the main thread, while it waits, looks whether Ctrl-C came."""
 
 _of_thread = threading.local()
 """`cancelled`: the event of the `in_threads` that this thread works for."""
@@ -65,15 +68,31 @@ def in_threads(
             under_way += [] if started is None else [started]
         if not under_way:
             run.do_items()
-        wait(under_way)
+        wait_for(under_way)
     except BaseException:
         run.stop()
         raise
     finally:
-        wait(under_way)
+        wait_for(under_way)
     for one in under_way:
         one.result()  # raises what came before the first item
     return run.outcome()
+
+
+def wait_for(futures: Collection[Future[Any]]) -> None:
+    """Wait until all have ended, or Ctrl-C comes.
+
+    Not by one long wait: Python's main thread looks for signals and then goes to sleep, and one that comes in between
+    does not wake it (measured on a busy machine: 2 of 1,065 were lost); nor does one that another thread has taken.
+    """
+    while wait(futures, _LOOK_SECONDS).not_done:
+        pass
+
+
+def result_of(future: Future[_Result]) -> _Result:
+    """Wait until it has ended, or Ctrl-C comes (see `wait_for`); give its result, or raise its error."""
+    wait_for([future])
+    return future.result()
 
 
 def pause(seconds: float) -> None:
@@ -106,7 +125,9 @@ def start_thread(work: Callable[[], _Result], name: str, *, daemon: bool = False
     thread = threading.Thread(target=_work_in, args=(_modes_of_caller(), work, future), name=name, daemon=daemon)
     try:
         thread.start()
-    except RuntimeError:
+    except RuntimeError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # it came in a lock, and the thread has started
+            raise error.__context__ from None
         return None
     return future
 

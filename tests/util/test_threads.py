@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import _thread
 import gc
+import signal
+import sys
 import threading
 import time
+from types import FrameType
 
 import pytest
 import torch
@@ -95,18 +98,44 @@ def test_threads_work_in_the_modes_of_their_caller(is_inference: bool, has_gradi
     assert found == [(is_inference, has_gradients)] * 4
 
 
-def test_ctrl_c_while_threads_are_started_stops_those_that_were() -> None:
-    def work(number: int, cancelled: threading.Event) -> None:
-        if number == 0:
-            _thread.interrupt_main()
-        assert cancelled.wait(60)
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_ctrl_c_stops_threads_that_were_started(is_waiting: bool) -> None:
+    """While the main thread starts others, mostly; and while it waits for them, without being woken by the signal."""
+    has_begun = threading.Barrier(8)
 
-    for _ in range(20):  # mostly, the main thread is still starting others
-        begin = time.monotonic()
+    def work(number: int, cancelled: threading.Event) -> None:
+        if is_waiting:
+            has_begun.wait(60)
+        if number == 0:
+            time.sleep(0.5 if is_waiting else 0)
+            _thread.interrupt_main()
+        was_told.append(cancelled.wait(60))
+
+    was_told: list[bool] = []
+    for _ in range(1 if is_waiting else 20):
         with pytest.raises(KeyboardInterrupt):
             in_threads(work, range(8), 8)
-        assert time.monotonic() - begin < 10
+    assert all(was_told)
     for one in threading.enumerate():
         if one.name == "hfshard-work":
             one.join(1)
     assert "hfshard-work" not in {one.name for one in threading.enumerate()}
+
+
+def test_ctrl_c_in_the_lock_of_a_thread_that_starts_is_ctrl_c() -> None:
+    """The lock is not taken again, and Python says so by a RuntimeError when it is to be released."""
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == "_acquire_restore":
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    begun = threading.Event()
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(1000):  # until this thread has to wait for one that starts
+                start_thread(begun.set, "hfshard-work")
+    finally:
+        sys.setprofile(None)
+    assert begun.wait(60)

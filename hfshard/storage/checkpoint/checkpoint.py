@@ -6,14 +6,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from hfshard._util.progress import ProgressCallback
-from hfshard._util.threads import cancellable, start_thread
+from hfshard._util.threads import cancellable, result_of, start_thread, wait_for
 from hfshard.constants import MAX_INDEX_BYTES, METADATA_KEY, SAFETENSORS_SUFFIX
 from hfshard.errors import CheckpointChangedError, HfshardError, InvalidArgumentError
 from hfshard.storage.checkpoint.checks import (
@@ -148,12 +147,12 @@ def _checked_beside(checkpoint: OpenCheckpoint, progress_callback: ProgressCallb
         try:
             yield
         except Exception:
-            checking.result()  # damage is the cause of what it brings about
+            result_of(checking)  # damage is the cause of what it brings about
             raise
-        checking.result()
+        result_of(checking)
     finally:
         cancelled.set()  # Ctrl-C
-        wait([checking])
+        wait_for([checking])
 
 
 def _open_until_whole(

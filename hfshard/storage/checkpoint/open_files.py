@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hfshard._util.progress import bytes_bar
+from hfshard._util.threads import result_of
 from hfshard.storage.checkpoint.folder import CheckpointFolder
 from hfshard.storage.checkpoint.locate import WeightsEntry, state_token
 from hfshard.storage.format.index import CheckpointIndex
@@ -95,7 +96,7 @@ class OpenCheckpoint:
         ]
         read = mode_of(held, read, device)
         if self.check is not None and (read != "mmap" or device.type != "cpu"):
-            self.check.result()
+            result_of(self.check)
         tensors = read_from(held, read, device, ahead=self.check is None)
         for pickled in self.pickles.values():
             tensors |= {name: tensor.to(device) for name, tensor in pickled.tensors.items() if name in wanted}

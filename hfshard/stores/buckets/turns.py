@@ -20,6 +20,8 @@ PIECE_BYTES: Final = 16 * 2**20
 """Bytes that one stream brings: hf_xet gives them in blocks of up to 64 MB, of which there are two copies."""
 BLOCK_BYTES: Final = 64 * 2**20
 """What hf_xet gathers from the files of a commit before it sends it, as a block."""
+_LOOK_SECONDS: Final = 0.2
+"""How often who waits for a turn looks whether Ctrl-C came (see `_util.threads.wait_for`)."""
 _PIECE_SHARE: Final = 64 * 2**20
 """What one of them takes: sent, unpacked, and given to Python."""
 
@@ -74,7 +76,7 @@ class _Turns:
         most = self._at_once(memory_bytes)
         with self._changed:
             while len(self._held) >= most and thread not in self._held:
-                self._changed.wait()
+                self._changed.wait(_LOOK_SECONDS)
             self._held.append(thread)
 
     def give_back(self, thread: int) -> None:

@@ -8,10 +8,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Final
 
-from hfshard._util.threads import start_thread
+from hfshard._util.threads import start_thread, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +57,13 @@ class Background:
         """Wait until the work is done; its error is left to `wait`."""
         under_way = self._work
         if under_way is not None:
-            wait([under_way])
+            wait_for([under_way])
 
     def wait(self) -> None:
         """Wait until the work is done, and raise its error, once: in one of the threads that wait."""
         under_way = self._work
         if under_way is not None:
-            wait([under_way])
+            wait_for([under_way])
         with _listing:
             if self._work is under_way:
                 self._work = None
@@ -85,7 +85,7 @@ def _under_way() -> list[Future[None]]:
 
 def _wait_for_all() -> None:
     while under_way := _under_way():
-        wait(under_way)  # and look again: a save may have started a push
+        wait_for(under_way)  # and look again: a save may have started a push
 
 
 def _forget_in_child() -> None:

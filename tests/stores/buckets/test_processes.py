@@ -24,11 +24,14 @@ RAW = random.Random(9).randbytes(1_000_000)
 
 
 def interrupt_at(fault: Fault) -> None:
-    """Send Ctrl-C to this process when the server waits at a gate."""
+    """Send Ctrl-C to this process when the server waits at a gate.
+
+    The gate stays closed until Ctrl-C has come out: where it does not, the server gives up, and says so.
+    """
 
     def send() -> None:
-        fault.reached.wait(10)
-        time.sleep(0.05)
+        fault.reached.wait()
+        time.sleep(0.05)  # mostly, this process has begun to wait for the server
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=send, daemon=True).start()
@@ -41,7 +44,6 @@ def test_ctrl_c_ends_a_transfer_that_waits_for_the_network(store: BucketStore, h
     gate = threading.Event()
     fault = hub.fail(Fault(match=f" {kind} ", kind="slow", direction="down", gate=gate, times=100))
     interrupt_at(fault)
-    began = time.monotonic()
 
     with pytest.raises(KeyboardInterrupt):
         if put is None:
@@ -49,7 +51,6 @@ def test_ctrl_c_ends_a_transfer_that_waits_for_the_network(store: BucketStore, h
         else:
             store.read(put)
 
-    assert time.monotonic() - began < 5
     gate.set()
     hub.clear_faults()
     assert store.find("new") is None
@@ -69,15 +70,12 @@ def test_ctrl_c_ends_a_save_of_several_files_that_waits_for_the_network(
     gate = threading.Event()
     fault = hub.fail(Fault(match=f" {kind} ", kind="slow", direction="down", gate=gate, times=100))
     interrupt_at(fault)
-    began = time.monotonic()
 
     with pytest.raises(KeyboardInterrupt):
         hfshard.save_state_dict(new, address, max_shard_size="500KB")
 
-    took = time.monotonic() - began
     gate.set()
     hub.clear_faults()
-    assert took < 5
     assert store.list_objects() == before
     hfshard.save_state_dict(new, address, max_shard_size="500KB")
     loaded = hfshard.load_state_dict(address, verify="full")
@@ -92,12 +90,10 @@ def test_ctrl_c_ends_a_load_of_several_files_that_waits_for_the_network(store: B
     gate = threading.Event()
     fault = hub.fail(Fault(match=" xorb_get ", kind="slow", direction="down", gate=gate, times=100, skip=5))
     interrupt_at(fault)  # behind the index and the headers
-    began = time.monotonic()
 
     with pytest.raises(KeyboardInterrupt):
         hfshard.load_state_dict(str(store.address))
 
-    assert time.monotonic() - began < 5
     gate.set()
     hub.clear_faults()
     assert len(hfshard.load_state_dict(str(store.address), verify="full")) == 4

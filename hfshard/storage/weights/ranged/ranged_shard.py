@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from itertools import islice
 from typing import Any, Final, Protocol
 
-from hfshard._util.threads import start_thread
+from hfshard._util.threads import result_of, start_thread, wait_for
 from hfshard.errors import DamagedCheckpointError, remedy
 from hfshard.storage.disk.direct_io import BLOCK_BYTES
 from hfshard.storage.format.header import LENGTH_BYTES, read_header_length
@@ -155,11 +155,11 @@ class RangedShard(SafetensorsShard):
                 if not under_way:
                     return
                 reading, found = under_way.popleft()
-                reading.result()
+                result_of(reading)
                 for begin in range(0, len(found), block_bytes):
                     yield found[begin : begin + block_bytes]
         finally:
-            wait([reading for reading, _ in under_way])
+            wait_for([reading for reading, _ in under_way])
 
     def _samples(self, start: int, count_bytes: int, block_bytes: int) -> Iterator[memoryview]:
         """Small blocks, each asked for by itself: who asks for such takes the first, and leaves the rest."""
