@@ -186,7 +186,7 @@ import json, sys
 import torch
 import hfshard
 from hfshard.stores.opening import open_store
-from tests.helpers.memory_child import MIB, peak_during
+from tests.helpers.memory import MIB, peak_during
 
 address = sys.argv[1]
 hfshard.save_state_dict({"warm": torch.ones(5_000_000)}, address + "/warm")

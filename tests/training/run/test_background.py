@@ -357,7 +357,7 @@ def test_a_manager_that_is_forgotten_finishes_its_save(tmp_path: Path, monkeypat
 
 def memory_child(run: str, total_mib: int) -> None:
     """Save twice without blocking, and tell how much memory that took at most, and where the copies lie."""
-    from tests.helpers.memory_child import peak_during
+    from tests.helpers.memory import peak_during
 
     torch.set_num_threads(1)
     model = nn.ParameterList([nn.Parameter(torch.full((MIB // 16,), float(number))) for number in range(4 * total_mib)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hfshard
-from tests.helpers.memory_child import MIB, peak_during, resident_bytes
+from tests.helpers.memory import MIB, peak_during, resident_bytes
 
 MOST_MIB = 40
 """Two threads, each with blocks of both checkpoints read ahead, take 33 MiB for checkpoints of 1 GB as well."""

@@ -13,7 +13,7 @@ from hfshard.errors import IntegrityError
 from hfshard.hub.resolve import CheckpointQuery
 from hfshard.loading.options import LoadOptions
 from hfshard.viewing.values.measuring import MeasuredValues, measure_values
-from tests.helpers.memory_child import MIB, peak_during
+from tests.helpers.memory import MIB, peak_during
 
 MOST_MIB = 30
 
