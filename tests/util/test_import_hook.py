@@ -79,13 +79,13 @@ def test_a_thread_that_has_asked_the_other_finders_is_waited_for(monkeypatch: py
         def find_spec(fullname: str, *args: object) -> None:
             if fullname == NAME and not asked.is_set():
                 asked.set()
-                assert may_go_on.wait(20)
+                assert may_go_on.wait(60)
 
     importlib.import_module("hooked_package")
     monkeypatch.setattr(sys, "meta_path", [Slow, *sys.meta_path])
     thread = threading.Thread(target=importlib.import_module, args=(NAME,))
     thread.start()
-    assert asked.wait(20)
+    assert asked.wait(60)
     seen: list[ModuleType] = []
     threading.Timer(0.05, may_go_on.set).start()
 

@@ -43,13 +43,13 @@ def _run_on_terminal(code: str, environment: dict[str, str], columns: int = 100)
     assert child.stdout is not None
     printed = child.stdout.read()
     child.stdout.close()
-    assert child.wait(60) == 0, shown.decode()
+    assert child.wait(120) == 0, shown.decode()
     return printed, shown.decode()
 
 
 def _run_without_terminal(code: str, environment: dict[str, str]) -> tuple[str, str]:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, env=environment, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, env=environment, text=True, timeout=120, check=True
     )
     return done.stdout, done.stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import sys
 import time
@@ -60,48 +61,59 @@ def bert(generation: int) -> torch.nn.Module:
     return model
 
 
-def write_models(folder: str, count: int) -> None:
+def write_models(folder: str, count: int, enough: Path) -> None:
+    """Save at least so many, until a reader has seen enough of them."""
     logging.disable()
-    for generation in range(1, count + 1):
+    for generation in itertools.count(1):
+        if generation > count and enough.exists():
+            break
         limit = 4096 + 600 if generation % 4 in (1, 2) else 10**6
         model = bert(generation if generation % 5 else generation - 1)  # now and then only the layout changes
         hfshard.save_model(model, folder, max_shard_size=limit, checksum=None)
 
 
-def read_state_dicts(folder: str, stop: Path) -> None:
+class Reads:
+    """Counts reads, and the generations that they saw; tells of the first, and when they are enough."""
+
+    def __init__(self, enough: Path) -> None:
+        self._enough, self.count, self._seen = enough, 0, set[float]()
+
+    def note(self, generation: float) -> None:
+        self.count += 1
+        self._seen.add(generation)
+        if self.count == 1:
+            print("reading", flush=True)
+        if self.count > 10 and len(self._seen) > 5:
+            self._enough.touch()
+
+    def __str__(self) -> str:
+        return f"{self.count} {len(self._seen)}"
+
+
+def read_state_dicts(folder: str, stop: Path, reads: Reads) -> None:
     """Load until told to stop; complain of any tensor that is not of the generation of the others."""
-    reads, seen = 0, set()
     while not stop.exists():
-        loaded = hfshard.load_state_dict(folder, disable_mmap=bool(reads % 2))
+        loaded = hfshard.load_state_dict(folder, disable_mmap=bool(reads.count % 2))
         values = {tensor.unique().item() for tensor in loaded.values()}
         widths = {tensor.shape[-1] for name, tensor in loaded.items() if "LayerNorm" in name}
         assert len(values) == len(widths) == 1 and len(loaded) == 23, (values, widths, len(loaded))
-        seen |= values
-        reads += 1
-        if reads == 1:
-            print("reading", flush=True)
-    print(reads, len(seen))
+        reads.note(*values)
 
 
-def read_models(folder: str, stop: Path) -> None:
+def read_models(folder: str, stop: Path, reads: Reads) -> None:
     from transformers import BertModel
 
     class Bert(hfshard.ShardedModelMixin, BertModel):
         pass
 
     logging.disable()
-    reads, seen = 0, set()
     while not stop.exists():
         model, info = Bert.from_pretrained(folder, output_loading_info=True)
         generation = int(model.config.layer_norm_eps)
         values = {tensor.unique().item() for name, tensor in model.named_parameters()}
         assert values == {float(generation % 120)}, (generation, values)
         assert model.config.hidden_size == 8 * (1 + generation % 2) and not info["missing_keys"]
-        seen |= values
-        reads += 1
-        if reads == 1:
-            print("reading", flush=True)
-    print(reads, len(seen))
+        reads.note(*values)
 
 
 def main() -> None:
@@ -116,9 +128,11 @@ def main() -> None:
             for generation in range(int(rest[0]), int(rest[1])):
                 save_once(folder, generation)
         elif role == "write":
-            write_models(folder, int(rest[0]))
+            write_models(folder, int(rest[0]), Path(rest[1]))
         elif role == "read":
-            {"state_dict": read_state_dicts, "model": read_models}[rest[0]](folder, Path(rest[1]))
+            reads = Reads(Path(rest[2]))
+            {"state_dict": read_state_dicts, "model": read_models}[rest[0]](folder, Path(rest[1]), reads)
+            print(reads)
 
 
 if __name__ == "__main__":

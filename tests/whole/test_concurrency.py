@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def child(environment: dict[str, str], *arguments: object) -> Iterator[forkserve
 
 
 def ended(process: forkserver.Child) -> str:
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return out
 
@@ -95,16 +96,15 @@ def test_a_killed_writer_frees_the_lock_and_its_litter_is_swept(
 def test_a_reader_beside_many_saves_reads_only_whole_checkpoints(
     kind: str, saves: int, place: Path, child_environment: dict[str, str]
 ) -> None:
-    folder, stop = place / "model", place / "stop"
+    folder, stop, enough = place / "model", place / "stop", place / "enough"
     hfshard.save_model(bert(0), folder)
-    with child(child_environment, "read", folder, kind, stop) as reader:
+    with child(child_environment, "read", folder, kind, stop, enough) as reader:
         assert reader.stdout is not None and reader.stdout.readline() == "reading\n"
-        with child(child_environment, "write", folder, saves) as writer:
-            while writer.poll() is None and reader.poll() is None:
-                try:
+        with child(child_environment, "write", folder, saves, enough) as writer:
+            end = time.monotonic() + 100 + saves
+            while writer.poll() is None and reader.poll() is None and time.monotonic() < end:
+                with suppress(subprocess.TimeoutExpired):
                     writer.wait(0.1)
-                except subprocess.TimeoutExpired:
-                    continue
             if reader.poll() is None:
                 ended(writer)
         stop.touch()

@@ -15,6 +15,7 @@ import pytest
 from hfshard.storage.disk import block_reader
 from hfshard.storage.disk.block_reader import is_cached, open_direct, read_blocks, read_places
 from hfshard.storage.disk.direct_io import BLOCK_BYTES, aligned_block
+from tests.storage.threads import no_thread_is_left
 
 SIZE = 9 * 1024 * 1024 + 4096 + 77
 RAW = (bytes(range(251)) * (SIZE // 251 + 1))[:SIZE]
@@ -192,11 +193,11 @@ def test_where_the_system_does_not_say_a_file_counts_as_cached(
 def test_a_reader_that_stops_early_leaves_no_thread_and_no_file_open(path: Path) -> None:
     with opened(path) as fd:
         make_cold(fd)
-        threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
-        blocks = read_blocks(fd, 0, SIZE)
-        next(blocks)
-        blocks.close()  # type: ignore[attr-defined]
-        assert threading.active_count() == threads
+        files = len(os.listdir("/proc/self/fd"))
+        with no_thread_is_left():
+            blocks = read_blocks(fd, 0, SIZE)
+            next(blocks)
+            blocks.close()  # type: ignore[attr-defined]
         assert len(os.listdir("/proc/self/fd")) == files
 
 

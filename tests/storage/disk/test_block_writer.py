@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import queue
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import hfshard
 from hfshard.errors import InvalidArgumentError
 from hfshard.storage.disk.block_writer import BlockWriter
 from hfshard.storage.disk.direct_io import BLOCK_BYTES
+from tests.storage.threads import no_thread_is_left
 
 SIZE = 5 * 1024 * 1024 + 4096 * 3 + 77
 """More than the blocks that are under way at once, with an end that is not a multiple of anything."""
@@ -119,13 +120,22 @@ def test_a_large_file_goes_past_the_page_cache_but_for_its_end(tmp_path: Path, m
 
 def test_blocks_that_are_full_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = watch(monkeypatch)
-    watched = os.pwrite
+    watched, are_filled = os.pwrite, threading.Event()
+
+    class Queue(queue.SimpleQueue[object]):
+        count = 0
+
+        def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
+            super().put(item, block, timeout)
+            self.count += 1
+            if self.count == 4:  # of full blocks: of the others, three are put before the first is written
+                are_filled.set()
 
     def late(fd: int, block: memoryview, at: int) -> int:
-        if at == 0:
-            time.sleep(0.1)  # meanwhile, the other three are filled
+        assert at or are_filled.wait(60)
         return watched(fd, block, at)
 
+    monkeypatch.setattr(queue, "SimpleQueue", Queue)
     monkeypatch.setattr(os, "pwrite", late)
     assert written(tmp_path / "x", contents(SIZE)) == contents(SIZE)
     if not seen[0][0]:
@@ -203,9 +213,8 @@ def test_a_stopped_save_writes_no_further_block(tmp_path: Path) -> None:
 
 
 def test_no_thread_is_left_behind(tmp_path: Path) -> None:
-    before = threading.active_count()
-    written(tmp_path / "x", contents(SIZE))
-    assert threading.active_count() == before
+    with no_thread_is_left():
+        written(tmp_path / "x", contents(SIZE))
 
 
 @pytest.mark.parametrize("limit", ["2MB", "1GB"])

@@ -36,17 +36,21 @@ HOLDER = (
 def test_who_waits_for_a_lock_is_told_who_holds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fsops, "_SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(fsops, "_SILENT_SECONDS", 0.0)
     command = [sys.executable, "-S", "-E", "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
+        assert other.stdin is not None and other.stdout is not None
         other.stdout.readline()
         named = pytest.raises(DirectoryLockedError, match=rf"locked: process {other.pid} \(.* -S -E -c import")
-        with named, locked_directory(str(tmp_path), wait_seconds=0.2):
+        with named, locked_directory(str(tmp_path), wait_seconds=0):
             pass
-        other.communicate()
+        assert not caplog.records
+        release = other.stdin.close
+        caplog.handler.addFilter(lambda _record: release() or True)  # the other ends once this one has said so
+        with locked_directory(str(tmp_path), wait_seconds=120):
+            pass
 
-    told = rf"Waiting for up to 0.2 s: process {other.pid} (.*) is saving into '{tmp_path}'."
+    told = rf"Waiting for up to 120 s: process {other.pid} (.*) is saving into '{tmp_path}'."
     assert [re.sub(r"\(.*\)", "(.*)", record.getMessage()) for record in caplog.records] == [told]
 
 

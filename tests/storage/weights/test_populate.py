@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from hfshard.storage.weights import populate
 from hfshard.storage.weights.populate import pieces_of, populated_blocks
 from hfshard.storage.weights.safetensors_file import SafetensorsFile
 from tests.helpers import forkserver
+from tests.storage.threads import no_thread_is_left
 
 SIZE = 21 * 1024 * 1024 + 777
 
@@ -65,9 +65,8 @@ def test_a_stretch_is_read_and_stays_in_the_page_cache(is_cold: bool, file: Safe
     expected = bytes_of(file)
     if is_cold:
         make_cold(file)
-    threads = threading.active_count()
-    assert read(file) == expected
-    assert threading.active_count() == threads
+    with no_thread_is_left():
+        assert read(file) == expected
     with file.opened() as fd:
         assert is_cached(fd, 0, file.size)
 
@@ -93,12 +92,10 @@ def test_what_the_kernel_lacks_is_not_missed(
 
 def test_a_reader_that_stops_early_ends_the_thread(file: SafetensorsFile) -> None:
     make_cold(file)
-    threads = threading.active_count()
-    with file.opened() as fd:
+    with no_thread_is_left(), file.opened() as fd:
         blocks = populated_blocks(fd, file.mapping, file.header.data_start, file.size)
         next(blocks)
         blocks.close()  # type: ignore[attr-defined]
-    assert threading.active_count() == threads
 
 
 def check_while_cut(path: str, when: str) -> None:

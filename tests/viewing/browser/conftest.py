@@ -23,6 +23,8 @@ _ARGUMENTS = (
     "--disable-sync",
     "--no-first-run",
 )
+_PATIENCE_MS = 120_000
+"""For how long an action waits for its element: on any machine longer than it takes."""
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +38,7 @@ def _session_browser() -> Iterator[tuple[Browser, asyncio.AbstractEventLoop]]:
         pytest.skip(f"no chromium ({_INSTALL})")
     with sync_api.sync_playwright() as playwright:
         loop = asyncio.get_running_loop()
-        started = playwright.chromium.launch(executable_path=chromium, args=list(_ARGUMENTS))
+        started = playwright.chromium.launch(executable_path=chromium, args=list(_ARGUMENTS), timeout=_PATIENCE_MS)
         asyncio._set_running_loop(None)
         yield started, loop
         asyncio._set_running_loop(loop)
@@ -62,7 +64,7 @@ def browser_page(browser: Browser) -> Iterator[Page]:
 
     context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light")
     page = context.new_page()
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(_PATIENCE_MS)
     complaints = complaints_of(page)
     yield page
     page.evaluate("0")  # what happened before has been reported then

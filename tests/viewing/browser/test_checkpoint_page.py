@@ -57,9 +57,9 @@ def test_mouse_goes_in_and_out(browser_page: Page, tmp_path: Path) -> None:
     assert crumbs(page) == "all › model 102.4 KB · 100.0 %"
 
     page.locator("#treemap > button").first.hover()
-    assert page.locator("#tip").is_visible()
+    page.locator("#tip").wait_for(state="visible")
     page.locator("h1").hover()
-    assert page.locator("#tip").is_hidden()
+    page.locator("#tip").wait_for(state="hidden")
 
 
 def test_keyboard_alone_does_everything(browser_page: Page, tmp_path: Path) -> None:

@@ -48,8 +48,9 @@ def test_bars_lead_to_rows_by_keyboard_too(browser_page: Page, page_file: Path) 
 
     target = browser_page.locator("tr:target")
     assert target.locator("th").inner_text() == "20"
-    assert target.evaluate(
-        "row => { const { top } = row.getBoundingClientRect(); return top > 0 && top < innerHeight }"
+    browser_page.wait_for_function(
+        "row => { const { top } = row.getBoundingClientRect(); return top > 0 && top < innerHeight }",
+        arg=target.element_handle(),
     )
 
 
