@@ -314,9 +314,6 @@ def _modules(package: Path) -> dict[str, Path]:
 
 MODULES = _modules(PACKAGE)
 
-# The tests of a module follow each other: the process that has read it for one of them does the others.
-every_module = pytest.mark.parametrize("module", MODULES, scope="module")
-
 
 def _imports(path: Path, *, typing_too: bool = True) -> Iterator[str]:
     """Every module that a file imports, anywhere in it: in functions too, and under TYPE_CHECKING if asked for."""
@@ -471,12 +468,19 @@ def test_the_house_stays_small() -> None:
     assert {str(folder): count for folder, count in files.items() if count > MOST_FILES} == {}
 
 
-@every_module
-def test_nobody_imports_the_package_itself(module: str) -> None:
-    for node, _ in _statements_of(MODULES[module].read_text(encoding="utf-8")):
-        if isinstance(node, ast.Import):
-            assert all(alias.name != "hfshard" for alias in node.names)
-        assert not (isinstance(node, ast.ImportFrom) and node.module == "hfshard")
+def _imports_the_package(node: ast.Import | ast.ImportFrom) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "hfshard"
+    return any(alias.name == "hfshard" for alias in node.names)
+
+
+def test_nobody_imports_the_package_itself() -> None:
+    importers = {
+        module
+        for module, path in MODULES.items()
+        if any(_imports_the_package(node) for node, _ in _statements_of(path.read_text(encoding="utf-8")))
+    }
+    assert importers == set()
 
 
 def test_mixin_is_for_users_alone() -> None:
@@ -484,11 +488,15 @@ def test_mixin_is_for_users_alone() -> None:
     assert importers == set()
 
 
-@every_module
-def test_foreign_packages_are_imported_by_their_rooms_only(module: str) -> None:
-    for name in {name.split(".")[0] for name in _imports(MODULES[module], typing_too=False)}:
-        if name != "hfshard" and name not in sys.stdlib_module_names:
-            assert module.split(".")[0] in FOREIGN.get(name, ()), f"{module} imports {name}"
+def test_foreign_packages_are_imported_by_their_rooms_only() -> None:
+    outside = {
+        f"{module} imports {name}"
+        for module, path in MODULES.items()
+        for name in {name.split(".")[0] for name in _imports(path, typing_too=False)}
+        if name != "hfshard" and name not in sys.stdlib_module_names
+        if module.split(".")[0] not in FOREIGN.get(name, ())
+    }
+    assert outside == set()
 
 
 def test_transformers_is_known_in_two_rooms_only() -> None:

@@ -1,4 +1,4 @@
-"""A real browser: Debian's Chromium, driven by playwright; one for all tests, and a page for each."""
+"""A real browser: Debian's Chromium, driven by playwright; one for all tests, and one page."""
 
 from __future__ import annotations
 
@@ -54,19 +54,42 @@ def browser(_session_browser: tuple[Browser, asyncio.AbstractEventLoop]) -> Iter
     asyncio._set_running_loop(None)  # other tests have loops of their own
 
 
+class _OnePage:
+    """The page of the test before, which is there a second sooner than a new one."""
+
+    def __init__(self) -> None:
+        self._page: Page | None = None
+        self._complaints: list[str] = []
+
+    def fresh(self, browser: Browser) -> tuple[Page, list[str]]:
+        """The page, empty, of 1280 x 800 and in light colours; and the complaints about it from now on."""
+        from tests.viewing.browser.watching import complaints_of  # imports playwright
+
+        page = self._page
+        if page is None or page.is_closed():
+            page = self._page = browser.new_context().new_page()
+            page.set_default_timeout(_PATIENCE_MS)
+            self._complaints = complaints_of(page)
+        page.goto("about:blank")
+        page.mouse.move(0, 0)
+        page.set_viewport_size({"width": 1280, "height": 800})
+        page.emulate_media(color_scheme="light")
+        self._complaints.clear()
+        return page, self._complaints
+
+
+@pytest.fixture(scope="session")
+def _one_page() -> _OnePage:
+    return _OnePage()
+
+
 @pytest.fixture
-def browser_page(browser: Browser) -> Iterator[Page]:
-    """A page of 1280 x 800 in light colours; the test fails if it logs an error, or asks for more than the file.
+def browser_page(browser: Browser, _one_page: _OnePage) -> Iterator[Page]:
+    """An empty page of 1280 x 800 in light colours; the test fails if it logs an error, or asks for more than the file.
 
     browser_page.goto(path.as_uri())
     """
-    from tests.viewing.browser.watching import complaints_of  # imports playwright
-
-    context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light")
-    page = context.new_page()
-    page.set_default_timeout(_PATIENCE_MS)
-    complaints = complaints_of(page)
+    page, complaints = _one_page.fresh(browser)
     yield page
     page.evaluate("0")  # what happened before has been reported then
-    context.close()
     assert complaints == []

@@ -38,13 +38,21 @@ FAINT_TEXTS = """least => {
     const share = above.pop() / 255;
     return above.map((part, at) => part * share + below[at] * (1 - share));
   };
+  const grounds = new Map();
   const ground = (element) => {
-    const layers = [];
-    for (let one = element; one; one = one.parentElement) {
-      layers.push(rgba(getComputedStyle(one).backgroundColor));
-      if (layers.at(-1)[3] === 255) break;
+    if (!element) return [255, 255, 255];
+    if (!grounds.has(element)) {
+      const own = rgba(getComputedStyle(element).backgroundColor);
+      grounds.set(element, over(own, own[3] === 255 ? own : ground(element.parentElement)));
     }
-    return layers.reverse().reduce((below, above) => over(above, below), [255, 255, 255]);
+    return grounds.get(element);
+  };
+  const opaque = new Map([[null, true]]);
+  const isOpaque = (element) => {
+    if (!opaque.has(element)) {
+      opaque.set(element, getComputedStyle(element).opacity === "1" && isOpaque(element.parentElement));
+    }
+    return opaque.get(element);
   };
   const light = (colour) => {
     const linear = (part) => (part <= 10 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4);
@@ -60,9 +68,7 @@ FAINT_TEXTS = """least => {
     measured += 1;
     const where = `${element.tagName} ${element.getAttribute("class")}`;
     if (ratio < least) found.push(`${ratio.toFixed(2)}: ${text.slice(0, 40)} in ${where}`);
-    for (let one = element; one; one = one.parentElement) {
-      if (getComputedStyle(one).opacity !== "1") found.push(`see-through: ${text.slice(0, 40)} in ${where}`);
-    }
+    if (!isOpaque(element)) found.push(`see-through: ${text.slice(0, 40)} in ${where}`);
   };
   for (const element of document.body.querySelectorAll("*")) {
     if (!element.checkVisibility({ opacityProperty: true }) || element.closest("script, noscript, .unseen")) continue;

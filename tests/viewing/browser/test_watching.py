@@ -37,7 +37,7 @@ def test_what_a_report_does_not_do_is_seen(browser: Browser, tmp_path: Path) -> 
             page.goto(file.as_uri(), wait_until="commit")
             end = time.monotonic() + 120
             while expected not in " ".join(complaints) and time.monotonic() < end:
-                page.wait_for_timeout(5)
+                page.wait_for_timeout(20)
 
             assert expected in " ".join(complaints), markup
 

@@ -188,7 +188,7 @@ def assert_close(found: ValueDiff, expected: ValueDiff) -> None:
             assert one == other, field
 
 
-@settings(max_examples=25, derandomize=True, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=15, derandomize=True, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.data())
 def test_report_is_that_of_brute_force(data: st.DataObject) -> None:
     a = data.draw(state_dicts()).state_dict

@@ -1,4 +1,4 @@
-"""Checkpoints to make pages of, without their tensors: a small one, one that attacks, one of 100,000 tensors."""
+"""Checkpoints to make pages of, without their tensors: a small one, one that attacks, one of many tensors."""
 
 from __future__ import annotations
 
@@ -101,15 +101,15 @@ def hostile_checkpoint() -> Inspection:
     )
 
 
-def large_checkpoint() -> Inspection:
-    """100,000 tensors: 100 layers with 333 experts of three, a norm in each layer, in 400 files."""
+def large_checkpoint(layers: int) -> Inspection:
+    """A thousand tensors a layer: 333 experts of three, and a norm."""
     names = [
         f"model.layers.{layer}.mlp.experts.{expert}.{kind}.weight"
-        for layer in range(100)
+        for layer in range(layers)
         for expert in range(333)
         for kind in ("gate_proj", "up_proj", "down_proj")
     ]
-    names += [f"model.layers.{layer}.input_layernorm.weight" for layer in range(100)]
+    names += [f"model.layers.{layer}.input_layernorm.weight" for layer in range(layers)]
     return inspection_of(
         [
             tensor(name, 7168, 2048, dtype="BF16", file=f"model-{number // 250 + 1:05}-of-00400.safetensors")
@@ -119,9 +119,9 @@ def large_checkpoint() -> Inspection:
 
 
 @cache
-def large_page() -> str:
-    """The page of 100,000 tensors, with the numbers of as many of them as are read; in each, every bin has a height."""
-    found = large_checkpoint()
+def large_page(layers: int) -> str:
+    """Its page, with the numbers of as many tensors as are read; in each, every bin has a height."""
+    found = large_checkpoint(layers)
     numbers = ValueSummary(
         elements=14_680_064,
         nan=1_234_567,

@@ -168,7 +168,7 @@ def test_json_can_not_end_its_element() -> None:
 
 
 def test_a_hundred_thousand_tensors_and_their_values_fit_in_five_megabytes() -> None:
-    html = large_page()
+    html = large_page(100)
 
     assert len(html.encode()) < 5_000_000
     assert "those of the 90,000 smallest tensors were not read, to keep the page small" in html
