@@ -78,7 +78,7 @@ def test_examples_run_as_they_stand(
     readme: Path, minilm: Path, tmp_path: Path, child_environment: dict[str, str]
 ) -> None:
     command = ["-m", "tests.helpers.readme_child", str(readme)]
-    done = forkserver.run(command, cwd=tmp_path, env=child_environment, timeout=300)
+    done = forkserver.run(command, cwd=tmp_path, env=child_environment, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     if readme in LEFT:
@@ -162,7 +162,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 def quickstart(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(REPOSITORY / "scripts" / "quickstart.py"), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.compat

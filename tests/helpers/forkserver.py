@@ -58,7 +58,8 @@ _READ_ON_IMPORT = ("HF_", "HUGGINGFACE", "HUGGING_FACE", "TRANSFORMERS_", "ACCEL
 _SERVE = "from tests.helpers.forked import main; main()"
 _SESSION = "HFSHARD_TESTS_SESSION"
 """The variable that tells all processes of a session whose it is, and what its sockets are called."""
-_CONNECT_SECONDS = 5.0
+_CONNECT_SECONDS = 60.0
+"""One that has bound its address may be stopped for long before it listens."""
 
 
 class Child:

@@ -88,7 +88,7 @@ def test_a_server_serves_others_beside_a_client_that_waits(child_environment: di
         assert first.poll() is None
         os.write(ours, b"\n")
         os.close(ours)
-        assert first.wait(30) == 0
+        assert first.wait(60) == 0
 
 
 def test_servers_and_children_end_with_an_owner_that_is_killed(child_environment: dict[str, str]) -> None:
@@ -97,7 +97,7 @@ def test_servers_and_children_end_with_an_owner_that_is_killed(child_environment
         ends = [os.pidfd_open(int(pid)) for pid in owner.stdout.readline().split()]
         assert len(ends) == 2 and select.select(ends, [], [], 0.1)[0] == []
         owner.kill()
-        assert all(select.select([end], [], [], 30)[0] for end in ends)
-        assert owner.wait(30) == -signal.SIGKILL
+        assert all(select.select([end], [], [], 60)[0] for end in ends)
+        assert owner.wait(60) == -signal.SIGKILL
     for end in ends:
         os.close(end)

@@ -156,14 +156,14 @@ def test_a_process_that_is_forked_beside_a_load_does_not_wait_for_it() -> None:
     def hold() -> None:
         with class_alias._alias_lock.held(), model_builder.building_lock.held():
             is_held.set()
-            is_over.wait(60)
+            is_over.wait(120)
 
-    thread = threading.Thread(target=hold)
+    thread = threading.Thread(target=hold, daemon=True)
     thread.start()
-    is_held.wait(60)
+    assert is_held.wait(60)
     pid = os.fork()
     if pid == 0:
-        signal.alarm(30)
+        signal.alarm(60)  # ends one that waits for the locks
         class_alias.alias_class(with_mixin(BertModel))
         with model_builder.building_lock.held():
             os._exit(0)

@@ -84,7 +84,7 @@ def reloading(directory: Path) -> None:
 def test_in_a_process_of_its_own(task: Any, tmp_path: Path) -> None:
     with open(tmp_path / "said", "w+") as said:
         child = forkserver.call(task, tmp_path / "out", stdout=said.fileno(), stderr=subprocess.STDOUT)
-        assert child.wait(60) == 0, (tmp_path / "said").read_text()
+        assert child.wait(120) == 0, (tmp_path / "said").read_text()
 
 
 def test_many_threads_save_and_load_at_once_while_others_turn_it_on_and_off(tmp_path: Path, installed: None) -> None:

@@ -121,7 +121,7 @@ class Slow(BertModel):
     def __init__(self, config: Any, part: Path) -> None:
         super().__init__(config)
         self.begun.set()
-        assert self.may_go_on.wait(20)
+        assert self.may_go_on.wait(60)
         with torch.device("cpu"):  # transformers builds on the meta device, and refuses to load anything under it
             BertModel.from_pretrained(part)
 
@@ -130,7 +130,7 @@ def test_a_call_under_way_ends_as_it_began(installed: None, tmp_path: Path) -> N
     assert saved_by_hfshard(tmp_path / "part") and saved_by_hfshard(tmp_path / "whole")
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(Slow.from_pretrained, tmp_path / "whole", part=tmp_path / "part")
-        assert Slow.begun.wait(20)
+        assert Slow.begun.wait(60)
         hfshard.uninstall()
         next((tmp_path / "part").glob("model-00001-of-*")).write_bytes(b"")
         Slow.may_go_on.set()
