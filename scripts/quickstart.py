@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -129,11 +130,12 @@ def run(source: Path, output: Path, repo_id: str, cache: Path) -> list[str]:
     print_files(output)
 
     differences = [] if report.ok else [str(problem) for problem in report.problems]
-    embeddings = embed(stock, source)
+    tokens = AutoTokenizer.from_pretrained(source)(list(SENTENCES), padding=True, return_tensors="pt")
+    embeddings = embed(stock, tokens)
     for name, other in {"hfshard": model, "hfshard again": again, "stock again": stock_again, "pulled": pulled}.items():
         if not same_weights(stock, other):
             differences.append(f"the weights of '{name}'")
-        if not torch.equal(embeddings, embed(other, source)):
+        if not torch.equal(embeddings, embed(other, tokens)):
             differences.append(f"the embeddings of '{name}'")
     print_embeddings(embeddings)
     return differences
@@ -151,12 +153,11 @@ def push_and_pull(output: Path, repo_id: str, cache: Path, clock: Clock) -> PreT
     return pulled
 
 
-def embed(model: PreTrainedModel, source: Path) -> Tensor:
+def embed(model: PreTrainedModel, tokens: Mapping[str, Tensor]) -> Tensor:
     """One unit vector for each sentence: the mean over its tokens, as all-MiniLM-L6-v2 was trained.
 
     B: sentences, T: tokens, D: features.
     """
-    tokens = AutoTokenizer.from_pretrained(source)(list(SENTENCES), padding=True, return_tensors="pt")
     model.eval()
     with torch.inference_mode():
         hidden_BTD = model(**tokens).last_hidden_state

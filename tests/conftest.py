@@ -19,7 +19,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
-# Seconds: a server of ours that a busy machine lets wait longer than the 10 of huggingface_hub is asked once all the same.
+# Seconds; after the 10 of huggingface_hub, a server of ours that a busy machine has stopped would be asked again.
 os.environ["HF_HUB_ETAG_TIMEOUT"] = os.environ["HF_HUB_DOWNLOAD_TIMEOUT"] = "60"
 # No test speaks TLS: each HTTP client would read all the certificates of the world, which takes 30 ms. The one in here
 # is nobody's (its key was never kept); hf_xet does not start without any.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
-import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -315,30 +313,40 @@ def _modules(package: Path) -> dict[str, Path]:
 MODULES = _modules(PACKAGE)
 
 
-def _imports(path: Path, *, typing_too: bool = True) -> Iterator[str]:
-    """Every module that a file imports, anywhere in it: in functions too, and under TYPE_CHECKING if asked for."""
-    yield from _imports_of(path.read_text(encoding="utf-8"), typing_too)
+@cache
+def _source(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def _tree(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 @cache
 def _statements_of(source: str) -> tuple[tuple[ast.Import | ast.ImportFrom, bool], ...]:
-    """Each import of a file's text, and whether it stands under TYPE_CHECKING.
-
-    Most tests, and most copies of the package, have the same files.
-    """
-    found: list[ast.Import | ast.ImportFrom] = []
-    for_typing: set[ast.AST] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            for_typing |= {inner for statement in node.body for inner in ast.walk(statement)}
+    """Each import of a file's text, and whether it stands under TYPE_CHECKING."""
+    found: list[tuple[ast.Import | ast.ImportFrom, bool]] = []
+    left: list[tuple[ast.AST, bool]] = [(_tree(source), False)]
+    while left:
+        node, is_for_typing = left.pop()
         if isinstance(node, ast.Import | ast.ImportFrom):
-            found.append(node)
-    return tuple((node, node in for_typing) for node in found)
+            found.append((node, is_for_typing))
+        is_switch = isinstance(node, ast.If) and _is_for_typing(node)
+        for name in ("body", "orelse", "handlers", "finalbody", "cases"):  # no expression holds an import
+            inner = getattr(node, name, ())
+            if isinstance(inner, list):  # a lambda's body is an expression
+                left += [(one, is_for_typing or (is_switch and name == "body")) for one in inner]
+    return tuple(found)
+
+
+def _is_for_typing(node: ast.If) -> bool:
+    return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 @cache
-def _imports_of(source: str, typing_too: bool) -> tuple[str, ...]:
-    """The same of a file's text."""
+def _imports_of(source: str, typing_too: bool = True) -> tuple[str, ...]:
+    """Every module that a file's text imports: in functions too, and under TYPE_CHECKING if asked for."""
     found: list[str] = []
     for node, is_for_typing in _statements_of(source):
         if is_for_typing and not typing_too:
@@ -354,8 +362,13 @@ def _imports_of(source: str, typing_too: bool) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _ours(path: Path) -> set[str]:
-    return {name.removeprefix("hfshard.") for name in _imports(path) if name.startswith("hfshard.")}
+def _ours(source: str) -> set[str]:
+    return {name.removeprefix("hfshard.") for name in _imports_of(source) if name.startswith("hfshard.")}
+
+
+def _sources() -> dict[str, str]:
+    """Module -> its text."""
+    return {module: _source(path) for module, path in MODULES.items()}
 
 
 def _arrow(importer: str, imported: str) -> tuple[str, str, str] | None:
@@ -370,11 +383,11 @@ def _arrow(importer: str, imported: str) -> tuple[str, str, str] | None:
     return ".".join(one[:depth]), one[depth], other[depth]
 
 
-def _arrows(package: Path) -> dict[tuple[str, str, str], set[str]]:
+def _arrows(sources: dict[str, str]) -> dict[tuple[str, str, str], set[str]]:
     """(folder, importing entry, imported entry) -> the modules that import."""
     arrows: dict[tuple[str, str, str], set[str]] = {}
-    for module, path in _modules(package).items():
-        for name in _ours(path):
+    for module, source in sources.items():
+        for name in _ours(source):
             arrow = _arrow(module, name)
             if arrow is not None:
                 arrows.setdefault(arrow, set()).add(f"{module} imports {name}")
@@ -385,11 +398,11 @@ def _floor(folder: str, entry: str) -> int:
     return next(number for number, floor in enumerate(FLOORS[folder]) if entry in floor.split())
 
 
-def _upward(package: Path) -> list[str]:
+def _upward(sources: dict[str, str]) -> list[str]:
     """The imports that do not go down."""
     return sorted(
         line
-        for (folder, importer, imported), lines in _arrows(package).items()
+        for (folder, importer, imported), lines in _arrows(sources).items()
         if _floor(folder, importer) <= _floor(folder, imported)
         for line in lines
     )
@@ -413,34 +426,32 @@ def test_every_file_and_folder_has_one_floor() -> None:
 
 
 def test_imports_go_down() -> None:
-    assert _upward(PACKAGE) == []
+    assert _upward(_sources()) == []
 
 
 @pytest.mark.parametrize(
     ("planted", "imported"),
     [
-        ("constants.py", "hfshard.errors"),
-        ("errors.py", "hfshard.save"),
-        ("storage/disk/fsops.py", "hfshard.storage.weights.safetensors_file"),
-        ("storage/format/index.py", "hfshard.hub.address"),
-        ("saving/prepare.py", "hfshard.pretrained.collect"),
-        ("hub/remote/client.py", "hfshard.hub.push"),
-        ("training/parts/rng.py", "hfshard.training.manager"),
+        ("constants", "hfshard.errors"),
+        ("errors", "hfshard.save"),
+        ("storage.disk.fsops", "hfshard.storage.weights.safetensors_file"),
+        ("storage.format.index", "hfshard.hub.address"),
+        ("saving.prepare", "hfshard.pretrained.collect"),
+        ("hub.remote.client", "hfshard.hub.push"),
+        ("training.parts.rng", "hfshard.training.manager"),
     ],
 )
-def test_planted_upward_import_is_found(tmp_path: Path, planted: str, imported: str) -> None:
-    package = shutil.copytree(PACKAGE, tmp_path / "hfshard", ignore=shutil.ignore_patterns("__pycache__"))
-    path = package / planted
-    path.write_text(f"{path.read_text(encoding='utf-8')}\n\ndef _late() -> None:\n    import {imported}\n")
+def test_planted_upward_import_is_found(planted: str, imported: str) -> None:
+    sources = _sources()
+    sources[planted] += f"\n\ndef _late() -> None:\n    import {imported}\n"
 
-    found = _upward(package)
+    found = _upward(sources)
 
-    importer = planted.removesuffix(".py").replace("/", ".")
-    assert found == [f"{importer} imports {imported.removeprefix('hfshard.')}"]
+    assert found == [f"{planted} imports {imported.removeprefix('hfshard.')}"]
 
 
 def test_no_circle() -> None:
-    graph = {module: {name for name in _ours(path) if name in MODULES} for module, path in MODULES.items()}
+    graph = {module: {name for name in _ours(source) if name in MODULES} for module, source in _sources().items()}
     done: set[str] = set()
 
     def visit(module: str, above: tuple[str, ...]) -> None:
@@ -455,7 +466,7 @@ def test_no_circle() -> None:
 
 
 def test_the_house_stays_small() -> None:
-    arrows = [arrow for arrow in _arrows(PACKAGE) if arrow[0] == ""]
+    arrows = [arrow for arrow in _arrows(_sources()) if arrow[0] == ""]
     files = Counter(
         path.parent
         for root in (PACKAGE, PACKAGE.parent / "tests", PACKAGE.parent / "scripts")
@@ -468,40 +479,41 @@ def test_the_house_stays_small() -> None:
     assert {str(folder): count for folder, count in files.items() if count > MOST_FILES} == {}
 
 
-def _imports_the_package(node: ast.Import | ast.ImportFrom) -> bool:
-    if isinstance(node, ast.ImportFrom):
-        return node.module == "hfshard"
-    return any(alias.name == "hfshard" for alias in node.names)
+def _names_of(node: ast.Import | ast.ImportFrom) -> list[str | None]:
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
 
 
 def test_nobody_imports_the_package_itself() -> None:
     importers = {
         module
-        for module, path in MODULES.items()
-        if any(_imports_the_package(node) for node, _ in _statements_of(path.read_text(encoding="utf-8")))
+        for module, source in _sources().items()
+        for node, _ in _statements_of(source)
+        if "hfshard" in _names_of(node)
     }
     assert importers == set()
 
 
 def test_mixin_is_for_users_alone() -> None:
-    importers = {module for module, path in MODULES.items() if "modules.mixin" in _ours(path)}
+    importers = {module for module, source in _sources().items() if "modules.mixin" in _ours(source)}
     assert importers == set()
 
 
 def test_foreign_packages_are_imported_by_their_rooms_only() -> None:
-    outside = {
+    imports = {
         f"{module} imports {name}"
-        for module, path in MODULES.items()
-        for name in {name.split(".")[0] for name in _imports(path, typing_too=False)}
+        for module, source in _sources().items()
+        for name in {full.split(".")[0] for full in _imports_of(source, typing_too=False)}
         if name != "hfshard" and name not in sys.stdlib_module_names
         if module.split(".")[0] not in FOREIGN.get(name, ())
     }
-    assert outside == set()
+    assert imports == set()
 
 
 def test_transformers_is_known_in_two_rooms_only() -> None:
     importers = {
-        module for module, path in MODULES.items() if "transformers" in {n.split(".")[0] for n in _imports(path)}
+        module
+        for module, source in _sources().items()
+        if "transformers" in {name.split(".")[0] for name in _imports_of(source)}
     }
     outside = {module for module in importers if not module.startswith(("pretrained.", "training.integrations."))}
     assert outside == set()
@@ -530,12 +542,10 @@ def test_parse_size_needs_no_torch(child_environment: dict[str, str]) -> None:
 def _imported_at_once(module: str, found: set[str]) -> set[str]:
     """Every module that the import of one of ours imports, whoever of ours it is that does."""
     found.add(module)
-    left: list[ast.AST] = [ast.parse(MODULES[module].read_text(encoding="utf-8"))]
+    left: list[ast.AST] = [_tree(_source(MODULES[module]))]
     while left:
         node = left.pop()
-        if isinstance(node, ast.FunctionDef | ast.Lambda) or (
-            isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        ):
+        if isinstance(node, ast.FunctionDef | ast.Lambda) or (isinstance(node, ast.If) and _is_for_typing(node)):
             continue  # runs later, or never
         left += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import | ast.ImportFrom):
