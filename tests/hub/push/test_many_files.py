@@ -60,8 +60,7 @@ def seen(hub: PushHub, repo: str, commit: str) -> str:
     return str(ours.error or ours.result)
 
 
-@pytest.mark.compat
-def test_no_commit_of_a_new_repo_is_a_mix_and_few_files_are_open(hub: PushHub, repo: str, many: Many) -> None:
+def test_one_commit_takes_256_files_and_few_are_open(hub: PushHub, repo: str, many: Many) -> None:
     folder = many(1, 260)
     hub.push(folder, repo, open_files=360)  # the check before a push holds all shards open at once
     assert differences(hub, repo, contents(folder)) == {}
@@ -75,14 +74,17 @@ def test_no_commit_of_a_new_repo_is_a_mix_and_few_files_are_open(hub: PushHub, r
     ]
     assert [commit.parents for commit in commits[1:]] == [(before.oid,) for before in commits[:-1]]
     assert [len(commit.files) - 1 for commit in commits] == [0, 256, 260, 262]  # and .gitattributes
+
+
+@pytest.mark.compat
+def test_no_commit_of_a_new_repo_is_a_mix(hub: PushHub, repo: str, many: Many) -> None:
+    folder = many(1)
+    hub.push(folder, repo, commit_files=A_COMMIT)
+    assert differences(hub, repo, contents(folder)) == {}
+    commits = list(reversed(hub.view(repo).commits()))
+    assert [len(commit.files) - 1 for commit in commits] == [0, A_COMMIT, SHARDS, SHARDS + 2]  # and .gitattributes
     found = [seen(hub, repo, commit.oid) for commit in commits]
     assert found == ["CheckpointNotFoundError"] * 3 + ["1.0"]
-
-    folder = many(2, 260)
-    hub.push(folder, repo, open_files=360)
-    assert differences(hub, repo, contents(folder)) == {}
-    # of the same names: all in one commit, or main would be a mix
-    assert len(hub.view(repo).commits()) == len(commits) + 1
 
 
 @pytest.mark.parametrize(
