@@ -25,6 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, cast
 
+from tests.hub import any_hub
+
 LARGEST_ORDER = 1 << 17
 """Bytes; a packet on a socket has room for more."""
 WAIT = b"wait"
@@ -155,6 +157,7 @@ def _import(modules: Iterable[str]) -> None:
         imported = importlib.import_module(module)
         if function:
             getattr(imported, function)()
+    any_hub.find_marks()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch's, of what it has registered: no child needs to take that apart at its end
     gc.collect()
@@ -195,6 +198,7 @@ def _become(order: dict[str, Any], fds: Sequence[int]) -> None:
         os.close(fd)
     os.environ.clear()
     os.environ.update(order["env"])
+    any_hub.replace_marks()
     _filter_warnings(os.environ.get("PYTHONWARNINGS", ""))
     os.chdir(order["cwd"])
     if order["umask"] >= 0:

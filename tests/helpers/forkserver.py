@@ -5,7 +5,8 @@ with its own environment, directory and streams, which can be killed and whose e
 with a new interpreter's process is all but the imports; tests of these, and of memory, start a new interpreter.
 
 The processes that have imported are those of a session, which all its workers share: one has imported what no setting
-reads, and what the others import beyond that, they import in forks of it. They end when the session does.
+reads, and what the others import beyond that, they import in forks of it; one is for clients of any Hub of the tests
+(`tests.hub.any_hub`). They end when the session does.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
+from importlib.util import find_spec
 from types import TracebackType
 from typing import IO, Any, Self
 
 from tests import REPOSITORY
 from tests.helpers import forked
+from tests.hub import any_hub
 
 _TORCH = (
     "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.launcher.api",
@@ -49,6 +53,7 @@ _EVERYTHING = (
     "huggingface_hub",
     "accelerate",
     "pytest",
+    *filter(find_spec, ("model_signing",)),
     *_HFSHARD,
     WARM_UP,
 )
@@ -94,12 +99,39 @@ class Child:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Read its streams to their ends, and wait for its own; for streams that are not pipes, empty words."""
-        out = self.stdout.read() if self.stdout else ""
-        self.wait(timeout)
+        """Read its streams to their ends, and wait for its own; for streams that are not pipes, empty words.
+
+        Raises:
+            subprocess.TimeoutExpired: It still ran, and was killed.
+        """
+        with self._killed_after(timeout) as is_late:
+            out = self.stdout.read() if self.stdout else ""
+            if self.returncode is None:
+                select.select([self._pidfd], [], [])
+        self.wait()
+        if is_late.is_set():
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0, out)
         err = self.stderr.read() if self.stderr else ""
         self._close_streams()
         return out, err
+
+    @contextmanager
+    def _killed_after(self, seconds: float | None) -> Iterator[threading.Event]:
+        """Kill it if the block takes longer; the event says so."""
+        is_late = threading.Event()
+
+        def kill() -> None:
+            is_late.set()
+            self.kill()
+
+        timer = threading.Timer(threading.TIMEOUT_MAX if seconds is None else seconds, kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield is_late
+        finally:
+            timer.cancel()
+            timer.join()
 
     def send_signal(self, number: int) -> None:
         """Send a signal, where it still runs."""
@@ -118,6 +150,8 @@ class Child:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close_streams()
+        if kind is not None:
+            self.kill()  # it may wait for what the block did not come to
         self.wait()
 
     def _close_streams(self) -> None:
@@ -349,11 +383,13 @@ def _owner() -> int:
 
 
 def _server_for(env: Mapping[str, str], modules: tuple[str, ...]) -> _Server:
-    """One that has imported all that does not depend on settings which differ from the session's own."""
+    """One that has imported all that these settings let it."""
     threads = env.get("OMP_NUM_THREADS", "")
-    if _import_settings(env) != _SETTINGS:
+    settings = _import_settings(env)
+    for_hubs = any_hub.is_client(settings)
+    if settings != _SETTINGS and not for_hubs:
         return _torch(threads)
-    return _more(modules, threads) if modules else _everything(threads)
+    return _more(modules, threads, for_hubs) if modules else _everything(threads, for_hubs)
 
 
 def _import_settings(env: Mapping[str, str]) -> dict[str, str]:
@@ -361,6 +397,7 @@ def _import_settings(env: Mapping[str, str]) -> dict[str, str]:
 
 
 _SETTINGS = _import_settings(os.environ)
+_ANY_HUB = {**any_hub.SETTINGS, **any_hub.MARKS}
 
 
 @contextmanager
@@ -400,24 +437,27 @@ def _torch(threads: str) -> _Server:
 
 
 @cache
-def _everything(threads: str) -> _Server:
-    """The session's server that has imported what its settings reach, too."""
-    address = _address(threads, {"": "all", **_SETTINGS})
-    _fork_server(address, _EVERYTHING, _environment(threads), _owner())
+def _everything(threads: str, for_hubs: bool) -> _Server:
+    """The session's server that has imported what settings reach, too: the session's own, or those of any Hub."""
+    settings = _ANY_HUB if for_hubs else _SETTINGS
+    address = _address(threads, {"": "all", **settings})
+    _fork_server(address, _EVERYTHING, _environment(threads, settings), _owner())
     return _Server(address)
 
 
 @cache
-def _more(modules: tuple[str, ...], threads: str) -> _Server:
+def _more(modules: tuple[str, ...], threads: str, for_hubs: bool) -> _Server:
     """The session's server that has imported these modules beyond everything."""
-    address = _address(threads, {"": " ".join(modules), **_SETTINGS})
-    _fork_server(address, modules, _environment(threads), _owner(), _everything(threads))
+    settings = _ANY_HUB if for_hubs else _SETTINGS
+    address = _address(threads, {"": " ".join(modules), **settings})
+    parent = _everything(threads, for_hubs)
+    _fork_server(address, modules, _environment(threads, settings), _owner(), parent)
     return _Server(address)
 
 
-def _environment(threads: str) -> dict[str, str]:
+def _environment(threads: str, settings: Mapping[str, str]) -> dict[str, str]:
     others = {name: value for name, value in os.environ.items() if not name.startswith(_READ_ON_IMPORT)}
-    return {**others, **_SETTINGS, "OMP_NUM_THREADS": threads}
+    return {**others, **settings, "OMP_NUM_THREADS": threads}
 
 
 def _fork_server(

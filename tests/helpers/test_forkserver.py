@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -15,6 +16,7 @@ import pytest
 from tests import REPOSITORY
 from tests.helpers import forkserver
 from tests.helpers.forked_python import environment_of
+from tests.hub import any_hub
 
 WARN = "import warnings; warnings.warn('old', ResourceWarning); print('lived')"
 OWNER = """
@@ -31,6 +33,17 @@ import subprocess, sys
 says = "import sys; sys.exit('transformers' in sys.modules and sys.stdin.read())"
 for code in (says, "import os; os.kill(os.getpid(), 9)"):
     print(subprocess.run([sys.executable, "-u", "-c", code], input=b"said").returncode)
+"""
+CLIENT = """
+import json, os, sys
+is_imported = "transformers.modeling_utils" in sys.modules
+import transformers.dynamic_module_utils as dynamic
+from huggingface_hub import constants, hf_api, hf_file_system
+print(json.dumps({
+    "endpoints": [constants.ENDPOINT, hf_api.api.endpoint, hf_file_system.hffs.endpoint],
+    "cache": constants.HF_HUB_CACHE, "modules": dynamic.HF_MODULES_CACHE, "hosts": sorted(constants.HF_URL_HOSTS),
+    "parent": os.getppid(), "imported": is_imported,
+}))
 """
 OFFLINE = "import huggingface_hub; print(huggingface_hub.constants.HF_HUB_OFFLINE)"
 NESTED = f"""
@@ -49,6 +62,21 @@ def test_processes_of_a_session_share_a_server(child_environment: dict[str, str]
 def test_interpreters_that_a_script_starts_are_forks(tmp_path: Path, child_environment: dict[str, str]) -> None:
     done = forkserver.run(["-c", STARTS], env=environment_of(tmp_path, child_environment))
     assert (done.stdout, done.stderr) == ("1\n-9\n", "said\n")
+
+
+def test_clients_of_any_hub_share_a_server_and_each_has_its_own_hub(child_environment: dict[str, str]) -> None:
+    others = {name: value for name, value in child_environment.items() if not name.startswith("HF_")}
+    places = {"http://127.0.0.1:8": "/dev/null/a", "http://localhost:9": "/dev/null/b"}
+    seen = [
+        json.loads(forkserver.run(["-c", CLIENT], env={**others, **any_hub.SETTINGS, **own}).stdout)
+        for own in ({"HF_ENDPOINT": endpoint, "HF_HOME": home} for endpoint, home in places.items())
+    ]
+
+    hosts = [["127.0.0.1", "hf.co"], ["hf.co", "localhost"]]
+    found = [[one[name] for name in ("endpoints", "cache", "modules", "imported")] for one in seen]
+    assert found == [[[endpoint] * 3, f"{home}/hub", f"{home}/modules", True] for endpoint, home in places.items()]
+    assert [[host for host in one["hosts"] if "huggingface" not in host] for one in seen] == hosts
+    assert seen[0]["parent"] == seen[1]["parent"]
 
 
 @pytest.mark.parametrize("offline", ["0", "1"])

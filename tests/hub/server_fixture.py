@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -14,12 +13,11 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from tests.helpers.forked import interpret
-from tests.helpers.forkserver import WARM_UP, Child, ForkServer
+from tests.helpers import forkserver
 from tests.hub.client_process import perform
 from tests.hubserver.hub_server import HubServer, RepoView
 
-CODE_SECONDS = 240
+CODE_SECONDS = 110
 
 _REPOS = itertools.count(1)
 _KEYS: dict[type, pytest.StashKey[Any]] = {}
@@ -49,7 +47,7 @@ class Outcome:
 class Task:
     """A task that was started in a child of the client process."""
 
-    def __init__(self, child: Child, report: Path, output: Path) -> None:
+    def __init__(self, child: forkserver.Child, report: Path, output: Path) -> None:
         self._child = child
         self._report = report
         self._output = output
@@ -58,6 +56,10 @@ class Task:
         """Kill it, at once."""
         self._child.kill()
         self._child.wait()
+
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self._child.poll() is None
 
     def outcome(self) -> Outcome:
         """Wait for its end."""
@@ -88,11 +90,9 @@ class HubServerFixture:
         self.home = root / "home"
         self.environment = {**self.server.environment(home=self.home), "OMP_NUM_THREADS": "1"}
         self._numbers = itertools.count(1)
-        self._client = ForkServer(self.client_module, WARM_UP, environment=self.environment)
 
     def stop(self) -> None:
-        """End both."""
-        self._client.close()
+        """End the server."""
         self.server.__exit__(None, None, None)
 
     def start(
@@ -128,19 +128,17 @@ class HubServerFixture:
             "largest_file": largest_file, "open_files": open_files, "report": str(report),
         }  # fmt: skip
         with open(output, "w") as said:
-            child = self._client.call(
-                perform, self.client_module, order, env=self.environment, stdout=said, stderr=said, umask=umask
-            )
+            child = forkserver.call(
+                perform, self.client_module, order, env=self.environment, modules=[self.client_module],
+                stdout=said, stderr=said, umask=umask,
+            )  # fmt: skip
         return Task(child, report, output)
 
     def interpret(self, code: str) -> str:
         """Do what `python -c CODE` does, in a child that succeeds; gives what it printed."""
-        with self._client.call(
-            interpret, ["-c", code], env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        ) as child:
-            out, err = child.communicate(CODE_SECONDS)
-        assert child.returncode == 0, err
-        return out
+        done = forkserver.run(["-c", code], env=self.environment, timeout=CODE_SECONDS)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def done(self, task: str, *args: object, **options: Any) -> Outcome:
         """Do a task that succeeds."""

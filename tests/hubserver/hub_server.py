@@ -17,6 +17,7 @@ from typing import Self
 from tests import REPOSITORY
 from tests.bucket_server.buckets import BucketView
 from tests.bucket_server.cas import CasCounts
+from tests.hub import any_hub
 from tests.hubserver.faults import Fault
 from tests.hubserver.hub import Hub
 from tests.hubserver.log import Request
@@ -202,8 +203,7 @@ class HubServer:
         environment = inherited | {
             "HF_ENDPOINT": self.endpoint,
             "HF_HOME": str(home),
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
+            **any_hub.SETTINGS,
             "HF_XET_CLIENT_RETRY_BASE_DELAY": "10ms",
             "PYTHONPATH": str(REPOSITORY),
         }
