@@ -22,7 +22,7 @@ from hfshard.errors import HfshardError
 time.strptime("", "")
 "".encode("idna")
 
-CHILD_SECONDS = 60
+CHILD_SECONDS = 110
 """A task that takes longer hangs, and is killed."""
 
 Run = Callable[[dict[str, Any]], dict[str, Any]]

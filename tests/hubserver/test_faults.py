@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> Iterator[HubServer]:
 def ask(method: str, url: str, body: bytes | None = None, **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
     """Send one request on a connection of its own."""
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.netloc, timeout=30)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=60)
     try:
         connection.request(method, f"{parts.path}?{parts.query}", body, {**TOKEN, **headers})
         answer = connection.getresponse()
@@ -62,7 +62,7 @@ def test_drop_ends_an_answer_after_so_many_bytes(model: HubServer, how: str) -> 
     url = storage_url(model)
     model.fail(Fault(match="storage_get", kind="drop", after_bytes=70_000, how=how))
     parts = urlsplit(url)
-    with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
+    with socket.create_connection((parts.hostname, parts.port), timeout=60) as connection:
         connection.sendall(f"GET {parts.path}?{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
         received, ending = receive_all(connection)
     head, _, body = received.partition(b"\r\n\r\n")
@@ -106,7 +106,7 @@ def test_slow_waits_at_the_gate_after_so_many_bytes(model: HubServer) -> None:
     answers: list[bytes] = []
     thread = threading.Thread(target=lambda: answers.append(ask("GET", url)[2]))
     thread.start()
-    assert fault.reached.wait(30)
+    assert fault.reached.wait(60)
     assert (model.log[-1].bytes_down, answers) == (100_000, [])
     gate.set()
     thread.join()
@@ -180,9 +180,9 @@ def test_commit_is_refused_whole(model: HubServer) -> None:
 def test_client_that_dies_at_the_gate_has_what_the_log_says(model: HubServer) -> None:
     parts, gate = urlsplit(storage_url(model)), threading.Event()
     fault = model.fail(Fault(match="storage_get", kind="slow", after_bytes=100_000, gate=gate))
-    with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
+    with socket.create_connection((parts.hostname, parts.port), timeout=60) as connection:
         connection.sendall(f"GET {parts.path}?{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
-        assert fault.reached.wait(30)
+        assert fault.reached.wait(60)
     gate.set()
     model.stop()  # the thread of the connection is done
     assert model.log[-1].bytes_down == 100_000

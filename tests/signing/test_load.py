@@ -300,16 +300,16 @@ def test_two_threads_may_check_signatures_at_once(signed: Path, keys: Keys, monk
     def overlapping(*arguments: Any) -> None:
         if not is_first.is_set():
             is_first.set()
-            assert is_second.wait(10)
+            assert is_second.wait(60)
         else:
             is_second.set()
-            assert first_is_done.wait(10)
+            assert first_is_done.wait(60)
         plain(*arguments)
 
     monkeypatch.setattr(verifying.Config, "verify", overlapping)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(hfshard.load_state_dict, signed, public_key=keys.public)
-        assert is_first.wait(10)
+        assert is_first.wait(60)
         second = pool.submit(hfshard.load_state_dict, signed, public_key=keys.public)
         assert sorted(first.result()) == ["a", "b", "c"]
         first_is_done.set()

@@ -191,5 +191,5 @@ def test_reader_that_goes_away_is_no_error(tmp_path: Path, child_environment: di
         assert child.stderr is not None
         assert child.stdout.readline() == "All 5,000 tensors changed.\n"
         child.stdout.close()
-        assert child.wait(60) == 141
+        assert child.wait(110) == 141
         assert child.stderr.read() == ""

@@ -36,7 +36,7 @@ def by_python(
     """Run `python WORDS` in a directory."""
     command = [sys.executable, *map(str, words)]
     return subprocess.run(
-        command, cwd=directory, env=environment, stdin=stdin, capture_output=True, text=True, timeout=60
+        command, cwd=directory, env=environment, stdin=stdin, capture_output=True, text=True, timeout=110
     )
 
 

@@ -92,7 +92,7 @@ def test_interrupt_and_process_are_the_programs_own(tmp_path: Path, environment:
         assert child.stdout is not None
         assert child.stdout.readline() == f"{child.pid}\n"
         child.send_signal(signal.SIGINT)
-        stderr = child.communicate(timeout=60)[1]
+        stderr = child.communicate(timeout=110)[1]
 
     assert child.returncode == -signal.SIGINT
     assert stderr.startswith(f'Traceback (most recent call last):\n  File "{tmp_path}/wait.py", line ')
@@ -102,7 +102,7 @@ def test_interrupt_and_process_are_the_programs_own(tmp_path: Path, environment:
 def test_closed_streams_stay_closed(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "look.py").write_text("import sys\nsys.exit(5 if sys.stdout is sys.stderr is None else 1)\n")
     command = f"exec '{sys.executable}' -m hfshard run look.py >&- 2>&-"
-    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, timeout=60).returncode == 5
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, timeout=110).returncode == 5
 
 
 COUNTS = "import os, sys; print(len(os.environ['PYTHONPATH'].split(os.pathsep)), os.environ['HFSHARD_RUN'])"

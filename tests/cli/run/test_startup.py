@@ -45,7 +45,7 @@ def test_what_fails_is_one_line_and_the_program_goes_on(
 
     done = by_python(["-c", LOOKS_FOR_TRANSFORMERS], tmp_path, environment)
     command = f"exec '{sys.executable}' -c \"{LOOKS_FOR_TRANSFORMERS}\" 2>&-"
-    closed = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, timeout=60)
+    closed = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, timeout=110)
 
     assert (done.returncode, done.stdout) == (closed.returncode, closed.stdout) == (0, "done\n")
     assert done.stderr.startswith("hfshard: not on in process ")
@@ -58,7 +58,7 @@ def test_environment_without_hfshard_is_left_alone(tmp_path: Path, environment: 
     variables = {"PYTHONPATH": startup_folder(), "HFSHARD_RUN": json.dumps({"prefix": sys.prefix})}
 
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment | variables, capture_output=True, text=True, timeout=60
+        command, cwd=tmp_path, env=environment | variables, capture_output=True, text=True, timeout=110
     )
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
@@ -85,7 +85,7 @@ def test_checkout_that_is_not_installed_is_found(tmp_path: Path, environment: di
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
 
     home = Path(startup_folder()).parents[2] / "__init__.py"

@@ -1,12 +1,16 @@
-"""A process that pushes into a directory hub, again and again: run by test_directory_hub_processes.py."""
+"""A process that pushes into a directory hub, again and again: run by test_processes.py."""
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from hfshard.hub.directory.hub import DirectoryHub
 from hfshard.hub.repo_tree import StaleParentError
 from hfshard.storage.disk.byte_source import BytesSource
+
+CHILD_SECONDS = 110
+"""One that takes longer hangs, and is killed."""
 
 
 def content(name: str, number: int) -> bytes:
@@ -15,6 +19,7 @@ def content(name: str, number: int) -> bytes:
 
 
 def main(root: str, name: str, count: int) -> None:
+    signal.alarm(CHILD_SECONDS)
     hub, stale = DirectoryHub.create(root), 0
     print("ready", flush=True)
     sys.stdin.readline()

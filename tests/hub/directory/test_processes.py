@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from tests.hub.directory.child import content
 from tests.hub.directory.helpers import litter
 
 PUSHES = 10
+LOOK_SECONDS = 0.01
+"""How long the reader leaves the processor to those who push."""
 
 needs_strace = pytest.mark.skipif(not has_strace(), reason="NO STRACE: NO PUSH IS STOPPED HERE. Install strace.")
 
@@ -45,9 +48,10 @@ def test_two_processes_that_push_at_once_make_one_line_of_whole_commits(
         if tree is not None and tree.commit:
             hub.verify()
             seen.add(tree.commit)
+        time.sleep(LOOK_SECONDS)
     for child in children:
+        assert child.wait() == 0
         child.communicate()
-        assert child.returncode == 0
     by_id = {revision.commit: revision for revision in hub.revisions() if revision.kind == "commit"}
     line = [by_id[hub.resolve()]]
     while line[-1].parents:

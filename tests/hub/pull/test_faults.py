@@ -122,8 +122,9 @@ def test_killed_pull_goes_on_where_it_stopped(hub: PullHub, repo: str, weights: 
     ]
     task = hub.start("pull", repo, cache_dir=tmp_path)
     for gate in gates:
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(60)
     while sum(path.stat().st_size >= sent for path in cached(tmp_path, repo)) < SHARDS:
+        assert task.runs()
         time.sleep(0.01)  # what is on the wire is not the client's yet
     task.kill()
     hub.server.clear_faults()

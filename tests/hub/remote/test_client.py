@@ -24,7 +24,7 @@ def test_repo_that_is_not_cached_is_an_error_with_a_command_that_exists(
         hfshard.load_state_dict("no-such-model", cache_dir=tmp_path)
     command = re.split("run: hf |no-such-model \\(", str(raised.value))[1].split()
     hub = [sys.executable, "-c", "from huggingface_hub.cli.hf import main; main()", *command, "--help"]
-    run = subprocess.run(hub, env=child_environment, capture_output=True, text=True, check=False, timeout=60)
+    run = subprocess.run(hub, env=child_environment, capture_output=True, text=True, check=False, timeout=110)
     assert run.returncode == 0, run.stderr
     assert "REPO_ID" in run.stdout
 
