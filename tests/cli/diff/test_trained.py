@@ -55,7 +55,6 @@ def test_trained_layers_are_those_that_are_shown(minilm: Path, tmp_path: Path, r
     assert all(level in "123456789" for row in drawn.values() for level in row[4:])
 
 
-@pytest.mark.compat
 def test_a_head_a_cast_and_a_prefix_are_told_in_a_sentence(minilm: Path, tmp_path: Path) -> None:
     base = BertModel.from_pretrained(minilm).state_dict()
     hfshard.save_state_dict(base, tmp_path / "base")

@@ -77,7 +77,6 @@ def test_model_is_pushed_from_memory_as_the_files_that_a_save_writes(
     assert len(expected) == (2 if limit == SINGLE else 7)
 
 
-@pytest.mark.compat
 def test_model_in_small_files_is_pushed_as_the_files_that_a_save_writes(
     hub: PushHub, repo: str, tmp_path: Path
 ) -> None:

@@ -16,8 +16,6 @@ from tests.hub.models import contents, digest_of_seed, make_model, saved
 from tests.hub.push.push_hub import PushHub, differences
 from tests.hub.server_fixture import new_repo_id
 
-pytestmark = pytest.mark.compat
-
 SINGLE, FOUR, MANY = "10MB", "20KB", "9KB"
 """Limits: one file; 4 shards; 9 shards (the largest tensor has 8,448 bytes)."""
 
@@ -80,6 +78,7 @@ def pushes(module_hub: PushHub, tmp_path_factory: pytest.TempPathFactory) -> Pus
     return Pushes(repo, own, steps)
 
 
+@pytest.mark.compat
 def test_each_push_leaves_exactly_the_last_save_and_the_users_own_files(pushes: Pushes) -> None:
     assert len(pushes.own) == 8 + 5  # 4 shards and their index
     assert [step.wrong for step in pushes.steps] == [{}, {}, {}, {}]
@@ -87,11 +86,13 @@ def test_each_push_leaves_exactly_the_last_save_and_the_users_own_files(pushes: 
     assert [step.files for step in pushes.steps] == [13 + 1 + count for count in weights]  # and config.json
 
 
+@pytest.mark.compat
 def test_each_push_is_what_stock_transformers_loads(hub: PushHub, pushes: Pushes) -> None:
     assert [step.digest for step in pushes.steps] == [digest_of_seed(seed) for seed in (1, 2, 3, 4)]
     assert hub.loads(pushes.repo, variant="fp16") == digest_of_seed(9)
 
 
+@pytest.mark.compat
 def test_each_push_is_one_commit_on_the_head_before_it(hub: PushHub, pushes: Pushes) -> None:
     assert [step.parents for step in pushes.steps] == [(step.before,) for step in pushes.steps]
     told = [(step.result["commit"], step.result["is_new"]) for step in pushes.steps]
@@ -100,7 +101,7 @@ def test_each_push_is_one_commit_on_the_head_before_it(hub: PushHub, pushes: Pus
     assert titles == ["Upload checkpoint"] * 4 + ["mine", "initial commit"]
 
 
-@pytest.mark.parametrize("limit", [SINGLE, FOUR])
+@pytest.mark.parametrize("limit", [SINGLE, pytest.param(FOUR, marks=pytest.mark.compat)])
 def test_push_over_a_stock_push_leaves_nothing_of_it(hub: PushHub, repo: str, tmp_path: Path, limit: str) -> None:
     hub.call("push_stock", 1, repo, max_shard_size="9KB")
     stocks = hub.files(repo)
@@ -142,6 +143,7 @@ def test_push_clears_what_the_old_index_names_whatever_it_is_called(hub: PushHub
     assert differences(hub, repo, contents(folder) | kept | {"other.safetensors.index.json": other}) == {}
 
 
+@pytest.mark.compat
 def test_push_to_a_new_repo_takes_5_requests_and_2_for_each_shard(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
     outcome = hub.push(folder, repo)
@@ -154,6 +156,7 @@ def test_push_to_a_new_repo_takes_5_requests_and_2_for_each_shard(hub: PushHub, 
     assert outcome.result["sent"] == sum(sizes.values())
 
 
+@pytest.mark.compat
 def test_unchanged_push_takes_2_requests_and_makes_no_commit(hub: PushHub, repo: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "save", 1, FOUR)
     first = hub.push(folder, repo).result
@@ -220,6 +223,7 @@ def model_pushes(module_hub: PushHub) -> tuple[str, list[ModelPush]]:
     return repo, pushes
 
 
+@pytest.mark.compat
 def test_model_is_pushed_with_a_card_in_as_many_requests(
     model_pushes: tuple[str, list[ModelPush]], tmp_path: Path
 ) -> None:
@@ -230,15 +234,18 @@ def test_model_is_pushed_with_a_card_in_as_many_requests(
     assert first.files == contents(saved(tmp_path / "save", 1, FOUR)) | {"README.md": first.readme}
 
 
+@pytest.mark.compat
 def test_pushed_model_is_what_stock_transformers_loads(hub: PushHub, model_pushes: tuple[str, list[ModelPush]]) -> None:
     repo, (first, _, _) = model_pushes
     assert hub.loads(repo, revision=first.head) == digest_of_seed(1)
 
 
+@pytest.mark.compat
 def test_model_that_did_not_change_is_not_pushed_again(model_pushes: tuple[str, list[ModelPush]]) -> None:
     assert model_pushes[1][1].requests == {"create_repo": 1, "info": 1}
 
 
+@pytest.mark.compat
 def test_another_tag_is_added_to_those_that_are_there_and_nothing_else_is_sent(
     model_pushes: tuple[str, list[ModelPush]],
 ) -> None:
@@ -248,6 +255,7 @@ def test_another_tag_is_added_to_those_that_are_there_and_nothing_else_is_sent(
     assert third.commits == 3
 
 
+@pytest.mark.compat
 def test_model_push_keeps_the_card_that_a_user_wrote(hub: PushHub, repo: str) -> None:
     card = b"---\nlicense: mit\ntags:\n- one\n---\n\n# My words: \xc3\xa4\n"
     hub.server.create_repo(repo).commit({"README.md": card}, "card")
