@@ -15,7 +15,7 @@ from tests.helpers.random_state_dicts import Sample, assert_same, random_tensor,
 from tests.whole.test_properties import LIMITS, PACKINGS
 from tests.whole.test_properties import SETTINGS as OF_SAVES
 
-SETTINGS = settings(OF_SAVES, max_examples=30)
+SETTINGS = settings(OF_SAVES, max_examples=20)
 SAME_SIZES = (torch.float32, torch.int32, torch.uint32)
 """Dtypes of one size: a file has them in the order of the state dict."""
 

@@ -87,7 +87,7 @@ def index_on_disk(folder: Path) -> tuple[int, dict[str, str]] | None:
     return index["metadata"]["total_size"], index["weight_map"]
 
 
-@settings(SETTINGS, max_examples=50)
+@SETTINGS
 @given(state_dicts(), LIMITS, PACKINGS)
 def test_a_save_keeps_to_its_limit_comes_back_to_the_bit_and_is_made_again(
     sample: Sample, limit: int, packing: Packing
