@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from hfshard.stores import patience
 from tests.stores.services import running
 from tests.stores.services.buckets import BUCKET, BUCKETS, HUB_BUCKET, Bucket
 from tests.stores.services.fault_proxy import FaultProxy
 from tests.stores.services.kinds import SERVICES
 
 DIRECTORY = "directory"
-_RETRY_SECONDS = "10"
-"""What should fail for good does so soon."""
+_FIRST_WAIT_SECONDS = 0.3
+"""Before a request that failed is sent again; it is tried for as long as users' are, however slow the machine is."""
+_ABORT_SECONDS = 100.0
+"""For which an upload that is given up is waited for, where tests look whether anything is left of it."""
 
 
 def use_service(scheme: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
@@ -26,7 +29,9 @@ def use_service(scheme: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
         pytest.skip(lacks)
     url = running.url_of(scheme)
     lead_to(url, scheme, monkeypatch)
-    monkeypatch.setenv("HFSHARD_STORE_RETRY_SECONDS", _RETRY_SECONDS)
+    monkeypatch.setattr(patience, "_FIRST_WAIT", _FIRST_WAIT_SECONDS)
+    if scheme != "hf":
+        monkeypatch.setattr("hfshard.stores.objects.upload._ABORT_SECONDS", _ABORT_SECONDS)
     return BUCKETS[scheme](url)
 
 

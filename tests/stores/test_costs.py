@@ -177,7 +177,7 @@ def _written() -> int:
 @pytest.mark.usefixtures("bucket")
 def test_nothing_is_written_to_a_disk(store_address: str, tmp_path: Path) -> None:
     with forkserver.call(count_disk, store_address, str(tmp_path / "report"), stderr=subprocess.PIPE) as child:
-        assert child.wait(60) == 0, child.stderr and child.stderr.read()
+        assert child.wait(120) == 0, child.stderr and child.stderr.read()
     assert (tmp_path / "report").read_text() == "0 0"
 
 

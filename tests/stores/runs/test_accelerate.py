@@ -45,6 +45,7 @@ def test_saves_beside_the_training_while_children_are_forked(run: BucketRun) -> 
         return model.weight.detach().clone()
 
     with CheckpointManager(run.root, max_to_keep=2) as manager:
+        assert manager.all_steps() == []  # from now on, this process has used the store
         for step in (1, 2, 3):
             weight = train()
             manager.save(step, state, blocking=False)

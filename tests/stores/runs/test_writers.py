@@ -50,12 +50,13 @@ def test_a_reader_beside_a_writer_reads_one_save(run: BucketRun) -> None:
     with CheckpointManager(run.root, max_to_keep=1, max_shard_size="1KB") as manager:
         save_steps(manager, 1)
         failures: list[BaseException] = []
-        ended = threading.Event()
+        reads, ended = threading.Semaphore(0), threading.Event()
 
         def write() -> None:
             try:
-                save_steps(manager, *range(2, 7))
-                save_steps(manager, *[6] * 2)
+                for step in (2, 3, 4, 5, 6, 6, 6):
+                    assert reads.acquire(timeout=100)  # a read has begun, which this save overtakes
+                    save_steps(manager, step)
             except BaseException as error:
                 failures.append(error)
             finally:
@@ -64,11 +65,15 @@ def test_a_reader_beside_a_writer_reads_one_save(run: BucketRun) -> None:
         writing = threading.Thread(target=write)
         writing.start()
         net = Net()
-        seen = []
-        while not ended.is_set():
+        seen: list[int] = []
+        is_last = False
+        while not is_last:
+            is_last = ended.is_set()
+            reads.release()
             restored = CheckpointManager(run.root).restore_latest(TrainingState(model=net))
             assert restored == net.value()
             seen.append(int(restored or 0))
         writing.join()
     assert not failures
-    assert seen == sorted(seen) and len(set(seen)) > 1
+    assert seen == sorted(seen)
+    assert (seen[0] <= 2, seen[-1]) == (True, 6)

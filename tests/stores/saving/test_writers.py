@@ -113,6 +113,7 @@ def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that looks again lets others have their turn."""
     monkeypatch.setenv("HFSHARD_WRITERS", "1")
     monkeypatch.setattr(turn, "_LOOK_SECONDS", 0)
+    monkeypatch.setattr(turn, "_PATIENCE_SECONDS", float("inf"))  # nobody dies, however long it waits for its turn
     monkeypatch.setattr(to_store, "_LOOKS", (0,) * 40)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-START_SECONDS = 30.0
+START_SECONDS = 60.0
 ACCOUNT = "devstoreaccount1"
 ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Those of every Azurite, as its README says."""
@@ -27,6 +27,8 @@ AZURITE = "HFSHARD_AZURITE"
 HUB_TOKEN = "hf_write"
 ENDS = ExitStack()
 """What a process that holds a service has to do at its end."""
+_PORTS = range(16_000, 32_000)
+"""Below those that Linux gives to connections."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -75,13 +77,17 @@ def _start_gcs() -> str:
 
     from tests.stores.services.xml_gateway import serve_gateway
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    host = f"127.0.0.1:{port}"
-    arguments = ["-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", str(port)]
-    command = [str(_server._get_binary_path()), *arguments, "-public-host", host, "-external-url", f"http://{host}"]
-    _start_child(command, "server started at (http://.*)")
+    for is_last in (False, False, True):
+        port = secrets.choice(_PORTS)
+        host = f"127.0.0.1:{port}"
+        arguments = ["-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", str(port)]
+        command = [str(_server._get_binary_path()), *arguments, "-public-host", host, "-external-url", f"http://{host}"]
+        try:
+            _start_child(command, "server started at (http://.*)")
+            break
+        except RuntimeError:  # somebody else has this port
+            if is_last:
+                raise
     return serve_gateway(host)
 
 

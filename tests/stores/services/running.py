@@ -19,9 +19,10 @@ from tests import REPOSITORY
 from tests.helpers import forkserver
 from tests.stores.services.buckets import BUCKETS
 from tests.stores.services.kinds import ENDS, SERVICES, START_SECONDS
+from tests.stores.services.upstream import UPSTREAM_SECONDS
 
 _ERROR = "error: "
-_LISTEN_SECONDS = 5.0
+_LISTEN_SECONDS = 60.0
 
 
 @cache
@@ -45,7 +46,7 @@ def url_of(scheme: str) -> str:
                 start_new_session=True,  # Ctrl-C is for the tests
             ).returncode = 0  # nobody waits for it
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as keeper:
-        keeper.settimeout(START_SECONDS + 5)
+        keeper.settimeout(START_SECONDS + UPSTREAM_SECONDS)
         _connect(keeper, address)
         url = keeper.recv(1 << 16).decode()
     if not url or url.startswith(_ERROR):

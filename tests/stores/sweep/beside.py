@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from hfshard.errors import CheckpointChangedError, RemoteChangedError
@@ -18,14 +20,41 @@ GENERATIONS = 5
 """Of which each has a config of its own; the first one comes again after the last."""
 CONTENTS = [Content(generation, own_config=True) for generation in range(1, GENERATIONS + 1)]
 _LAYOUTS = ("three", "two", "single")
+_MEET_SECONDS = 100.0
 
 
-def write_many(place: StorePlace, first: int, saves: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """How processes do things side by side, however fast each of them is: each waits for others before each of its own.
+
+    Attributes:
+        folder: For their marks.
+        name: Whose.
+        others: For whom it waits, until they have begun as many things as it has.
+    """
+
+    folder: Path
+    name: str
+    others: tuple[str, ...] = ()
+
+    def begin(self, number: int) -> None:
+        """Begin a thing; they are numbered from 0."""
+        (self.folder / f"{self.name}-{number}").touch()
+        deadline = time.monotonic() + _MEET_SECONDS
+        for other in self.others:
+            while not (self.folder / f"{other}-{number}").exists():
+                assert time.monotonic() < deadline, f"{other} does not begin its number {number}"
+                time.sleep(0.005)
+
+
+def write_many(place: StorePlace, first: int, saves: int, meeting: Meeting | None = None) -> None:
     """Save one generation after the other, in changing layouts; prints how often each thing came of it."""
     prepare()
     lead_to(place.url, place.scheme)
     came: Counter[str] = Counter()
     for number in range(first, first + saves):
+        if meeting is not None:
+            meeting.begin(number - first)
         content = CONTENTS[number % GENERATIONS]
         limit = limit_of(content, _LAYOUTS[number % 3]) + ALIGNED_HEADER
         try:
@@ -36,12 +65,15 @@ def write_many(place: StorePlace, first: int, saves: int) -> None:
     sys.stdout.write(json.dumps(came))
 
 
-def read_many(place: StorePlace, stop: str) -> None:
-    """Load until a file appears; prints how often each thing came of it."""
+def read_many(place: StorePlace, stop: Path, meeting: Meeting) -> None:
+    """Load until a file is there, and once more; prints how often each thing came of it."""
     prepare()
     lead_to(place.url, place.scheme)
     came: Counter[str] = Counter()
-    while not Path(stop).exists():
+    is_last = False
+    while not is_last:
+        is_last = stop.exists()
+        meeting.begin(came.total())
         try:
             verdict = model_verdict(sharded_class("bert").from_pretrained(place.address), CONTENTS)
         except CheckpointChangedError:

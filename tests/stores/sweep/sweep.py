@@ -47,7 +47,7 @@ class Kind:
 
 
 _SOON = {"HFSHARD_STORE_RETRY_SECONDS": "0.5"}
-_IMPATIENT = {"HFSHARD_STORE_TIMEOUT": "0.5", "HF_XET_CLIENT_READ_TIMEOUT": "1s"}
+_IMPATIENT = {"HFSHARD_STORE_TIMEOUT": "1"}
 KINDS: Mapping[str, Kind] = {
     "kill": Kind({"kind": "drop"}, signal.SIGKILL, heals=False),
     "kill-done": Kind({"kind": "lost_answer"}, signal.SIGKILL, heals=False),
