@@ -85,8 +85,15 @@ def test_a_put_that_was_done_is_told_from_one_that_somebody_else_did(
         store.put("index", b"2", first)
 
 
-@pytest.mark.parametrize("kind", ["begin", "part", "finish"])
-@pytest.mark.parametrize("fault", ["500", "reset", "lost"])
+@pytest.mark.parametrize(
+    ("scheme", "kind", "fault"),
+    [
+        pytest.param(scheme, kind, fault, marks=[] if scheme == "s3" or own == other else pytest.mark.slow)
+        for scheme in ("s3", "gs", "az")
+        for own, kind in enumerate(("begin", "part", "finish"))
+        for other, fault in enumerate(("500", "reset", "lost"))
+    ],
+)
 def test_each_request_of_a_writer_is_tried_again(
     store: Store, proxy: FaultProxy, bucket: Bucket, store_prefix: str, kind: str, fault: str
 ) -> None:

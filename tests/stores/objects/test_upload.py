@@ -17,8 +17,8 @@ from tests.stores.services.fault_proxy import FaultProxy
 
 MIB = 1 << 20
 OBJECTS = ["s3", "gs", "az"]
-PARTS = bytes(range(256)) * (20 * MIB // 256)
-"""Three parts: 8, 8 and 4 MiB."""
+PARTS = bytes(range(256)) * (17 * MIB // 256)
+"""Three parts: 8, 8 and 1 MiB."""
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ def _load_overtaken(rank: int, verify: str, old: Path, new: Path) -> None:
     expected = {path: hfshard.load_state_dict(path) for path in (old, new)}
     found: list[Path] = []
     tries: list[int] = []
-    for request in range(1, 12):
+    for request in range(1, 12) if verify == "structure" else range(1, 12, 2):
         spread: list[Any] = []
 
         def parallelize(model: Any, spread: list[Any] = spread) -> Any:

@@ -17,6 +17,10 @@ from tests.stores.services.fault_proxy import FaultProxy
 from tests.training.fingerprint import flatten
 
 S3 = pytest.mark.parametrize("scheme", ["s3"])
+S3_AND_HUB = pytest.mark.parametrize(
+    "scheme", ["s3", "hf", *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("gs", "az"))]
+)
+"""With and without conditional puts: what the services do differently is held by `tests/stores/test_contract.py`."""
 
 
 def trained(seed: int) -> tuple[TrainingState, nn.Module]:
@@ -54,6 +58,7 @@ def test_a_run_is_resumed_on_an_empty_machine(run: BucketRun) -> None:
     assert (manager.latest_step(), manager.all_steps()) == (2, [2])
 
 
+@S3_AND_HUB
 def test_a_synced_copy_of_a_run_is_one_on_the_disk(run: BucketRun, tmp_path: Path) -> None:
     state, _ = trained(0)
     with CheckpointManager(run.root, max_shard_size="1KB") as manager:
@@ -68,6 +73,7 @@ def test_a_synced_copy_of_a_run_is_one_on_the_disk(run: BucketRun, tmp_path: Pat
     assert bits(other) == bits(state)
 
 
+@S3_AND_HUB
 def test_old_checkpoints_go_and_the_best_one_stays(run: BucketRun) -> None:
     with CheckpointManager(run.root, max_to_keep=2, keep_best="loss", metric_mode="max") as manager:
         save_steps(manager, 1, 2, 3, 4)
@@ -78,6 +84,7 @@ def test_old_checkpoints_go_and_the_best_one_stays(run: BucketRun) -> None:
     assert run.litter() == []
 
 
+@S3_AND_HUB
 def test_a_step_is_saved_again_and_leaves_nothing_of_the_first(run: BucketRun) -> None:
     with CheckpointManager(run.root, max_shard_size="1KB") as manager:
         save_steps(manager, 1, 2, 1)

@@ -54,7 +54,7 @@ def test_a_reader_beside_a_writer_reads_one_save(run: BucketRun) -> None:
 
         def write() -> None:
             try:
-                for step in (2, 3, 4, 5, 6, 6, 6):
+                for step in (2, 3, 4, 5, 5):
                     assert reads.acquire(timeout=100)  # a read has begun, which this save overtakes
                     save_steps(manager, step)
             except BaseException as error:
@@ -76,4 +76,4 @@ def test_a_reader_beside_a_writer_reads_one_save(run: BucketRun) -> None:
         writing.join()
     assert not failures
     assert seen == sorted(seen)
-    assert (seen[0] <= 2, seen[-1]) == (True, 6)
+    assert (seen[0] <= 2, seen[-1]) == (True, 5)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import REPOSITORY
+from tests.helpers import forkserver
 from tests.stores.services.buckets import Bucket
 from tests.stores.services.kinds import SERVICES
 
@@ -42,9 +40,8 @@ def test_an_unfinished_upload_is_seen_by_its_name(bucket: Bucket, scheme: str, s
 
 def test_each_process_of_a_run_has_the_same_service(bucket: Bucket, scheme: str) -> None:
     code = "import sys; from tests.stores.services.running import url_of; print(url_of(sys.argv[1]))"
-    command = [sys.executable, "-c", code, scheme]
-    done = subprocess.run(command, cwd=REPOSITORY, env=dict(os.environ), capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == bucket.url
+    done = forkserver.run(["-c", code, scheme], env=os.environ)
+    assert (done.stdout, done.stderr) == (f"{bucket.url}\n", "")
 
 
 def test_a_place_is_fresh_and_known_to_the_tools_of_its_service(store_place: str) -> None:

@@ -34,7 +34,7 @@ ACTS: dict[str, Callable[[str, str, str], Any]] = {
 }
 
 QUICK = (("push", "race"), ("in_place", "race"), ("pull", "status"))
-"""What is tried without --slow."""
+"""What is tried without --slow, at each second request."""
 
 
 def _save(place: str, value: float) -> None:
@@ -53,6 +53,7 @@ def _value_at(place: str) -> float | None:
     return value
 
 
+@pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("act", "what"),
     [
@@ -62,11 +63,11 @@ def _value_at(place: str) -> float | None:
     ],
 )
 def test_at_each_request(
-    store: Place, proxy: FaultProxy, tmp_path: Path, act: str, what: str, monkeypatch: pytest.MonkeyPatch
+    store: Place, proxy: FaultProxy, tmp_path: Path, act: str, what: str, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HFSHARD_STORE_RETRY_SECONDS", "0")
     outcomes = set()
-    for number in range(MOST_REQUESTS):
+    for number in range(0, MOST_REQUESTS, step):
         source, other, folder = f"{store.path}/{number}", f"{store.path}/{number}-new", str(tmp_path / str(number))
         os.mkdir(folder)
         _save(source, 1)

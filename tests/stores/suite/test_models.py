@@ -20,7 +20,7 @@ COMPAT_S3: Any = pytest.param("s3", marks=pytest.mark.compat)
 everywhere = pytest.mark.parametrize("store_place", [DIRECTORY, COMPAT_S3, "gs", "az", "hf"], indirect=True)
 in_some_places = pytest.mark.parametrize(
     "store_place",
-    [DIRECTORY, COMPAT_S3, *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in ("gs", "az")), "hf"],
+    [COMPAT_S3, *(pytest.param(place, marks=pytest.mark.slow) for place in (DIRECTORY, "gs", "az", "hf"))],
     indirect=True,
 )
 """For what takes long."""

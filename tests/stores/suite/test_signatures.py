@@ -55,9 +55,17 @@ def signed_bert(folder: Path, max_shard_size: int | str = SHARDED) -> tuple[Path
     return folder / "out", public
 
 
+@pytest.fixture(scope="module")
+def signed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """One in a few shards, read-only by agreement."""
+    return signed_bert(tmp_path_factory.mktemp("signed"))
+
+
 @pytest.mark.parametrize("scheme", ["s3", "hf"])
-def test_what_was_pushed_is_compared_in_the_store(store_address: str, tmp_path: Path) -> None:
-    directory, public = signed_bert(tmp_path)
+def test_what_was_pushed_is_compared_in_the_store(
+    store_address: str, signed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    directory, public = signed
     other = write_pair(tmp_path, "other")[1]
     hfshard.push_checkpoint(directory, store_address)
 
@@ -132,9 +140,9 @@ def test_what_differs_in_the_store_is_named(
     tamper: Callable[[Bucket, str], None],
     file: str,
     words: str,
-    tmp_path: Path,
+    signed: tuple[Path, Path],
 ) -> None:
-    directory, public = signed_bert(tmp_path)
+    directory, public = signed
     hfshard.push_checkpoint(directory, store_address)
     tamper(bucket, store_prefix)
 
@@ -147,9 +155,9 @@ def test_what_differs_in_the_store_is_named(
 
 @pytest.mark.parametrize("scheme", ["s3"])
 def test_signatures_and_indexes_that_are_too_large_are_not_brought_into_memory(
-    bucket: Bucket, store_address: str, store_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, store_address: str, store_prefix: str, signed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, public = signed_bert(tmp_path)
+    directory, public = signed
     hfshard.push_checkpoint(directory, store_address)
     before = hfshard.verify_checkpoint(store_address, public_key=public)
 
@@ -164,8 +172,8 @@ def test_signatures_and_indexes_that_are_too_large_are_not_brought_into_memory(
 
 
 @pytest.mark.parametrize("scheme", ["s3"])
-def test_other_weights_under_the_signature_are_named(store_address: str, tmp_path: Path) -> None:
-    directory, public = signed_bert(tmp_path)
+def test_other_weights_under_the_signature_are_named(store_address: str, signed: tuple[Path, Path]) -> None:
+    directory, public = signed
     hfshard.push_checkpoint(directory, store_address)
     bert(4).save_pretrained(store_address, max_shard_size=SHARDED)
 
@@ -194,9 +202,9 @@ def test_what_can_only_be_compared_on_a_disk_says_so(store_address: str, tmp_pat
 
 @pytest.mark.parametrize("scheme", ["s3"])
 def test_a_checkpoint_that_is_saved_while_it_is_compared_is_not_called_signed(
-    bucket: Bucket, store_address: str, store_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, store_address: str, store_prefix: str, signed: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, public = signed_bert(tmp_path)
+    directory, public = signed
     hfshard.push_checkpoint(directory, store_address)
     plain = StoreFiles.is_unchanged
 

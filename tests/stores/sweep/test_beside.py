@@ -45,7 +45,7 @@ def assert_whole(place: StorePlace, copy: Path) -> None:
     assert place.bucket.unfinished(place.prefix) == []
 
 
-@pytest.mark.parametrize("saves", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saves", [5, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_reader_beside_a_writer_finds_whole_checkpoints(place: StorePlace, tmp_path: Path, saves: int) -> None:
     counts_of(forkserver.call(write_many, place, 0, 1, **_STREAMS))
@@ -62,7 +62,7 @@ def test_a_reader_beside_a_writer_finds_whole_checkpoints(place: StorePlace, tmp
     assert_whole(place, tmp_path / "copy")
 
 
-@pytest.mark.parametrize("saves", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saves", [3, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_of_two_writers_each_save_is_whole_or_lost(place: StorePlace, tmp_path: Path, saves: int) -> None:
     stop = tmp_path / "stop"
