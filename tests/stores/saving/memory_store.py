@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Collection
+from functools import lru_cache
 from pathlib import Path
 
 from hfshard._util.addresses import StoreAddress
@@ -113,7 +114,12 @@ class MemoryStore:
 
 
 def _stored(name: str, raw: bytes) -> StoredObject:
-    return StoredObject(name, len(raw), hashlib.md5(raw).hexdigest())
+    return StoredObject(name, len(raw), _etag(bytes(raw)))
+
+
+@lru_cache(16)
+def _etag(raw: bytes) -> str:
+    return hashlib.md5(raw).hexdigest()
 
 
 class _Writer:

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -47,17 +48,23 @@ def save(place: StorePlace, url: str, name: str, settings: Mapping[str, str]) ->
     os.environ.update(settings)
     lead_to(url, place.scheme)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    report = "KeyboardInterrupt"
+    with suppress(KeyboardInterrupt):
+        report = _report_of(transitions()[name].new, place)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a request that nobody waits for may come late
+    sys.stdout.write(report)
+
+
+def _report_of(one: Save, place: StorePlace) -> str:
+    """Save; gives what came of it."""
     try:
-        _perform(transitions()[name].new, place)
-        report = "saved"
-    except KeyboardInterrupt:
-        report = "KeyboardInterrupt"
+        _perform(one, place)
     except Exception as error:
         import hfshard
 
         kind = "" if isinstance(error, hfshard.HfshardError) else "unclear "
-        report = f"{kind}{type(error).__name__}: {error}"
-    sys.stdout.write(report)
+        return f"{kind}{type(error).__name__}: {error}"
+    return "saved"
 
 
 def build(place: StorePlace, name: str) -> None:
