@@ -95,8 +95,8 @@ def _forget_in_child() -> None:
         one.forget()
 
 
-# At its exit Python first forbids new work in thread pools, which a save needs, and only then waits for threads. No
-# public hook runs before that; `test_exit_waits_for_a_save_in_flight` fails when this one is gone.
+# At its exit Python first forbids new work in thread pools, which a push to the Hub needs, and only then waits for
+# threads. No public hook runs before that; `test_exit_waits_for_a_save_in_flight` fails when this one is gone.
 _before_pools_close = threading._register_atexit  # type: ignore[attr-defined]
 _before_pools_close(_wait_for_all)
 os.register_at_fork(after_in_child=_forget_in_child)

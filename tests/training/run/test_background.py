@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,23 +120,38 @@ def test_what_asks_for_checkpoints_waits_for_the_one_in_flight(tmp_path: Path, a
         assert found == {"all_steps": [1], "verify": {1: []}, "wait_until_finished": None}.get(ask, 1)
 
 
+def press_ctrl_c_in_its_wait(thread: int) -> None:
+    """Interrupt a thread once it is within the wait for a save."""
+
+    def is_waiting() -> bool:
+        frame = sys._current_frames().get(thread)
+        while frame is not None and frame.f_code is not futures.wait.__code__:
+            frame = frame.f_back
+        return frame is not None
+
+    while not is_waiting():
+        time.sleep(0.001)
+    signal.pthread_kill(thread, signal.SIGINT)
+
+
 def test_ctrl_c_in_a_wait_ends_neither_the_save_nor_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     manager = CheckpointManager(run)
     monkeypatch.setattr(run_lock, "_WAIT_SECONDS", 0.1)
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with held(manager, monkeypatch):
             save(manager, tiny(1, False), 1)
             for wait in (manager.wait_until_finished, manager.close, manager.close):
-                signal.setitimer(signal.ITIMER_REAL, 0.1)
+                presser = threading.Thread(target=press_ctrl_c_in_its_wait, args=(threading.get_ident(),))
                 with pytest.raises(KeyboardInterrupt):
+                    presser.start()
                     wait()
+                presser.join()
             with pytest.raises(DirectoryLockedError):
                 save(CheckpointManager(run), tiny(2, False), 2, blocking=True)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGINT, before)
     manager.close()
     save(CheckpointManager(run), tiny(2, False), 2, blocking=True)
     assert [generation_of(run, step, (Save(1, 1), Save(2, 2))) for step in (1, 2)] == ["1@1", "2@2"]
@@ -253,21 +270,28 @@ ENDS = {
     "raises": "raise KeyError('unhandled')",
     "ends before a thread": "threading.Thread(target=time.sleep, args=(0.05,)).start()",
 }
-TORN_DOWN = ("ends", "ends before a thread")
-"""These are new interpreters, of which everything is taken down at the end; the others differ before that only."""
+TORN_DOWN = ("ends",)
+"""This is a new interpreter, of which everything is taken down at the end; the others differ before that only."""
 
 SCRIPT = """
 import os, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 import torch
 from hfshard.training import CheckpointManager, TrainingState
-flush = os.fsync
+flush, is_done = os.fsync, threading.Event()
 def slow(fd):
-    time.sleep(0.02)  # the save is surely under way when the main thread is done
-    flush(fd)
+    if threading.current_thread() is not threading.main_thread():
+        assert is_done.wait(60)  # the save is under way when the main thread is done
+        time.sleep(0.02)
+        with ThreadPoolExecutor(1) as pool:  # as what a push calls has some
+            pool.submit(flush, fd).result()
+    else:
+        flush(fd)
 os.fsync = slow
 manager = CheckpointManager(sys.argv[1], max_shard_size=4096 + 64)
 manager.save(1, TrainingState(model=torch.nn.Linear(8, 8)), blocking=False)
 print(os.path.lexists(manager.path_of(1)), flush=True)
+threading._register_atexit(is_done.set)  # the last one is called first
 """
 
 

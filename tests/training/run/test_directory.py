@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,7 +20,7 @@ import pytest
 
 from hfshard.errors import AccessDeniedError, HfshardError, RunRemovedError, SaveDirectoryError
 from hfshard.training import CheckpointManager, TrainingState
-from hfshard.training.run.directory import checkpoints_in
+from hfshard.training.run.directory import checkpoints_in, put_in_place, writing_path
 from tests.crash.runs.content import Counter, litter
 from tests.helpers import forkserver
 from tests.training import processes
@@ -252,6 +254,39 @@ def test_files_get_the_modes_that_the_umask_gives(tmp_path: Path) -> None:
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o640}
 
 
+def test_a_step_that_is_replaced_before_any_call_of_a_look_is_found(tmp_path: Path) -> None:
+    root = str(tmp_path)
+
+    def replace() -> None:
+        written = writing_path(root, 1)
+        os.mkdir(written)
+        put_in_place(written, root, 1)
+
+    def look(at: int) -> bool:
+        """Look, and replace before a call of the system; whether there were so many."""
+        calls = 0
+
+        def watch(frame: object, event: str, called: Any) -> None:
+            nonlocal calls
+            if event == "c_call" and called.__module__ == "posix":
+                calls += 1
+                if calls == at:
+                    sys.setprofile(None)
+                    replace()
+
+        sys.setprofile(watch)
+        try:
+            found = checkpoints_in(root)
+        finally:
+            sys.setprofile(None)
+        assert [one.step for one in found] == [1], at
+        return calls >= at
+
+    replace()
+    tried = next(at for at in itertools.count(1) if not look(at)) - 1
+    assert tried >= 4  # names, the directory, what it holds, and names again
+
+
 REPLACES = """
 import os, sys
 from hfshard.training.run.directory import put_in_place, writing_path
@@ -263,6 +298,7 @@ while True:
 IN_MEMORY = Path("/dev/shm")
 
 
+@pytest.mark.slow
 def test_a_step_that_another_process_replaces_all_the_time_is_always_found(tmp_path: Path) -> None:
     """In memory, where a save takes microseconds: one in forty looks met a directory that had gone, and come again."""
     place = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else tmp_path

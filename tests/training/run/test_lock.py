@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from hfshard.training import CheckpointManager, TrainingState
 from hfshard.training.run import lock as run_lock
 from tests import REPOSITORY
 from tests.crash.runs.content import Counter, litter, steps_in
+from tests.helpers import forkserver
 from tests.training import processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
@@ -119,14 +119,17 @@ def test_a_manager_of_another_process_is_refused(tmp_path: Path) -> None:
 
 
 WORKERS = """
-import os, signal, sys, time
+import os, signal, sys
 import torch
 from hfshard.training import CheckpointManager, TrainingState
+os.setsid()
+reading, writing = os.pipe()
 class Slow(torch.utils.data.Dataset):
     def __len__(self):
         return 4
     def __getitem__(self, index):
         if index > 0:
+            os.write(writing, b".")
             signal.pause()
         return os.getpid()
 class Counter:
@@ -139,6 +142,8 @@ manager.save(1, TrainingState(counter=Counter()))
 loader = torch.utils.data.DataLoader(Slow(), num_workers=2, multiprocessing_context="fork")
 batches = iter(loader)
 print(int(next(batches)), flush=True)
+for worker in range(2):
+    os.read(reading, 1)  # each is in the middle of a batch, and does not look for its parent
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -146,14 +151,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_killed_run_whose_workers_live_does_not_hold_the_lock(
     tmp_path: Path, child_environment: dict[str, str], impatient: None
 ) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", WORKERS, str(tmp_path)],
-        cwd=REPOSITORY,
-        env=child_environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    child = forkserver.start(["-c", WORKERS, tmp_path], cwd=REPOSITORY, env=child_environment, stdout=subprocess.PIPE)
     assert child.stdout is not None
     with child.stdout:
         worker = int(child.stdout.readline())
@@ -196,10 +194,15 @@ def test_a_run_waits_for_one_that_is_just_ending(tmp_path: Path, monkeypatch: py
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    import threading
+    waits = []
 
-    threading.Timer(0.2, first.close).start()
-    begin = time.monotonic()
-    second.save(2, state())
-    assert time.monotonic() - begin < run_lock._WAIT_SECONDS
+    def end_first(seconds: float) -> None:
+        waits.append(seconds)
+        first.close()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", end_first)
+        second.save(2, state())
+    assert len(waits) == 1
     second.close()
+    assert steps_in(tmp_path) == [1, 2]
